@@ -555,3 +555,19 @@ def test_real_measurement_on_this_machine(tmp_path, monkeypatch):
     shown = Report.from_json(result.stdout)
     assert shown.source == "measured" and shown.speed.repeats == 1
     assert shown.peak.parameters > 4 * 96 * 1000
+
+
+def test_models_and_cards_are_listed_by_a_filter():
+    found = json.loads(run("models", "llama-3.3", "--json").output)
+    assert [one["name"] for one in found] == ["llama-3.1-70b"] and found[0]["parameters"] == 70_553_706_496
+    assert "llama-3.3-70b" in run("models", "llama-3.1-70b").output
+    found = json.loads(run("gpus", "a100 80", "--json").output)
+    assert [one["name"] for one in found] == ["A100 80GB", "A100 80GB PCIe"]
+    assert found[0]["flops"]["bf16"] == 312e12 and 0 < found[0]["usable"] <= found[0]["total"]
+    assert "T4" in run("gpus").output
+
+
+def test_a_shared_architecture_is_said_and_leaves_json_alone():
+    found = run("predict", "gemma-3-4b-it", "--json")
+    assert "note: gemma-3-4b-it has the architecture of gemma-3-4b" in found.stderr
+    assert json.loads(found.stdout)["title"].startswith("gemma-3-4b ·")

@@ -338,6 +338,22 @@ def diff(
     say(json.dumps(asdict(found), indent=2) if as_json else str(found))
 
 
+@app.command(help="The models that have a name, their sizes, and the hub's names that share their architecture.")
+def models(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False) -> None:
+    from . import lists
+
+    found = lists.models(filtered)
+    say(json.dumps(found, indent=2) if as_json else lists.models_table(found))
+
+
+@app.command(help="The cards that have a name: memory and rates.")
+def gpus(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False) -> None:
+    from . import lists
+
+    found = lists.gpus(filtered)
+    say(json.dumps(found, indent=2) if as_json else lists.gpus_table(found))
+
+
 def _standard_input() -> str:
     """Return what is piped in, at most MOST_TEXT bytes of it. Raises RecipeError where it is closed."""
     if sys.stdin is None:

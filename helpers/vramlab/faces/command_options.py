@@ -9,7 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ..recipe import hub_names
 from ..recipe.knobs import Knob
+from ..recipe.shapes import read_shape
+from ..report.errors import RecipeError
+from ..report.text import printable
 from .options import Options
 
 
@@ -26,16 +30,32 @@ def number(text: str) -> int | float | str:
     return text
 
 
+def shared_name(model: str) -> str:
+    """Return the note on a model's name whose architecture was taken from elsewhere, "" for others and for errors."""
+    try:
+        return read_shape(model).shares
+    except RecipeError:
+        return ""  # the recipe says it
+
+
 def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callable[[Callable], Callable]:
     """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its first argument."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(model: str, **values: Any) -> None:
+        def run(model: str, download: bool = False, **values: Any) -> None:
+            if download:
+                hub_names.download(model)
+            if shared := shared_name(model):
+                typer.echo(printable(f"note: {shared}"), err=True)
             command(make(model, {name: values.pop(name) for name in known}), **values)
 
-        model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
+        model = Annotated[
+            str, typer.Argument(help="A name, such as gpt2 or Qwen/Qwen3-8B, or a path to a config.json.")
+        ]
         parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
+        fetch = option(bool, "Read MODEL's config.json from the hub, and no other file.", "--download")
+        parameters.append(Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False))
         parameters += [_parameter(name, *known[name]) for name in known]
         _, *own = inspect.signature(command).parameters.values()
         parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]

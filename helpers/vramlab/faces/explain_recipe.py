@@ -218,7 +218,7 @@ def taken_from(message: Message, recipe: Recipe) -> tuple[Recipe, str]:
 
 
 def _method(message: Message, recipe: Recipe) -> tuple[dict[str, Any], str]:
-    """Return fields for how it was trained: what the traceback names, else the heaviest method that the message has room for."""
+    """Return how it was trained: as the traceback names it, else by what has room in the message."""
     named = dict(message.fields)
     if "lora" in named:
         named["lora"] = LoRA()

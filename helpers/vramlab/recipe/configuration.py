@@ -97,6 +97,12 @@ def plain(config: Mapping) -> dict[str, Any]:
 def parse(name: str, text: str) -> dict[str, Any]:
     """Return the configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
     config = read_json("model", text, name)
+    if isinstance(config, dict) and "_class_name" in config and "model_type" not in config:
+        rest = (
+            f"it is the configuration of diffusers' {config['_class_name']}, and recipes train transformers' models: "
+        )
+        rest += "simulate(model=…, batch=…) takes the module, vramlab run --gpu CARD -- python train.py its script"
+        raise RecipeError("model", name, rest)
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
     for key in KEYS["counts"]:

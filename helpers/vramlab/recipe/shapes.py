@@ -17,7 +17,7 @@ from typing import Any
 from ..report.data import data_path
 from ..report.errors import FileError, RecipeError, needing
 from ..report.files import read_text
-from . import configuration, lora_modules
+from . import configuration, hub_names, lora_modules
 from .configuration import plain
 from .families import TASKS, Layout, layout_of
 from .from_transformers import describe, read_off
@@ -79,6 +79,7 @@ class Shape:
     experts_per_token: int
     image_tokens: int  # patches of an image and the class token; 0 for text
     attention: str  # the kernel that transformers takes by itself: "eager" for an architecture without sdpa
+    shares: str = field(default="", compare=False)  # where the architecture was taken from, if not from that name
 
     def __hash__(self) -> int:
         return hash(self.config_json)  # a text's hash is kept, that of thirty fields is not
@@ -168,7 +169,7 @@ class Shape:
     def stores_tied_head(self) -> bool:
         """Whether the published checkpoint has the head's matrix too, though it is the embedding's."""
         entry = catalogue().get(self.name, {})
-        same = (entry.get("hub_id"), entry.get("task")) == (self.hub_id, self.task)
+        same = self.hub_id is not None and entry.get("task") == self.task
         return same and "stored_parameters" in entry
 
     def lora_targets(self, target_modules: lora_modules.Targets = None) -> list[lora_modules.Module]:
@@ -258,8 +259,19 @@ def read_shape(
         rest += "a module goes to simulate(model=...)"
         raise RecipeError("model", model, rest)
     if entry := _spellings().get(model.lower()):
-        return _shape(entry["name"], entry["hub_id"], entry["config"], num_layers, task, num_labels)
+        stem = model.lower().rpartition("/")[2]
+        others = [alias for alias in entry.get("aliases", ()) if alias.lower().rpartition("/")[2] == stem]
+        hub_id = (others or [entry["hub_id"]])[0]
+        return _shape(entry["name"], hub_id, entry["config"], num_layers, task, num_labels)
     path = Path(model)
+    if not path.exists():
+        if found := _named_elsewhere(model, num_layers, task, num_labels):
+            return found
+    elif path.suffix.lower() in (".yaml", ".yml"):
+        rest = "a YAML holds the settings of axolotl, LLaMA-Factory or accelerate: give the model that it names "
+        rest += "(base_model, model_name_or_path) and its settings as options, or run the trainer itself: "
+        rest += "vramlab run --gpu CARD -- axolotl train FILE"
+        raise RecipeError("model", model, rest)
     try:
         path = path / "config.json" if path.is_dir() else path
         text = read_text(path)
@@ -269,10 +281,34 @@ def read_shape(
     except (OSError, ValueError):  # no such file, or a zero byte in a name
         near = difflib.get_close_matches(model.lower().rpartition("/")[2], _spellings(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        rest = "vramlab.model_names() lists the names, and the path of any config.json works too"
+        rest = "`vramlab models` lists the names, the path of any config.json works too, and --download reads it "
+        rest += "from the hub (organisation/model)"
         raise RecipeError("model", model, f"no model and no readable file is called so; {hint}{rest}") from None
     name = path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")
     return _shape(name, None, text, num_layers, task, num_labels)
+
+
+def _named_elsewhere(model: str, *said: Any) -> Shape | None:
+    """Return the shape of a hub's name that is none of the catalogue's: one that shares an entry's architecture, or whose
+    config.json is in the hub's local cache. None for others."""
+    table = _spellings()
+    exact = hub_names.KNOWN["names"].get(next(hub_names.stems(model)))
+    cached = None if exact else hub_names.cached_config(model)
+    if cached:
+        name = model.rpartition("/")[2]
+        shape = _shape(name, model, read_text(cached), *said)
+        return dataclasses.replace(shape, shares=f"{model}: its config.json in the hub's local cache")
+    shared = hub_names.shared_entry(model, table)
+    if shared is None:
+        return None
+    entry, differs = shared
+    config = entry["config"]
+    if differs:
+        config = json.dumps(json.loads(config) | differs)
+    shape = _shape(entry["name"], hub_names.published_name(model, entry), config, *said)
+    other = ", ".join(f"{key} {value}" for key, value in differs.items())
+    words = f"{model} has the architecture of {entry['name']}" + (f", but {other}" if other else "")
+    return dataclasses.replace(shape, shares=words)
 
 
 def _shown(name: str) -> str:
