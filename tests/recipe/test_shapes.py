@@ -1,7 +1,7 @@
 """Shapes against transformers: names, sizes and order of every tensor, and what PEFT adapts, on the meta device."""
 
-import importlib
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys

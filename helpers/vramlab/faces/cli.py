@@ -7,6 +7,7 @@ request (one sentence on stderr), 3 out of memory (the report says how much, or 
 import functools
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
-from ..planning.question import Question, size_of
+from ..planning.question import Question, card_with, size_of
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
@@ -26,7 +27,7 @@ from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomic
 from ..report.report import Interval, Report, format_bytes
 from ..report.text import printable
 from ..training.quiet import no_collection
-from .command_options import number, option, takes
+from .command_options import flag_of, number, option, takes
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, tokens_of
 from .script import instead
 from .words import said, words_of
@@ -45,11 +46,19 @@ class Commands(TyperGroup):
             say("Stopped.", err=True)
             raise typer.Exit(STOPPED) from None
         except Exception as error:
-            why = str(error) if isinstance(error, VramLabError) else instead(error, ctx.invoked_subcommand)
+            why = self._sentence(error, ctx.invoked_subcommand)
             if not why:
                 raise
             say(why, err=True)
             raise typer.Exit(WRONG) from None
+
+    def _sentence(self, error: Exception, name: str | None) -> str:
+        """Return what was asked wrongly, by the option that says it; "" for an error that is none of the package's."""
+        if isinstance(error, RecipeError) and name in self.commands:
+            flag = flag_of(error.field, self.commands[name])
+            if flag:
+                return printable(error.about(flag))
+        return str(error) if isinstance(error, VramLabError) else instead(error, name)
 
 
 app = typer.Typer(
@@ -73,6 +82,8 @@ EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snap
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(str | None, "An older version whose ways are known, such as 4.48.", "--transformers")
+LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+Pretrained = option(bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained")
 OtherMemory = option(
     str | None, "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.", "--other-memory"
 )
@@ -86,7 +97,13 @@ EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evalu
 
 
 def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
-    evaluation = Evaluation(**fields_of(EVALUATION, {name: given.pop(name) for name in EVALUATION}))
+    said = {name: given.pop(name) for name in EVALUATION}
+    if said["compute_metrics"] and said["samples"] is None:
+        rest = (
+            "with compute_metrics all of them keep their predictions on the card: say how many the evaluation set has"
+        )
+        raise RecipeError("evaluation.samples", None, rest)
+    evaluation = Evaluation(**fields_of(EVALUATION, said))
     return recipe_of(model, given), evaluation
 
 
@@ -101,7 +118,8 @@ def _version(version: option(bool, "Print the version.", "--version") = False) -
 @takes_recipe
 def predict(
     recipe: Recipe,
-    lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
+    lengths: option(Path | None, LENGTHS + ": a whole run.", "--lengths", "--dataset") = None,
+    pretrained: Pretrained = False,
     train_sampling_strategy: option(str | None, "With --lengths, as in TrainingArguments: random if left out.") = None,
     gpu: GpuName = None,
     other_memory: OtherMemory = None,
@@ -119,7 +137,8 @@ def predict(
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
         _finish(predict(recipe, gpu=card, **granted), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card, **granted)
+    counted = read_lengths(lengths, functools.partial(tokens_of, recipe.model, pretrained))
+    run = predict_run(recipe, counted, train_sampling_strategy or "random", gpu=card, **granted)
     _finish(run.largest, card, as_json, run)
 
 
@@ -175,8 +194,8 @@ def measure(
 def plan(
     asked: dict[str, Any],
     gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
-    dataset: option(Path | None, "JSONL with each sample's length, input_ids or text.") = None,
-    pretrained: option(bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained") = False,
+    dataset: option(Path | None, LENGTHS + ".", "--dataset", "--lengths") = None,
+    pretrained: Pretrained = False,
     confirm: option(bool, "Simulate each answer.", "--confirm/--no-confirm") = True,
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: Json = False,
@@ -184,6 +203,11 @@ def plan(
     from ..planning.plan import plan
 
     _check_written(write=write)
+    if is_size(gpu):
+        if asked.get("memory") is not None:
+            raise RecipeError("gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out")
+        asked["memory"] = gpu
+        gpu = None
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
@@ -291,7 +315,7 @@ def explain(
         recipe, notes = said(rest, _predict_options)
         read_from_file = any(word.endswith((".py", ".json")) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
-    card = find_gpu(gpu) if gpu is not None else None
+    card = card_of(gpu) if gpu is not None else None
     granted = _granted(card, other_memory, expandable_segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
@@ -378,9 +402,23 @@ def _check_written(**files: Path | None) -> None:
 
 def _card(name: str | None, recipe: Recipe) -> Gpu | None:
     """Return the GPU asked for; refuse a precision that it lacks."""
-    card = find_gpu(name) if name is not None else None
+    card = card_of(name) if name is not None else None
     if card:
         card.require(recipe.precision)
+    return card
+
+
+def is_size(name: str | None) -> bool:
+    """Return whether what was said for a card is a size of memory, such as 24GB."""
+    return bool(name and re.fullmatch(r"\d+(\.\d+)? *([kmgt]i?b)", name.strip().lower()))
+
+
+def card_of(name: str) -> Gpu:
+    """Return the card of a name, or of a size of memory the table's least that has it, which is said."""
+    if not is_size(name):
+        return find_gpu(name)
+    card = card_with(size_of("gpu", name))
+    say(f"note: {name} is taken as {card.name}, the table's least card of that memory", err=True)
     return card
 
 
