@@ -1,7 +1,8 @@
 """The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
-Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor misses what the course needs, 2 a wrong
-request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
+Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and it fits where a card was named; 1 it does
+not fit, no plan does, the run failed, or doctor misses what the package needs; 2 asked wrongly (one sentence on stderr);
+130 stopped with Ctrl-C. `run` passes on the script's own.
 """
 
 import functools
@@ -32,7 +33,9 @@ from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recip
 from .script import instead
 from .words import said, words_of
 
-FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
+DOES_NOT_FIT = FAILED = 1
+WRONG = 2
+STOPPED = 130
 
 
 class Commands(TyperGroup):
@@ -76,7 +79,14 @@ def say(text: Any, err: bool = False) -> None:
     typer.echo(printable(str(text)), err=err)
 
 
-Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
+def as_text(answer: dict[str, Any]) -> str:
+    """Return a command's answer as JSON that says the version of its schema."""
+    from .schema import versioned
+
+    return json.dumps(versioned(answer), indent=2)
+
+
+Json = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
@@ -188,7 +198,7 @@ def measure(
 
 
 @app.command(
-    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does.",
+    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 1: none does.",
 )
 @takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
 def plan(
@@ -211,14 +221,14 @@ def plan(
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
-    say(found.to_json(indent=2) if as_json else str(found))
+    say(as_text(found.to_dict()) if as_json else str(found))
     if write and found.choices:
         there = write.exists()
         files = ", ".join(map(str, found.write(write)))
         more = "; --method takes another" if len(found.choices) > 1 else ""
         say(f"{'replaced' if there else 'wrote'} {files}: {found.best.method}{more}", err=True)
     if not found.choices:
-        raise typer.Exit(OUT_OF_MEMORY)
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 @app.command(
@@ -278,7 +288,7 @@ def doctor(as_json: Json = False) -> None:
     from .doctor import doctor
 
     found = doctor()
-    say(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    say(as_text(found.to_dict()) if as_json else str(found))
     if not found.ok:
         raise typer.Exit(FAILED)
 
@@ -319,7 +329,7 @@ def explain(
     granted = _granted(card, other_memory, expandable_segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
-    say(json.dumps(vars(found), indent=2) if as_json else str(found))
+    say(as_text(vars(found)) if as_json else str(found))
 
 
 @app.command(
@@ -359,7 +369,7 @@ def diff(
         for note in notes:
             say(f"{text}: {note}", err=True)
     found = diff(*(report_of(each, target=target) for each, _ in both))
-    say(json.dumps(asdict(found), indent=2) if as_json else str(found))
+    say(as_text(asdict(found)) if as_json else str(found))
 
 
 @app.command(help="The models that have a name, their sizes, and the hub's names that share their architecture.")
@@ -367,7 +377,7 @@ def models(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_j
     from . import lists
 
     found = lists.models(filtered)
-    say(json.dumps(found, indent=2) if as_json else lists.models_table(found))
+    say(as_text({"models": found}) if as_json else lists.models_table(found))
 
 
 @app.command(help="The cards that have a name: memory and rates.")
@@ -375,7 +385,17 @@ def gpus(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_jso
     from . import lists
 
     found = lists.gpus(filtered)
-    say(json.dumps(found, indent=2) if as_json else lists.gpus_table(found))
+    say(as_text({"gpus": found}) if as_json else lists.gpus_table(found))
+
+
+@app.command(help="What --json prints, as JSON Schema: of one command, or of all with what exit codes mean.")
+def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = None) -> None:
+    from .schema import schema_of, schemas
+
+    known = schemas()["commands"]
+    if command is not None and command not in known:
+        raise RecipeError("command", command, f"with --json there are {', '.join(known)}")
+    say(json.dumps(schemas() if command is None else schema_of(command), indent=2))
 
 
 def _standard_input() -> str:
@@ -445,7 +465,7 @@ def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) 
         report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report
-    text = json.dumps(whole.to_dict(), indent=2) if as_json else "\n".join(filter(None, [str(whole), sentence]))
+    text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, [str(whole), sentence]))
     say(text)
     if report.status != "ok" or fits is False:
-        raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)
+        raise typer.Exit(DOES_NOT_FIT)

@@ -284,12 +284,13 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return _decode(Interval if Interval in inner and isinstance(value, dict) else inner[0], value, where)
     if dataclasses.is_dataclass(kind):
         types, fields = {field.name: field.type for field in dataclasses.fields(kind)}, _typed(value, dict, where)
-        extra = {"total"} if kind is Bytes else set()
+        extra = {"total"} if kind is Bytes else {"schema"} if kind is Report else set()
         if unknown := sorted(fields.keys() - types.keys() - extra):
             name = f"{where}.{unknown[0]}".lstrip(".")
             raise ReportError(f"Report field {name!r} is unknown: known there are {', '.join(types)}.")
         values = {name: _decode(types.get(name, Any), v, f"{where}.{name}".lstrip(".")) for name, v in fields.items()}
         total = values.pop("total", None)
+        values.pop("schema", None)  # the version that the command line writes
         needed = (field.name for field in dataclasses.fields(kind) if _is_required(field))
         if missing := [name for name in needed if name not in values]:
             raise ReportError(f"{where or 'A report'} lacks {', '.join(missing)}.")
