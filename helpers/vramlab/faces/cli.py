@@ -8,8 +8,6 @@ not fit, no plan does, the run failed, or doctor misses what the package needs; 
 import functools
 import json
 import os
-import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,24 +16,34 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..hardware.gpu import Gpu, find_gpu, usable_memory
-from ..planning.question import Question, card_with, size_of
+from ..hardware.gpu import find_gpu
+from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
-from ..report.report import Interval, Report, format_bytes
+from ..report.files import read_text, write_atomically
 from ..report.text import printable
 from ..training.quiet import no_collection
+from .answers import (
+    DOES_NOT_FIT,
+    FAILED,
+    STOPPED,
+    WRONG,
+    as_text,
+    asked_card,
+    card_of,
+    check_written,
+    finish,
+    granted_to,
+    is_size,
+    say,
+    standard_input,
+)
 from .command_options import flag_of, number, option, takes
-from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, tokens_of
+from .options import OPTIONS, Options, fields_of, read_lengths, recipe_of, tokens_of
 from .script import instead
 from .words import said, words_of
-
-DOES_NOT_FIT = FAILED = 1
-WRONG = 2
-STOPPED = 130
 
 
 class Commands(TyperGroup):
@@ -72,18 +80,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Predict, simulate and measure the GPU memory of training.",
 )
-
-
-def say(text: Any, err: bool = False) -> None:
-    """Print `text` without what a terminal would obey: it may quote a file of others."""
-    typer.echo(printable(str(text)), err=err)
-
-
-def as_text(answer: dict[str, Any]) -> str:
-    """Return a command's answer as JSON that says the version of its schema."""
-    from .schema import versioned
-
-    return json.dumps(versioned(answer), indent=2)
 
 
 Json = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
@@ -139,17 +135,17 @@ def predict(
     from ..formulas.predict import predict
     from ..formulas.run import predict_run
 
-    card = _card(gpu, recipe)
-    granted = _granted(card, other_memory, expandable_segments)
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
     if lengths is None:
         if train_sampling_strategy is not None:
             rest = "it orders the samples of --lengths: name their file too, or leave it out"
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
-        _finish(predict(recipe, gpu=card, **granted), card, as_json)
+        finish(predict(recipe, gpu=card, **granted), card, as_json)
         return
     counted = read_lengths(lengths, functools.partial(tokens_of, recipe.model, pretrained))
     run = predict_run(recipe, counted, train_sampling_strategy or "random", gpu=card, **granted)
-    _finish(run.largest, card, as_json, run)
+    finish(run.largest, card, as_json, run)
 
 
 @app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
@@ -170,9 +166,9 @@ def simulate(
         from ..simulation.as_run import of_release, simulate_as_run
 
         simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
-    card = _card(gpu, recipe)
-    granted = _granted(card, other_memory, expandable_segments)
-    _finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
 @app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
@@ -183,8 +179,8 @@ def evaluate(
     with no_collection(before=False):
         from ..simulation.simulate import simulate_evaluation
 
-    card = _card(gpu, asked[0])
-    _finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
+    card = asked_card(gpu, asked[0])
+    finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
 
 
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
@@ -194,7 +190,7 @@ def measure(
 ) -> None:
     from .measure import measure
 
-    _finish(measure(recipe, repeats=repeats), None, as_json)
+    finish(measure(recipe, repeats=repeats), None, as_json)
 
 
 @app.command(
@@ -212,7 +208,7 @@ def plan(
 ) -> None:
     from ..planning.plan import plan
 
-    _check_written(write=write)
+    check_written(write=write)
     if is_size(gpu):
         if asked.get("memory") is not None:
             raise RecipeError("gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out")
@@ -310,7 +306,7 @@ def explain(
     first, *rest = words or ["-"]
     notes: list[str] = []
     if first == "-":
-        what = _standard_input()
+        what = standard_input()
     elif first.endswith((".pickle", ".pkl")):
         what = Path(first)
     elif "out of memory" in first or (" " in first.strip() and not os.path.isfile(first)):
@@ -326,7 +322,7 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json")) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
-    granted = _granted(card, other_memory, expandable_segments)
+    granted = granted_to(card, other_memory, expandable_segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))
@@ -346,7 +342,7 @@ def run_script(
 ) -> None:
     from .run import run
 
-    _check_written(report=report, snapshot=snapshot)
+    check_written(report=report, snapshot=snapshot)
     found = run(command, find_gpu(gpu), gpus, snapshot)
     say(str(found))
     if report and found.reports:
@@ -398,74 +394,6 @@ def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = N
     say(json.dumps(schemas() if command is None else schema_of(command), indent=2))
 
 
-def _standard_input() -> str:
-    """Return what is piped in, at most MOST_TEXT bytes of it. Raises RecipeError where it is closed."""
-    if sys.stdin is None:
-        raise RecipeError("message", "-", "standard input is closed: pipe a message in, or name a file")
-    return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
-
-
 def _predict_options(rest: list[str]) -> dict[str, Any]:
     """Return what `predict` would be told by the words `rest`."""
     return typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
-
-
-def _check_written(**files: Path | None) -> None:
-    """Raise RecipeError, before anything is computed, at the first of the options `files` that cannot be written, or is
-    there already and not of our making."""
-    for name, path in files.items():
-        if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
-            raise RecipeError(name, str(path), "it must be the name of a file in a folder that can be written to")
-        if path and path.exists() and not is_ours(path):
-            raise RecipeError(name, str(path), NOT_OURS)
-
-
-def _card(name: str | None, recipe: Recipe) -> Gpu | None:
-    """Return the GPU asked for; refuse a precision that it lacks."""
-    card = card_of(name) if name is not None else None
-    if card:
-        card.require(recipe.precision)
-    return card
-
-
-def is_size(name: str | None) -> bool:
-    """Return whether what was said for a card is a size of memory, such as 24GB."""
-    return bool(name and re.fullmatch(r"\d+(\.\d+)? *([kmgt]i?b)", name.strip().lower()))
-
-
-def card_of(name: str) -> Gpu:
-    """Return the card of a name, or of a size of memory the table's least that has it, which is said."""
-    if not is_size(name):
-        return find_gpu(name)
-    card = card_with(size_of("gpu", name))
-    say(f"note: {name} is taken as {card.name}, the table's least card of that memory", err=True)
-    return card
-
-
-def _granted(card: Gpu | None, other_memory: str | None, expandable_segments: bool) -> dict[str, Any]:
-    """Return what the process is granted. Raises RecipeError for memory of no card."""
-    size = size_of("other_memory", other_memory) or 0
-    if size and card is None:
-        raise RecipeError("other_memory", other_memory, "it is of a card's memory: say --gpu too")
-    return {"other_memory": size, "expandable_segments": expandable_segments}
-
-
-def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
-    """Print the report, or the `whole` that it is of, and whether it fits the card; exit with what its status and that mean.
-
-    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or null where the card lies
-    within the interval.
-    """
-    fits, sentence = True, ""
-    if card and report.process is not None:
-        report.usable = usable_memory(card) if report.usable is None else report.usable
-        fits = fits_card(report)
-        has, needs = format_bytes(report.usable), Interval.of(report.process)
-        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
-        report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
-        report.notes += [sentence] if as_json else []
-    whole = whole or report
-    text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, [str(whole), sentence]))
-    say(text)
-    if report.status != "ok" or fits is False:
-        raise typer.Exit(DOES_NOT_FIT)

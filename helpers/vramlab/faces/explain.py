@@ -8,6 +8,7 @@ from typing import Any
 from ..hardware.gpu import Gpu, find_gpu
 from ..hardware.snapshot import read_snapshot
 from ..recipe.recipe import Recipe
+from ..report import html
 from ..report.errors import RecipeError, needing
 from ..report.report import TIERS, Interval, Report, format_bytes
 from .explain_message import missing_of, of_message
@@ -44,6 +45,10 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join([*self.lines, *(f"note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        """Return the explanation as a notebook shows it."""
+        return html.table((), [(line.strip(),) for line in self.lines], notes=self.notes)
 
 
 @needing("explain")

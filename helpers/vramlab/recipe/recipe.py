@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
 
+from ..report import html
 from ..report.errors import RecipeError
 from . import liger, lora_modules, parallel_limits, samples
 from .configuration import MOST_LAYERS, plain, read_json
@@ -303,6 +304,16 @@ class Recipe:
         # TRL's trainers never prepare a base
         unprepared = self.quantization and not self.quantization.prepare and self.trainer not in TRL
         return " · ".join([self.name, *filter(None, parts), *["not prepared"] * bool(unprepared)])
+
+    def _repr_html_(self) -> str:
+        """Return the recipe as a notebook shows it: what differs from the defaults, and the batch."""
+        usual = {name: said.default for name, said in knobs(Recipe).items()}
+        rows = [("model", self.name)]
+        for name, said in knobs(Recipe).items():
+            value = getattr(self, name)
+            if name != "model" and (value != usual[name] or name in ("batch_size", "precision", "optim")):
+                rows.append((name, said.words(value) or value))
+        return html.table(("recipe", ""), rows)
 
     def training_arguments(self, output_dir: str = "out", **changes):
         """The `transformers.TrainingArguments` that trains the same way; see `vramlab.training_arguments`."""

@@ -10,6 +10,7 @@ from importlib import metadata
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
+from . import html
 from .errors import ReportError
 from .files import strict_json
 from .text import printable
@@ -230,6 +231,21 @@ class Report:
     def __str__(self) -> str:
         """Return the report as a text table: phases down, categories across."""
         return printable(self._text())
+
+    def _repr_html_(self) -> str:
+        """Return the report as a notebook shows it: the peak by category, and what the process needs."""
+        head, *rest = str(self).split("\n")
+        if self.status != "ok":
+            return html.table((), [(head,), *((line,) for line in rest)])
+        unit = unit_for(self.peak.total)
+        found = sorted(((n, name) for name, n in self.peak.items() if n), reverse=True)
+        rows = [(name.replace("_", " "), in_unit(n, unit), html.bar(n, self.peak.total)) for n, name in found]
+        rows.append((f"peak, in {self.peak_phase}", in_unit(self.peak.total, unit), ""))
+        for name in ("reserved", "process", "rss"):
+            if (value := getattr(self, name)) is not None:
+                rows.append((name, Interval.of(value).text(unit), ""))
+        verdict = [f"{self.verdict}: {format_bytes(self.usable)} usable"] if self.verdict else []
+        return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", [*verdict, *self.notes])
 
     def _text(self) -> str:
         if self.status != "ok":
