@@ -622,3 +622,13 @@ def test_predict_and_plan_take_the_same_lengths(tmp_path, monkeypatch):
         run("plan", "gpt2", "--gpu", "T4", "--no-confirm", f, str(file)).output for f in ("--lengths", "--dataset")
     ]
     assert plans[0] == plans[1] and "gpt2" in plans[0]
+
+
+def test_a_record_says_first_whose_figures_it_has(stand_in):
+    seen = {"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.23.0", "driver": "580.1", "date": "2026-11-01"}
+    stand_in("measure", lambda recipe, repeats: report("recorded", environment=seen))
+    first = run("measure", "gpt2").stdout.splitlines()[0]
+    words = "recorded on NVIDIA H200, torch 2.11.0, transformers 5.23.0, driver 580.1, 2026-11-01"
+    assert first == f"{words}: another machine's figures, not this one's"
+    stand_in("measure", lambda recipe, repeats: report("measured", environment=seen))
+    assert "recorded" not in run("measure", "gpt2").stdout

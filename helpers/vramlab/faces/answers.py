@@ -82,6 +82,17 @@ def granted_to(card: Gpu | None, other_memory: str | None, expandable_segments: 
     return {"other_memory": size, "expandable_segments": expandable_segments}
 
 
+def recorded_on(report: Report) -> str:
+    """Return whose figures a record's are: card, versions and date; "" for what was not looked up."""
+    seen = report.environment
+    if report.source != "recorded":
+        return ""
+    libraries = ("torch", "transformers", "driver")
+    parts = [f"{name} {seen[name]}" for name in libraries if seen.get(name)]
+    card = seen.get("gpu") or "a CPU"
+    return f"recorded on {card}, {', '.join(parts)}, {seen.get('date')}: another machine's figures, not this one's"
+
+
 def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card; exit as both mean.
 
@@ -99,7 +110,8 @@ def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -
         report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report
-    text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, [str(whole), sentence]))
+    lines = [recorded_on(report), str(whole), sentence]
+    text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, lines))
     say(text)
     if report.status != "ok" or fits is False:
         raise typer.Exit(DOES_NOT_FIT)

@@ -337,13 +337,14 @@ def run_script(
     gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")],
     gpus: option(int, "How many such cards there are.", min=1) = 1,
+    steps: option(int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1) = None,
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
 ) -> None:
     from .run import run
 
     check_written(report=report, snapshot=snapshot)
-    found = run(command, find_gpu(gpu), gpus, snapshot)
+    found = run(command, find_gpu(gpu), gpus, snapshot, steps)
     say(str(found))
     if report and found.reports:
         write_atomically(report, max(found.reports, key=lambda one: one.allocated).to_json(indent=2))
