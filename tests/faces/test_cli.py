@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import vramlab
+import vramlab.formulas.run
 from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.faces.cli import app
@@ -217,19 +218,19 @@ def test_options_make_the_question(monkeypatch, words, fields):
 WRONG = [
     ("gpt9", "", "did you mean 'gpt2'"),
     ("no/such/config.json", "", "model"),
-    ("gpt2", "--batch-size 0", "batch_size"),
-    ("gpt2", "--batch-size -3", "batch_size"),
-    ("gpt2", "--batch-size 1.5", "'batch_size' is 1.5, but it must be a whole number"),
-    ("gpt2", "--lora-alpha much", "'lora.lora_alpha' is 'much', but it must be a number"),
+    ("gpt2", "--batch-size 0", "--batch-size is 0"),
+    ("gpt2", "--batch-size -3", "--batch-size is -3"),
+    ("gpt2", "--batch-size 1.5", "--batch-size is 1.5, but it must be a whole number"),
+    ("gpt2", "--lora-alpha much", "--lora-alpha is 'much', but it must be a number"),
     ("gpt2", "--seq-len 2048", "1024 positions"),
     ("gpt2", "--precision bf17", "'bf16-mixed'"),
     ("gpt2", "--optim adamw_nice", "'adamw_torch'"),
     ("gpt2", "--optim-args momentum", "momentum=0.9"),
-    ("gpt2", "--lora-r 0", "lora.r"),
+    ("gpt2", "--lora-r 0", "--lora-r is 0"),
     ("gpt2", "--lora-target nothing", "nothing"),
     ("gpt2", "--quantization nf4", "lora=LoRA"),
     ("gpt2", "--quantization int8 --lora-r 8", "'nf4', 'fp4'"),
-    ("gpt2", "--stage 4", "sharding.stage"),
+    ("gpt2", "--stage 4", "--stage is 4"),
     ("gpt2", "--stage 1 --engine fsdp", "has stage 2 or 3"),
     ("gpt2", "--world-size 2 --engine horovod", "'ddp'"),
     ("gpt2", "--loop while", "'trainer'"),
@@ -270,15 +271,15 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
     ("words", "why"),
     [
         ("plan gpt2 --gpu T4 --fp16", "say --precision"),
-        ("plan gpt2 --gpu T4 --gpus two", "'gpus' is 'two', but it must be a whole number"),
-        ("plan gpt2 --gpu T4 --write .", "'write' is '.', but it must be the name of a file"),
+        ("plan gpt2 --gpu T4 --gpus two", "--gpus is 'two', but it must be a whole number"),
+        ("plan gpt2 --gpu T4 --write .", "--write is '.', but it must be the name of a file"),
         ("plan gpt2 --gpu T4 --write none/train.py", "in a folder that can be written to"),
-        ("run --gpu T4 --report none/report.json -- python train.py", "'report' is 'none/report.json'"),
-        ("evaluate gpt2 --samples few", "'evaluation.samples' is 'few'"),
+        ("run --gpu T4 --report none/report.json -- python train.py", "--report is 'none/report.json'"),
+        ("evaluate gpt2 --samples few", "--samples is 'few'"),
         ("evaluate gpt2 --target gpu", "allowed are 'cuda' and 'cpu'"),
-        ("measure gpt2 --repeats 0", "'repeats' is 0"),
+        ("measure gpt2 --repeats 0", "--repeats is 0"),
         ("explain gpt2 --fp16", "say --precision"),
-        ("explain alone.json", "'model' is ''"),
+        ("explain alone.json", "MODEL is ''"),
         ("explain gpt2 arguments.json", "'training_arguments' is {'per_device_train_batch_size': 4, 'optim': 'best'}"),
         ("explain none.py gpt2", "'script' is 'none.py'"),
     ],
@@ -337,14 +338,15 @@ def test_unknown_option_is_refused(asked):
     assert result.exit_code == 2 and "--batchsize" in result.output and asked.recipes == []
 
 
-@pytest.mark.parametrize(("status", "code"), [("oom", 3), ("error", 1), ("ok", 0)])
+@pytest.mark.parametrize(("status", "code"), [("oom", 1), ("error", 1), ("ok", 0)])
 @pytest.mark.parametrize("style", [[], ["--json"]])
 def test_status_of_the_report_is_the_exit_status_and_the_report_is_shown(stand_in, status, code, style):
     ran = report("measured", status=status, message="asked for 2 GiB, 1 GiB was free")
     stand_in("measure", lambda recipe, repeats: ran)
     result = run("measure", "gpt2", *style)
     assert result.exit_code == code
-    assert result.stdout.strip() == (ran.to_json(indent=2) if style else str(ran))
+    shown = json.dumps({"schema": 1, **ran.to_dict()}, indent=2) if style else str(ran)
+    assert result.stdout.strip() == shown
     assert ("asked for 2 GiB" in result.stdout) or (status == "ok" and not style)
 
 
@@ -555,3 +557,78 @@ def test_real_measurement_on_this_machine(tmp_path, monkeypatch):
     shown = Report.from_json(result.stdout)
     assert shown.source == "measured" and shown.speed.repeats == 1
     assert shown.peak.parameters > 4 * 96 * 1000
+
+
+def test_models_and_cards_are_listed_by_a_filter():
+    found = json.loads(run("models", "llama-3.3", "--json").output)["models"]
+    assert [one["name"] for one in found] == ["llama-3.1-70b"] and found[0]["parameters"] == 70_553_706_496
+    assert "llama-3.3-70b" in run("models", "llama-3.1-70b").output
+    found = json.loads(run("gpus", "a100 80", "--json").output)["gpus"]
+    assert [one["name"] for one in found] == ["A100 80GB", "A100 80GB PCIe"]
+    assert found[0]["flops"]["bf16"] == 312e12 and 0 < found[0]["usable"] <= found[0]["total"]
+    assert "T4" in run("gpus").output
+
+
+def test_a_shared_architecture_is_said_and_leaves_json_alone():
+    found = run("predict", "gemma-3-4b-it", "--json")
+    assert "note: gemma-3-4b-it has the architecture of gemma-3-4b" in found.stderr
+    assert json.loads(found.stdout)["title"].startswith("gemma-3-4b ·")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("predict gpt2 --tokens 8k", "--seq-len is 8192, but gpt2 has 1024 positions"),
+        ("predict gpt2 --lora-r 0", "--lora-r is 0"),
+        ("predict gpt2 --batch-size 0", "--batch-size is 0"),
+        ("predict gpt9", "MODEL is 'gpt9', but no model"),
+        ("plan gpt2 --gpu T4 --global-batch 0", "--global-batch is 0"),
+        ("plan gpt2 --gpu 24GB --memory 24GB", "--gpu is '24GB', but it is a size"),
+        ("evaluate gpt2 --compute-metrics", "--samples is None, but with compute_metrics all of them"),
+        ("predict gpt2 --gpu T4 --other-memory x", "--other-memory is 'x'"),
+    ],
+)
+def test_an_error_names_the_flag(line, said):
+    found = run(*line.split())
+    assert found.exit_code == 2 and said in found.output, found.output
+    assert "Recipe field" not in found.output
+
+
+def test_flags_are_said_as_people_say_them(tmp_path):
+    whole = run("predict", "qwen3-0.6b", "--tokens", "8k", "--precision", "bf16", "--attention", "eager")
+    assert "8192 tokens · bf16-mixed · adamw_torch · eager" in whole.output
+    card = run("predict", "gpt2", "--gpu", "24GB")
+    assert "24GB is taken as L4, the table's least card" in card.stderr and "safe: L4 has" in card.stdout
+    options = ("--seq-len", "64", "--no-confirm", "--json")
+    by_size = run("plan", "gpt2", "--gpu", "24GB", *options)
+    assert by_size.stdout == run("plan", "gpt2", "--memory", "24GB", *options).stdout
+    wanted = ("--attn-implementation", "eager", "--no-use-liger-kernel", "--precision", "bf16", "--method", "full")
+    answer = json.loads(run("plan", "gpt2", "--gpu", "RTX 4090", *wanted, *options).stdout)
+    recipe = answer["choices"][0]["recipe"]
+    assert recipe["attn_implementation"] == "eager" and recipe["precision"] == "bf16-mixed"
+    assert not recipe.get("use_liger_kernel")
+
+
+def test_predict_and_plan_take_the_same_lengths(tmp_path, monkeypatch):
+    """Chats are counted by the model's tokenizer in both."""
+    from vramlab.faces import cli
+
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 4)
+    monkeypatch.setattr(cli, "tokens_of", lambda model, pretrained, rows: [32] * len(rows))
+    said = [run("predict", "gpt2", flag, str(file)).output for flag in ("--lengths", "--dataset")]
+    assert said[0] == said[1] and "over the run: 4 micro-batches" in said[0]
+    plans = [
+        run("plan", "gpt2", "--gpu", "T4", "--no-confirm", f, str(file)).output for f in ("--lengths", "--dataset")
+    ]
+    assert plans[0] == plans[1] and "gpt2" in plans[0]
+
+
+def test_a_record_says_first_whose_figures_it_has(stand_in):
+    seen = {"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.23.0", "driver": "580.1", "date": "2026-11-01"}
+    stand_in("measure", lambda recipe, repeats: report("recorded", environment=seen))
+    first = run("measure", "gpt2").stdout.splitlines()[0]
+    words = "recorded on NVIDIA H200, torch 2.11.0, transformers 5.23.0, driver 580.1, 2026-11-01"
+    assert first == f"{words}: another machine's figures, not this one's"
+    stand_in("measure", lambda recipe, repeats: report("measured", environment=seen))
+    assert "recorded" not in run("measure", "gpt2").stdout

@@ -84,7 +84,7 @@ def test_package_against_its_floor(monkeypatch, installed, status, advice):
             raise metadata.PackageNotFoundError(name)
         return installed
 
-    monkeypatch.setattr(checks, "requirements", lambda: [("peft", ">=0.20")])
+    monkeypatch.setattr(checks, "requirements", lambda *_: [("peft", ">=0.20")])
     monkeypatch.setattr(checks.metadata, "version", version)
     check = run(checks.packages)["peft"]
     assert (check.status, check.advice) == (status, advice)
@@ -92,7 +92,7 @@ def test_package_against_its_floor(monkeypatch, installed, status, advice):
 
 
 def test_old_torch_is_never_told_to_be_replaced_in_place(monkeypatch):
-    monkeypatch.setattr(checks, "requirements", lambda: [("torch", ">=99")])
+    monkeypatch.setattr(checks, "requirements", lambda *_: [("torch", ">=99")])
     check = run(checks.packages)["torch"]
     assert check.status == "warn" and "fresh environment" in check.advice and "pip" not in check.advice
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +10,8 @@ from vramlab import GiB, MiB, Recipe, explain, predict
 from vramlab.faces.cli import app
 from vramlab.faces.explain import MessageError, read_message
 
+# The figures of messages in public issues, in the standard words of the program that wrote them.
+ISSUES = json.loads((Path(__file__).parent / "messages_of_issues.json").read_text(encoding="utf-8"))
 RECIPE = Recipe("gpt2", batch_size=2, seq_len=128, num_layers=2)
 NOW = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 23.65 GiB of which {free} is free. "
@@ -25,7 +28,8 @@ def message(**changes):
 
 
 def test_the_figures_of_a_message():
-    found = read_message("Traceback …\n" + message(asked="1.00 GiB") + "\n" + message().replace(". ", ".\n"))
+    text = "Traceback …\n" + message(asked="1.00 GiB") + "\n" + message().replace(". ", ".\n")
+    found = read_message(text).bytes
     assert found["asked"] == 22 * MiB and found["total"] == int(23.65 * GiB)  # the last one, and over several lines
     assert found["lack"] == 22 * MiB - int(11.06 * MiB)
     assert found["context"] == int(23.60 * GiB) - int(22.90 * GiB) - int(194.87 * MiB)
@@ -61,10 +65,73 @@ def test_what_a_message_means(text, verdict):
     assert any("is on the card" in line for line in lines) == verdict.startswith("another")
 
 
-@pytest.mark.parametrize("text", ["", "Killed", "RuntimeError: CUDA error: an illegal memory access was encountered"])
+@pytest.mark.parametrize(
+    "text", ["", "exit code 1", "RuntimeError: CUDA error: an illegal memory access was encountered"]
+)
 def test_what_is_no_message_is_said(text):
     with pytest.raises(MessageError, match="no out-of-memory message"):
         explain(text)
+
+
+@pytest.mark.parametrize("case", ISSUES, ids=lambda case: case["source"])
+def test_a_message_of_an_issue_is_read(case):
+    """Each says what it is, has its figures, what to do, and what would tell more."""
+    found = explain(case["text"])
+    assert found.kind == case["kind"]
+    assert {name: found.bytes.get(name) for name in case["bytes"]} == case["bytes"]
+    assert any(case["says"] in line for line in found.lines), found.lines
+    remedies = ("to make room", "set PYTORCH_ALLOC_CONF", "ask for more of it", "end the other process", "who holds")
+    assert any(remedy in line for line in found.lines for remedy in remedies)
+    assert "say MODEL with its options" in found.lines[-1]
+
+
+def test_at_least_twenty_messages_of_all_kinds():
+    assert len({case["source"] for case in ISSUES}) == len(ISSUES) >= 20
+    assert {case["kind"] for case in ISSUES} == {"card", "host", "table"}
+
+
+def test_a_bare_model_is_trained_as_the_message_says():
+    """Llama 3.1 8B by fp32 AdamW keeps 90 GiB: nobody held 23 of them."""
+    found = explain(message(asked="7.83 GiB"), "llama-3.1-8b")
+    text = str(found)
+    assert "7.83 GiB is the size of the logits in fp32, 32 × 512 tokens × 128,256 words" in found.request
+    assert "taken from the message: LoRA over bf16 weights, because full training" in text
+    assert "gradient_checkpointing, without which the layers had kept" in text
+    assert found.contradictions == []
+    assert 0 < found.missing < 23.65 * GiB
+    assert text.count("missing") == 1, "one figure for what is missing"
+    fallen = explain(message(asked="7.83 GiB") + " .../peft/tuners/lora/layer.py", "llama-3.1-8b")
+    assert "PEFT in its traceback" in str(fallen)
+
+
+def test_changes_come_with_gib_and_seconds():
+    found = explain(message(asked="7.83 GiB"), "llama-3.1-8b", gpu="RTX 4090")
+    assert len(found.changes) == 3
+    for change in found.changes:
+        assert change["saves"] > 0 and change["seconds"] > 0 and change["seconds_before"] > 0
+        assert change["enough"] == (change["saves"] >= found.missing)
+    shown = [line for line in found.lines if " s a step, " in line]
+    assert len(shown) == 3 and "estimated on RTX 4090" in shown[0]
+
+
+def test_a_recipe_that_contradicts_the_message_is_named():
+    found = explain(message(), RECIPE, gpu="T4")
+    heavier, other_card = found.contradictions
+    assert "the recipe's peak is 1.11 GiB, but 22.90 GiB were allocated" in heavier
+    assert "the message's card has 23.65 GiB, T4 has 14.56 GiB" in other_card
+    assert found.missing == explain(message()).missing, "what the message says is missing"
+    loading = explain(message(asked="1.00 GiB", allocated="10.00 GiB"), Recipe("llama-3.1-8b"))
+    assert "the recipe's weights take 29.92 GiB, but 10.00 GiB were allocated" in loading.contradictions[0]
+
+
+def test_a_killed_process_is_told_what_the_host_has_to_hold():
+    text = str(explain("exits with return code = -9", Recipe("llama-3.1-8b", precision="bf16-mixed")))
+    assert "all ranks together need" in text and "of it for weights while they load" in text
+
+
+def test_a_message_without_sizes_says_what_it_means():
+    found = explain("RuntimeError: CUDA error: out of memory")
+    assert found.kind == "bare" and "another process fills the card" in str(found)
 
 
 def test_a_message_and_its_recipe_are_both_explained():
@@ -73,13 +140,13 @@ def test_a_message_and_its_recipe_are_both_explained():
     assert f"predicted: {RECIPE}" in lines and any("50257" in line for line in lines)
     head = next(i for i, line in enumerate(lines) if line.startswith("the cheapest changes, "))
     assert len(lines) == head + 4 and all(": −" in line for line in lines[head + 1 :])
-    lines = explain(message(asked="1.00 MiB", allocated="0.10 GiB", free="11.00 MiB"), RECIPE).lines
-    lack = (peak - int(0.1 * GiB) - 11 * MiB) / MiB
+    lines = explain(message(asked="1.00 MiB", allocated="0.50 GiB", free="11.00 MiB"), RECIPE).lines
+    lack = (peak - int(0.5 * GiB) - 11 * MiB) / MiB
     assert f"the cheapest changes, {lack:,.2f} MiB being missing:" in lines, "what the rest of the step lacks"
 
 
 def test_an_exception_is_read_as_its_text():
-    assert explain(MemoryError(message())).bytes == read_message(message())
+    assert explain(MemoryError(message())).bytes == read_message(message()).bytes
 
 
 def test_a_recipe_is_explained_and_what_predict_refuses_is_simulated():
@@ -98,14 +165,15 @@ def test_the_command_takes_text_files_snapshots_and_recipes(tmp_path):
     file, snapshot, recipe = (tmp_path / name for name in ("oom.txt", "memory.pickle", "recipe.json"))
     file.write_text(message(asked="50.00 MiB"))
     snapshot.write_bytes(pickle.dumps({"device_traces": [[{"action": "alloc", "addr": 1, "size": MiB}]]}))
-    recipe.write_text(RECIPE.to_json())
+    recipe.write_text(RECIPE.replace(precision="bf16-mixed").to_json())
     assert run(text=message()).output == run("-", text=message()).output == str(explain(message())) + "\n"
     assert run(message()).output == run(text=message()).output, "longer than a file's name may be"
-    words = ("gpt2", "--batch-size", "2", "--seq-len", "128", "--num-layers", "2")
+    words = ("gpt2", "--batch-size", "2", "--seq-len", "128", "--num-layers", "2", "--precision", "bf16-mixed")
     assert run(str(file), *words).output == run(str(file), str(recipe)).output
     assert "T4 has 14.562 GiB" in run(str(file), *words, "--gpu", "T4").output
     assert run(str(snapshot)).output.startswith("peak: 1.000 MiB allocated")
-    assert run(*words).output == run(str(recipe)).output == str(explain(RECIPE)) + "\n"
+    assert run(*words).output == run(str(recipe)).output == str(explain(RECIPE.replace(precision="bf16-mixed"))) + "\n"
+    assert run(str(file), "llama-3.1-8b").output == str(explain(message(asked="50.00 MiB"), "llama-3.1-8b")) + "\n"
     assert json.loads(run("-", "--json", text=message()).output)["bytes"]["asked"] == 22 * MiB
 
 

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 from vramlab import Recipe, Sharding, simulate
 from vramlab.faces import in_script, run
@@ -190,6 +191,63 @@ def test_what_is_changed_in_libraries_is_there():
         }.items():
             text = (Path(folder.origin).parent / "runtime" / "zero" / f"{name}.py").read_text()
             assert all(each in text for each in (f"class {words}", "def has_overflow(", "is_invalid_grad_norm("))
+
+
+def test_a_killed_child_is_said_to_be_killed(left):
+    result = CliRunner().invoke(app, left(137, {}))
+    assert result.exit_code == 137
+    assert result.stdout.splitlines()[2] == run.killed(137)
+    assert "killed by signal 9 (SIGKILL); mostly Linux's, because the machine's own memory ran out" in run.killed(137)
+    assert [run.killed(status) for status in (0, 1, 130)] == ["", "", ""]
+
+
+def loop(steps):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(3, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_loop_without_a_trainer_has_its_phases(monkeypatch):
+    monkeypatch.setattr(in_script, "watched", [])
+    call = torch.nn.Module.__call__
+    watcher = in_script.LoopWatch(torch)
+    watcher.install()
+    try:
+        loop(3)
+    finally:
+        restored = torch.nn.Module.__call__ is call
+        torch.nn.Module.__call__ = call
+    assert restored, "nothing of it stays in torch"
+    found = watcher.report
+    assert found.title == "step 2 of the loop: Sequential"
+    assert set(found.phases) == {"load", "forward", "backward", "step", "between_steps"}
+    values = sum(each.numel() for each in (torch.ones(8, 4), torch.ones(4), torch.ones(4, 2), torch.ones(2)))
+    assert found.phases["step"].peak.gradients == found.phases["load"].peak.parameters == 4 * values
+    assert found.phases["step"].peak.optimizer_states >= 8 * values
+
+
+def test_a_trainers_process_is_watched_by_its_callback_alone(monkeypatch):
+    monkeypatch.setattr(in_script, "watched", [object()])
+    call = torch.nn.Module.__call__
+    watcher = in_script.LoopWatch(torch)
+    watcher.install()
+    loop(3)
+    watcher.end()
+    assert watcher.report is None and torch.nn.Module.__call__ is call
+
+
+def test_a_process_ends_after_the_steps_asked_for():
+    handle = in_script.end_after(2)
+    try:
+        loop(2)
+        with pytest.raises(SystemExit) as end:
+            loop(3)
+    finally:
+        handle.remove()
+    assert end.value.code == 0 and in_script.end_after(0) is None
 
 
 # ── on PyTorch's CUDA build ─────────────────────────────────────────────────────────────────────────────────────────

@@ -78,6 +78,13 @@ def test_what_is_not_for_others_stays(made_up, tmp_path, simulated):
         share(tmp_path / "nothing")
 
 
+def test_what_others_measured_is_not_offered_as_ones_own(monkeypatch, tmp_path):
+    """A fresh install has the project's own records; sharing them as "your machine" was the default."""
+    assert any(sharing.SENT.search(path.name) for path in sharing.measurements_folder().glob("*.json"))
+    with pytest.raises(RecordError, match=r"this machine has measured nothing there.*`vramlab share my_records`"):
+        share(None, tmp_path)
+
+
 def test_all_that_is_sent_is_shown(made_up, tmp_path, monkeypatch):
     path = made_up()
     shown = str(share(tmp_path / "records", tmp_path)[0])

@@ -36,6 +36,7 @@ class WatchCallback(TrainerCallback):
     Attributes:
         report: None until that step has ended. A run that ends before warns of it.
         held: (step, "step", "evaluation" or "checkpoint", bytes held after it, bytes held at most so far).
+        searched: "" where there were steps enough to look for a leak, else how many that takes.
         leaks: the lines of which every step leaves storages, and how much; empty until memory was seen to grow.
 
     Where training breaks off, the end of a notebook's cell ends the watch; a script that goes on calls `close()`.
@@ -51,6 +52,7 @@ class WatchCallback(TrainerCallback):
         self.report: Report | None = None
         self.held: list[tuple[int, str, int, int]] = []
         self.leaks = Groups()
+        self.searched = ""
         self._steps = self._looks = self._since = 0
         self._ends: list[int] = []  # of the steps that are followed, in the recorder's log
 
@@ -76,6 +78,8 @@ class WatchCallback(TrainerCallback):
         if isinstance(watched := self._entered, watch):
             self.close()
             self.report = watched.report()
+            looks = f"a leak is looked for over {2 * WINDOW + FOLLOWED + 1} steps: .leaks has its line then"
+            self.report.notes.append(looks)
         self.held.append((state.global_step, "step", *held_bytes()))
         if isinstance(recorder := self._entered, Recorder):
             self._ends.append(len(recorder.log))
@@ -98,6 +102,9 @@ class WatchCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.close()  # a callback may have stopped training between two micro-batches
+        needed = 2 * WINDOW + FOLLOWED + 1
+        if not self.leaks and 0 < self._steps < needed:
+            self.searched = f"no leak was looked for: that takes {needed} steps, and there were {self._steps}"
         if self.report is None:
             why = f"it waits for step {self.step}, and training ended in step {self._steps}"
             warnings.warn(f"WatchCallback has no report: {why}", stacklevel=2)

@@ -1,13 +1,13 @@
 """The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
-Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor misses what the course needs, 2 a wrong
-request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
+Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and it fits where a card was named; 1 it does
+not fit, no plan does, the run failed, or doctor misses what the package needs; 2 asked wrongly (one sentence on stderr);
+130 stopped with Ctrl-C. `run` passes on the script's own.
 """
 
 import functools
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,22 +16,34 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..hardware.gpu import Gpu, find_gpu, usable_memory
-from ..planning.question import Question, size_of
+from ..hardware.gpu import find_gpu
+from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
-from ..report.report import Interval, Report, format_bytes
+from ..report.files import read_text, write_atomically
 from ..report.text import printable
 from ..training.quiet import no_collection
-from .command_options import number, option, takes
-from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, tokens_of
+from .answers import (
+    DOES_NOT_FIT,
+    FAILED,
+    STOPPED,
+    WRONG,
+    as_text,
+    asked_card,
+    card_of,
+    check_written,
+    finish,
+    granted_to,
+    is_size,
+    say,
+    standard_input,
+)
+from .command_options import flag_of, number, option, takes
+from .options import OPTIONS, Options, fields_of, read_lengths, recipe_of, tokens_of
 from .script import instead
 from .words import said, words_of
-
-FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
 
 class Commands(TyperGroup):
@@ -45,11 +57,19 @@ class Commands(TyperGroup):
             say("Stopped.", err=True)
             raise typer.Exit(STOPPED) from None
         except Exception as error:
-            why = str(error) if isinstance(error, VramLabError) else instead(error, ctx.invoked_subcommand)
+            why = self._sentence(error, ctx.invoked_subcommand)
             if not why:
                 raise
             say(why, err=True)
             raise typer.Exit(WRONG) from None
+
+    def _sentence(self, error: Exception, name: str | None) -> str:
+        """Return what was asked wrongly, by the option that says it; "" for an error that is none of the package's."""
+        if isinstance(error, RecipeError) and name in self.commands:
+            flag = flag_of(error.field, self.commands[name])
+            if flag:
+                return printable(error.about(flag))
+        return str(error) if isinstance(error, VramLabError) else instead(error, name)
 
 
 app = typer.Typer(
@@ -62,17 +82,14 @@ app = typer.Typer(
 )
 
 
-def say(text: Any, err: bool = False) -> None:
-    """Print `text` without what a terminal would obey: it may quote a file of others."""
-    typer.echo(printable(str(text)), err=err)
-
-
-Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
+Json = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(str | None, "An older version whose ways are known, such as 4.48.", "--transformers")
+LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+Pretrained = option(bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained")
 OtherMemory = option(
     str | None, "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.", "--other-memory"
 )
@@ -86,7 +103,13 @@ EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evalu
 
 
 def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
-    evaluation = Evaluation(**fields_of(EVALUATION, {name: given.pop(name) for name in EVALUATION}))
+    said = {name: given.pop(name) for name in EVALUATION}
+    if said["compute_metrics"] and said["samples"] is None:
+        rest = (
+            "with compute_metrics all of them keep their predictions on the card: say how many the evaluation set has"
+        )
+        raise RecipeError("evaluation.samples", None, rest)
+    evaluation = Evaluation(**fields_of(EVALUATION, said))
     return recipe_of(model, given), evaluation
 
 
@@ -101,7 +124,8 @@ def _version(version: option(bool, "Print the version.", "--version") = False) -
 @takes_recipe
 def predict(
     recipe: Recipe,
-    lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
+    lengths: option(Path | None, LENGTHS + ": a whole run.", "--lengths", "--dataset") = None,
+    pretrained: Pretrained = False,
     train_sampling_strategy: option(str | None, "With --lengths, as in TrainingArguments: random if left out.") = None,
     gpu: GpuName = None,
     other_memory: OtherMemory = None,
@@ -111,16 +135,17 @@ def predict(
     from ..formulas.predict import predict
     from ..formulas.run import predict_run
 
-    card = _card(gpu, recipe)
-    granted = _granted(card, other_memory, expandable_segments)
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
     if lengths is None:
         if train_sampling_strategy is not None:
             rest = "it orders the samples of --lengths: name their file too, or leave it out"
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
-        _finish(predict(recipe, gpu=card, **granted), card, as_json)
+        finish(predict(recipe, gpu=card, **granted), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card, **granted)
-    _finish(run.largest, card, as_json, run)
+    counted = read_lengths(lengths, functools.partial(tokens_of, recipe.model, pretrained))
+    run = predict_run(recipe, counted, train_sampling_strategy or "random", gpu=card, **granted)
+    finish(run.largest, card, as_json, run)
 
 
 @app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
@@ -141,9 +166,9 @@ def simulate(
         from ..simulation.as_run import of_release, simulate_as_run
 
         simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
-    card = _card(gpu, recipe)
-    granted = _granted(card, other_memory, expandable_segments)
-    _finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
 @app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
@@ -154,8 +179,8 @@ def evaluate(
     with no_collection(before=False):
         from ..simulation.simulate import simulate_evaluation
 
-    card = _card(gpu, asked[0])
-    _finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
+    card = asked_card(gpu, asked[0])
+    finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
 
 
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
@@ -165,36 +190,41 @@ def measure(
 ) -> None:
     from .measure import measure
 
-    _finish(measure(recipe, repeats=repeats), None, as_json)
+    finish(measure(recipe, repeats=repeats), None, as_json)
 
 
 @app.command(
-    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does.",
+    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 1: none does.",
 )
 @takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
 def plan(
     asked: dict[str, Any],
     gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
-    dataset: option(Path | None, "JSONL with each sample's length, input_ids or text.") = None,
-    pretrained: option(bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained") = False,
+    dataset: option(Path | None, LENGTHS + ".", "--dataset", "--lengths") = None,
+    pretrained: Pretrained = False,
     confirm: option(bool, "Simulate each answer.", "--confirm/--no-confirm") = True,
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: Json = False,
 ) -> None:
     from ..planning.plan import plan
 
-    _check_written(write=write)
+    check_written(write=write)
+    if is_size(gpu):
+        if asked.get("memory") is not None:
+            raise RecipeError("gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out")
+        asked["memory"] = gpu
+        gpu = None
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
-    say(found.to_json(indent=2) if as_json else str(found))
+    say(as_text(found.to_dict()) if as_json else str(found))
     if write and found.choices:
         there = write.exists()
         files = ", ".join(map(str, found.write(write)))
         more = "; --method takes another" if len(found.choices) > 1 else ""
         say(f"{'replaced' if there else 'wrote'} {files}: {found.best.method}{more}", err=True)
     if not found.choices:
-        raise typer.Exit(OUT_OF_MEMORY)
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 @app.command(
@@ -254,7 +284,7 @@ def doctor(as_json: Json = False) -> None:
     from .doctor import doctor
 
     found = doctor()
-    say(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    say(as_text(found.to_dict()) if as_json else str(found))
     if not found.ok:
         raise typer.Exit(FAILED)
 
@@ -271,26 +301,31 @@ def explain(
     as_json: Json = False,
 ) -> None:
     from .explain import explain
+    from .explain_recipe import says_no_method
 
     first, *rest = words or ["-"]
     notes: list[str] = []
     if first == "-":
-        what = _standard_input()
+        what = standard_input()
     elif first.endswith((".pickle", ".pkl")):
         what = Path(first)
-    elif "out of memory" in first:
+    elif "out of memory" in first or (" " in first.strip() and not os.path.isfile(first)):
         what = first
     elif os.path.isfile(first) and not first.endswith((".json", ".py")):
         what = read_text(first, errors="replace")
     else:
         (what, notes), rest = said(words, _predict_options), []
     recipe = None
+    assumed = False
     if rest:
         recipe, notes = said(rest, _predict_options)
-    card = find_gpu(gpu) if gpu is not None else None
-    found = explain(what, recipe, card, **_granted(card, other_memory, expandable_segments))
+        read_from_file = any(word.endswith((".py", ".json")) for word in rest)
+        assumed = not read_from_file and says_no_method(recipe)
+    card = card_of(gpu) if gpu is not None else None
+    granted = granted_to(card, other_memory, expandable_segments)
+    found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
-    say(json.dumps(vars(found), indent=2) if as_json else str(found))
+    say(as_text(vars(found)) if as_json else str(found))
 
 
 @app.command(
@@ -302,13 +337,14 @@ def run_script(
     gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")],
     gpus: option(int, "How many such cards there are.", min=1) = 1,
+    steps: option(int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1) = None,
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
 ) -> None:
     from .run import run
 
-    _check_written(report=report, snapshot=snapshot)
-    found = run(command, find_gpu(gpu), gpus, snapshot)
+    check_written(report=report, snapshot=snapshot)
+    found = run(command, find_gpu(gpu), gpus, snapshot, steps)
     say(str(found))
     if report and found.reports:
         write_atomically(report, max(found.reports, key=lambda one: one.allocated).to_json(indent=2))
@@ -330,63 +366,35 @@ def diff(
         for note in notes:
             say(f"{text}: {note}", err=True)
     found = diff(*(report_of(each, target=target) for each, _ in both))
-    say(json.dumps(asdict(found), indent=2) if as_json else str(found))
+    say(as_text(asdict(found)) if as_json else str(found))
 
 
-def _standard_input() -> str:
-    """Return what is piped in, at most MOST_TEXT bytes of it. Raises RecipeError where it is closed."""
-    if sys.stdin is None:
-        raise RecipeError("message", "-", "standard input is closed: pipe a message in, or name a file")
-    return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
+@app.command(help="The models that have a name, their sizes, and the hub's names that share their architecture.")
+def models(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False) -> None:
+    from . import lists
+
+    found = lists.models(filtered)
+    say(as_text({"models": found}) if as_json else lists.models_table(found))
+
+
+@app.command(help="The cards that have a name: memory and rates.")
+def gpus(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False) -> None:
+    from . import lists
+
+    found = lists.gpus(filtered)
+    say(as_text({"gpus": found}) if as_json else lists.gpus_table(found))
+
+
+@app.command(help="What --json prints, as JSON Schema: of one command, or of all with what exit codes mean.")
+def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = None) -> None:
+    from .schema import schema_of, schemas
+
+    known = schemas()["commands"]
+    if command is not None and command not in known:
+        raise RecipeError("command", command, f"with --json there are {', '.join(known)}")
+    say(json.dumps(schemas() if command is None else schema_of(command), indent=2))
 
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:
     """Return what `predict` would be told by the words `rest`."""
     return typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
-
-
-def _check_written(**files: Path | None) -> None:
-    """Raise RecipeError, before anything is computed, at the first of the options `files` that cannot be written, or is
-    there already and not of our making."""
-    for name, path in files.items():
-        if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
-            raise RecipeError(name, str(path), "it must be the name of a file in a folder that can be written to")
-        if path and path.exists() and not is_ours(path):
-            raise RecipeError(name, str(path), NOT_OURS)
-
-
-def _card(name: str | None, recipe: Recipe) -> Gpu | None:
-    """Return the GPU asked for; refuse a precision that it lacks."""
-    card = find_gpu(name) if name is not None else None
-    if card:
-        card.require(recipe.precision)
-    return card
-
-
-def _granted(card: Gpu | None, other_memory: str | None, expandable_segments: bool) -> dict[str, Any]:
-    """Return what the process is granted. Raises RecipeError for memory of no card."""
-    size = size_of("other_memory", other_memory) or 0
-    if size and card is None:
-        raise RecipeError("other_memory", other_memory, "it is of a card's memory: say --gpu too")
-    return {"other_memory": size, "expandable_segments": expandable_segments}
-
-
-def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
-    """Print the report, or the `whole` that it is of, and whether it fits the card; exit with what its status and that mean.
-
-    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or null where the card lies
-    within the interval.
-    """
-    fits, sentence = True, ""
-    if card and report.process is not None:
-        report.usable = usable_memory(card) if report.usable is None else report.usable
-        fits = fits_card(report)
-        has, needs = format_bytes(report.usable), Interval.of(report.process)
-        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
-        report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
-        report.notes += [sentence] if as_json else []
-    whole = whole or report
-    text = json.dumps(whole.to_dict(), indent=2) if as_json else "\n".join(filter(None, [str(whole), sentence]))
-    say(text)
-    if report.status != "ok" or fits is False:
-        raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)

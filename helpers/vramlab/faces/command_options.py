@@ -3,14 +3,19 @@
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from inspect import Parameter
 from typing import Annotated, Any
 
 import typer
 
+from ..recipe import hub_names
 from ..recipe.knobs import Knob
-from .options import Options
+from ..recipe.shapes import read_shape
+from ..report.errors import RecipeError
+from ..report.text import printable
+from .options import OPTIONS, Options
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
@@ -26,16 +31,67 @@ def number(text: str) -> int | float | str:
     return text
 
 
+# What people also call an option.
+ALSO = {
+    "seq_len": ("--seq-len", "--tokens"),
+    "liger": ("--liger/--no-liger", "--use-liger-kernel/--no-use-liger-kernel"),
+    "attn_implementation": ("--attn-implementation", "--attention"),
+}
+TRAINERS_PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}  # as TrainingArguments' bf16 and fp16
+
+
+def tokens(text: str) -> int | float | str:
+    """Return a number of tokens: "8k" is 8,192 of them, as models' names count."""
+    thousands = re.fullmatch(r"(\d+)[kK]", text.strip())
+    return int(thousands.group(1)) * 1024 if thousands else number(text)
+
+
+def precision(text: str) -> str:
+    """Return the recipe's precision: "bf16" is autocast, as the Trainer means it."""
+    return TRAINERS_PRECISION.get(text, text)
+
+
+PARSERS = {"seq_len": tokens, "precision": precision}
+
+
+def flag_of(field: str, command: typer.core.TyperCommand) -> str:
+    """Return how a command's line says a recipe's field, "" where it does not."""
+    if field == "model":
+        return "MODEL"
+    plain = field.removeprefix("evaluation.")
+    named = [option for option, (path, _) in OPTIONS.items() if ".".join(path) == plain]
+    for parameter in command.params:
+        if parameter.name in (*named, plain) and parameter.opts[0].startswith("--"):
+            return parameter.opts[0]
+    return ""
+
+
+def shared_name(model: str) -> str:
+    """Return the note on a model's name whose architecture was taken from elsewhere, "" for others and for errors."""
+    try:
+        return read_shape(model).shares
+    except RecipeError:
+        return ""  # the recipe says it
+
+
 def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callable[[Callable], Callable]:
     """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its first argument."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(model: str, **values: Any) -> None:
+        def run(model: str, download: bool = False, **values: Any) -> None:
+            if download:
+                hub_names.download(model)
+            if shared := shared_name(model):
+                typer.echo(printable(f"note: {shared}"), err=True)
             command(make(model, {name: values.pop(name) for name in known}), **values)
 
-        model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
+        model = Annotated[
+            str, typer.Argument(help="A name, such as gpt2 or Qwen/Qwen3-8B, or a path to a config.json.")
+        ]
         parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
+        fetch = option(bool, "Read MODEL's config.json from the hub, and no other file.", "--download")
+        parameters.append(Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False))
         parameters += [_parameter(name, *known[name]) for name in known]
         _, *own = inspect.signature(command).parameters.values()
         parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
@@ -52,12 +108,16 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
     dashed = name.replace("_", "-")
     if knob.kind is bool:
         default = bool(knob.default)
-        kind = option(bool, text, f"--{dashed}/--no-{dashed}" if default else f"--{dashed}")
+        names = ALSO.get(name, (f"--{dashed}/--no-{dashed}" if default else f"--{dashed}",))
+        kind = option(bool, text, *names)
     else:
-        default = None if len(path) > 1 or knob.many else knob.default
+        unsaid = len(path) > 1 or knob.many or name == "samples"
+        default = None if unsaid else knob.default
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
         text += ". May be repeated" if knob.many else ""
-        names = ("--seq-len", "--tokens") if name == "seq_len" else ()
-        rules = {"parser": number} if kind in (int, float) else {}
+        names = ALSO.get(name, ())
+        rules = {"parser": PARSERS[name]} if name in PARSERS else {}
+        if kind in (int, float):
+            rules.setdefault("parser", number)
         kind = option(kind if default is not None else kind | None, text, *names, **rules)
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)

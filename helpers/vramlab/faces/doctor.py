@@ -33,7 +33,7 @@ class Check:
     status: str  # "ok", "warn" or "missing"
     value: str
     advice: str = ""  # what to do
-    required: bool = False  # the course does not run without it
+    required: bool = False  # the package does not run without it
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Doctor:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that the course requires is missing."""
+        """Whether nothing that the package itself requires is missing; extras may be."""
         return not any(c.required and c.status == MISSING for c in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,12 +83,14 @@ def environment_stamp() -> str:
     return f"{MARKER}{' · '.join(versions)}\n{MARKER}{' · '.join(parts)}"
 
 
-def requirements() -> list[tuple[str, str]]:
-    """Return (package, version specifier) of what the course needs, from the package's metadata."""
+def requirements(extra: str = "course") -> list[tuple[str, str]]:
+    """Return (package, version specifier) of what the course needs, from the package's metadata; of `extra` "" what the
+    package itself does."""
     from packaging.requirements import Requirement
 
     found = [Requirement(line) for line in metadata.requires("vramlab") or []]
-    return [(r.name, str(r.specifier)) for r in found if r.marker is None or r.marker.evaluate({"extra": "course"})]
+    needed = [r for r in found if r.marker is None or r.marker.evaluate({"extra": extra})]
+    return [(r.name, str(r.specifier)) for r in needed]
 
 
 def judged(name: str, value: str, trouble: str = "", required: bool = False) -> Check:
@@ -100,9 +102,12 @@ def packages() -> Iterator[Check]:
     from packaging.specifiers import SpecifierSet
 
     yield Check("python", OK, platform.python_version(), required=True)
+    own = {name for name, _ in requirements("")}
     for name, specifier in requirements():
         if (version := installed(name)) is None:
-            yield Check(name, MISSING, f"none, {specifier} needed", f"pip install '{name}{specifier}'", True)
+            advice = f"pip install '{name}{specifier}'"
+            advice += "" if name in own else " where simulate, measure or the course want it; predict does not"
+            yield Check(name, MISSING, f"none, {specifier} needed", advice, name in own)
             continue
         advice = f"pip install --upgrade '{name}{specifier}'"
         if name == "torch":  # on hosted notebooks it comes with the machine and fits its driver
@@ -140,7 +145,8 @@ def gpus() -> Iterator[Check]:
         else:
             cuda = runpy.run_path(str(metadata.distribution("torch").locate_file("torch/version.py")))["cuda"]
     except (ImportError, OSError) as error:
-        yield Check("torch build", MISSING, "does not load", f"{error}: install torch again", required=True)
+        is_there = installed("torch") is not None
+        yield Check("torch build", MISSING, "does not load", f"{error}: install torch again", required=is_there)
         return
     yield Check("torch build", OK, f"CUDA {cuda}" if cuda else "CPU only")
     if not loaded or not torch.cuda.is_available():

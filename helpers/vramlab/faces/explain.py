@@ -1,49 +1,73 @@
-"""What filled the card: an out-of-memory message, a memory snapshot or a recipe, explained in a few plain lines."""
+"""What filled the memory: a message, a snapshot or a recipe, explained in a few plain lines."""
 
-import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, find_gpu
 from ..hardware.snapshot import read_snapshot
-from ..planning.changes import cheapest
 from ..recipe.recipe import Recipe
-from ..report.data import data_path
-from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import TIERS, UNITS, Interval, Report, format_bytes, unit_for
+from ..report import html
+from ..report.errors import RecipeError, needing
+from ..report.report import TIERS, Interval, Report, format_bytes
+from .explain_message import missing_of, of_message
+from .explain_recipe import Run, parts, taken_from
+from .messages import Message, MessageError, read_message
 
-# torch's, and those of a line for each size
-WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
-
-
-class MessageError(VramLabError, ValueError):
-    """Text that is no out-of-memory message."""
+__all__ = ["Explanation", "MessageError", "assert_fits", "explain", "read_message"]
 
 
 @dataclass
 class Explanation:
-    """Plain sentences, the bytes that they rest on by name, and notes on what they leave out."""
+    """Plain sentences and the facts that they say.
+
+    Args:
+        lines: the sentences.
+        bytes: the bytes that they rest on, by name.
+        notes: what they leave out.
+        kind: of what is explained: "recipe", "snapshot", or a message's (see `Message`).
+        missing: bytes that it lacks, None where that is unknown.
+        request: what the message asked memory for, in words, "" where no tensor has that size.
+        contradictions: what recipe and message say of each other that cannot both be.
+        changes: the cheapest ones: `fields`, bytes that it `saves`, whether that is `enough`,
+            `seconds` a step and `seconds_before`, and whether it is the `same` training.
+    """
 
     lines: list[str]
     bytes: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kind: str = "recipe"
+    missing: int | None = None
+    request: str = ""
+    contradictions: list[str] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return "\n".join([*self.lines, *(f"note: {note}" for note in self.notes)])
 
+    def _repr_html_(self) -> str:
+        """Return the explanation as a notebook shows it."""
+        return html.table((), [(line.strip(),) for line in self.lines], notes=self.notes)
+
 
 @needing("explain")
-def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = None, **granted: Any) -> Explanation:
-    """Say in plain lines what filled, or would fill, a card, and the three cheapest changes where a recipe is known.
+def explain(
+    what: Any,
+    recipe: Recipe | str | None = None,
+    gpu: str | Gpu | None = None,
+    assumed: bool = False,
+    **granted: Any,
+) -> Explanation:
+    """Say in plain lines what filled, or would fill, the memory, and the three cheapest changes.
 
     Args:
-        what: an exception or its text, the `Path` of a memory snapshot or of a script that trains, or a recipe.
-        recipe: what ran when the message came.
+        what: an exception, a log or its message, the `Path` of a memory snapshot or of a script
+            that trains, or a recipe.
+        recipe: what ran when the message came; of a model's name how it was trained is taken from
+            the message.
         gpu: the card that it ran or is to run on.
+        assumed: take how it was trained from the message although `recipe` is a Recipe.
         granted: `other_memory` and `expandable_segments`, as for `simulate`.
     Raises:
         MessageError, SnapshotError: `what` is no such message or snapshot.
@@ -52,96 +76,52 @@ def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = Non
     if isinstance(what, Path) and what.suffix == ".py":
         from .script import recipe_of_script
 
-        found, notes = recipe_of_script(what)
-        explained = _of_recipe(found, card, {}, granted)
+        read, notes = recipe_of_script(what)
+        explained = _of_recipe(Run(read, card, granted))
         explained.notes += notes
         return explained
     if isinstance(what, Path):
-        return Explanation(str(read_snapshot(what)).split("\n"))
+        return Explanation(str(read_snapshot(what)).split("\n"), kind="snapshot")
     if isinstance(what, Recipe):
-        return _of_recipe(what, card, {}, granted)
-    found = read_message(str(what))
-    rest = _of_recipe(recipe, card, found, granted).lines if recipe else []
-    return Explanation([*_of_message(found), *rest], found)
+        return _of_recipe(Run(what, card, granted))
+    message = read_message(str(what))
+    if recipe is None:
+        lines = of_message(message, alone=True)
+        return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
+    if isinstance(recipe, str):
+        recipe = Recipe(recipe)
+        assumed = True
+    return _of_both(message, recipe, assumed, card, granted)
 
 
-def read_message(text: str) -> dict[str, int]:
-    """Return the bytes that the last out-of-memory message in `text` says, by the names in `WORDS`; `others`: what other
-    processes hold, `context`: what this one holds outside of PyTorch, `lack`: what the request lacks.
-
-    Sizes are as exact as the message: two digits of their unit. Raises MessageError.
-    """
-    text = " ".join(text.split())
-    starts = [match.start() for match in re.finditer(WORDS["patterns"]["asked"], text, re.IGNORECASE)]
-    if not starts:
-        raise MessageError("this is no out-of-memory message: PyTorch's says 'Tried to allocate …' and what is free.")
-    found = {}
-    for name, pattern in WORDS["patterns"].items():
-        if match := re.search(pattern, text[starts[-1] :], re.IGNORECASE):
-            number, unit = match.groups()
-            found[name] = int(float(number) * (UNITS | {"bytes": 1, "TiB": 1 << 40})[unit])
-    held = found.get("allocated", 0) + found.get("unallocated", 0)
-    if found.keys() >= {"process", "total", "free"}:
-        found["context"] = max(found["process"] - held, 0)
-        found["others"] = max(found["total"] - found["free"] - found["process"], 0)
-    if "free" in found:
-        most = found.get("allowed", held + found["free"]) - held
-        found["lack"] = found["asked"] - max(min(found["free"], most), 0)
-    return found
+def _of_recipe(run: Run) -> Explanation:
+    """Return what fills a recipe's peak, and the cheapest changes."""
+    missing = run.missing()
+    changes = run.changes(missing)
+    lines = [*run.lines(), *run.change_lines(changes, missing)]
+    split = {"peak": run.report.peak.total, **dict(run.report.peak.items())}
+    return Explanation(lines, split, missing=missing, changes=changes)
 
 
-def _of_message(found: dict[str, int]) -> Iterator[str]:
-    sizes = {name: format_bytes(n, unit_for(n), 2) for name, n in found.items()}
-    yield ", ".join(words.format(sizes[name]) for name, words in WORDS["asked"].items() if name in found)
-    yield from (f"{sizes[name]} held by {words}" for name, words in WORDS["holders"].items() if found.get(name))
-    if "lack" not in found:
-        return
-    asked, lack, scattered = found["asked"], found["lack"], found.get("unallocated", 0)
-    if found.get("others", 0) >= max(lack, found.get("total", 0) // 100) and found["free"] < asked:
-        yield "another process is on the card: without it the request would have had room (nvidia-smi lists them)"
-    if lack <= 0:
-        yield "that much is free: another process held it then, or what is free is not in one piece"
-    elif scattered < lack:
-        missing = format_bytes(lack - scattered, unit_for(lack - scattered), 2)
-        yield f"a real lack: at least {missing} are missing, even if what is unallocated were in one piece"
-    elif scattered < 0.05 * (scattered + found.get("allocated", 0)):  # too little to cure
-        yield f"a real lack: the tensors fill the card; of it all, only {sizes['unallocated']} are fragments"
-    else:
-        advice = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
-        yield f"fragmentation: {sizes['unallocated']} would do, but not in one piece; {advice}"
-
-
-def _of_recipe(recipe: Recipe, card: Gpu | None, found: dict[str, int], granted: dict[str, Any]) -> Explanation:
-    """Say what fills the recipe's peak, and what would make room for what it, or the request `found`, lacks."""
-    witness = predict
-    try:
-        report = predict(recipe, gpu=card, **granted)
-    except RecipeError:
-        from ..simulation.simulate import simulate as witness
-
-        report = witness(recipe, gpu=card, **granted)
-    peak, lines = report.peak, [f"{report.source}: {recipe}", *parts(report)]
-    needs = [found.get("lack", found.get("asked", 0))]
-    if "allocated" in found:
-        needs.append(peak.total - found["allocated"] - found.get("free", 0))
-    if card:
-        needs.append(int(report.process) - report.usable)
-        has = format_bytes(report.usable)
-        lines.append(f"{report.verdict}: {card.name} has {has}, the process needs {report.process}")
-    need = max(needs)
-    lack = f", {format_bytes(need, unit_for(need), 2)} being missing" if need > 0 else ""
-    changes = cheapest(recipe, card, need, witness=witness) or ["none takes much off the peak"]
-    lines += [f"the cheapest changes{lack}:", *(f"  {change}" for change in changes)]
-    return Explanation(lines, {"peak": peak.total, **dict(peak.items())})
-
-
-def parts(report: Report) -> list[str]:
-    """Return what fills the peak: its categories, largest first, and the largest tensors."""
-    peak, unit = report.peak, unit_for(report.peak.total)
-    sizes = sorted(((n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total), reverse=True)
-    split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sizes)
-    head = f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"
-    return [head, *(f"  {group}" for group in report.largest[:4])]
+def _of_both(message: Message, recipe: Recipe, assumed: bool, card: Gpu | None, granted: dict[str, Any]) -> Explanation:
+    """Return what message and recipe say together, with one figure for what is missing."""
+    taken = ""
+    if assumed:
+        recipe, taken = taken_from(message, recipe)
+    run = Run(recipe, card, granted)
+    against = run.contradictions(message)
+    request = run.request(message)
+    missing = run.missing(message, trusted=not against)
+    changes = run.changes(missing)
+    lines = of_message(message, alone=False)
+    lines += [request] if request else []
+    lines += [f"contradiction: {one}" for one in against]
+    lines += [taken] if taken else []
+    lines += run.host_lines() if message.kind == "host" else []
+    lines += run.lines()
+    lines += run.change_lines(changes, missing)
+    figures = message.bytes | {"peak": run.report.peak.total}
+    return Explanation(lines, figures, [], message.kind, missing, request, against, changes)
 
 
 def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given: Any) -> Report:

@@ -16,9 +16,10 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what it held
+STEPS = "VRAMLAB_RUN_STEPS"  # environment variable: after so many optimizer steps a process ends, "" never
 EVENTS = 100_000  # of the allocator that are kept, the newest
 SITE = "import vramlab.faces.in_script\nvramlab.faces.in_script.install()\n"
-watched: list[Any] = []  # a WatchCallback for each Trainer
+watched: list[Any] = []  # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
 kept: list[Any] = []  # what ends when it is freed
 
 
@@ -55,6 +56,8 @@ def follow(torch: ModuleType) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # its workspace is not known: flash attention in its place
     select_all(torch)
     last_a_while(torch)
+    end_after(int(os.environ.get(STEPS) or 0))
+    LoopWatch(torch).install()
     torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # it draws until no value lies outside
     history = functools.partial(torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python")
     torch.cuda._lazy_call(history)
@@ -81,6 +84,85 @@ def last_a_while(torch: ModuleType) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(lambda *_: torch.distributed.is_initialized() and time.sleep(0.2))
+
+
+def end_after(steps: int) -> Any:
+    """End the process as its own end would, before the optimizer step that follows `steps` of them; 0: never. Return what
+    removes that."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    made: dict[int, int] = {}
+
+    def count(optimizer: Any, args: tuple, kwargs: dict) -> None:
+        made[id(optimizer)] = made.get(id(optimizer), 0) + 1
+        if made[id(optimizer)] > steps:
+            raise SystemExit(0)
+
+    return register_optimizer_step_pre_hook(count) if steps else None
+
+
+class LoopWatch:
+    """Watches the second optimizer step of a loop of the script's own, for the split by phase.
+
+    The outermost module that is called is taken for the model. A Trainer has its WatchCallback, and a process of several
+    ranks or with a compiled model none: a watch would run it otherwise.
+    """
+
+    def __init__(self, torch: ModuleType):
+        self.torch = torch
+        self.report: Any = None
+        self.model: Any = None
+        self.running: Any = None
+        self.ready = False
+
+    def install(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        module = self.torch.nn.Module
+        self.call = module.__call__
+
+        @functools.wraps(self.call)
+        def called(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_call(model)
+            return self.call(model, *args, **kwargs)
+
+        # not a hook: the watch's own hooks on the model may not go while those of one call are gone through
+        module.__call__ = called
+        self.after = register_optimizer_step_post_hook(self.after_step)
+        watched.append(self)
+
+    def before_call(self, module: Any) -> None:
+        """Note the model; end the watch with the forward pass after the step that was watched."""
+        if self.ready and module is self.model:
+            self.end()
+        elif self.model is None and any(p.requires_grad for p in module.parameters()):
+            self.model = module
+
+    def after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        """Begin to watch after the first step, in which states are made."""
+        if self.running is not None:
+            self.ready = True
+        elif self.model is not None and self._alone():
+            from .watch import watch
+
+            self.running = watch(self.model, optimizer, title=f"step 2 of the loop: {type(self.model).__name__}")
+            self.running.__enter__()
+
+    def _alone(self) -> bool:
+        distributed = self.torch.distributed
+        several = distributed.is_available() and distributed.is_initialized()
+        is_compiled = hasattr(self.model, "_orig_mod")
+        by_trainer = any(type(other) is not LoopWatch for other in watched)
+        return not (several or is_compiled or by_trainer or self.report)
+
+    def end(self) -> None:
+        """Keep the report of the watched step, and watch no more."""
+        self.torch.nn.Module.__call__ = self.call
+        self.after.remove()
+        self.ready = False
+        if self.running is not None:
+            self.running.__exit__(None, None, None)
+            self.report = self.running.report()
 
 
 def select_all(torch: ModuleType) -> None:
@@ -123,6 +205,9 @@ def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], pr
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():
         return
     look()
+    for loop in watched:
+        if isinstance(loop, LoopWatch) and loop.ready:
+            loop.end()
     report = next((seen.report for seen in reversed(watched) if seen.report), None)
     found = {
         **peaks,

@@ -23,7 +23,7 @@ from ..hardware.snapshot import SnapshotError, read_snapshot
 from ..measurement.stand_in import StandInError, libraries, variables
 from ..report.files import write_atomically
 from ..report.report import Bytes, Interval, Report, environment, format_bytes
-from .in_script import FOLDER, SITE
+from .in_script import FOLDER, SITE, STEPS
 
 LIMITS = (
     "experimental: no kernel ran. Values are zeros, so what a script decides by them (a loss that is not finite, early "
@@ -45,6 +45,7 @@ class ScriptRun:
 
     def __str__(self) -> str:
         lines = [f"emulated: {self.command}", str(self.card)]
+        lines += [killed(self.status)] if killed(self.status) else []
         for report, history in zip(self.reports, self.histories, strict=True):
             rank = f"rank {report.environment['rank']}: " if len(self.reports) > 1 else ""
             peaks = f"{format_bytes(report.allocated)} allocated, {format_bytes(report.reserved)} reserved"
@@ -57,9 +58,12 @@ class ScriptRun:
         return "\n".join(filter(None, lines))
 
 
-def run(command: Sequence[str], card: Gpu, count: int = 1, snapshot: Path | None = None) -> ScriptRun:
-    """Run `command` on the stand-in for `count` such cards and return what its processes held; `snapshot`: a file for
-    memory_viz, of the process that held most.
+def run(
+    command: Sequence[str], card: Gpu, count: int = 1, snapshot: Path | None = None, steps: int | None = None
+) -> ScriptRun:
+    """Run `command` on the stand-in for `count` such cards and return what its processes held.
+
+    `snapshot` is a file for memory_viz, of the process that held most; after `steps` optimizer steps each process ends.
 
     Raises StandInError where the command or a part of the stand-in is missing.
     """
@@ -70,7 +74,7 @@ def run(command: Sequence[str], card: Gpu, count: int = 1, snapshot: Path | None
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(SITE)
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        own |= {"PYTHONPATH": os.pathsep.join(paths), FOLDER: folder}
+        own |= {"PYTHONPATH": os.pathsep.join(paths), FOLDER: folder, STEPS: str(steps or "")}
         status = _status(command, {**os.environ, **own, **variables(card, count)})
         left = [(json.loads(path.read_text()), path.with_suffix(".pickle")) for path in Path(folder).glob("*.json")]
         left = sorted((one for one in left if one[0]["allocated"]), key=lambda one: one[0]["rank"])
@@ -91,14 +95,26 @@ def _status(command: Sequence[str], variables: dict[str, str]) -> int:
     return status if status >= 0 else 128 - status
 
 
+def killed(status: int) -> str:
+    """Return by which signal a command of that exit status ended, and what that mostly means; "" where by none."""
+    number = status - 128
+    if number not in set(signal.Signals) or number == signal.SIGINT:
+        return ""
+    name = signal.Signals(number).name
+    why = "; mostly Linux's, because the machine's own memory ran out: dmesg says so" if name == "SIGKILL" else ""
+    return f"the command was killed by signal {number} ({name}){why}"
+
+
 def _report(found: dict[str, Any], command: str, card: Gpu, status: int) -> Report:
     """Return the report of one process, in whose split what no Trainer's watched step explains is "unexplained"."""
     held = Bytes(unexplained=found["allocated"])
     seen = Report.from_dict(found["report"]) if found["report"] else None
     seen = seen or Report("emulated", None, command, "cuda", {}, held, "")
-    state, message = ("ok", "") if not status else ("error", f"the command ended with status {status}")
+    state = "error" if status else "ok"
+    message = (killed(status) or f"the command ended with status {status}") if status else ""
     if status and found["failed_requests"]:
-        state, message = "oom", f"{card.name} ran out of memory, and the command ended with status {status}"
+        state = "oom"
+        message = f"{card.name} ran out of memory, and the command ended with status {status}"
     return dataclasses.replace(
         seen,
         status=state,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..recipe import hub_names
 from ..recipe.argument_classes import DECLARED
 from ..recipe.configuration import read_json_file
 from ..recipe.knobs import rebuild
@@ -52,11 +53,14 @@ def _recipe_said(words: list[str], options: Callable[[list[str]], dict[str, Any]
     if (script or arguments) and (not rest or rest[0].startswith("-")):
         rest.insert(0, "")
     given = options(rest)
+    if given["download"]:
+        hub_names.download(given["model"])
     known = {name: given[name] for name in OPTIONS}
     if script:
         return recipe_of_script(script, given["model"], known)
     if arguments is None:
-        return recipe_of(given["model"], known), []
+        recipe = recipe_of(given["model"], known)
+        return recipe, [recipe.shape.shares] if recipe.shape.shares else []
     recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
     named = [f"without {', '.join(foreign)}: the arguments have no field of that name"] if foreign else []
     return recipe, named

@@ -17,6 +17,7 @@ from .records import VERSIONS, RecordFile, file_name, measurements_folder, read_
 
 # All that is told of the machine, with VERSIONS: no name, no user, no path.
 CARD = ("gpu", "compute_capability", "multiprocessors", "total_memory")
+SENT = re.compile(r"-[0-9a-f]{12}\.json$")  # a file named by its content, as `content_name` does
 PATH = re.compile(r"(?<![\w./\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\",:;]+[\\/])*[^\s\\/'\",:;]+")
 
 
@@ -61,13 +62,21 @@ def share(source: str | os.PathLike | None = None, folder: str | os.PathLike = "
     named by its content, so that a changed one is seen, and an equal one is not sent twice.
 
     Args:
-        source: a record file or a folder of them, as `record` makes them; None takes the course's.
+        source: a record file or a folder of them, as `record` makes them; None takes what this machine added to the
+            course's: files named by their content came with the package, and somebody else measured them.
     Raises:
         RecordError: there is no record that can be shared, or a file cannot be read or written.
     """
-    source, made = Path(source or measurements_folder()), []
+    own = source is None
+    source = Path(source or measurements_folder())
+    made: list[Submission] = []
     why = "there is no record of a GPU in it, and `vramlab card` on a GPU makes one"
-    for path in [source] if source.suffix == ".json" else sorted(source.glob("*.json")):
+    paths = [source] if source.suffix == ".json" else sorted(source.glob("*.json"))
+    if own:
+        paths = [path for path in paths if not SENT.search(path.name)]
+        why = "this machine has measured nothing there; `vramlab card` on a GPU does, then say its folder: "
+        why += "`vramlab share my_records`"
+    for path in paths:
         records = read_records(path)
         left_out = []
         for kind in (records.reports, records.facts):

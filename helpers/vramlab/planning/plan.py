@@ -23,7 +23,7 @@ from ..hardware.gpu import Gpu
 from ..recipe.knobs import unchecked
 from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
-from ..report import __version__
+from ..report import __version__, html
 from ..report.errors import RecipeError
 from ..report.files import NOT_OURS, is_ours, write_files
 from ..report.report import GiB, encode, format_bytes, text_table
@@ -120,6 +120,21 @@ class Plan:
         head, rule, *lines = text_table([row[:shown] for row in rows]).split("\n")
         recipes = (_wrapped("       " + _short(choice.recipe), "       ") for choice in self.choices)
         return "\n".join([head, rule, *(f"{line}\n{recipe}" for line, recipe in zip(lines, recipes, strict=True))])
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it: a row for each choice, with its recipe, and what to know."""
+        if not self.choices:
+            return html.table((), [(line,) for line in str(self).split("\n")])
+        head = ("method", "tier", "peak, GiB", "process, at most, GiB", "tokens/s", "recipe")
+        rows = []
+        for choice in self.choices:
+            sizes = [f"{size / GiB:.2f}" for size in (choice.report.peak.total, choice.needs.high)]
+            speed = f"{choice.time.tokens / choice.time.seconds:,.0f}"
+            rows.append((choice.method, choice.tier, *sizes, speed, _short(choice.recipe)))
+        q = self.question
+        room = format_bytes(self.usable, digits=2)
+        title = f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"
+        return html.table(head, rows, title, [*self.notes, *(_costs(one) for one in self.choices if one.without)])
 
     def __str__(self) -> str:
         q, room = self.question, format_bytes(self.usable, digits=2)

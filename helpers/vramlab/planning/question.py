@@ -134,10 +134,7 @@ class Question:
             if found is None:
                 raise RecipeError("gpu", None, "this machine has no GPU: name one (T4) or say its memory (24GiB)")
             return found
-        enough = [card for card in map(find_gpu, gpu_names()) if card.memory_gb << 30 >= self.memory]
-        if not enough:
-            raise RecipeError("memory", self.memory, "no card of the table has so much: name the GPU")
-        return min(enough, key=lambda card: (card.memory_gb, card.total, card.name))
+        return card_with(self.memory)
 
     def liger_is_possible(self) -> bool:
         """Whether Liger's kernels are known for the model and run on the card. TRL's trainers make no logits without
@@ -178,6 +175,14 @@ class Question:
         pads = size > 1 and plain.trainer in ("transformers", "sft")
         pads = pads and not (self.packing or shape.image_tokens or shape.num_decoder_layers)
         return (plain.seq_len,) * (size - 1) + (shortest,) if pads and 0 < shortest < plain.seq_len else None
+
+
+def card_with(memory: int) -> Gpu:
+    """Return the table's least card of at least `memory` bytes. Raises RecipeError where there is none."""
+    enough = [card for card in map(find_gpu, gpu_names()) if card.memory_gb << 30 >= memory]
+    if not enough:
+        raise RecipeError("memory", memory, "no card of the table has so much: name the GPU")
+    return min(enough, key=lambda card: (card.memory_gb, card.total, card.name))
 
 
 def size_of(name: str, value: str | int | None) -> int | None:

@@ -145,6 +145,11 @@ def parse(name: str, text: str) -> dict[str, Any]:
     Raises RecipeError if it is none, or not of one language or image model.
     """
     config = read_json("model", text, name)
+    if isinstance(config, dict) and "_class_name" in config and "model_type" not in config:
+        rest = f"it is the configuration of diffusers' {config['_class_name']}, and recipes train "
+        rest += "transformers' models: simulate(model=…, batch=…) takes the module, "
+        rest += "vramlab run --gpu CARD -- python train.py its script"
+        raise RecipeError("model", name, rest)
     if not isinstance(config, dict) or not config.get("model_type"):
         rest = "its configuration must say a 'model_type', as every config.json does"
         raise RecipeError("model", name, rest)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..report import html
 from ..report.errors import RecipeError
 from . import liger, lora_modules, parallel_limits, sample_limits
 from .configuration import plain, read_json
@@ -58,6 +59,7 @@ PARTS: dict[str, type] = {
 }
 TRUE_PRECISION = {"float16": "fp16-true", "bfloat16": "bf16-true"}
 WITHOUT_AUTOCAST = ("fp32", "tf32")
+ALWAYS_SHOWN = ("batch_size", "precision", "optim")  # in a notebook
 # Fields that stored keys of recipes do not know, and LATER, are left out at their defaults.
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 LATER_OF_PARTS = {
@@ -332,6 +334,19 @@ class Recipe(RecipeFields):
         if self.quantization and not self.quantization.prepare and self.trainer not in TRL:
             parts.append("not prepared")
         return " · ".join(parts)
+
+    def _repr_html_(self) -> str:
+        """Return the recipe as a notebook shows it.
+
+        It is what differs from the defaults, and the batch.
+        """
+        rows: list[tuple[str, Any]] = [("model", self.name)]
+        for name, said in knobs(Recipe).items():
+            value = getattr(self, name)
+            is_shown = value != said.default or name in ALWAYS_SHOWN
+            if name != "model" and is_shown:
+                rows.append((name, said.words(value) or value))
+        return html.table(("recipe", ""), rows)
 
     def training_arguments(self, output_dir: str = "out", **changes: Any) -> Any:
         """Return the `transformers.TrainingArguments` that trains the same way.

@@ -6,6 +6,7 @@ They follow from a published configuration.
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -15,7 +16,7 @@ from typing import Any
 from ..report.data import data_path
 from ..report.errors import FileError, RecipeError, needing
 from ..report.files import read_text
-from . import configuration, lora_modules
+from . import configuration, hub_names, lora_modules
 from .configuration import plain
 from .families import TASKS
 from .from_transformers import describe
@@ -37,7 +38,7 @@ class Shape(ModelWeights):
     def stores_tied_head(self) -> bool:
         """Whether the published checkpoint has the head's matrix too, though it is tied."""
         entry = catalogue().get(self.name, {})
-        is_published = (entry.get("hub_id"), entry.get("task")) == (self.hub_id, self.task)
+        is_published = self.hub_id is not None and entry.get("task") == self.task
         return is_published and "stored_parameters" in entry
 
     def lora_targets(
@@ -117,12 +118,58 @@ def read_shape(
         raise RecipeError("model", model, rest)
     entry = _spellings().get(model.lower())
     if entry:
-        config_text = entry["config"]
-        return _shape(entry["name"], entry["hub_id"], config_text, num_layers, task, num_labels)
+        hub_id = _spelled_like(model, entry)
+        return _shape(entry["name"], hub_id, entry["config"], num_layers, task, num_labels)
+    path = Path(model)
+    if not os.path.exists(model):  # False too where a name is too long for a file's
+        elsewhere = _named_elsewhere(model, num_layers, task, num_labels)
+        if elsewhere:
+            return elsewhere
+    elif path.suffix.lower() in (".yaml", ".yml"):
+        rest = "a YAML holds the settings of axolotl, LLaMA-Factory or accelerate: give the model "
+        rest += "that it names (base_model, model_name_or_path) and its settings as options, or "
+        rest += "run the trainer itself: vramlab run --gpu CARD -- axolotl train FILE"
+        raise RecipeError("model", model, rest)
     path, text = _read_file(model)
     is_usual = path.name == "config.json"
     name = path.resolve().parent.name if is_usual else path.name.removesuffix(".json")
     return _shape(name, None, text, num_layers, task, num_labels)
+
+
+def _spelled_like(model: str, entry: Mapping[str, Any]) -> str | None:
+    """Return the hub's name of a catalogued model that `model` spells: an alias or its own."""
+    stem = model.lower().rpartition("/")[2]
+    for alias in entry.get("aliases", ()):
+        if alias.lower().rpartition("/")[2] == stem:
+            return alias
+    return entry["hub_id"]
+
+
+def _named_elsewhere(model: str, *said: Any) -> Shape | None:
+    """Return the shape of a hub's name that is none of the catalogue's; None for others.
+
+    It shares an entry's architecture, or its config.json is in the hub's local cache.
+    """
+    first = next(hub_names.stems(model))
+    is_listed = first in hub_names.KNOWN["names"]
+    cached = None if is_listed else hub_names.cached_config(model)
+    if cached:
+        name = model.rpartition("/")[2]
+        shape = _shape(name, model, read_text(cached), *said)
+        words = f"{model}: its config.json in the hub's local cache"
+        return dataclasses.replace(shape, shares=words)
+    shared = hub_names.shared_entry(model, _spellings())
+    if shared is None:
+        return None
+    entry, differs = shared
+    config = entry["config"]
+    if differs:
+        config = json.dumps(json.loads(config) | differs)
+    shape = _shape(entry["name"], hub_names.published_name(model, entry), config, *said)
+    words = f"{model} has the architecture of {entry['name']}"
+    if differs:
+        words += ", but " + ", ".join(f"{key} {value}" for key, value in differs.items())
+    return dataclasses.replace(shape, shares=words)
 
 
 def _read_file(model: str) -> tuple[Path, str]:
@@ -139,8 +186,9 @@ def _read_file(model: str) -> tuple[Path, str]:
         last_part = model.lower().rpartition("/")[2]
         near = difflib.get_close_matches(last_part, _spellings(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        rest = f"no model and no readable file is called so; {hint}vramlab.model_names() lists the "
-        rest += "names, and the path of any config.json works too"
+        rest = f"no model and no readable file is called so; {hint}`vramlab models` lists the "
+        rest += "names, the path of any config.json works too, and --download reads it from the "
+        rest += "hub (organisation/model)"
         raise RecipeError("model", model, rest) from None
 
 

@@ -42,6 +42,8 @@ class Sizes:
     image_tokens: int  # patches of an image and the class token; 0 for text
     # the kernel that transformers takes by itself: "eager" for an architecture without sdpa
     attention: str
+    # where the architecture was taken from, if not from that name
+    shares: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
         # a text's hash is kept, that of thirty fields is not

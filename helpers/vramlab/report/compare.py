@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from . import html
 from .errors import ReportError
 from .report import CATEGORIES, PHASES, SOURCES, UNITS, Interval, Report, format_bytes, in_unit, text_table, unit_for
 from .text import printable
@@ -53,6 +54,14 @@ class Comparison:
         return printable("\n".join([*lines, *self.failed, *(f"note: {note}" for note in self.notes)]))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the comparison as a notebook shows it."""
+        head, *rows = self._table() if self.rows else [(self.title,)]
+        notes = [*self.failed, *self.notes]
+        if len(self.labels) > 1:
+            notes.insert(0, f"Δ is taken against {self.against}; a plain 0 is equality to the byte.")
+        return html.table(head, rows, self.title, notes)
 
     def _table(self) -> list[tuple[str, ...]]:
         """Header and rows as text; intervals take a second line, so that columns stay narrow."""

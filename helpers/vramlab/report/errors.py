@@ -24,8 +24,12 @@ class RecipeError(VramLabError, ValueError):
             shown = " ".join(repr(value).split())
         except Exception:  # Python prints no integer of over 4,300 digits, and a repr can fail
             shown = f"a value of {type(value).__name__}"
-        shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        super().__init__(f"Recipe field '{field}' is {shown}, but {allowed}.")
+        self.shown = shown if len(shown) <= 120 else shown[:117] + "..."
+        super().__init__(self.about(f"Recipe field '{field}'"))
+
+    def about(self, subject: str) -> str:
+        """Return the sentence with what was set called `subject`, such as an option of a command line."""
+        return f"{subject} is {self.shown}, but {self.allowed}."
 
     def __reduce__(self):
         return type(self), (self.field, self.value, self.allowed)

@@ -10,6 +10,7 @@ from importlib import metadata
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
+from . import html
 from .errors import ReportError
 from .files import strict_json
 from .text import printable
@@ -231,6 +232,21 @@ class Report:
         """Return the report as a text table: phases down, categories across."""
         return printable(self._text())
 
+    def _repr_html_(self) -> str:
+        """Return the report as a notebook shows it: the peak by category, and what the process needs."""
+        head, *rest = str(self).split("\n")
+        if self.status != "ok":
+            return html.table((), [(head,), *((line,) for line in rest)])
+        unit = unit_for(self.peak.total)
+        found = sorted(((n, name) for name, n in self.peak.items() if n), reverse=True)
+        rows = [(name.replace("_", " "), in_unit(n, unit), html.bar(n, self.peak.total)) for n, name in found]
+        rows.append((f"peak, in {self.peak_phase}", in_unit(self.peak.total, unit), ""))
+        for name in ("reserved", "process", "rss"):
+            if (value := getattr(self, name)) is not None:
+                rows.append((name, Interval.of(value).text(unit), ""))
+        verdict = [f"{self.verdict}: {format_bytes(self.usable)} usable"] if self.verdict else []
+        return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", [*verdict, *self.notes])
+
     def _text(self) -> str:
         if self.status != "ok":
             return f"{self.source}: {self.title}\n{self.status}: {self.message}"
@@ -284,12 +300,13 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return _decode(Interval if Interval in inner and isinstance(value, dict) else inner[0], value, where)
     if dataclasses.is_dataclass(kind):
         types, fields = {field.name: field.type for field in dataclasses.fields(kind)}, _typed(value, dict, where)
-        extra = {"total"} if kind is Bytes else set()
+        extra = {"total"} if kind is Bytes else {"schema"} if kind is Report else set()
         if unknown := sorted(fields.keys() - types.keys() - extra):
             name = f"{where}.{unknown[0]}".lstrip(".")
             raise ReportError(f"Report field {name!r} is unknown: known there are {', '.join(types)}.")
         values = {name: _decode(types.get(name, Any), v, f"{where}.{name}".lstrip(".")) for name, v in fields.items()}
         total = values.pop("total", None)
+        values.pop("schema", None)  # the version that the command line writes
         needed = (field.name for field in dataclasses.fields(kind) if _is_required(field))
         if missing := [name for name in needed if name not in values]:
             raise ReportError(f"{where or 'A report'} lacks {', '.join(missing)}.")

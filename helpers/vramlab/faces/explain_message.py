@@ -1,0 +1,120 @@
+"""What an out-of-memory message means by itself, and what to do about it."""
+
+from ..report.report import format_bytes, unit_for
+from .messages import WORDS, Holder, Message
+
+CARD_REMEDY = (
+    "to make room: halve per_device_train_batch_size and double gradient_accumulation_steps, then "
+    "gradient_checkpointing=True, use_liger_kernel=True, LoRA or an 8-bit optimizer"
+)
+HOST_REMEDY = (
+    "this is the machine's memory, not the card's: ask for more of it (Slurm's --mem, a container's "
+    "memory limit), or need less: no CPU offload, fewer dataloader workers, one process that loads "
+    "weights instead of one a rank (safetensors, deepspeed's zero.Init, FSDP's cpu_ram_efficient_loading)"
+)
+OTHERS_REMEDY = "end the other process, or take another card with CUDA_VISIBLE_DEVICES"
+FRAGMENTS_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+BARE = (
+    "CUDA could not give memory and the message has no sizes: PyTorch was not yet holding any, so "
+    "another process fills the card, or one that died has left its memory (nvidia-smi lists them)"
+)
+MORE = (
+    "say MODEL with its options, or the script, after the message: then the tensor that asked and the "
+    "three cheapest changes follow, each with its GiB and seconds, as in "
+    "vramlab explain MESSAGE train.py"
+)
+LITTLE = 0.05  # of what is reserved: fragments that would cure nothing
+
+
+def sized(n: int) -> str:
+    """Return `n` bytes with two digits in the unit that suits them."""
+    return format_bytes(n, unit_for(n), 2)
+
+
+def missing_of(message: Message) -> int | None:
+    """Return the bytes that the request lacks, None where the message does not say."""
+    found = message.bytes
+    if "lack" not in found:
+        return None
+    in_one_piece = found["lack"] - found.get("unallocated", 0)
+    return max(in_one_piece, 0) or max(found["lack"], 0)
+
+
+def of_message(message: Message, alone: bool) -> list[str]:
+    """Return the lines on a message; `alone`: with what is missing, a remedy and what tells more."""
+    lines = _by_kind(message, alone)
+    lines += [_holder(one) for one in message.holders]
+    if alone:
+        lines.append(MORE)
+    return lines
+
+
+def _by_kind(message: Message, alone: bool) -> list[str]:
+    if message.kind == "bare":
+        return [BARE, OTHERS_REMEDY]
+    if message.kind == "table":
+        return ["nvidia-smi's table: who holds what at that moment, not what asked for more"]
+    if message.kind == "host":
+        return _of_host(message)
+    return _of_card(message, alone)
+
+
+def _holder(one: Holder) -> str:
+    if one.total is None:
+        return f"GPU {one.card}: {sized(one.used)} held by {one.name}"
+    free = one.total - one.used
+    return f"GPU {one.card}, {one.name}: {sized(one.used)} of {sized(one.total)} used, {sized(free)} free"
+
+
+def _of_host(message: Message) -> list[str]:
+    found = message.bytes
+    parts = [f"the machine's memory ran out: {message.who}"]
+    if "asked" in found:
+        parts.append(f"{sized(found['asked'])} asked for")
+    if "process" in found:
+        parts.append(f"the process held {sized(found['process'])}")
+    if "used" in found and "total" in found:
+        parts.append(f"{sized(found['used'])} of the machine's {sized(found['total'])} were used")
+    lines = [", ".join(parts)]
+    if "allocated" in found:
+        lines.append(f"the card was not full for that: PyTorch held {sized(found['allocated'])} there")
+    return [*lines, HOST_REMEDY]
+
+
+def _of_card(message: Message, alone: bool) -> list[str]:
+    found = message.bytes
+    said = [words.format(sized(found[name])) for name, words in WORDS["asked"].items() if name in found]
+    lines = [", ".join(said)]
+    for name, words in WORDS["holders"].items():
+        if found.get(name):
+            lines.append(f"{sized(found[name])} held by {words}")
+    if found.get("allocated", 0) > found.get("total", found.get("allocated", 0)):
+        lines.append("more than the card has: Windows lends it the host's memory, at the speed of PCIe")
+    if "lack" not in found:
+        return [*lines, CARD_REMEDY] if alone else lines
+    return lines + _verdict(found, missing_of(message) or 0, alone)
+
+
+def _verdict(found: dict[str, int], missing: int, alone: bool) -> list[str]:
+    lack = found["lack"]
+    scattered = found.get("unallocated", 0)
+    held = scattered + found.get("allocated", 0)
+    lines = []
+    others = found.get("others", 0)
+    if others >= max(lack, found.get("total", 0) // 100) and found["free"] < found["asked"]:
+        text = "another process is on the card: without it the request would have had room (nvidia-smi lists them)"
+        lines += [text, OTHERS_REMEDY]
+    remedy = [CARD_REMEDY] if alone else []
+    if lack <= 0:
+        text = "that much is free: another process held it then, or what is free is not in one piece"
+        return [*lines, text, f"{OTHERS_REMEDY}; {FRAGMENTS_REMEDY}"]
+    if scattered < lack:
+        text = "a real lack: what is free and what is unallocated together are less than it asks for"
+        if alone:
+            text = f"a real lack: at least {sized(missing)} are missing, even if what is unallocated were in one piece"
+        return [*lines, text, *remedy]
+    if scattered < LITTLE * held:
+        text = f"a real lack: the tensors fill the card; of it all, only {sized(scattered)} are fragments"
+        return [*lines, text, *remedy]
+    text = f"fragmentation: {sized(scattered)} would do, but not in one piece; {FRAGMENTS_REMEDY}"
+    return [*lines, text]

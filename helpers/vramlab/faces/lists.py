@@ -1,0 +1,59 @@
+"""The lists of the command line: the models and the cards that have a name."""
+
+from typing import Any
+
+from ..hardware.gpu import find_gpu, gpu_names, usable_memory
+from ..recipe.hub_names import KNOWN
+from ..recipe.shapes import catalogue, model_names
+from ..report.report import GiB, text_table
+
+
+def models(filtered: str = "") -> list[dict[str, Any]]:
+    """Return the models whose name, hub name or architecture has `filtered` in it, with their sizes in bytes."""
+    found = []
+    for name in model_names():
+        entry = catalogue()[name]
+        others = [other for other, said in KNOWN["names"].items() if said["entry"] == name]
+        names = [name, entry["hub_id"], *entry.get("aliases", ()), *others]
+        if any(filtered.lower() in each.lower() for each in names):
+            fact = {"name": name, "hub_id": entry["hub_id"], "also": [*entry.get("aliases", ()), *others]}
+            fact |= {"task": entry["task"], "parameters": entry["parameters"]}
+            found.append(fact | {"bytes_in_16_bits": 2 * entry["parameters"]})
+    return found
+
+
+def models_table(found: list[dict[str, Any]]) -> str:
+    """Return the models as a table."""
+    rows = [("model", "parameters", "GiB in 16 bits", "task", "also")]
+    for one in found:
+        also = ", ".join(other.rpartition("/")[2] for other in one["also"])
+        size = f"{one['bytes_in_16_bits'] / GiB:,.2f}"
+        rows.append((one["name"], f"{one['parameters']:,}", size, one["task"], also))
+    return text_table(rows)
+
+
+def gpus(filtered: str = "") -> list[dict[str, Any]]:
+    """Return the cards whose name has `filtered` in it: memory in bytes, rates a second."""
+    found = []
+    for name in gpu_names():
+        if filtered.lower() not in name.lower():
+            continue
+        card = find_gpu(name)
+        fact = {"name": name, "total": card.total, "total_known": card.total_known}
+        fact |= {"usable": usable_memory(card), "bandwidth": card.bandwidth, "flops": card.peak}
+        capability = ".".join(map(str, card.compute_capability))
+        found.append(fact | {"nvlink": card.nvlink, "watts": card.tdp, "compute_capability": capability})
+    return found
+
+
+def gpus_table(found: list[dict[str, Any]]) -> str:
+    """Return the cards as a table: the memory that a process may have, and dense rates."""
+    rows = [("card", "GiB usable", "of", "GB/s", "bf16 TFLOP/s", "fp16", "NVLink GB/s", "compute")]
+    for one in found:
+        bandwidth = f"{one['bandwidth'] / 1e9:,.0f}" if one["bandwidth"] else "?"
+        rates = [f"{one['flops'][form] / 1e12:,.0f}" if form in one["flops"] else "–" for form in ("bf16", "fp16")]
+        nvlink = f"{one['nvlink'] / 1e9:,.0f}" if one["nvlink"] else "–"
+        total = f"{one['total'] / GiB:,.2f}" + ("" if one["total_known"] else " nominal")
+        usable = f"{one['usable'] / GiB:,.2f}"
+        rows.append((one["name"], usable, total, bandwidth, *rates, nvlink, one["compute_capability"]))
+    return text_table(rows)

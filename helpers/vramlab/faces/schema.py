@@ -1,0 +1,133 @@
+"""What each command's --json prints, as JSON Schema, derived from the dataclasses that are printed.
+
+The version rises when a field is removed or means something else; a new field does not raise it.
+"""
+
+import dataclasses
+import typing
+from types import NoneType, UnionType
+from typing import Any
+
+from ..formulas.run import Run
+from ..planning.plan import Plan
+from ..recipe.recipe import Recipe
+from ..report.compare import Comparison
+from ..report.report import Bytes, Report
+from .doctor import Doctor
+from .explain import Explanation
+
+VERSION = 1
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", NoneType: "null", dict: "object"}
+# Properties that `to_dict` adds to a dataclass's fields.
+ADDED: dict[type, dict[str, Any]] = {
+    Bytes: {"total": {"type": "integer"}},
+    Plan: {"not_simulated": {"type": "object", "additionalProperties": {"type": "string"}}},
+    Doctor: {"ok": {"type": "boolean"}},
+}
+LISTED = {
+    "models": {
+        "name": {"type": "string"},
+        "hub_id": {"type": "string"},
+        "also": {"type": "array", "items": {"type": "string"}},
+        "task": {"type": "string"},
+        "parameters": {"type": "integer"},
+        "bytes_in_16_bits": {"type": "integer"},
+    },
+    "gpus": {
+        "name": {"type": "string"},
+        "total": {"type": "integer"},
+        "total_known": {"type": "boolean"},
+        "usable": {"type": "integer"},
+        "bandwidth": {"type": ["number", "null"]},
+        "flops": {"type": "object", "additionalProperties": {"type": "number"}},
+        "nvlink": {"type": ["number", "null"]},
+        "watts": {"type": ["integer", "null"]},
+        "compute_capability": {"type": "string"},
+    },
+}
+# The classes of what each command prints.
+PRINTED: dict[str, tuple[type, ...]] = {
+    "predict": (Report, Run),
+    "simulate": (Report,),
+    "evaluate": (Report,),
+    "measure": (Report,),
+    "plan": (Plan,),
+    "explain": (Explanation,),
+    "doctor": (Doctor,),
+    "diff": (Comparison,),
+}
+EXIT_CODES = {
+    0: "answered; it fits, where a card was named",
+    1: "it does not fit, no plan does, the run failed, or doctor misses what the package needs",
+    2: "asked wrongly: one sentence on stderr",
+    130: "stopped with Ctrl-C",
+}
+
+
+def schema_of(command: str) -> dict[str, Any]:
+    """Return the schema of what `vramlab COMMAND --json` prints."""
+    definitions: dict[str, Any] = {}
+    head = {"$schema": DIALECT, "title": f"vramlab {command} --json", "version": VERSION}
+    if command in LISTED:
+        return head | _of_list(command)
+    if command == "record":  # recipes, to be read as a list again
+        return head | {"type": "array", "items": {"type": "object"}}
+    shown = [_top(kind, definitions) for kind in PRINTED[command]]
+    return head | {"anyOf": shown, "$defs": definitions}
+
+
+def schemas() -> dict[str, Any]:
+    """Return the schemas of all commands by name, with their version and what exit codes mean."""
+    found = {command: schema_of(command) for command in (*PRINTED, *LISTED, "record")}
+    codes = {str(code): words for code, words in EXIT_CODES.items()}
+    return {"version": VERSION, "exit_codes": codes, "commands": found}
+
+
+def _of_list(command: str) -> dict[str, Any]:
+    fields = LISTED[command]
+    entry = {"type": "object", "properties": fields, "required": list(fields)}
+    properties = {"schema": {"const": VERSION}, command: {"type": "array", "items": entry}}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _top(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a whole answer, which says its version."""
+    versioned = {"properties": {"schema": {"const": VERSION}}, "required": ["schema"]}
+    return {"allOf": [_described(kind, definitions), versioned]}
+
+
+def _described(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a type as annotations say it; dataclasses go into `definitions`."""
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
+    if kind is Any:
+        return {}
+    if kind is Recipe:
+        return {"type": "object", "required": ["model"]}
+    if dataclasses.is_dataclass(kind):
+        return _of_dataclass(kind, definitions)
+    if origin in (UnionType, typing.Union):
+        return {"anyOf": [_described(each, definitions) for each in inner]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _described(inner[1], definitions)}
+    if origin in (list, tuple):
+        return {"type": "array", "items": _described(inner[0], definitions)}
+    return {"type": PLAIN[kind]}
+
+
+def _of_dataclass(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    name = kind.__name__
+    if name not in definitions:
+        definitions[name] = {}  # so that a class may have one of its own kind
+        types = typing.get_type_hints(kind)
+        fields = [field.name for field in dataclasses.fields(kind)]
+        properties = {field: _described(types[field], definitions) for field in fields}
+        properties |= ADDED.get(kind, {})
+        definitions[name] = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def versioned(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return a command's answer with the version of its schema first."""
+    return {"schema": VERSION, **answer}

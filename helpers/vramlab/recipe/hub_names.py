@@ -1,0 +1,91 @@
+"""Names of the Hugging Face hub: which catalogued architecture one shares, and what lies in the
+local cache.
+
+Nothing here asks the network but `download`, which is called where the user says so.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..report.data import data_path
+from ..report.errors import RecipeError, needing
+
+KNOWN = json.loads(data_path("hub_names.json").read_text(encoding="utf-8"))
+ENDING = re.compile(f"(?:{'|'.join(map(re.escape, KNOWN['suffixes']))}|{KNOWN['dates']})$")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # organisation/model
+
+
+def stems(name: str) -> Iterator[str]:
+    """Yield a model's name without organisation in lower case, then with one ending after the other
+    left out.
+    """
+    stem = name.lower().rpartition("/")[2]
+    yield stem
+    while match := ENDING.search(stem):
+        stem = stem[: match.start()]
+        yield stem
+
+
+def shared_entry(name: str, spellings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Return the catalogue's entry whose architecture `name` shares, and the settings that differ;
+    None where none does.
+
+    A name with an ending of KNOWN's only is taken for one of the entry without it.
+    """
+    found = list(stems(name))
+    for stem in found:
+        if listed := KNOWN["names"].get(stem):
+            return spellings[listed["entry"]], listed.get("differs", {})
+    for stem in found:
+        if stem in spellings:
+            return spellings[stem], {}
+    return None
+
+
+def published_name(name: str, entry: Mapping[str, Any]) -> str:
+    """Return the hub's name of what `name` says: as it is, or under the entry's organisation."""
+    organisation = entry["hub_id"].partition("/")[0]
+    return name if "/" in name else f"{organisation}/{name}"
+
+
+def cache_folder() -> Path:
+    """Return the hub's local cache, as huggingface_hub finds it."""
+    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+
+
+def cached_config(name: str) -> Path | None:
+    """Return the path of the config.json that the local cache has of a hub's name, of its main
+    revision first.
+    """
+    if not HUB_NAME.fullmatch(name) or ".." in name:
+        return None
+    folder = cache_folder() / f"models--{name.replace('/', '--')}"
+    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    main = folder / "refs" / "main"
+    if main.is_file():
+        revision = main.read_text(encoding="utf-8").strip()
+        snapshots.sort(key=lambda path: path.parent.name != revision)
+    return snapshots[0] if snapshots else None
+
+
+@needing("--download")
+def download(name: str) -> None:
+    """Fetch a model's config.json, and no other file, into the hub's local cache.
+
+    Raises RecipeError where it cannot.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception as error:  # no network, no such model, a gated one, a name that is none
+        why = " ".join(str(error).split())[:200].rstrip(".")
+        kind = type(error).__name__
+        rest = f"its config.json could not be downloaded ({kind}: {why}); a gated model wants "
+        rest += "`hf auth login` first, and a folder that has the file works without the hub"
+        raise RecipeError("model", name, rest) from error
