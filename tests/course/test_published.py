@@ -15,7 +15,7 @@ from transformers import masking_utils, modeling_utils
 from transformers.loss import loss_utils
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from typer.testing import CliRunner
-from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
+from vramlab import LoRA, Quantization, Recipe, RecipeError, find_gpu, predict, simulate
 from vramlab.faces.cli import app
 from vramlab.planning.search_space import notes_on
 from vramlab.planning.step_time import step_time
@@ -210,7 +210,7 @@ def test_weights_that_stay_unquantized_are_said(family, prepare, said):
     """transformers' loader swaps nn.Linear and nothing else; most of a mixture's weights are fused experts."""
     base = Quantization("nf4", prepare=prepare)
     recipe = Recipe(config(family), seq_len=8, num_layers=1, precision="bf16-true", quantization=base, lora=LoRA())
-    for notes in (predict(recipe).notes, simulate(recipe).notes, notes_on(recipe)):
+    for notes in (predict(recipe).notes, simulate(recipe).notes, notes_on(recipe, find_gpu("T4"))):
         found = [note for note in notes if "not quantized" in note]
         assert len(found) == bool(said) and all(said in note for note in found)
         assert not any(note.startswith("0.0 of") for note in found)

@@ -209,7 +209,7 @@ def test_the_reference_has_every_public_name_with_its_description():
     page = site_pages.reference_page()
     found = re.findall(r"^`(\w+)(?:\(.*?\))?`\n: (\S.*)$", page, re.MULTILINE)
     assert sorted(name for name, _ in found) == sorted(vramlab.__all__)
-    assert "`predict(recipe, gpu=…)`" in page and "1,073,741,824 bytes" in page
+    assert "`predict(recipe, gpu=…, other_memory=…, expandable_segments=…)`" in page and "1,073,741,824 bytes" in page
 
 
 # --- links --------------------------------------------------------------------------------------------------------

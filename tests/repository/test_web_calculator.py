@@ -53,7 +53,7 @@ def draws(number: int, seed: int) -> list[dict]:
 def expected(state: dict) -> dict:
     try:
         recipe = recipe_in(state)
-        report = predict(recipe, gpu=state["gpu"])
+        report = predict(recipe, gpu=state["gpu"], expandable_segments=state["expandable_segments"])
     except VramLabError as error:
         return {"error": str(error)}
     need = report.process

@@ -380,11 +380,12 @@ def test_a_card_reserves_no_more_than_it_holds():
     small = dataclasses.replace(card, total=4 * GiB)
     report = simulate(**step, gpu=small)
     assert report.allocated == endless.allocated <= report.reserved.value <= report.reserved.high <= report.process.high
-    assert report.process.high <= small.total and report.process.value <= small.total and not report.notes
+    assert report.process.value <= small.total and not report.notes
+    assert report.verdict == "likely"  # the upper end is above the card, and nothing is clipped
     tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
     assert tiny.reserved == endless.reserved
     assert tiny.notes == [
-        "does not fit T4: in step 1, forward, it tries to allocate 2.00 GiB, and 1.84 GiB are free. Of 1.86 GiB, 8.14 MiB "
+        "does not fit T4: in step 1, forward, it tries to allocate 2.00 GiB, and 1.86 GiB are free. Of 1.88 GiB, 8.14 MiB "
         "are allocated, 13.86 MiB reserved but unallocated. The figure for reserved memory is that of a larger card"
     ]
 
@@ -393,7 +394,7 @@ def test_a_run_that_outgrows_the_card_after_its_first_step_says_so():
     """AdamW's states come with the first update, so the second step's forward pass finds 4.4 GiB less."""
     recipe = Recipe("qwen3-0.6b", batch_size=4, seq_len=512, precision="fp16-mixed")
     (note,) = simulate(recipe, gpu="T4").notes
-    assert "in step 2, forward, it tries to allocate 16.00 MiB, and 5.00 MiB are free" in note
+    assert "in step 2, forward, it tries to allocate 16.00 MiB, and 8.08 MiB are free" in note
     (note,) = simulate(recipe.replace(model="llama-3.1-8b"), gpu="T4").notes
     assert "in load it tries to allocate 224.00 MiB" in note
 
