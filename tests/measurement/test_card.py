@@ -239,6 +239,17 @@ card.run_card([{str(four)!r}], folder={str(tmp_path)!r})
     assert found(tmp_path) == {"bare"} and not list(tmp_path.glob("*.part"))
 
 
+def test_a_kind_that_fails_again_and_again_leaves_the_time_to_others(gpu, tmp_path):
+    names = ["bare", "cuBLAS", "cuBLASLt", "cuDNN", "NCCL", "Triton", "training"]
+    entries = [
+        {"kind": "context", "worth": 99, "why": "", "loaded": names},
+        {"kind": "recipe", "worth": 1, "why": "", "recipe": {"model": "gpt2"}},
+    ]
+    gpu.answers |= dict.fromkeys(names, MeasurementError("its process was killed by SIGSEGV"))
+    done = run_card([written(tmp_path / "list.json", entries)], folder=tmp_path, progress=quiet)
+    assert gpu.ran == [*names[:5], str(Recipe("gpt2"))] and len(done.left) == 2, "what was not tried is left"
+
+
 def test_ctrl_c_keeps_what_was_found(gpu, four, tmp_path):
     gpu.answers["cuDNN"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):

@@ -16,6 +16,7 @@ ABOUT = {
     "torch": "2.11.0",
     "transformers": "5.23.0",
     "date": "2026-11-26",
+    "jobs": 1,
 }
 SOURCES = ["device = where()\nprint(device)", "print(1 + 1)", "draw(device)\nplt.show()", "draw(2)\nplt.show()"]
 PNG = "iVBORw0KGgo="

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 
+import card_outputs
 import make_site
 import nbformat
 import numpy as np
@@ -268,6 +269,8 @@ def test_figures_formulas_and_tables_are_on_the_pages(built):
         text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
         outputs = [o for cell in cells if cell.cell_type == "code" for o in cell.outputs]
         figures = [o for o in outputs if "image/png" in o.get("data", {})]
+        on_card = [json.loads(stored.read_text()) for stored in card_outputs.FOLDER.glob(f"*/{path.stem}.json")]
+        figures += [picture for stored in on_card for part in stored["cells"] for picture in part["pictures"]]
         shown = len(figures) + len(re.findall(r"!\[[^\]]*\]\((?!https:)", text))
         article = html[html.index("<article") : html.index("</article>")]
         assert article.count("<img ") == shown, path.name

@@ -123,7 +123,9 @@ def show(notebook: NotebookNode, target: Path) -> None:
 def words(about: dict[str, str], part: dict[str, Any], path: Path, target: Path) -> str:
     """What a cell gave on a card, in MyST: text as it was printed, figures as files."""
     versions = " · ".join(f"{name} {about[name]}" for name in ("driver", "torch", "transformers") if about[name])
-    said = [f"````{{admonition}} On this card: {about['gpu']} · {versions} · {about['date']}", ":class: on-card", ""]
+    blurred = f" · {about['jobs']} notebooks at a time" if about["jobs"] > 1 else ""
+    heading = f"On this card: {about['gpu']} · {versions} · {about['date']}{blurred}"
+    said = [f"````{{admonition}} {heading}", ":class: on-card", ""]
     if part["text"]:
         said += ["```text", part["text"], "```", ""]
     for number, picture in enumerate(part["pictures"]):

@@ -8,6 +8,7 @@ import contextlib
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ SEEN = 0.1  # of its worth that an answer keeps which the project has of such a 
 NEEDS_AMPERE = ("flash attention", "cuDNN attention")  # `context`'s, as `flash_attention_2` in `gpu.NEEDS`
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LINES = 24  # characters of the bar
+MOST_FAILURES = 5  # of a kind, one after the other: what is wrong then is not the piece
 IDLE_CORES = 8  # from so many on, loading libraries leaves a step its own
 
 
@@ -75,7 +77,8 @@ class Piece:
 
     def start(self) -> Launcher:
         """Start a process that will run it, and loads its libraries meanwhile."""
-        settings = {"HF_HUB_OFFLINE": "1"}  # models come from shapes, and a request would wait for its time to be over
+        settings = {"PYTHONFAULTHANDLER": "1"}  # where it was when a signal ends it
+        settings["HF_HUB_OFFLINE"] = "1"  # models come from shapes, and a request would wait for its time to be over
         if "expandable" in self.asked:
             settings[ALLOCATOR] = f"expandable_segments:{self.asked['expandable']}"
         with patch.dict(os.environ, settings):
@@ -259,10 +262,11 @@ def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable)
     pieces = list(run.left)
     with contextlib.ExitStack() as stack:
         ready: dict[str, Launcher] = {}
+        failures: Counter[str] = Counter()
         for number, (piece, seconds) in enumerate(pieces, 1):
             begun = time.monotonic()
-            if seconds > deadline - begun:
-                continue  # what follows may be shorter
+            if seconds > deadline - begun or failures[piece.kind] == MOST_FAILURES:
+                continue  # what follows may be shorter, or of another kind
             launcher = ready.pop(piece.key, None)
             if number < len(pieces) and (os.cpu_count() or 1) >= IDLE_CORES:
                 following = pieces[number][0]
@@ -271,6 +275,7 @@ def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable)
             done, said = _do(piece, launcher, run.file, deadline - begun, beside)
             run.left.remove((piece, seconds))
             (run.done if done else run.failed).append((piece, said))
+            failures[piece.kind] = 0 if done else failures[piece.kind] + 1
             now = time.monotonic()
             bar = ("█" * (number * LINES // len(pieces))).ljust(LINES, "░")
             clock = f"{(now - start) / 60:.1f} of {(deadline - start) / 60:.0f} min"
