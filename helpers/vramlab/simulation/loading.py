@@ -48,8 +48,16 @@ def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
     """The split at the highest moment while the base is loaded, whole on every rank; None: never above its end."""
     if loads_whole(recipe):
         return _whole(recipe, UNIT if target == "cuda" else 1)
-    if recipe.quantization is None:
-        return None
+    return None if recipe.quantization is None else _of(recipe, target)[0]
+
+
+def unused_after_loading(recipe: Recipe, target: str) -> int:
+    """Bytes of segments that loading a quantized base leaves behind and no tensor holds."""
+    is_known = recipe.quantization and target == "cuda" and not loads_whole(recipe)
+    return _of(recipe, target)[1] if is_known else 0
+
+
+def _of(recipe: Recipe, target: str) -> tuple[Bytes, int]:
     dtype, adapters = recipe.weights_dtype, {"target_modules": "all-linear"}
     precision = {"float16": "fp16-true", "bfloat16": "bf16-true"}.get(dtype, "fp32")
     fields = {"task": recipe.shape.task, "dtype": dtype, "precision": precision, "lora": adapters}
@@ -68,7 +76,8 @@ def _whole(recipe: Recipe, unit: int) -> Bytes:
 
 
 @lru_cache(maxsize=64)
-def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
+def _highest(base: Recipe, target: str, stores_tied_head: bool) -> tuple[Bytes, int]:
+    """The split at the highest moment of loading, and the bytes that its segments have free at its end."""
     try:
         layers = find(base.shape)
         shallow = cut(base.shape, layers.kept())
@@ -83,7 +92,8 @@ def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
         segment = Storage(rounded(asked), asked, None, "empty")
         log = [(segment.size, segment, "empty"), (-segment.size, segment, "free"), *log]
     history = History(log, [], allocator=target == "cuda")
-    return history.split(history.highest())
+    free = history.replayed.reserved - int(history.live[-1]) if history.replayed else 0
+    return history.split(history.highest()), free
 
 
 def _load(base: Recipe, target: str, stores_tied_head: bool) -> tuple[FakeTracker, dict[str, float]]:
