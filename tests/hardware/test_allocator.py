@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vramlab.hardware.allocator import Allocator, AllocatorError, replay
+from vramlab.hardware.allocator import Allocator, AllocatorError, replay, without_sharing
 from vramlab.report.report import KiB, MiB
 
 SIZES = st.one_of(st.integers(1, 4 * KiB), st.integers(1, 3 * MiB), st.integers(1 * MiB, 40 * MiB))
