@@ -555,3 +555,9 @@ def test_real_measurement_on_this_machine(tmp_path, monkeypatch):
     shown = Report.from_json(result.stdout)
     assert shown.source == "measured" and shown.speed.repeats == 1
     assert shown.peak.parameters > 4 * 96 * 1000
+
+
+def test_the_verdict_says_what_host_memory_it_supposes():
+    shown = run("predict", "llama-3.2-1b", "--gpu", "RTX 4090", "--precision", "bf16-true").stdout.splitlines()[-1]
+    assert "RTX 4090 has" in shown and shown.endswith(", and 2.3 GiB of host memory are free")
+    assert "host memory" not in run("predict", *SMALL, "--gpu", "T4").stdout

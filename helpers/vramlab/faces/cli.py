@@ -18,12 +18,13 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.question import Question, size_of
+from ..planning.search_space import host_memory
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
-from ..report.report import Interval, Report, format_bytes
+from ..report.report import TIERS, GiB, Interval, Report, format_bytes
 from ..report.text import printable
 from ..training.quiet import no_collection
 from .command_options import number, option, takes
@@ -371,6 +372,13 @@ def _granted(card: Gpu | None, other_memory: str | None, expandable_segments: bo
     return {"other_memory": size, "expandable_segments": expandable_segments}
 
 
+def _on_host(report: Report) -> str:
+    """What the verdict supposes of the host's memory; "" for less than a GiB of it."""
+    counts = report.recipe and report.verdict in TIERS
+    size = host_memory(Recipe(**report.recipe)) if counts else 0
+    return f", and {size / GiB:.1f} GiB of host memory are free" if size >= GiB else ""
+
+
 def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card; exit with what its status and that mean.
 
@@ -382,7 +390,7 @@ def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) 
         report.usable = usable_memory(card) if report.usable is None else report.usable
         fits = fits_card(report)
         has, needs = format_bytes(report.usable), Interval.of(report.process)
-        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
+        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}{_on_host(report)}"
         report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report

@@ -158,12 +158,13 @@ def to_report(
     since: int = 0,
     **more: Any,
 ) -> Report:
-    """The report of a replayed run, with its peak from position `since` on; of a simulated one also what is reserved."""
-    at, room = history.highest(since), history.room
+    """The report of a replayed run, with its peak from position `since` on; of a simulated one also what is reserved, of
+    which loading left `unused` bytes."""
+    at, room, unused = history.highest(since), history.room, more.pop("unused", 0)
     if source == "simulated" and history.replayed:
         allocated = int(history.live.max())
         more |= {"allocated": allocated, "requested": history.requested} if not since else {}
-        loaded = more.get("loading"), more.pop("unused", 0)
+        loaded = more.get("loading"), unused
         more["reserved"], more["process"], failed = _reserved_and_process(history, allocated, *loaded)
         if room:
             more |= {"usable": room.usable, "granted": str(room)}
