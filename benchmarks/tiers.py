@@ -20,7 +20,8 @@ from pathlib import Path
 
 from vramlab import MiB, Recipe, RecipeError, find_gpu, predict, simulate
 from vramlab.faces.measure import card_of
-from vramlab.hardware.contexts import BARE, context_on, readings
+from vramlab.hardware.contexts import LESS, context_on, readings
+from vramlab.hardware.gpu import gpu_names
 from vramlab.hardware.overhead import rules_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import TIERS, Interval, Report
@@ -57,7 +58,7 @@ def of_stand_in() -> Iterator[Row]:
     """Yield predictions against what PyTorch's own allocator reserved without a limit (`tests/stand_in`)."""
     for name, card in STAND_IN.items():
         for run in json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]:
-            if run.get("reserved"):
+            if run.get("reserved") and "evaluation" not in run:
                 with contextlib.suppress(RecipeError):
                     yield predict(Recipe(**run["recipe"]), gpu=card).reserved, run["reserved"]
 
@@ -80,8 +81,8 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> None:
 
 def contexts() -> None:
     """Print how each reading lies in the interval of its card, from all readings and without itself."""
-    usual = [one for one in readings() if one.loaded not in (BARE, "convolutions")]
-    held = [(one, context_on(find_gpu(one.gpu), one.loaded, one.ranks)) for one in usual if one.gpu != "L40"]
+    usual = [one for one in readings() if one.loaded not in (*LESS, "convolutions")]
+    held = [(one, context_on(find_gpu(one.gpu), one.loaded, one.ranks)) for one in usual if one.gpu in gpu_names()]
     alone = [pair for pair in held if pair[0].ranks == 1]
     for name, pairs in (("one rank", alone), ("several", [pair for pair in held if pair not in alone])):
         low = sum(needs.value < one.size for one, needs in pairs)

@@ -632,3 +632,9 @@ def test_a_record_says_first_whose_figures_it_has(stand_in):
     assert first == f"{words}: another machine's figures, not this one's"
     stand_in("measure", lambda recipe, repeats: report("measured", environment=seen))
     assert "recorded" not in run("measure", "gpt2").stdout
+
+
+def test_the_verdict_says_what_host_memory_it_supposes():
+    shown = run("predict", "llama-3.2-1b", "--gpu", "RTX 4090", "--precision", "bf16-true").stdout.splitlines()[-1]
+    assert "RTX 4090 has" in shown and shown.endswith(", and 2.3 GiB of host memory are free")
+    assert "host memory" not in run("predict", *SMALL, "--gpu", "T4").stdout

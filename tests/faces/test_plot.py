@@ -6,7 +6,7 @@ import itertools
 import pytest
 from matplotlib.colors import to_hex
 from sample_reports import measured, out_of_memory, report, split
-from vramlab import find_gpu, plot
+from vramlab import Recipe, find_gpu, plot, predict
 from vramlab.faces.plot.splits import amount
 from vramlab.faces.plot.style import LOOK
 from vramlab.report.report import CATEGORIES, Bytes, GiB, Interval, MiB
@@ -158,6 +158,13 @@ def test_needs_are_intervals_against_the_line_of_their_card():
     assert [row[-1] for row in both.rows] == ["fits", "safe", "safe"]
     with pytest.raises(ValueError, match="zip"):
         plot.fits(needs, ["T4"], "One card")
+
+
+def test_of_a_report_the_card_is_less_what_others_hold():
+    recipe = Recipe("gpt2", 4, 256)
+    alone, crowded = (predict(recipe, gpu=CARD, other_memory=held) for held in (0, 12 * GiB))
+    figure = plot.fits({"alone": alone, "crowded": crowded}, CARD, "A display takes its part")
+    assert texts(figure, "tier") == [alone.verdict, crowded.verdict] == ["safe", "does not fit"]
 
 
 def test_the_label_of_a_tier_stands_clear_of_the_line_of_its_card():

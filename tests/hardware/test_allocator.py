@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vramlab.hardware.allocator import Allocator, AllocatorError, replay
+from vramlab.hardware.allocator import Allocator, AllocatorError, replay, without_sharing
 from vramlab.report.report import KiB, MiB
 
 SIZES = st.one_of(st.integers(1, 4 * KiB), st.integers(1, 3 * MiB), st.integers(1 * MiB, 40 * MiB))
@@ -209,3 +209,26 @@ def test_replay_on_a_card_gives_back_unused_segments_before_it_fails():
     too_small = replay(*log, 39 * MiB)
     assert (too_small.failed.event, too_small.failed.limit, too_small.reserved) == (2, 39 * MiB, 70 * MiB)
     assert (too_small.internal_fragmentation == replay(*log).internal_fragmentation).all()
+
+
+def test_no_segment_serves_two_sizes():
+    # 12 and 30 MiB one after the other, the first again: 1 MiB pieces share small segments
+    big, large, small = 12 * MiB, 30 * MiB, 512 * 1024
+    events = [
+        (big, 0),
+        (big, 1),
+        (-big, 0),
+        (-big, 1),
+        (large, 2),
+        (-large, 2),
+        (big, 3),
+        (small, 4),
+        (-small, 4),
+        (-big, 3),
+    ]
+    sizes, keys = map(np.array, zip(*events, strict=True))
+    streams = np.zeros_like(sizes)
+    assert without_sharing(sizes, streams) == 2 * big + large + 2 * MiB
+    middle = np.array([3 * MiB] * 7)  # six fit 20 MiB
+    assert without_sharing(middle, np.zeros_like(middle)) == 2 * 20 * MiB
+    assert replay(sizes, keys, streams).reserved <= without_sharing(sizes, streams)

@@ -4,20 +4,20 @@ import json
 
 import pytest
 from vramlab import GiB, LoRA, MiB, Quantization, Recipe, RecipeError
-from vramlab.hardware.contexts import BARE, CONVOLUTIONS, Room, context_on, readings
+from vramlab.hardware.contexts import CONVOLUTIONS, LESS, Room, context_on, readings
 from vramlab.hardware.gpu import find_gpu, gpu_names
 from vramlab.recipe.options import Sharding
 from vramlab.recipe.process_context import context_of, room_on
 from vramlab.report.data import data_path
 from vramlab.report.report import Interval
 
-USUAL = [one for one in readings() if one.loaded not in (BARE, CONVOLUTIONS) and one.gpu in gpu_names()]
+USUAL = [one for one in readings() if one.loaded not in (*LESS, CONVOLUTIONS) and one.gpu in gpu_names()]
 
 
 def test_each_reading_has_a_source_and_follows_from_its_message():
     rows = json.loads(data_path("contexts.json").read_text(encoding="utf-8"))["readings"]
     for row, one in zip(rows, readings(), strict=True):
-        assert row["source"] and 100 * MiB < one.size < 4 * GiB
+        assert row["source"] and 90 * MiB < one.size < 4 * GiB
         assert ("mib" in row) != ("process" in row)
     there = next(one for one in readings() if one.source.startswith("lrzjason/T2ITrainer issue 37"))
     assert there.size == pytest.approx((22.39 - 21.58) * GiB - 350.11 * MiB, abs=2)
@@ -30,12 +30,12 @@ def test_likely_is_low_in_about_half_of_the_readings_and_high_in_none():
         assert needs.low <= needs.value <= needs.high
         low += needs.value < one.size
         above += needs.high < one.size
-    assert len(USUAL) > 40 and 0.25 <= low / len(USUAL) <= 0.5 and above == 0
+    assert len(USUAL) > 40 and 0.2 <= low / len(USUAL) <= 0.5 and above == 0
 
 
 @pytest.mark.parametrize(
     ("card", "value", "high"),
-    [("T4", 137, 160), ("RTX 4090", 472, 515), ("RTX 5090", 594, 630), ("A100 80GB", 510, 535), ("H100 SXM", 750, 760)],
+    [("T4", 135, 160), ("RTX 4090", 476, 515), ("RTX 5090", 594, 630), ("A100 80GB", 510, 535), ("H100 SXM", 750, 760)],
 )
 def test_a_card_with_readings_takes_its_own(card, value, high):
     needs = context_on(find_gpu(card))

@@ -11,10 +11,11 @@ import typer
 
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.question import card_with, size_of
+from ..planning.search_space import host_memory
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.files import MOST_TEXT, NOT_OURS, is_ours
-from ..report.report import Interval, Report, format_bytes
+from ..report.report import TIERS, GiB, Interval, Report, format_bytes
 from ..report.text import printable
 from .options import fits_card
 
@@ -93,6 +94,15 @@ def recorded_on(report: Report) -> str:
     return f"recorded on {card}, {', '.join(parts)}, {seen.get('date')}: another machine's figures, not this one's"
 
 
+def on_host(report: Report) -> str:
+    """Return what the verdict supposes of the host's memory; "" for less than a GiB of it."""
+    counts = report.recipe and report.verdict in TIERS
+    size = host_memory(Recipe(**report.recipe)) if counts else 0
+    if size < GiB:
+        return ""
+    return f", and {size / GiB:.1f} GiB of host memory are free"
+
+
 def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card; exit as both mean.
 
@@ -106,7 +116,7 @@ def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -
         fits = fits_card(report)
         has = format_bytes(report.usable)
         needs = Interval.of(report.process)
-        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
+        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}{on_host(report)}"
         report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report

@@ -211,6 +211,8 @@ class Tree:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.functions:
             returned = self.returns(self.functions[node.func.id])
             return [one for value in returned for one in self.sources(value, depth - 1)] or [None]
+        if isinstance(node, ast.Call) and self.dotted(node.func) == "torch.cuda.is_available":
+            return [ast.copy_location(ast.Constant(True), node)]  # as `decide` has it
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             whole = self.sources(node.value, depth - 1)
             if any(map(self.is_written, whole)):

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..report.errors import VramLabError
 from ..report.report import format_bytes
-from .overhead import LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
+from .overhead import LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 
 ADDRESSES = LARGE_SEGMENT << 30  # of a pool: more than any card has, in whole segments of both kinds
 Block = namedtuple("Block", "address size pool")  # what `malloc` returns, in bytes
@@ -198,3 +198,29 @@ def replay(sizes: np.ndarray, keys: np.ndarray, streams: np.ndarray, limit: int 
     ends = np.fromiter(chain.from_iterable(blocks), np.int64, 2 * len(blocks))
     rests = (ends[1::2] - ends[::2] - sizes[births])[numbers]
     return Replayed(allocator.peak_reserved, np.concatenate([[0], np.where(births, rests, -rests).cumsum()]))
+
+
+def without_sharing(sizes: np.ndarray, streams: np.ndarray) -> int:
+    """Return the bytes of segments for a log (as for `replay`) if none served requests of two sizes.
+
+    Each size then has the segments of its own most blocks at a time. Reuse across sizes depends on which block is free at
+    which moment, which a step that differs a little from the log decides otherwise; reuse within a size does not. Requests
+    of 10 MiB and more whose segments are equal are of one size, as are all of up to 1 MiB.
+    """
+    size = abs(sizes)
+    exact = np.where(size < LARGE_REQUEST, size, -(-size // ROUND_LARGE) * ROUND_LARGE)
+    kind = np.where(size <= SMALL_BLOCK, 0, exact)
+    order = np.lexsort((kind, streams))  # stable: within a kind as in the log
+    changes = np.diff(kind[order]) | np.diff(streams[order])
+    starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
+    total = 0
+    for group in np.split(order, starts[1:]):
+        is_small = kind[group[0]] == 0
+        counted = sizes[group] if is_small else np.sign(sizes[group])
+        most, one = int(counted.cumsum().max()), int(kind[group[0]])
+        if is_small:
+            total += -(-most // SMALL_SEGMENT) * SMALL_SEGMENT
+        else:
+            shared = LARGE_SEGMENT // one if one < LARGE_REQUEST else 1
+            total += -(-most // shared) * segment(one)
+    return total

@@ -17,6 +17,7 @@ from ..report.report import UNITS, GiB, Interval, MiB
 from .gpu import Gpu, find_gpu
 
 BARE, CONVOLUTIONS, TRAINING = "bare", "convolutions", "training"
+LESS = (BARE, "part")  # than a training process loads
 ENOUGH = 3  # readings of a card that say by themselves how far its figures spread
 ALIKE = 1.5  # the most that memory may differ by, as a factor, among cards of one class
 ROUNDED = 0.01 * GiB  # how far off a message's figures may be together: each of two is rounded to hundredths of a GiB
@@ -96,7 +97,7 @@ def context_on(card: Gpu | None = None, loaded: str = TRAINING, ranks: int = 1) 
     where these do not suffice either, the high end is that of any card. Low end and middle are those of the nearest kin.
     """
     several = ranks > 1
-    every = [one for one in readings() if (one.ranks > 1) == several and one.loaded != BARE]
+    every = [one for one in readings() if (one.ranks > 1) == several and one.loaded not in LESS]
     every = [one for one in every if one.loaded != CONVOLUTIONS or loaded == CONVOLUTIONS]
     pools = _pools(every, card)
     spread = next((pool for pool in pools[:2] if len(pool) >= ENOUGH), every)
@@ -111,7 +112,7 @@ def context_on(card: Gpu | None = None, loaded: str = TRAINING, ranks: int = 1) 
 
 def nearest(card: Gpu) -> list[Reading]:
     """Return the readings of one rank's training on `card` and its like, or on its nearest kin."""
-    every = [one for one in readings() if one.ranks == 1 and one.loaded not in (BARE, CONVOLUTIONS)]
+    every = [one for one in readings() if one.ranks == 1 and one.loaded not in (*LESS, CONVOLUTIONS)]
     return next(filter(None, _pools(every, card)[1:]))
 
 
@@ -134,5 +135,5 @@ def _middle(pool: list[Reading], loaded: str) -> int:
 
 
 def _bare(card: Gpu | None) -> list[Reading]:
-    """Return the bare contexts of `card`, or of all."""
-    return [one for one in readings() if one.loaded == BARE and (card is None or one.gpu == card.name)]
+    """Return the contexts of `card`, or of all, without a training process's libraries."""
+    return [one for one in readings() if one.loaded in LESS and (card is None or one.gpu == card.name)]

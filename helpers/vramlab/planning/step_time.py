@@ -288,7 +288,7 @@ def calibration(name: str) -> tuple[tuple[float, float, float], str]:
 
 @lru_cache(maxsize=64)
 def _ratios(name: str) -> list[float]:
-    """Measured over estimated seconds of each record of a card. Paged states stay on one that is not full, as none was."""
+    """Measured over estimated seconds of each record of a card, where no states were paged out: none was full."""
     return [seconds / sum(_computed(recipe, find_gpu(name)).values()) for recipe, seconds in timed_records(name)]
 
 

@@ -63,6 +63,17 @@ def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
         return _whole(recipe, UNIT if target == "cuda" else 1)
     if recipe.quantization is None:
         return None
+    return _of(recipe, target)[0]
+
+
+def unused_after_loading(recipe: Recipe, target: str) -> int:
+    """Return the bytes of segments that loading a quantized base leaves and no tensor holds."""
+    if recipe.quantization is None or target != "cuda" or loads_whole(recipe):
+        return 0
+    return _of(recipe, target)[1]
+
+
+def _of(recipe: Recipe, target: str) -> tuple[Bytes, int]:
     # any adapters will do, for they are made later; a recipe asks for some
     base = Recipe(
         recipe.shape.config,
@@ -86,7 +97,8 @@ def _whole(recipe: Recipe, unit: int) -> Bytes:
 
 
 @lru_cache(maxsize=64)
-def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
+def _highest(base: Recipe, target: str, stores_tied_head: bool) -> tuple[Bytes, int]:
+    """Return the split at the highest moment of loading, and what its segments have free after."""
     log: Log | list[Event]
     try:
         layers = find(base.shape)
@@ -106,7 +118,8 @@ def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
         warm_up: list[Event] = [(segment.size, segment, "empty"), (-segment.size, segment, "free")]
         log = [*warm_up, *log]
     history = History(log, [], allocator=target == "cuda")
-    return history.split(history.highest())
+    free = history.replayed.reserved - int(history.live[-1]) if history.replayed else 0
+    return history.split(history.highest()), free
 
 
 def _expected(pool: Mapping[str, float], layers: Repetition) -> float:
@@ -127,6 +140,8 @@ def _load(
 
     `prepare_model_for_kbit_training` is run too, if the recipe says so.
     """
+    # before any tensor is fake: PEFT's import makes some
+    from peft import prepare_model_for_kbit_training
     from transformers import core_model_loading as loader
 
     models.make_code_table()
@@ -154,7 +169,9 @@ def _load(
         # a walk over the layers of its own
         tracker.begin("prepare")
         if base.quantization and base.quantization.prepare:
-            _prepare(model, tracker)
+            with replaced(model, "parameters", lambda: _named_in_turn(model, tracker)):
+                prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+            claim_model(tracker, model)
         return tracker.finish(), pool
 
 
@@ -201,15 +218,6 @@ def _expected_sizes(
             width = quantizer.param_element_size(model, name, tensor)
             sizes[name] = tensor.numel() * width
     return sizes
-
-
-def _prepare(model: Any, tracker: FakeTracker) -> None:
-    """Cast as PEFT does what is not quantized."""
-    from peft import prepare_model_for_kbit_training
-
-    with replaced(model, "parameters", lambda: _named_in_turn(model, tracker)):
-        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    claim_model(tracker, model)
 
 
 def _named_in_turn(model: Any, tracker: FakeTracker) -> Iterator[torch.nn.Parameter]:

@@ -41,7 +41,7 @@ from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
 from .fakes import compiled_late, fake_world
-from .loading import loading_peak
+from .loading import loading_peak, unused_after_loading
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, Repetition, cut, find
 from .values import Values, readable_values, reason_at
@@ -142,6 +142,7 @@ def _of_recipe(
         target,
         notes=notes + history.notes,
         loading=loading_peak(recipe, target),
+        unused=unused_after_loading(recipe, target),
     )
 
 

@@ -39,7 +39,7 @@ def run(program: Path, *options: str) -> Report:
 
 def cloud(rows: Sequence[Row], marked: Mapping[str, Row], usable: int, title: str, subtitle: str):
     """Return a figure of recipes by likely memory and speed, two of them `marked` by name, and a card's usable bytes."""
-    alt = "A cloud of recipes: speed over likely memory, from 13 to over 500 GiB. Few are left of the card's line; the "
+    alt = "A cloud of recipes: speed over likely memory, from 8 to over 500 GiB. Few are left of the card's line; the "
     alt += "lightest is the slowest. Those without checkpointing are faster, and all to the right of the line."
     with canvas(title, alt, subtitle) as ax:
         for name, mark in (("LoRA", "o"), ("QLoRA", "^")):

@@ -70,17 +70,21 @@ def _name_bars(ax, names: Sequence[str]) -> None:
 
 
 @style.styled()
-def fits(needs: Mapping[str, Interval], limit, title: str, subtitle: str = "", unit: str = "GiB"):
+def fits(needs: Mapping[str, Interval | Report], limit, title: str, subtitle: str = "", unit: str = "GiB"):
     """Return a figure of a bar from the low to the high end of each need, such as `predict(recipe, gpu="T4").process`, a
     dot where it is likely, and its tier.
 
-    `limit` is one for all or a list with one for each need, which its label then names. Raises ValueError for no needs.
+    Of a report, such as `predict(recipe, gpu="T4", other_memory=GiB)`, the process counts, and the card less what others
+    hold of it. `limit` is one for all or a list with one for each need, which its label then names. Raises ValueError for
+    no needs.
     """
+    usable = [need.usable if isinstance(need, Report) else None for need in needs.values()]
+    needs = {name: Interval.of(need.process if isinstance(need, Report) else need) for name, need in needs.items()}
     cards = [find_gpu(card) for card in (limit if isinstance(limit, list | tuple) else [limit] * len(needs))]
     size, (figure, ax) = check_unit(unit), style.start(title, subtitle)
     rows = [(unit, "at least", "likely", "at most", "card", "fits")]
     dashes = dict(zip(dict.fromkeys(card.name for card in cards), itertools.cycle(["--", ":", "-."]), strict=False))
-    rooms = [usable_memory(card) for card in cards]
+    rooms = [usable_memory(card) if room is None else room for card, room in zip(cards, usable, strict=True)]
     tiers = [need.verdict(room) for need, room in zip(needs.values(), rooms, strict=True)]
     said = [tier + f"\non {card.name}" * (len(dashes) > 1) for tier, card in zip(tiers, cards, strict=True)]
     widths = [0.02 * (1 + max(map(len, words.split("\n")))) for words in said]  # a letter is 1/50 of the axes, about
