@@ -248,7 +248,9 @@ def _smaller(answer: Callable) -> str | None:
             tried //= 2
         wanted = [_step(part) for part in batch.split(tried)]
         if list(found) != wanted:
-            return f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows each were expected, in order."
+            return (
+                f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows each were expected, in order."
+            )
     try:
         with _Meter(limit=1000):
             answer(_step, batch[:1])
