@@ -324,9 +324,9 @@ def _calm(answer: Callable) -> str | None:
             return None
         first, again, other = ([list(batch) for batch in order] for order in orders)
         if sorted(i for batch in first for i in batch) != list(range(count)):
-            return "Each text has to come once: the batches hold positions in `lengths`."
+            return "Each sample has to come once: the batches hold positions in `lengths`."
         if sorted(map(len, first))[1:] != [size] * (len(first) - 1):
-            return f"Batches of {size} texts were expected; only one may have fewer."
+            return f"Batches of {size} samples were expected; only one may have fewer."
         if first != again or first == other:
             return "The same seed has to give the same batches, another seed others."
         padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in first) / sum(lengths)
