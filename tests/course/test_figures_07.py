@@ -28,7 +28,8 @@ def seen(*events):
 def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
     found = seen((WAIT, 1, 4), ("forward", 4, 5), ("aten::mm", 4, 5), ("forward", 4, 5, "CUDA"), ("update", 5, 7))
     assert found.labels == {"waiting for data": [(1, 3)], "forward": [(4, 1)], "backward": [], "update": [(5, 2)]}
-    assert (found.seconds, found.share("waiting for data")) == (6, 0.5)
+    assert (found.seconds, found.share("waiting for data"), found.total("update")) == (6, 0.5, 2)
+    assert (found.computing("waiting for data"), found.computing("forward")) == (0, 1)
     assert table(figures_07.loops({"a loop": found}, "title", "about")).split()[-2:] == ["6.0", "50%"]
 
 

@@ -49,9 +49,21 @@ class Trace:
         """When the first label began."""
         return min(start for found in self.labels.values() for start, _ in found)
 
+    def total(self, label: str) -> float:
+        """The seconds that a label covers."""
+        return sum(length for _, length in self.labels[label])
+
     def share(self, label: str) -> float:
         """The part of the time that a label covers."""
-        return sum(length for _, length in self.labels[label]) / self.seconds
+        return self.total(label) / self.seconds
+
+    def computing(self, label: str) -> float:
+        """The seconds under a label in which an operator ran on the host."""
+        found = 0.0
+        for start, length in self.labels[label]:
+            for begin, took in self.lanes.get(OPERATORS, ()):
+                found += max(0.0, min(start + length, begin + took) - max(start, begin))
+        return found
 
 
 def traced(profiler: "profile") -> Trace:
