@@ -9,6 +9,7 @@
 The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is written.
 """
 
+import inspect
 import re
 import textwrap
 from dataclasses import dataclass
@@ -146,6 +147,8 @@ def is_empty(answer: Any) -> bool:
     def described():
         """The text is the first constant of the code."""
 
+    # torch wraps each `__torch_dispatch__`
+    answer = inspect.unwrap(answer)
     code = getattr(answer, "__code__", None)
     if code is None:
         return False

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 from vramlab_course import exercises
 from vramlab_course.chapters import judges_07
@@ -44,11 +45,30 @@ def detached(model, optimizer, batches):
     return history, last.mean().item()
 
 
-def whole_step(model, batch, seconds, peak):
+def without_checkpoints(model, batch, seconds, peak):
+    """The flags of the layers, and not the mode."""
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
     counter = FlopCounterMode(display=False)
     with counter:
-        model(batch).mean().backward()
+        model(input_ids=batch, labels=batch).loss.backward()
+    for layer in layers:
+        layer.gradient_checkpointing = True
     return counter.get_total_flops() / (seconds * peak)
+
+
+def smaller_in_a_loop(step, batch):
+    todo, found = [batch], []
+    while todo:
+        part = todo.pop(0)
+        try:
+            found.append(step(part))
+        except torch.OutOfMemoryError:
+            if len(part) == 1:
+                raise
+            todo[:0] = part.chunk(2)
+    return found
 
 
 def grouped(lengths, size, seed):
@@ -69,8 +89,8 @@ def grouped(lengths, size, seed):
         ("07.1", marks),
         ("07.2", dealt),
         ("07.3", detached),
-        ("07.4", whole_step),
-        ("07.5", {"default": 60 + 62 + 64, "expandable": 80}),
+        ("07.4", without_checkpoints),
+        ("07.5", smaller_in_a_loop),
         ("07.6", grouped),
     ],
 )
@@ -89,6 +109,18 @@ def keeps_losses(model, optimizer, batches):
     return [loss.detach() for loss in history], last.item()
 
 
+def left_without(model, batch, seconds, peak):
+    return judges_07.counted(model.eval(), batch, seconds, peak)
+
+
+def gives_up(step, batch):
+    """A row that does not fit is left out."""
+    try:
+        return judges_07.retried(step, batch)
+    except torch.OutOfMemoryError:
+        return []
+
+
 @pytest.mark.parametrize(
     "name, answer, said",
     [
@@ -105,12 +137,13 @@ def keeps_losses(model, optimizer, batches):
         ("07.3", judges_07.half_repaired, "times the memory of two"),
         ("07.3", without_clearing, "are others than before"),
         ("07.3", keeps_losses, "still alive"),
-        ("07.4", lambda *given: 100 * whole_step(*given), "not percent"),
-        ("07.4", lambda *given: judges_07.utilisation(*given, True), "forward pass alone"),
-        ("07.5", {"default": 310, "expandable": 80}, "rounded up"),
-        ("07.5", {"default": 64, "expandable": 80}, "does not grow"),
-        ("07.5", {"default": 186, "expandable": 64}, "pages of 20 MiB"),
-        ("07.5", {"default": 186}, "Not answered yet for expandable"),
+        ("07.4", lambda *given: 100 * without_checkpoints(*given), "not percent"),
+        ("07.4", judges_07.counted, "still counts"),
+        ("07.4", left_without, "leave it as it was"),
+        ("07.4", lambda *given: 0.75 * judges_07.counted(*given), "Not right with"),
+        ("07.5", judges_07.retried_inside, "although halves would fit"),
+        ("07.5", lambda step, batch: [step(row) for row in batch.split(1)], "8 rows each"),
+        ("07.5", gives_up, "nothing left to halve"),
         ("07.6", lambda lengths, size, seed: [[0] * size], "come once"),
         ("07.6", lambda lengths, size, seed: [[i] for i in range(len(lengths))], "Batches of 8"),
         ("07.6", lambda lengths, size, seed: grouped(lengths, size, 0), "another seed others"),

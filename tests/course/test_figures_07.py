@@ -1,11 +1,16 @@
-"""Drawings of chapter 07: the share of waiting, and the steps in which reserved memory climbs."""
+"""Drawings of chapter 07: what a trace says, the lines of a history, segments, and where reserved memory climbs."""
 
 from types import SimpleNamespace
 
+import pytest
 from vramlab.faces.plot import table
-from vramlab.report.report import GiB
-from vramlab_course.chapters.figures_07 import climb, labelled, loops
+from vramlab.report.report import GiB, MiB
+from vramlab_course import blank
+from vramlab_course.chapters import figures_07
 from vramlab_course.fragmentation import Followed
+from vramlab_course.memory_history import Snapshot
+
+WAIT = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
 def event(name, start, end, device="CPU"):
@@ -13,15 +18,66 @@ def event(name, start, end, device="CPU"):
     return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=device))
 
 
+def seen(*events):
+    """The trace of events (name, start, end), or those with their device; the last waiting finds no batch."""
+    last = max(end for _, _, end, *_ in events)
+    given = [*events, (WAIT, last, last + 0.5)]
+    return figures_07.traced(SimpleNamespace(events=lambda: [event(*one) for one in given]))
+
+
 def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
-    wait = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-    names = [(wait, 1, 4), ("forward", 4, 5), ("aten::mm", 4, 5), ("forward", 4, 5, "CUDA"), ("update", 5, 7)]
-    spans = labelled(SimpleNamespace(events=lambda: [event(*one) for one in [*names, (wait, 7, 7.5)]]))
-    assert spans == {"waiting for texts": [(1, 3)], "forward": [(4, 1)], "backward": [], "update": [(5, 2)]}
-    assert table(loops({"a loop": spans}, "title", "about")).split()[-2:] == ["6.0", "50%"]
+    found = seen((WAIT, 1, 4), ("forward", 4, 5), ("aten::mm", 4, 5), ("forward", 4, 5, "CUDA"), ("update", 5, 7))
+    assert found.labels == {"waiting for data": [(1, 3)], "forward": [(4, 1)], "backward": [], "update": [(5, 2)]}
+    assert (found.seconds, found.share("waiting for data"), found.total("update")) == (6, 0.5, 2)
+    assert (found.computing("waiting for data"), found.computing("forward")) == (0, 1)
+    assert table(figures_07.loops({"a loop": found}, "title", "about")).split()[-2:] == ["6.0", "50%"]
+
+
+def test_operators_that_overlap_are_one_span_and_kernels_have_a_row():
+    kernels = [("gemm", 4.2, 4.4, "CUDA"), ("gemm", 4.4, 4.5, "CUDA")]
+    found = seen((WAIT, 1, 4), ("aten::linear", 4, 5), ("aten::mm", 4.1, 4.9), ("aten::add", 6, 7), *kernels)
+    assert found.lanes["operators"] == [(4, 1), (6, 1)]
+    assert found.lanes["GPU kernels"] == [pytest.approx((4.2, 0.3))]
+    figure = figures_07.trace(found, "title", "about")
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["labels", "operators", "GPU kernels"]
+    assert "100%" in table(figure)
+
+
+def test_a_history_ends_where_its_snapshot_does():
+    def change(action, address, size, line):
+        frames = [{"filename": f"{line}.py", "line": 3, "name": "f"}]
+        return {"action": action, "addr": address, "size": size, "frames": frames}
+
+    events = [
+        change("alloc", 1, MiB, "kept"),
+        change("alloc", 2, 2 * MiB, "gone"),
+        change("free_completed", 2, 2 * MiB, ""),
+    ]
+    snapshot = Snapshot({"device_traces": [events]})
+    figure = figures_07.histories({"one": snapshot, "the same": snapshot}, "title", "about")
+    assert table(figure).splitlines()[-1].split() == ["the", "same", "3.0", "1.0"]
+    tops = [max(path.vertices[:, 1].max() for path in band.get_paths()) for band in figure.axes[0].collections]
+    assert max(tops) == 3
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[:2] == ["gone.py:3", "kept.py:3"]
+
+
+def test_segments_show_what_is_free():
+    caching = blank.find("07.Caching").own()()
+    first, _ = caching.malloc(30 * MiB), caching.malloc(40 * MiB)
+    caching.free(first)
+    figure = figures_07.segments(caching, 35 * MiB, "title", "about")
+    rows = [line.split() for line in table(figure).splitlines()[2:]]
+    assert rows == [["1", "0.04", "0.00"], ["2", "0.03", "0.03"]]
+
+
+def test_a_layers_times_stand_beside_the_least():
+    figure = figures_07.layer_times({1: 0.001, 8: 0.002}, {1: 0.0015, 8: 0.002}, "title", "about")
+    assert [line.split() for line in table(figure).splitlines()[2:]] == [["1", "1.00", "1.50"], ["8", "2.00", "2.00"]]
 
 
 def test_a_climb_names_the_tokens_of_its_step():
-    run = Followed([GiB, 2 * GiB, GiB, GiB], [4 * GiB] * 4, [1, 2, 3, 4], [GiB, 3 * GiB, 3 * GiB, 4 * GiB], [], [], 0)
-    figure = climb(run, [512, 128, 1024], 3 * GiB, "title", "about")
+    held = [GiB, 3 * GiB, 3 * GiB + MiB, 4 * GiB]
+    run = Followed([GiB, 2 * GiB, GiB, GiB], [4 * GiB] * 4, [1, 2, 3, 4], held, [], [], 0)
+    figure = figures_07.climb(run, [512, 128, 1024], 3 * GiB, "title", "about")
     assert [text.get_text() for text in figure.axes[0].texts] == ["512", "1,024"]

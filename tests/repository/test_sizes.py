@@ -12,7 +12,7 @@ HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
     "vramlab": 235_000,
-    "vramlab_course": 54_500,
+    "vramlab_course": 66_000,
 }
 PACKAGES = {
     "faces",

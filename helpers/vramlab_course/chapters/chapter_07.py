@@ -1,16 +1,22 @@
-"""Chapter 07: batches of many lengths through the allocator of a card of 24 GB."""
+"""Chapter 07: what its blanks stand on, and batches of many lengths through the allocator of a card of 24 GB."""
 
 import random
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
+from vramlab.planning.step_time import operations, timed_records, walk
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
+from vramlab.report.report import MiB
 
 from vramlab_course.expandable import ExpandableAllocator
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
+
+if TYPE_CHECKING:
+    import torch
 
 WHOLE = Recipe(
     "llama-3.1-8b",
@@ -20,7 +26,7 @@ WHOLE = Recipe(
     optim="paged_adamw_8bit",
     gradient_checkpointing=True,
     lora=LoRA(r=16, target_modules="all-linear"),
-    quantization=Quantization("nf4", double=True),
+    quantization=Quantization("nf4", double=True, prepare=False),
 )
 RECIPE = WHOLE.replace(num_layers=2)  # what is simulated: the head and its logits are whole
 BUCKETS = (256, 512, 1024)
@@ -63,3 +69,68 @@ def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
     """Run LENGTHS with a cure through the allocator's model. Raises AllocatorError when `limit` is too low."""
     kind = ExpandableAllocator if expandable else Allocator
     return follow(requests(), cured_lengths(cure), kind(limit=limit))
+
+
+def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
+    """(recipe, seconds of a step) of each record of WHOLE's model with a frozen base on the card `name`."""
+    kept = []
+    for recipe, seconds in timed_records(name):
+        if recipe.name == WHOLE.name and recipe.lora:
+            kept.append((recipe, seconds))
+    return sorted(kept, key=lambda record: (record[0].batch_size, record[1]))
+
+
+def step_operations(recipe: Recipe, recomputed: bool) -> int:
+    """Operations of a step's matrix products, with or without those that checkpointing does again."""
+    if not recomputed:
+        recipe = recipe.replace(gradient_checkpointing=False)
+    return sum(operations(recipe, walk(recipe, find_gpu("H200").chip)).values())
+
+
+def storages(values: Any) -> "set[torch.UntypedStorage]":
+    """The storages, the memory behind tensors, of all tensors in nested lists, tuples and dictionaries."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return {value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)}
+
+
+def round_up(size: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-size // unit) * unit
+
+
+class Block:
+    """A piece of a segment: its size in bytes, the list of blocks that it stands in, its pool, and whether it is free."""
+
+    def __init__(self, size: int, segment: list["Block"], small: bool):
+        self.size = size
+        self.segment = segment
+        self.small = small
+        self.free = True
+
+
+class Segments:
+    """All memory that was got from cudaMalloc, as lists of blocks in the order of their addresses."""
+
+    def __init__(self):
+        self.segments = []
+        self.allocated = 0  # bytes of the blocks in use
+        self.reserved = 0  # bytes of all segments
+        self.mallocs = 0  # calls to cudaMalloc
+        self.given_back = 0  # calls to cudaFree
+
+    def cuda_malloc(self, size: int, small: bool) -> Block:
+        """Make a segment for a request of `size` bytes and return it as one free block."""
+        if small:
+            length = 2 * MiB
+        elif size < 10 * MiB:
+            length = 20 * MiB
+        else:
+            length = round_up(size, 2 * MiB)
+        segment = []
+        segment.append(Block(length, segment, small))
+        self.segments.append(segment)
+        self.reserved += length
+        self.mallocs += 1
+        return segment[0]

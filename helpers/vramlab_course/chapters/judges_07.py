@@ -1,6 +1,5 @@
 """Judges of chapter 07's exercises: what readers' functions do, over several inputs."""
 
-import copy
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -67,11 +66,12 @@ def _parts(answer: Callable) -> str | None:
 
 
 class _Meter(TorchDispatchMode):
-    """Bytes in storages made inside: now, and at most."""
+    """Bytes in storages made inside: now, and at most. Beyond `limit` an operator runs out of memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = float("inf")) -> None:
         super().__init__()
         self.now = self.most = 0
+        self.limit = limit
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
@@ -79,6 +79,8 @@ class _Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in old:
                 storage = tensor.untyped_storage()
+                if self.now + storage.nbytes() > self.limit:
+                    raise torch.OutOfMemoryError(f"{storage.nbytes():,} bytes beside {self.now:,}")
                 old.add(storage._cdata)
                 self._add(storage.nbytes())
                 weakref.finalize(storage, self._add, -storage.nbytes())
@@ -153,48 +155,149 @@ def _repaired(answer: Callable) -> str | None:
     return ""
 
 
-def _networks() -> list[tuple[torch.nn.Module, torch.Tensor]]:
+def _llama(checkpointed: bool) -> torch.nn.Module:
+    """A Llama of two narrow layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
-    linear = torch.nn.Linear
-    small, deep = (
-        torch.nn.Sequential(linear(16, 8), linear(8, 1)),
-        torch.nn.Sequential(*(linear(12, 12) for _ in range(5))),
-    )
-    looked_up = torch.nn.Sequential(torch.nn.Embedding(50, 16), linear(16, 64), torch.nn.GELU(), linear(64, 50))
-    return [(small, torch.randn(32, 16)), (deep, torch.randn(7, 12)), (looked_up, torch.randint(50, (3, 9)))]
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **sizes)).train()
+    if checkpointed:
+        # its name since transformers 5.23, and before
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    return model
 
 
-def utilisation(
-    model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: float, forward: bool = False
-) -> float:
-    """The operations of a step, or of its forward pass, over what the card could do in these seconds."""
+def _state(model: torch.nn.Module) -> tuple[bool, list[bool]]:
+    """Whether a model trains, and which of its modules are checkpointed."""
+    return model.training, [getattr(module, "gradient_checkpointing", False) for module in model.modules()]
+
+
+def counted(model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: float) -> float:
+    """Exercise 07.4's function as it is given: what runs, recomputation included."""
     with FlopCounterMode(display=False) as counter:
-        loss = model(batch).mean()
-        if not forward:
-            loss.backward()
+        model(input_ids=batch, labels=batch).loss.backward()
     return counter.get_total_flops() / seconds / peak
 
 
+def utilisation(model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: float) -> float:
+    """The operations that the model needs in a step over what the card could do in these seconds."""
+    model.eval()  # in which nothing is checkpointed; the model has no dropout
+    found = counted(model, batch, seconds, peak)
+    model.train()
+    return found
+
+
 def _utilised(answer: Callable) -> str | None:
-    for network, batch in _networks():
-        found = answer(copy.deepcopy(network), batch, 0.5, 1e9)
+    batch = torch.arange(24).reshape(2, 12)
+    for checkpointed in (True, False):
+        model = _llama(checkpointed)
+        before = _state(model)
+        found = answer(model, batch, 0.5, 1e9)
         if found is None or found is ...:
             return None
-        both, one = (utilisation(network, batch, 0.5, 1e9, only) for only in (False, True))
-        weights = sum(p.numel() for p in network.parameters() if p.dim() == 2)
-        tokens = batch.numel() if batch.dtype == torch.int64 else len(batch)
-        known = {
-            both: "",
-            100 * both: "A fraction was expected, not percent.",
-            one: "That is the forward pass alone.",
-            6 * weights * tokens / 0.5e9: "Not every weight takes part in three products: let PyTorch count.",
-        }
-        said = (text for right, text in known.items() if abs(float(found) - right) < 1e-6 * right)
-        if wrong := next(
-            said, f"Not right for {len(network)} layers: it is {float(found) / both:.3g} times the share."
-        ):
-            return wrong
+        right = utilisation(_llama(checkpointed), batch, 0.5, 1e9)
+        off = float(found) / right
+        how = "with" if checkpointed else "without"
+        if abs(off / 100 - 1) < 1e-6:
+            return "A fraction was expected, not percent."
+        if checkpointed and abs(off - counted(_llama(True), batch, 0.5, 1e9) / right) < 1e-6:
+            return f"With checkpointing it is {off:.2f} times the share: what is computed again still counts."
+        if abs(off - 1) > 1e-6:
+            return f"Not right {how} checkpointing: it is {off:.3g} times the share."
+        if _state(model) != before:
+            return f"The model came in training, {how} checkpointing, and goes on otherwise: leave it as it was."
     return ""
+
+
+def retried(step: Callable, batch: torch.Tensor) -> list:
+    """What exercise 07.5's function has to do: it tries again when the exception is gone."""
+    try:
+        return [step(batch)]
+    except torch.OutOfMemoryError:
+        if len(batch) == 1:
+            raise
+    return [found for half in batch.chunk(2) for found in retried(step, half)]
+
+
+def retried_inside(step: Callable, batch: torch.Tensor) -> list:
+    """Exercise 07.5's function as it is given: it tries again while the exception holds the failed step."""
+    try:
+        return [step(batch)]
+    except torch.OutOfMemoryError:
+        if len(batch) == 1:
+            raise
+        return [found for half in batch.chunk(2) for found in retried_inside(step, half)]
+
+
+def _step(batch: torch.Tensor) -> float:
+    first = batch * 2
+    second = first + 1
+    third = second * first
+    return third.sum().item()
+
+
+def _smaller(answer: Callable) -> str | None:
+    row = 1 << 16  # bytes
+    for rows, fits in ((8, 8), (8, 4), (12, 3)):  # how many rows a step takes at most
+        batch = torch.arange(rows * row / 4).reshape(rows, -1) % 5
+        with _Meter(limit=3 * fits * row + 8):  # a step keeps three tensors, and a number
+            try:
+                found = answer(_step, batch)
+            except torch.OutOfMemoryError:
+                return f"{rows} rows, of which {fits} fit: it dies, although halves would fit once the failed step is gone."
+        if found is None or found is ...:
+            return None
+        tried = rows
+        while tried > fits:
+            tried //= 2
+        wanted = [_step(part) for part in batch.split(tried)]
+        if list(found) != wanted:
+            return (
+                f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows each were expected, in order."
+            )
+    try:
+        with _Meter(limit=1000):
+            answer(_step, batch[:1])
+    except torch.OutOfMemoryError:
+        return ""
+    return "A single row that does not fit has to raise the OutOfMemoryError: there is nothing left to halve."
+
+
+def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
+    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then, and the finder."""
+    finder = kind()
+    with finder:
+        kept = work(finder)
+    sizes: dict[int, int] = {}
+    for storage, batch in list(finder.born.items()):
+        sizes[batch] = sizes.get(batch, 0) + storage.nbytes()
+    return kept, sizes, finder
+
+
+def in_batch(number: int, size: int) -> Callable[[Any], torch.Tensor]:
+    """Work that makes a tensor of `size` bytes in a batch."""
+
+    def work(finder: Any) -> torch.Tensor:
+        finder.batch = number
+        made = torch.ones(size // 4)
+        finder.batch = number + 1
+        return made.add_(1)
+
+    return work
+
+
+def served(kind: type, requests: Sequence[Any]) -> Any:
+    """An allocator of this kind after requests: (name, bytes) to allocate, a name to free."""
+    allocator, blocks = kind(), {}
+    for request in requests:
+        if isinstance(request, str):
+            allocator.free(blocks.pop(request))
+        else:
+            name, size = request
+            blocks[name] = allocator.malloc(size)
+    return allocator
 
 
 def _texts(seed: int, count: int) -> list[int]:
@@ -221,9 +324,9 @@ def _calm(answer: Callable) -> str | None:
             return None
         first, again, other = ([list(batch) for batch in order] for order in orders)
         if sorted(i for batch in first for i in batch) != list(range(count)):
-            return "Each text has to come once: the batches hold positions in `lengths`."
+            return "Each sample has to come once: the batches hold positions in `lengths`."
         if sorted(map(len, first))[1:] != [size] * (len(first) - 1):
-            return f"Batches of {size} texts were expected; only one may have fewer."
+            return f"Batches of {size} samples were expected; only one may have fewer."
         if first != again or first == other:
             return "The same seed has to give the same batches, another seed others."
         padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in first) / sum(lengths)
@@ -241,5 +344,6 @@ def _calm(answer: Callable) -> str | None:
 
 parts_judged = judged(_parts, "every sample once, whatever the number of processes.")
 repair_judged = judged(_repaired, "the same training, and nothing stays.")
-mfu_judged = judged(_utilised, "the first layer needs no gradient of its input, which 6 N overlooks.")
+mfu_judged = judged(_utilised, "what the model needs counts, however often the machine computes it.")
+retry_judged = judged(_smaller, "the exception holds the failed step's tensors until its block is left.")
 batches_judged = judged(_calm, "little padding, mixed lengths, and reserved stays where the first step put it.")
