@@ -1,4 +1,4 @@
-"""Fine-tune the base model on documentation: all weights, and LoRA by rank and target, five seeds each. Writes `quality.json`.
+"""Fine-tune the base model on documentation: all weights, and LoRA by rank and target, with seeds. Writes `quality.json`.
 
     python data/base_model/quality.py --hardware "2 CPU cores"
 
@@ -102,7 +102,9 @@ def compared(setting: Setting, steps: int, seeds: tuple[int, ...], documents: in
     }
 
 
-def sweep(steps: int, processes: int, wanted: list[Setting], seeds: tuple[int, ...], *sizes: int | None) -> Iterator[dict]:
+def sweep(
+    steps: int, processes: int, wanted: list[Setting], seeds: tuple[int, ...], *sizes: int | None
+) -> Iterator[dict]:
     """All settings, several at a time."""
     if processes == 1:
         yield from (compared(setting, steps, seeds, *sizes) for setting in wanted)

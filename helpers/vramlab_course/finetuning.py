@@ -114,7 +114,9 @@ def _record(name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def fresh(r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0, **options: Any) -> "torch.nn.Module":
+def fresh(
+    r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0, **options: Any
+) -> "torch.nn.Module":
     """The base model to train: whole (`r` None), or with adapters whose initial values depend on the seed alone.
 
     `options` are those of PEFT's LoraConfig.

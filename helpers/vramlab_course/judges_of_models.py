@@ -35,7 +35,7 @@ def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]
     base = {parameter.data_ptr() for parameter in layer.base.parameters()}
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        layer(x)
+        layer(x.clone().requires_grad_())  # as it is in a model, where backward goes on below
     return {tuple(tensor.shape) for tensor in kept if tensor.data_ptr() not in base}
 
 

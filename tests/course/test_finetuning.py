@@ -62,7 +62,13 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "FIRST", {"full": (1,), "LoRA": (3, 4)})
     monkeypatch.setattr(script, "BATCH_SIZE", 1)
     monkeypatch.setattr(script, "finetuning_texts", lambda split: [text[:800] for text in finetuning_texts(split)])
-    rates = {1e-2: 1.5, 3e-2: 1.7, 3e-3: 1.6, 1e-3: 1.4, 3e-4: 1.5}  # the best is inside of what was tried after one or two more
+    rates = {
+        1e-2: 1.5,
+        3e-2: 1.7,
+        3e-3: 1.6,
+        1e-3: 1.4,
+        3e-4: 1.5,
+    }  # the best is within after two more
     tuned = []
 
     def one(setting, rate, seed, steps, texts, *judged):

@@ -53,8 +53,10 @@ def flow(inputs: int, outputs: int, r: int):
     return ax.figure
 
 
-def over_length(predicted: Mapping[str, Mapping[int, int]], simulated: Mapping[str, Mapping[int, int]], title: str, about: str):
-    """Draw peaks over the length: `predicted` as lines, `simulated` as marks, each by name and tokens in bytes."""
+def over_length(
+    predicted: Mapping[str, Mapping[int, int]], simulated: Mapping[str, Mapping[int, int]], title: str, about: str
+):
+    """Draw peaks over the length: `predicted` as lines, `simulated` as marks."""
     rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in next(iter(simulated.values()))))]
     for name, peaks in simulated.items():
         rows.append((name, *(f"{size / GiB:.1f}" for size in peaks.values())))
