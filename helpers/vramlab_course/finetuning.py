@@ -87,17 +87,17 @@ def recorded_sweep() -> SimpleNamespace:
     `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained parameters, best
     learning_rate and those tried, means over the seeds of the bits per byte of `documentation` (trained on) and `programs`
     (the base's domain), the standard deviation of the documentation's, and each seed's; `where`: hardware, versions,
-    date, recipe; `run(r, targets, scale)`: one of the runs.
+    date, recipe; `run(r, targets)`: one of the runs.
     """
     facts = _record("quality")
     base, runs = facts.pop("base"), [SimpleNamespace(**run) for run in facts.pop("runs")]
 
-    def run(r: int | None, targets: str | None = None, scale: float = 2.0) -> SimpleNamespace:
+    def run(r: int | None, targets: str | None = None) -> SimpleNamespace:
         targets = targets or ("all" if r is None else "all-linear")
         for each in runs:
-            if (each.r, each.targets, each.scale) == (r, targets, None if r is None else scale):
+            if (each.r, each.targets) == (r, targets):
                 return each
-        raise RecordError(f"The recorded sweep has no run with r={r}, targets {targets!r} and alpha / r = {scale:g}.")
+        raise RecordError(f"The recorded sweep has no run with r={r} and targets {targets!r}.")
 
     return SimpleNamespace(base=base, runs=runs, run=run, where=facts)
 

@@ -51,8 +51,6 @@ def test_batches_are_the_seeds():
 def test_an_unknown_run_is_refused():
     with pytest.raises(RecordError):
         recorded_sweep().run(3)
-    with pytest.raises(RecordError):
-        recorded_sweep().run(8, scale=3.0)
 
 
 def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):

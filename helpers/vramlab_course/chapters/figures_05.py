@@ -12,7 +12,6 @@ TARGETS = {
     "gate_proj, up_proj, down_proj": "feed-forward",
     "q_proj, v_proj": "queries and values",
 }
-SCALE = 2.0  # α / r of every run whose label names none
 
 
 def flow(inputs: int, outputs: int, r: int):
@@ -69,16 +68,12 @@ def over_length(
         ticks = [2048, 8192, 16384, 32768]
         ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
-        ax.legend(loc="upper left")
     return ax.figure
 
 
 def label(run: SimpleNamespace) -> str:
     """What was trained, in a few words."""
-    if run.r is None:
-        return "all weights"
-    scale = "" if run.scale == SCALE else f", α = {run.scale * run.r:g}"
-    return f"{TARGETS[run.targets]}, r={run.r}{scale}"
+    return f"{TARGETS[run.targets]}, r={run.r}" if run.r else "all weights"
 
 
 def compared(sweep: SimpleNamespace, title: str):
@@ -91,7 +86,9 @@ def compared(sweep: SimpleNamespace, title: str):
         found = f"{run.documentation:.3f}", f"{run.deviation:.3f}", f"{run.programs:.3f}"
         rows.append((label(run), f"{run.trained:,}", f"{run.learning_rate:g}", *found))
     said = "Five dots for each setting. " + "; ".join(f"{row[0]} {row[3]}" for row in rows[1:]) + "."
-    about = f"recorded on a CPU, {sweep.where['date']}: base model, {sweep.where['recipe']}; α = 2 r if not named"
+    about = (
+        f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, {len(runs[0].seeds['documentation'])} seeds"
+    )
     with canvas(title, said, about, rows) as ax:
         for row, run in enumerate(runs):
             bits = run.seeds["documentation"]
