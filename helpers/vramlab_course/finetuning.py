@@ -84,9 +84,10 @@ def finetune(
 def recorded_sweep() -> SimpleNamespace:
     """Full fine-tuning against LoRA by rank and by target, recorded. Raises RecordError if it has not been run.
 
-    `base`: bits per byte before tuning; `runs`: r (None: full), targets, trained parameters, best learning_rate, and bits
-    per byte of `documentation` (trained on) and `programs` (the base's domain); `where`: hardware, versions, date, recipe;
-    `run(r, targets)`: one of the runs.
+    `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained parameters, best
+    learning_rate and those tried, means over the seeds of the bits per byte of `documentation` (trained on) and `programs`
+    (the base's domain), the standard deviation of the documentation's, and each seed's; `where`: hardware, versions,
+    date, recipe; `run(r, targets)`: one of the runs.
     """
     facts = _record("quality")
     base, runs = facts.pop("base"), [SimpleNamespace(**run) for run in facts.pop("runs")]
@@ -113,10 +114,15 @@ def _record(name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def fresh(r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0) -> "torch.nn.Module":
-    """The base model to train: whole (`r` None), or with adapters whose initial values depend on the seed alone."""
+def fresh(
+    r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0, **options: Any
+) -> "torch.nn.Module":
+    """The base model to train: whole (`r` None), or with adapters whose initial values depend on the seed alone.
+
+    `options` are those of PEFT's LoraConfig.
+    """
     import torch
 
     torch.manual_seed(seed)
     model = load_base_model()
-    return model if r is None else adapted(model, r, targets)
+    return model if r is None else adapted(model, r, targets, **options)

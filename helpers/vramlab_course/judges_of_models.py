@@ -11,7 +11,7 @@ from .base_model import bits_per_byte, finetuning_texts, load_base_model
 from .judges import called, random_tensor
 
 
-def _small_models() -> Iterator[Any]:
+def small_models() -> Iterator[Any]:
     """A Llama with a tied head and a GPT-NeoX with biases, none of them zero."""
     from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
@@ -23,6 +23,22 @@ def _small_models() -> Iterator[Any]:
         yield model
 
 
+def with_numbers(layer: torch.nn.Module) -> torch.nn.Module:
+    """The layer with other numbers than zero in its adapter, whose matrices are called A and B."""
+    for matrix in (layer.A, layer.B):
+        matrix.data = random_tensor(*matrix.shape)
+    return layer
+
+
+def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]:
+    """Shapes of what autograd keeps for the backward of an adapted layer, the weights of its base left out."""
+    base = {parameter.data_ptr() for parameter in layer.base.parameters()}
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(x.clone().requires_grad_())  # as it is in a model, where backward goes on below
+    return {tuple(tensor.shape) for tensor in kept if tensor.data_ptr() not in base}
+
+
 def _inner(model: Any) -> list[torch.nn.Linear]:
     return [m for m in model.modules() if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()]
 
@@ -32,7 +48,7 @@ def adapted_model(answer: Callable) -> Feedback:
     from peft import LoraConfig, get_peft_model
 
     ids = torch.arange(64).view(1, 64)
-    for model, r, alpha in zip(_small_models(), (4, 3), (8, 12), strict=True):
+    for model, r, alpha in zip(small_models(), (4, 3), (8, 12), strict=True):
         start, expected = model(ids).logits, sum(r * sum(layer.weight.shape) for layer in _inner(model))
         theirs = get_peft_model(copy.deepcopy(model), LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"))
         ours = called(answer, model, r, alpha)
@@ -56,7 +72,7 @@ def adapted_model(answer: Callable) -> Feedback:
 
 def four_bit_model(answer: Callable) -> Feedback:
     """Whether `answer(model)` puts 4-bit layers in the place of all linear layers but the head."""
-    for model in (*_small_models(), load_base_model()):
+    for model in (*small_models(), load_base_model()):
         if wrong := _wrong_model(answer, model, model.config.model_type):
             return Feedback(False, wrong)
     bits = bits_per_byte(answer(model), finetuning_texts("held_out", limit=4000))

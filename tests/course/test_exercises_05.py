@@ -36,6 +36,11 @@ def peft(model, r, alpha):
     return get_peft_model(model, LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"))
 
 
+def closest(update, r):
+    U, S, Vh = torch.linalg.svd(update, full_matrices=False)
+    return U[:, :r] @ torch.diag(S[:r]) @ Vh[:r]
+
+
 def fitting(**changes):
     fields = {"precision": "bf16-mixed", "dtype": "bfloat16", "gradient_checkpointing": True}
     return Recipe("mistral-7b", 1, 4096, **{**fields, "lora": LoRA(r=16, target_modules="all-linear"), **changes})
@@ -48,12 +53,12 @@ def mixed(x, weight, A, B, scale, which):
 @pytest.mark.parametrize(
     "name,answer",
     [
-        ("05.1", lambda weight, A, B, alpha: weight + (B * alpha / A.shape[0]) @ A),
-        ("05.3", fitting()),
-        ("05.3", fitting(precision="bf16-true")),
-        ("05.4", mixed),
-        ("05.5", add_lora),
-        ("05.5", peft),
+        ("05.1", closest),
+        ("05.2", fitting()),
+        ("05.2", fitting(precision="bf16-true")),
+        ("05.3", mixed),
+        ("05.4", add_lora),
+        ("05.4", peft),
     ],
 )
 def test_right_answers_are_accepted(name, answer):
@@ -64,18 +69,16 @@ def test_right_answers_are_accepted(name, answer):
 @pytest.mark.parametrize(
     "name,answer,said",
     [
-        ("05.1", lambda weight, A, B, alpha: weight.add_(alpha / len(A) * B @ A), "changes the weight"),
-        ("05.1", lambda weight, A, B, alpha: weight.T, "A tensor of"),
-        ("05.2", lambda update, r: update, "numbers are not"),
-        ("05.3", fitting(dtype="float32"), "fp32"),
-        ("05.3", fitting(gradient_checkpointing=False), "does not fit"),
-        ("05.4", lambda x, weight, A, B, scale, which: x @ weight.T, "numbers are not"),
-        ("05.5", lambda model, r, alpha: model, "numbers are trained"),
-        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, head=True), "numbers are trained"),
-        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, frozen=False), "numbers are trained"),
-        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, zero=False), "not the base any more"),
-        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, scale=1), "PEFT's"),
-        ("05.5", lambda model, r, alpha: 1 / 0, "ZeroDivisionError"),
+        ("05.1", lambda update, r: update, "numbers are not"),
+        ("05.2", fitting(dtype="float32"), "fp32"),
+        ("05.2", fitting(gradient_checkpointing=False), "does not fit"),
+        ("05.3", lambda x, weight, A, B, scale, which: x @ weight.T, "numbers are not"),
+        ("05.4", lambda model, r, alpha: model, "numbers are trained"),
+        ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, head=True), "numbers are trained"),
+        ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, frozen=False), "numbers are trained"),
+        ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, zero=False), "not the base any more"),
+        ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, scale=1), "PEFT's"),
+        ("05.4", lambda model, r, alpha: 1 / 0, "ZeroDivisionError"),
     ],
 )
 def test_wrong_answers_are_told_apart(name, answer, said):

@@ -1,22 +1,34 @@
 """The drawings of chapter 05 show the numbers that they are given."""
 
 import pytest
+from vramlab import GiB
 from vramlab_course.chapters import figures_05
 from vramlab_course.finetuning import recorded_sweep
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
-def test_the_layer_is_drawn_to_scale():
-    figure = figures_05.layer(inputs=1024, outputs=512, r=8)
-    sides = [(bar.get_width(), bar.get_height()) for bar in figure.axes[0].patches]
-    assert sides == [(1024, 512), (1024, 8), (8, 512)]  # W, A and B
+def test_the_flow_names_the_sizes_of_each_matrix():
+    figure = figures_05.flow(inputs=1024, outputs=512, r=8)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    for words in ("512 × 1,024\n524,288 numbers", "8 × 1,024\n8,192", "512 × 8\n4,096"):
+        assert any(words in text for text in texts), words
     assert "2.3 %" in figure.heading
 
 
-def test_every_recorded_run_is_a_point_and_a_row():
+def test_marks_are_simulated_and_lines_predicted():
+    predicted = {"all": {2048: GiB, 4096: 2 * GiB, 32768: 8 * GiB}, "LoRA": {2048: 0, 4096: GiB, 32768: 7 * GiB}}
+    simulated = {"all": {2048: GiB, 32768: 8 * GiB}, "LoRA": {2048: 0, 32768: 6 * GiB}}
+    figure = figures_05.over_length(predicted, simulated, "A title", "about")
+    lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
+    assert lines[0] == [(2048, 1), (4096, 2), (32768, 8)] and lines[1] == [(2048, 1), (32768, 8)]
+    assert lines[3] == [(2048, 0), (32768, 6)] and figure.rows[2] == ("LoRA", "0.0", "6.0")
+
+
+def test_every_seed_is_a_point_and_every_setting_a_row():
     sweep = recorded_sweep()
-    figure = figures_05.ranks(sweep)
-    points = {(x, y) for line in figure.axes[0].lines[:3] for x, y in zip(*line.get_data(), strict=True)}
-    assert points == {(run.r, run.documentation) for run in sweep.runs if run.r}
-    assert len(figure.rows) == 2 + len(sweep.runs) and figure.rows[-1][0] == "all weights"
+    figure = figures_05.compared(sweep, "A title")
+    dots = {bits for line in figure.axes[0].lines for bits in line.get_xdata()}
+    assert dots >= {bits for run in sweep.runs for bits in run.seeds["documentation"]}
+    assert len(figure.rows) == 2 + len(sweep.runs) and "all weights" in [row[0] for row in figure.rows]
+    assert [row[3] for row in figure.rows[2:]] == sorted(row[3] for row in figure.rows[2:])
