@@ -399,8 +399,8 @@ def test_an_expression_without_its_facts_names_the_claim(change):
 
 def test_a_page_shows_eight_claims_at_most_and_the_ledger_is_small():
     pages = Counter(claim.chapter for claim in CLAIMS.values() if claim.chapter_page)
-    # Chapter 01 tells two or three in its text; the site has them all.
-    assert set(pages) == {f"{n:02}" for n in range(2, 10)} and max(pages.values()) <= ON_A_PAGE
+    # Chapters 01 and 04 tell two or three in their text; the site has them all.
+    assert set(pages) == {f"{n:02}" for n in range(2, 10) if n != 4} and max(pages.values()) <= ON_A_PAGE
     assert 110 <= len(CLAIMS) <= 130 and len(experiments.EXPERIMENTS) <= 20
     assert {claim.experiment for claim in CLAIMS.values()} == set(experiments.EXPERIMENTS)
     lines = {path.name: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
