@@ -12,7 +12,7 @@ HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
     "vramlab": 202_000,
-    "vramlab_course": 54_500,
+    "vramlab_course": 55_900,
 }
 PACKAGES = {
     "faces",
