@@ -112,14 +112,19 @@ def _is_blank(answer: Any) -> bool:
     """Whether nothing was written: no value, an empty function, a class with an empty method."""
     if answer is None or answer is ...:
         return True
-    parts = vars(answer).values() if isinstance(answer, type) else [answer]
-    return any(is_empty(part) for part in parts)
+    return any(is_empty(part) for part in _parts(answer))
 
 
 def _has_dots(answer: Any) -> bool:
     """Whether a line of the answer's code still has the dots to be replaced, as in `scale = ...`."""
-    parts = vars(answer).values() if isinstance(answer, type) else [answer]
-    return any(... in part.__code__.co_consts for part in parts if hasattr(part, "__code__"))
+    return any(... in part.__code__.co_consts for part in _parts(answer) if hasattr(part, "__code__"))
+
+
+def _parts(answer: Any) -> list[Any]:
+    """The answer, or what a class is made of, its static methods as functions."""
+    if not isinstance(answer, type):
+        return [answer]
+    return [getattr(part, "__func__", part) for part in vars(answer).values()]
 
 
 def _guarded(answer: Any) -> Any:

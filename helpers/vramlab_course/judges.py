@@ -13,14 +13,6 @@ from .answers import NOT_ANSWERED, Feedback, Unclear, kind_of
 SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
 
 
-def fullest_rank(sizes: Sequence[int], ranks: int) -> int:
-    """Elements of the fullest rank when each parameter in turn goes whole to the rank that has least so far."""
-    totals = [0] * ranks
-    for size in sizes:
-        totals[totals.index(min(totals))] += size
-    return max(totals)
-
-
 def message_sizes(message: str) -> list[float]:
     """The sizes of an out-of-memory message in MiB, in their order."""
     unit = {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}

@@ -128,7 +128,7 @@ def test_a_chapter_with_all_blanks_filled_prints_what_it_prints_without(number, 
 def printed(cell: nbformat.NotebookNode, rights: bool) -> list[str]:
     """What a cell prints, without figures of this run and the lines about blanks, which say `rights` or not."""
     lines = "".join(output.get("text", "") for output in cell.get("outputs", [])).splitlines()
-    about = [line for line in lines if re.match(r"\d\d\.[A-Za-z_]+[: ]", line)]
+    about = [line for line in lines if re.match(r"\d\d\.[A-Za-z_]\w*[: ]", line)]
     assert all((": right" in line) == rights for line in about), about
     return [line for line in lines if line not in about and not line.startswith(("live: ", "machine: "))]
 

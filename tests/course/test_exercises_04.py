@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from vramlab_course import exercises
 from vramlab_course.chapters import judges_04
 from vramlab_course.chapters.figures_04 import stage_order
@@ -25,10 +27,17 @@ def backwards(ranks):
             after[chunk] = before[chunk] if step >= n - 1 else after[chunk] + before[chunk]
 
 
-def filled(tensors, world):
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    size = -(-len(flat) // world)
-    return torch.cat([flat, torch.zeros(size * world - len(flat))]).split(size)
+def by_gathering(mine, largest):
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    norm = torch.cat(parts).norm()
+    return mine * largest / norm if norm > largest else mine
+
+
+def root_and_layers(model, mesh):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh), torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def by_share(gradients, tokens):
@@ -38,9 +47,10 @@ def by_share(gradients, tokens):
 @pytest.mark.parametrize(
     "name, answer",
     [
-        ("04.1", backwards),
-        ("04.2", filled),
-        ("04.3", by_share),
+        ("04.4", backwards),
+        ("04.1", by_gathering),
+        ("04.2", by_share),
+        ("04.3", root_and_layers),
         ("04.6", lambda *sizes: tuple(stage_order("1f1b", *sizes))),
     ],
 )
@@ -51,15 +61,19 @@ def test_right_answers_in_other_words(name, answer):
 @pytest.mark.parametrize(
     "name, answer, said",
     [
-        ("04.1", judges_04.all_to_all, "a ring needs"),
-        ("04.1", lambda ranks: ranks[0].__setitem__(0, 9.0), "the sums are"),
-        ("04.1", lambda ranks: None, "not answered yet"),
-        ("04.2", lambda tensors, world: list(torch.cat([t.flatten() for t in tensors]).chunk(world)), "equal shape"),
-        ("04.2", lambda tensors, world: [torch.zeros(100)] * world, "numbers, the tensors"),
-        ("04.2", lambda tensors, world: [2 * part for part in filled(tensors, world)], "in their order"),
-        ("04.3", lambda gradients, tokens: sum(gradients) / len(gradients), "mean over all tokens"),
-        ("04.3", lambda gradients, tokens: None, "not answered yet"),
-        ("04.4", lambda sizes, n: sum(sizes) / n, "even share"),
+        ("04.4", judges_04.all_to_all, "a ring needs"),
+        ("04.4", lambda ranks: ranks[0].__setitem__(0, 9.0), "the sums are"),
+        ("04.4", lambda ranks: None, "not answered yet"),
+        ("04.1", lambda mine, largest: mine, "one process makes"),
+        ("04.1", judges_04.sum_of_norms, "one process makes"),
+        ("04.1", lambda mine, largest: mine.norm(), "shard of the clipped gradient"),
+        ("04.1", lambda mine, largest: None, "not answered yet"),
+        ("04.2", lambda gradients, tokens: sum(gradients) / len(gradients), "mean over all tokens"),
+        ("04.2", lambda gradients, tokens: None, "not answered yet"),
+        ("04.3", judges_04.wrong_order, "none of the model's shards"),
+        ("04.3", judges_04.one_unit, "a unit of its own"),
+        ("04.3", lambda model, mesh: None, "not answered yet"),
+        ("04.3", lambda model, mesh: 1 / 0, "ZeroDivisionError"),
         ("04.6", lambda *sizes: stage_order("gpipe", *sizes), "are enough"),
         (
             "04.6",

@@ -54,6 +54,8 @@ def test_who_holds_what_draws_each_share():
     assert rows["ZeRO-2"] == ("all", "1/4", "1/4")
     assert rows["tensor"] == rows["ZeRO-3"] == rows["pipeline"] == ("1/4",) * 3
     filled = [patch for patch in figure.axes[0].patches if patch.get_hatch() or patch.get_facecolor()[:3] != (1, 1, 1)]
+    chosen = who_holds_what(4, ways=("data parallel", "ZeRO-3"))
+    assert [row[0] for row in chosen.rows[1:]] == ["data parallel", "ZeRO-3"]
     areas = sum(patch.get_width() * patch.get_height() for patch in filled)
     assert areas == pytest.approx(12 + 9 + 6 + 3 + 3 + 3)
 

@@ -1,5 +1,6 @@
 """Drawings of chapter 04: which rank holds what, and when each stage of a pipeline works."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -19,7 +20,7 @@ SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in for
 
 
 @style.styled()
-def who_holds_what(world_size: int = 4, title: str = "Who holds what"):
+def who_holds_what(world_size: int = 4, title: str = "Who holds what", ways: Sequence[str] = tuple(WAYS)):
     """Return a figure of each rank's share of parameters, gradients and optimizer states, a row per way of dividing.
 
     A square is the whole of one part. Tensor parallelism divides each layer upright, pipelining across, ZeRO flat lists.
@@ -28,7 +29,8 @@ def who_holds_what(world_size: int = 4, title: str = "Who holds what"):
     figure, ax = style.start(title, about)
     ranks, share = range(world_size), 1 / world_size
     rows = [("way", *(f"{part} on one rank" for part in PARTS))]
-    for row, (way, divided) in enumerate(WAYS.items()):
+    for row, way in enumerate(ways):
+        divided = WAYS[way]
         low, cut = -1.3 * row, [part in divided or isinstance(divided, str) for part in PARTS]
         for i, look in enumerate(style.look(PARTS).values()):
             left = [3.9 * rank + 1.08 * i for rank in ranks]
@@ -43,7 +45,7 @@ def who_holds_what(world_size: int = 4, title: str = "Who holds what"):
                 ax.text(x + 0.5, 1.08, "PGS"[i], ha="center", va="bottom", fontsize=9.5)
         rows.append((way, *(f"1/{world_size}" if one else "all" for one in cut)))
     ax.set(xlim=(-0.2, 3.9 * world_size - 0.6), ylim=(-1.3 * row - 0.2, 1.55))
-    ax.set_yticks([0.5 - 1.3 * row for row in range(len(WAYS))], WAYS)
+    ax.set_yticks([0.5 - 1.3 * row for row in range(len(ways))], ways)
     ax.set_xticks([3.9 * rank + 1.58 for rank in ranks], [f"rank {rank}" for rank in ranks])
     ax.grid(visible=False)
     ax.tick_params(length=0)

@@ -1,11 +1,18 @@
-"""Judges of chapter 04's exercises: what readers' functions do, over several inputs."""
+"""Judges of chapter 04's blanks and exercises: what readers' pieces do, on real ranks where they send anything."""
 
 from collections.abc import Callable
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ..collectives import Collectives
+from ..exercise_data import BrokenPiece
+from .chapter_04 import RankFailed, on_ranks
 from .figures_04 import most_held, pipeline_ends
 from .judges_07 import judged
 
@@ -15,6 +22,124 @@ RINGS = [
     [[float(4 * r + i) for i in range(4)] for r in range(4)],
 ]
 PIPELINES = [(1, 3), (2, 2), (2, 5), (4, 8), (3, 9), (4, 2)]  # stages, micro-batches
+
+
+NUMBERS = 12  # weights of the blanks' tiny models
+
+
+def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
+    """What `work` returns on two ranks; raises BrokenPiece where it fails on one."""
+    try:
+        return on_ranks(work, seconds=20)
+    except RankFailed as error:
+        text = str(error)
+        raise BrokenPiece(text.partition("BrokenPiece: ")[2] or f"On a rank your piece fails with {text}") from None
+
+
+def sent(counting: Collectives, numbers: int) -> float:
+    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers: an all-reduce counts twice."""
+    return sum(2 * seen.sent for seen in counting.seen.values()) / (4 * numbers)  # two ranks: a ring sends half
+
+
+def _must_be_function(answer: Any) -> None:
+    if not callable(answer):
+        raise BrokenPiece("A function was expected.")
+
+
+def updated(answer: Callable) -> SimpleNamespace:
+    """What `zero_1` does in two updates by SGD, which tells a mean from a sum, on two ranks of different gradients."""
+
+    _must_be_function(answer)
+
+    def work(rank: int, world: int) -> tuple[Any, float]:
+        weights = torch.arange(float(NUMBERS))
+        shard = weights.chunk(world)[rank].clone()
+        optimizer = torch.optim.SGD([shard], lr=1.0)
+        for step in (1, 2):
+            gradients = torch.full((NUMBERS,), float(step + 2 * rank))
+            with Collectives() as counting:
+                weights = answer(gradients, shard, optimizer)
+        return weights, sent(counting, NUMBERS)
+
+    (first, numbers), (second, _) = _on_two(work)
+    wanted = torch.arange(float(NUMBERS)) - 5  # the means are 2 and 3
+    own = [torch.arange(float(NUMBERS)).chunk(2)[rank] for rank in range(2)]
+    return SimpleNamespace(
+        first=first,
+        kind=type(first).__name__,
+        length=len(first) if hasattr(first, "__len__") else 0,
+        same=lambda: bool(torch.equal(first, second)),
+        moved=lambda: not any(torch.equal(row.chunk(2)[rank], own[rank]) for rank, row in enumerate((first, second))),
+        right=lambda: bool(torch.allclose(first, wanted)),
+        sent=round(numbers, 2),
+    )
+
+
+def gathered(answer: Any) -> SimpleNamespace:
+    """What the layer of shards does on two ranks with different rows, beside a whole one."""
+    if not (isinstance(answer, type) and issubclass(answer, torch.autograd.Function)):
+        raise BrokenPiece("A class was expected, a torch.autograd.Function.")
+    torch.manual_seed(0)
+    weight, x, slope = torch.randn(6, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 6)
+
+    def work(rank: int, world: int) -> dict[str, Any]:
+        shard = weight.chunk(world)[rank].clone().requires_grad_()
+        rows = x[rank].clone().requires_grad_()
+        with Collectives() as counting:
+            output = answer.apply(rows, shard)
+            kept = [*output.grad_fn.saved_tensors, *vars(output.grad_fn).values()]
+            output.backward(slope[rank])
+        return {
+            "output": output.detach(),
+            "kept": sum(one.numel() for one in kept if isinstance(one, torch.Tensor)) - rows.numel(),
+            "input": rows.grad,
+            "shard": shard.grad,
+            "sent": sent(counting, weight.numel()),
+        }
+
+    found = _on_two(work)
+    mean = torch.einsum("nro,nri->oi", slope, x) / 2
+    return SimpleNamespace(
+        output=all(torch.allclose(one["output"], x[rank] @ weight.T, atol=1e-6) for rank, one in enumerate(found)),
+        kept=found[0]["kept"],
+        input=all(torch.allclose(one["input"], slope[rank] @ weight, atol=1e-6) for rank, one in enumerate(found)),
+        shard=all(torch.allclose(one["shard"], mean.chunk(2)[rank], atol=1e-6) for rank, one in enumerate(found)),
+        sent=round(found[0]["sent"], 2),
+    )
+
+
+def tiny_llama() -> torch.nn.Module:
+    """A Llama of three layers with random weights, the same on all ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+
+
+def units(answer: Callable) -> SimpleNamespace:
+    """How `sharded` cuts a Llama of three layers on two ranks: its units, and the parameters that it leaves whole."""
+    _must_be_function(answer)
+    model = tiny_llama()
+
+    def work(rank: int, world: int) -> dict[str, Any]:
+        found = answer(model, init_device_mesh("cpu", (world,)))
+        groups = {}
+        for name, module in model.named_modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            if group:
+                groups[name] = sum(one._orig_size.numel() for one in group.fsdp_params)
+        whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
+        return {"model": found is model, "groups": groups, "whole": whole}
+
+    found = _on_two(work)[0]
+    layers = [f"model.layers.{i}" for i in range(3)]
+    return SimpleNamespace(
+        model=found["model"],
+        whole=found["whole"],
+        layers=all(name in found["groups"] for name in layers),
+        count=len(found["groups"]),
+    )
 
 
 class Recorded(list):
@@ -74,24 +199,97 @@ def all_to_all(ranks: list[list[float]]) -> None:
                 rank[chunk] = rank[chunk] + other[chunk] if other is not given[0] else other[chunk]
 
 
-def _shards(answer: Callable) -> str | None:
-    torch.manual_seed(0)
-    for shapes, world in (([(4, 3), (4,)], 2), ([(5, 3), (5,), (2, 2)], 4), ([(1,)], 3), ([(7,), (2, 5)], 1)):
-        tensors = [torch.randn(shape) for shape in shapes]
-        found = answer([tensor.clone() for tensor in tensors], world)
+def _clips(answer: Callable) -> str | None:
+    """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two ranks has a shard."""
+    for whole, largest in (([3.0, 0.0, 0.0, 4.0], 1.0), ([0.3, 0.1, 0.2, 0.1], 1.0), ([6.0, 8.0, 0.0, 0.0], 2.0)):
+        gradient = torch.tensor(whole)
+        wanted = gradient * min(1.0, largest / gradient.norm().item())
+
+        def work(rank: int, world: int, gradient=gradient, largest=largest) -> Any:
+            return answer(gradient.chunk(world)[rank].clone(), largest)
+
+        found = on_ranks(work, seconds=20)
+        if any(one is None or one is ... for one in found):
+            return None
+        if not all(isinstance(one, torch.Tensor) and one.shape == (2,) for one in found):
+            return "Each rank's shard of the clipped gradient was expected."
+        joined = torch.cat(found)
+        if not torch.allclose(joined, wanted, rtol=1e-3):
+            said = f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become {_numbers(joined)}"
+            return f"{said}; one process makes {_numbers(wanted)} of them."
+    return ""
+
+
+def _numbers(tensor: torch.Tensor) -> list[float]:
+    return [round(number, 3) for number in tensor.tolist()]
+
+
+def _learns(answer: Callable) -> str | None:
+    """Whether `answer(model, mesh)` returns a sharded model and an optimizer that changes its shards and keeps no others."""
+    model = tiny_llama()
+    whole = sum(p.numel() for p in model.parameters())
+
+    def work(rank: int, world: int) -> Any:
+        found = answer(model, init_device_mesh("cpu", (world,)))
         if found is None or found is ...:
             return None
-        if len(found) != world or len({tuple(shard.shape) for shard in found}) != 1:
-            return f"{world} shards of equal shape were expected for {shapes}."
-        flat, whole = (
-            torch.cat([tensor.flatten() for tensor in tensors]),
-            torch.cat([shard.flatten() for shard in found]),
-        )
-        if len(whole) - len(flat) >= world or len(whole) < len(flat):
-            return f"For {shapes} on {world} ranks the shards hold {len(whole)} numbers, the tensors {len(flat)}."
-        if not torch.equal(whole[: len(flat)], flat) or whole[len(flat) :].any():
-            return "Laid end to end, the shards have to be the tensors' numbers in their order, and zeros behind."
+        _, optimizer = found
+        before = [p.to_local().clone() for p in model.parameters()]
+        rows = torch.arange(16).reshape(2, 8) + rank
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        moved = any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+        held = [
+            getattr(value, "_local_tensor", value) for state in optimizer.state.values() for value in state.values()
+        ]
+        units_of = sum(isinstance(module, FSDPModule) for module in model.modules())
+        return moved, sum(tensor.numel() for tensor in held if tensor.dim()), units_of
+
+    found = on_ranks(work, seconds=20)
+    if any(one is None for one in found):
+        return None
+    moved, states, count = found[0]
+    if not moved:
+        return "The step changes none of the model's shards."
+    if states > 2 * whole * 0.6:
+        return f"A rank keeps {states:,} numbers of states, of {2 * whole:,}: half was expected."
+    if count < 4:
+        return "Each layer should stay a unit of its own."
     return ""
+
+
+def wrong_order(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The run that is to be repaired: it makes the optimizer first."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return right_order(model, mesh)[0], optimizer
+
+
+def right_order(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Shards first."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def one_unit(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """It learns, and gathers everything at once."""
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def norm_of_all(mine: torch.Tensor, largest: float) -> torch.Tensor:
+    """The shard, clipped by the norm of the whole."""
+    squares = mine.square().sum()
+    dist.all_reduce(squares)
+    return mine * (largest / squares.sqrt()).clamp(max=1)
+
+
+def sum_of_norms(mine: torch.Tensor, largest: float) -> torch.Tensor:
+    """Adds norms where squares have to be added."""
+    norm = mine.norm()
+    dist.all_reduce(norm)
+    return mine * (largest / norm).clamp(max=1)
 
 
 def _averaged(answer: Callable) -> str | None:
@@ -137,7 +335,8 @@ def _scheduled(answer: Callable) -> str | None:
     return ""
 
 
+clips_judged = judged(_clips, "a norm is a sum over all shards, so the ranks have to add up their squares.")
+learns_judged = judged(_learns, "fully_shard gives the model other parameters, and the optimizer has to see those.")
 ring_judged = judged(_ring, "each rank sends 2 (N − 1) / N of the whole, however many there are.")
-shards_judged = judged(_shards, "every number once, and less than one number a rank in vain.")
 averaged_judged = judged(_averaged, "every token counts the same, wherever it was read.")
 schedule_judged = judged(_scheduled, "1F1B: no stage holds more than the stages that follow it, and itself.")

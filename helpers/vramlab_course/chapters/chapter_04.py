@@ -1,0 +1,105 @@
+"""What chapter 04's cells share: ranks that run a function of the notebook, two collectives, and a step that is followed.
+
+Ranks are forked, so that they may run functions which a reader has just written. Where there is a GPU, a process that ran a
+backward pass cannot fork such ranks any more (autograd has started threads), hence `apart` for a simulation.
+"""
+
+import gc
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from vramlab.recipe.recipe import Loop
+from vramlab.report.errors import VramLabError
+from vramlab.report.report import Report
+from vramlab.tracking.history import History, to_report
+from vramlab.tracking.tracked import run_tracked
+from vramlab.tracking.tracker import Tracker
+from vramlab.training.engine import Training
+from vramlab.training.process_group import one_gloo_thread
+
+
+class RankFailed(VramLabError):
+    """A function that failed on a rank, with its error's type and text."""
+
+
+def on_ranks(function: Callable[[int, int], Any], world: int = 2, seconds: float = 300) -> list[Any]:
+    """What `function(rank, world)` returns on each of `world` processes, which are the ranks of a gloo group.
+
+    A rank waits `seconds` at most for another. Raises RankFailed with the error of the rank that failed first.
+    """
+    return _forked(_rank, world, (function, seconds))
+
+
+def apart(function: Callable[[], Any]) -> Any:
+    """What `function()` returns in a process of its own, without a group."""
+    return _forked(_alone, 1, (function,))[0]
+
+
+def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        processes = mp.start_processes(_enter, (work, count, folder, given), count, join=False, start_method="fork")
+        try:
+            while not processes.join():
+                pass
+        except mp.ProcessRaisedException as error:
+            last = error.msg.strip().splitlines()[-1]
+            raise RankFailed(last.removeprefix("RuntimeError: ")) from None
+        return [torch.load(f"{folder}/{number}", weights_only=False) for number in range(count)]
+
+
+def _enter(number: int, work: Callable[..., Any], count: int, folder: str, given: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        found = work(number, count, folder, *given)
+    except Exception as error:
+        raise RuntimeError(traceback.format_exception_only(error)[-1].strip()) from None
+    torch.save(found, f"{folder}/{number}")
+
+
+def _alone(number: int, count: int, folder: str, function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _rank(rank: int, world: int, folder: str, function: Callable[[int, int], Any], seconds: float) -> Any:
+    at = f"file://{folder}/meeting"
+    with one_gloo_thread():
+        dist.init_process_group("gloo", at, timedelta(seconds=seconds), rank=rank, world_size=world)
+        found = function(rank, world)
+        gc.collect()  # what holds the group goes first, see process_group.real_rank
+        dist.destroy_process_group()
+    return found
+
+
+def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the sum of all ranks' `whole`, which is cut along its first dimension."""
+    parts = [part.contiguous() for part in whole.chunk(dist.get_world_size())]
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts)
+    return mine
+
+
+def all_gather(part: torch.Tensor) -> torch.Tensor:
+    """The parts of all ranks, one after the other."""
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts)
+
+
+def followed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> Report:
+    """The bytes of the second of two steps on `rows`, each storage followed from its birth to its end."""
+    training = Training(
+        model=model,
+        optimizer=optimizer,
+        batch={"input_ids": rows.clone(), "labels": rows.clone()},  # a chunk's storage is the whole batch
+        device=torch.device("cpu"),
+        multi_tensor=False,
+        loop=Loop.named("plain"),
+    )
+    tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
+    return to_report(History(tracker.log, tracker.marks), "measured", None, "cpu")

@@ -1,0 +1,69 @@
+"""What chapter 04's cells share: ranks that run any function, collectives, and a step that is followed to the byte."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from vramlab import Recipe, Sharding, simulate
+from vramlab_course.base_model import base_model_path, load_base_model
+from vramlab_course.chapters import chapter_04, judges_04
+from vramlab_course.chapters.chapter_04 import RankFailed, all_gather, apart, followed, on_ranks, reduce_scatter
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(world):
+    def both(rank, world):
+        whole = torch.arange(12.0).reshape(6, 2) * 10**rank
+        gathered = all_gather(reduce_scatter(whole))
+        dist.all_reduce(whole)
+        return gathered, whole
+
+    for gathered, whole in on_ranks(both, world):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(whole, torch.arange(12.0).reshape(6, 2) * (10**world - 1) / 9)
+
+
+def test_a_rank_that_fails_ends_all_and_is_told():
+    with pytest.raises(RankFailed, match=r"^ZeroDivisionError: division by zero$"):
+        on_ranks(lambda rank, world: 1 / rank)
+
+
+def test_a_rank_that_nobody_answers_does_not_wait_for_ever():
+    def lonely(rank, world):
+        if rank == 0:
+            all_gather(torch.ones(1))
+        else:
+            import time
+
+            time.sleep(30)
+
+    with pytest.raises(RankFailed, match="Timed out"):
+        on_ranks(lonely, seconds=2)
+
+
+def test_a_process_apart_has_no_group_and_leaves_none():
+    assert apart(dist.is_initialized) is False
+    assert not dist.is_initialized()
+
+
+def test_the_step_that_is_followed_is_simulates_to_the_byte():
+    recipe = Recipe(base_model_path(), batch_size=2, seq_len=32, loop="plain")
+    model, batch = load_base_model(), torch.arange(128).reshape(4, 32)
+
+    def sharded_step(rank, world):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        judges_04.right_order(model, init_device_mesh("cpu", (world,)))
+        return followed(model, torch.optim.AdamW(model.parameters()), batch.chunk(world)[rank])
+
+    for rank, report in enumerate(on_ranks(sharded_step)):
+        simulated = simulate(recipe.replace(sharding=Sharding(3, 2, "fsdp", rank=rank)), "cpu")
+        assert report.peak == simulated.peak and report.source == "measured"
+        assert {name: phase.peak for name, phase in report.phases.items() if name != "load"} == {
+            name: phase.peak for name, phase in simulated.phases.items() if name != "load"
+        }
+
+
+def test_forked_ranks_are_needed_where_a_function_is_no_modules():
+    number = 7
+    assert on_ranks(lambda rank, world: number + rank) == [7, 8]
+    assert chapter_04.apart(lambda: number) == 7
