@@ -586,6 +586,8 @@ def test_a_shared_architecture_is_said_and_leaves_json_alone():
         ("plan gpt2 --gpu 24GB --memory 24GB", "--gpu is '24GB', but it is a size"),
         ("evaluate gpt2 --compute-metrics", "--samples is None, but with compute_metrics all of them"),
         ("predict gpt2 --gpu T4 --other-memory x", "--other-memory is 'x'"),
+        ("plan gpt2 --gpu T4 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
+        ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
     ],
 )
 def test_an_error_names_the_flag(line, said):

@@ -87,6 +87,7 @@ class Recipe:
                 raise RecipeError("optim", self.optim, rest)
         if type(self.dtype).__name__ == "dtype":  # torch's
             self._set("dtype", str(self.dtype).removeprefix("torch."))
+        refuse_generating(self.trainer)
         check(self)
         for name, value in samples.filled_in(self).items():
             self._set(name, value)
@@ -334,6 +335,18 @@ class Recipe:
 
 # Fields that stored keys of recipes do not know, and their defaults.
 LATER = {name: knobs(Recipe)[name].default for name in dropwhile("trainer".__ne__, knobs(Recipe))}
+
+
+# TRL's trainers that sample answers from the model in each step
+GENERATING = ("grpo", "rloo", "ppo", "online_dpo")
+
+
+def refuse_generating(trainer: str) -> None:
+    """Raise RecipeError for a trainer of GENERATING."""
+    if trainer in GENERATING:
+        rest = "it generates while it trains, which no recipe models yet: WatchCallback() in its Trainer measures it "
+        rest += f"on a card, and recipes train as {', '.join(TRL)} do"
+        raise RecipeError("trainer", trainer, rest)
 
 
 def as_recipe(value: Any) -> Recipe:

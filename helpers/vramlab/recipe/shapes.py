@@ -7,6 +7,7 @@ against the model of `transformers` 5.23 on the meta device. What no layout cove
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
@@ -264,7 +265,7 @@ def read_shape(
         hub_id = (others or [entry["hub_id"]])[0]
         return _shape(entry["name"], hub_id, entry["config"], num_layers, task, num_labels)
     path = Path(model)
-    if not path.exists():
+    if not os.path.exists(model):  # Path.exists raises for a name that is too long
         if found := _named_elsewhere(model, num_layers, task, num_labels):
             return found
     elif path.suffix.lower() in (".yaml", ".yml"):
