@@ -634,3 +634,16 @@ def test_a_record_says_first_whose_figures_it_has(stand_in):
     assert first == f"{words}: another machine's figures, not this one's"
     stand_in("measure", lambda recipe, repeats: report("measured", environment=seen))
     assert "recorded" not in run("measure", "gpt2").stdout
+
+
+def test_a_plan_stands_at_once_where_somebody_watches(monkeypatch):
+    from vramlab.faces import cli
+
+    words = ("plan", "gpt2", "--gpu", "T4", "--seq-len", "32", "--method", "lora")
+    whole = run(*words).stdout
+    assert "by formula; each is being simulated" not in whole, "a pipe gets the answer alone"
+    monkeypatch.setattr(cli, "is_watched", lambda: True)
+    shown = run(*words).stdout
+    first, rest = shown.split("by formula; each is being simulated …\n\n")
+    assert rest == whole and first.startswith("method") and "lora" in first
+    assert run(*words, "--json").stdout.startswith("{")
