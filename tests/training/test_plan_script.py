@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -201,6 +202,37 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
     with pytest.raises(SystemExit, match=r"batch .* needs 0\.\d\d GiB, and 0\.00 GiB are free here"):
         run_script(tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "row", "needed"),
+    [
+        (
+            "transformers",
+            {"prompt": "a", "answer": "b"},
+            "the columns prompt, answer, and a sample needs text, or messages.",
+        ),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "needs prompt and chosen and rejected, or chosen and rejected."),
+    ],
+)
+def test_a_column_that_is_missing_is_named(trainer, row, needed, base, tmp_path):
+    written(base, tmp_path, method="lora", trainer=trainer)
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
+    with pytest.raises(SystemExit, match=re.escape(needed)):
+        runpy.run_path(str(tmp_path / "train.py"))["samples"](asked, None)
+
+
+def test_a_program_ends_with_how_to_use_what_it_trained(base, tmp_path, capsys):
+    written(base, tmp_path, method="lora")
+    run_script(tmp_path, steps=(1,))
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.startswith("To use it: ")]
+    assert line == 'To use it: peft.AutoPeftModelForCausalLM.from_pretrained("out")'
+    import peft
+
+    whole = eval(line.removeprefix("To use it: ").replace('"out"', repr(str(tmp_path / "out"))), {"peft": peft})
+    assert whole.merge_and_unload().get_input_embeddings() is not None
 
 
 def test_a_chat_gets_no_special_tokens_but_its_templates(base, tmp_path):
