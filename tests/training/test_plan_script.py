@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -221,6 +223,24 @@ def test_a_column_that_is_missing_is_named(trainer, row, needed, base, tmp_path)
     asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
     with pytest.raises(SystemExit, match=re.escape(needed)):
         runpy.run_path(str(tmp_path / "train.py"))["samples"](asked, None)
+
+
+def test_the_first_ctrl_c_saves_a_checkpoint_to_go_on_from(base, tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    written(base, tmp_path, method="lora")
+    step = Trainer.training_step
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    run_script(tmp_path, steps=(4,))
+    assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").exists()
+    assert not (tmp_path / "out" / "checkpoint-3").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_program_ends_with_how_to_use_what_it_trained(base, tmp_path, capsys):
