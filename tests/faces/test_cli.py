@@ -586,6 +586,8 @@ def test_a_shared_architecture_is_said_and_leaves_json_alone():
         ("plan gpt2 --gpu 24GB --memory 24GB", "--gpu is '24GB', but it is a size"),
         ("evaluate gpt2 --compute-metrics", "--samples is None, but with compute_metrics all of them"),
         ("predict gpt2 --gpu T4 --other-memory x", "--other-memory is 'x'"),
+        ("plan gpt2 --gpu T4 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
+        ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
     ],
 )
 def test_an_error_names_the_flag(line, said):
@@ -638,3 +640,16 @@ def test_the_verdict_says_what_host_memory_it_supposes():
     shown = run("predict", "llama-3.2-1b", "--gpu", "RTX 4090", "--precision", "bf16-true").stdout.splitlines()[-1]
     assert "RTX 4090 has" in shown and shown.endswith(", and 2.3 GiB of host memory are free")
     assert "host memory" not in run("predict", *SMALL, "--gpu", "T4").stdout
+
+
+def test_a_plan_stands_at_once_where_somebody_watches(monkeypatch):
+    from vramlab.faces import cli
+
+    words = ("plan", "gpt2", "--gpu", "T4", "--seq-len", "32", "--method", "lora")
+    whole = run(*words).stdout
+    assert "by formula; each is being simulated" not in whole, "a pipe gets the answer alone"
+    monkeypatch.setattr(cli, "is_watched", lambda: True)
+    shown = run(*words).stdout
+    first, rest = shown.split("by formula; each is being simulated …\n\n")
+    assert rest == whole and first.startswith("method") and "lora" in first
+    assert run(*words, "--json").stdout.startswith("{")

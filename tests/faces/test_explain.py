@@ -205,7 +205,7 @@ def test_arguments_of_trl_are_told_and_foreign_names_noted(tmp_path):
     ("words", "said"),
     [
         (("-",), "no out-of-memory message"),
-        (("gpt2", "--batch-size", "0"), "batch_size"),
+        (("gpt2", "--batch-size", "0"), "--batch-size is 0"),
         (("none.txt",), "none.txt"),
         (("-", "gpt2", "--frobnicate"), "--frobnicate"),
     ],

@@ -562,7 +562,8 @@ def test_the_command_prints_the_plan_and_says_when_nothing_fits(tmp_path):
     assert done.exit_code == 0 and done.output.strip() == str(found).strip()
     assert max(map(len, done.output.splitlines())) <= 80
     as_json = run("gpt2", "--gpu", "T4", "--seq-len", "128", "--no-confirm", "--json")
-    assert json.loads(as_json.output) == json.loads(plan("gpt2", "T4", seq_len=128, confirm=False).to_json())
+    said = json.loads(plan("gpt2", "T4", seq_len=128, confirm=False).to_json())
+    assert json.loads(as_json.output) == {"schema": 1, **said}
     script = tmp_path / "train.py"
     for model, method, transposed in (
         ("gpt2", "lora", True),

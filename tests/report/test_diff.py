@@ -62,7 +62,8 @@ def test_the_command_takes_options_recipes_and_reports(tmp_path, reports):
         file.write_text(report.to_json())
     run = CliRunner().invoke
     found = run(app, ["diff", *map(str, files), "--json"])
-    assert json.loads(found.output) == json.loads(json.dumps(dataclasses.asdict(diff(*reports))))
+    said = json.loads(json.dumps(dataclasses.asdict(diff(*reports))))
+    assert json.loads(found.output) == {"schema": 1, **said}
     assert run(app, ["diff", *map(str, files)]).output == str(diff(*reports)) + "\n"
     files[0].write_text(A.to_json())
     found = run(app, ["diff", str(files[0]), str(files[1]), "--target", "cpu"])
@@ -75,4 +76,4 @@ def test_the_command_takes_options_recipes_and_reports(tmp_path, reports):
     found = run(app, ["diff", str(files[0]), str(files[1])])
     assert found.exit_code == 2 and "without figures" in found.output
     found = run(app, ["diff", words + "0", words + "1"])
-    assert found.exit_code == 2 and "batch_size" in found.output
+    assert found.exit_code == 2 and "--batch-size is 0" in found.output

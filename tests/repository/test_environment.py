@@ -140,3 +140,25 @@ def test_make_runs_nothing_by_default():
         ["make", "-n", "--no-print-directory"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     assert [line for line in plan.splitlines() if not line.startswith("echo")] == []
+
+
+def installed_bytes() -> int:
+    """Bytes of the files that the wheel has, by pyproject.toml's packages and what they leave out."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    total = 0
+    for package in tools["packages"]:
+        if package != "vramlab.data_files":
+            total += sum(path.stat().st_size for path in (ROOT / "helpers" / package.replace(".", "/")).glob("*.py"))
+    total += sum(path.stat().st_size for path in (ROOT / "helpers/vramlab/planning/templates").rglob("*.*"))
+    left_out = ("base_model", "on_card")
+    for path in (ROOT / "data").rglob("*"):
+        if path.is_file() and path.relative_to(ROOT / "data").parts[0] not in left_out:
+            total += path.stat().st_size
+    return total
+
+
+def test_readme_says_how_large_the_package_is():
+    """To a quarter of a megabyte; pip's own notes on the installation are 0.06 MB of it."""
+    text = (ROOT / "README.md").read_text()
+    said = float(re.search(r"without torch: ([\d.]+) MB of files", text)[1])
+    assert installed_bytes() / 1e6 == pytest.approx(said, abs=0.25)

@@ -78,6 +78,7 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
     generated.mkdir()
     for name, page in pages.items():
         (generated / f"{name}.md").write_text(page, encoding="utf-8")
+    shutil.copy(settings.ROOT / "data" / "schema.json", source / "static" / "schema.json")
     site_evidence.open_graph(source / "static" / "open_graph.png")
     web_calculator.write_archive(source / "static" / "calculator" / "vramlab.zip")
     if pyodide:

@@ -3,7 +3,10 @@
 import dataclasses
 import itertools
 import json
+import os
+import re
 import runpy
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -201,6 +204,55 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
     with pytest.raises(SystemExit, match=r"batch .* needs 0\.\d\d GiB, and 0\.00 GiB are free here"):
         run_script(tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "row", "needed"),
+    [
+        (
+            "transformers",
+            {"prompt": "a", "answer": "b"},
+            "the columns prompt, answer, and a sample needs text, or messages.",
+        ),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "needs prompt and chosen and rejected, or chosen and rejected."),
+    ],
+)
+def test_a_column_that_is_missing_is_named(trainer, row, needed, base, tmp_path):
+    written(base, tmp_path, method="lora", trainer=trainer)
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
+    with pytest.raises(SystemExit, match=re.escape(needed)):
+        runpy.run_path(str(tmp_path / "train.py"))["samples"](asked, None)
+
+
+def test_the_first_ctrl_c_saves_a_checkpoint_to_go_on_from(base, tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    written(base, tmp_path, method="lora")
+    step = Trainer.training_step
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    run_script(tmp_path, steps=(4,))
+    assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").exists()
+    assert not (tmp_path / "out" / "checkpoint-3").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_ends_with_how_to_use_what_it_trained(base, tmp_path, capsys):
+    written(base, tmp_path, method="lora")
+    run_script(tmp_path, steps=(1,))
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.startswith("To use it: ")]
+    assert line == 'To use it: peft.AutoPeftModelForCausalLM.from_pretrained("out")'
+    import peft
+
+    whole = eval(line.removeprefix("To use it: ").replace('"out"', repr(str(tmp_path / "out"))), {"peft": peft})
+    assert whole.merge_and_unload().get_input_embeddings() is not None
 
 
 def test_a_chat_gets_no_special_tokens_but_its_templates(base, tmp_path):

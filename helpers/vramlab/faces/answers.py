@@ -61,6 +61,11 @@ def asked_card(name: str | None, recipe: Recipe) -> Gpu | None:
     return card
 
 
+def is_watched() -> bool:
+    """Return whether somebody reads what is printed as it comes."""
+    return bool(sys.stdout and sys.stdout.isatty())
+
+
 def is_size(name: str | None) -> bool:
     """Return whether what was said for a card is a size of memory, such as 24GB."""
     return bool(name and re.fullmatch(r"\d+(\.\d+)? *([kmgt]i?b)", name.strip().lower()))

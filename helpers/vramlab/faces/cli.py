@@ -37,6 +37,7 @@ from .answers import (
     finish,
     granted_to,
     is_size,
+    is_watched,
     say,
     standard_input,
 )
@@ -66,7 +67,8 @@ class Commands(TyperGroup):
     def _sentence(self, error: Exception, name: str | None) -> str:
         """Return what was asked wrongly, by the option that says it; "" for an error that is none of the package's."""
         if isinstance(error, RecipeError) and name in self.commands:
-            flag = flag_of(error.field, self.commands[name])
+            options_of = "predict" if name in ("explain", "diff") else name  # whose words these take
+            flag = flag_of(error.field, self.commands[options_of])
             if flag:
                 return printable(error.about(flag))
         return str(error) if isinstance(error, VramLabError) else instead(error, name)
@@ -216,6 +218,10 @@ def plan(
         gpu = None
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
+    if confirm and is_watched() and not as_json:
+        at_once = plan(gpu=gpu, confirm=False, **asked)
+        if at_once.choices:
+            say(f"{at_once.table()}\nby formula; each is being simulated …\n")
     found = plan(gpu=gpu, confirm=confirm, **asked)
     say(as_text(found.to_dict()) if as_json else str(found))
     if write and found.choices:

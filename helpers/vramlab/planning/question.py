@@ -12,7 +12,7 @@ from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
-from ..recipe.recipe import ATTENTION, LEAST_BATCH, OPTIMIZERS, PRECISIONS, Recipe
+from ..recipe.recipe import ATTENTION, LEAST_BATCH, OPTIMIZERS, PRECISIONS, Recipe, refuse_generating
 from ..recipe.samples import check_lengths
 from ..report.errors import RecipeError, needing
 from ..report.report import TIERS
@@ -71,6 +71,7 @@ class Question:
             self.lora = dataclasses.replace(RANK, **{"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora})
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
+        refuse_generating(self.trainer)
         for name in knobs(Question).keys() - {*SIZES, "lengths"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:

@@ -16,6 +16,7 @@ from ..report.errors import RecipeError, needing
 
 KNOWN = json.loads(data_path("hub_names.json").read_text(encoding="utf-8"))
 ENDING = re.compile(f"(?:{'|'.join(map(re.escape, KNOWN['suffixes']))}|{KNOWN['dates']})$")
+LONGEST = 192  # letters of a name: huggingface_hub's 96 for each half (utils/_validators.py)
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # organisation/model
 
 
@@ -62,7 +63,7 @@ def cached_config(name: str) -> Path | None:
     """Return the path of the config.json that the local cache has of a hub's name, of its main
     revision first.
     """
-    if not HUB_NAME.fullmatch(name) or ".." in name:
+    if not HUB_NAME.fullmatch(name) or ".." in name or len(name) > LONGEST:
         return None
     folder = cache_folder() / f"models--{name.replace('/', '--')}"
     snapshots = sorted(folder.glob("snapshots/*/config.json"))

@@ -85,6 +85,7 @@ class Recipe(RecipeFields):
 
     def __post_init__(self) -> None:
         self._take_parts()
+        refuse_generating(self.trainer)
         check(self)
         for name, value in sample_limits.filled_in(self).items():
             self._set(name, value)
@@ -377,6 +378,19 @@ def _later() -> dict[str, Any]:
 
 
 LATER = _later()
+
+
+# TRL's trainers that sample answers from the model in each step
+GENERATING = ("grpo", "rloo", "ppo", "online_dpo")
+
+
+def refuse_generating(trainer: str) -> None:
+    """Raise RecipeError for a trainer of GENERATING."""
+    if trainer in GENERATING:
+        known = ", ".join(TRL)
+        rest = "it generates while it trains, which no recipe models yet: WatchCallback() in its "
+        rest += f"Trainer measures it on a card, and recipes train as {known} do"
+        raise RecipeError("trainer", trainer, rest)
 
 
 def as_recipe(value: Any) -> Recipe:
