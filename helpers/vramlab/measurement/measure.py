@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..hardware import host
-from ..hardware.gpu import current_device, witness
+from ..hardware.gpu import current_device, source_of
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, format_bytes
@@ -128,7 +128,7 @@ def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | 
             error.oom = "killed by the kernel because RAM ran out."
         if isinstance(error, RankError) and error.oom:
             card, text = current_device().name, f"{rank_name(error.rank, ranks)}: {error.oom}"
-            return Report.failed(witness(device), recipe, device, "oom", text, gpu=card if device == "cuda" else None)
+            return Report.failed(source_of(device), recipe, device, "oom", text, gpu=card if device == "cuda" else None)
         raise MeasurementError(f"{recipe} could not be measured: {error}") from error
     report = reports[recipe.sharding.rank if ranks > 1 else 0]
     if ranks > 1:

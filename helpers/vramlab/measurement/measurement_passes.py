@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..hardware.gpu import witness
+from ..hardware.gpu import source_of
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..hardware.overhead import UNIT
 from ..recipe.recipe import Recipe
@@ -109,7 +109,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
 
     run_tracked(training, tracker, TRACKED_STEPS, device, read if cuda else None)
     history = History(tracker.log, tracker.marks)
-    report = to_report(history, witness(device), recipe, device)
+    report = to_report(history, source_of(device), recipe, device)
     report.speed, report.rss = truth.speed, truth.rss
     report.notes += truth.notes
     if recipe.torch_compile:

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..hardware.gpu import Device, Gpu, current_device, witness
+from ..hardware.gpu import Device, Gpu, current_device, source_of
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
@@ -75,7 +75,7 @@ def record(
     here = current_device()
     if here.kind != "cuda" and not (dry_run or folder):
         raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
-    if witness(here.kind) != "measured" and not dry_run:
+    if source_of(here.kind) != "measured" and not dry_run:
         raise RecordError("this is a stand-in for a GPU, which measures nothing, so nothing can be recorded on it.")
     folder = Path(folder or measurements_folder())
     if folder.exists() and not folder.is_dir():

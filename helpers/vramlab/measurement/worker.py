@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..hardware.gpu import witness
+from ..hardware.gpu import source_of
 from ..hardware.host import memory
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..recipe.optimizers import MODELLED
@@ -72,7 +72,7 @@ def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before:
         message = out_of_memory(error, device)
         if not message:
             raise
-        report = Report.failed(witness(device), recipe, device, "oom", message)
+        report = Report.failed(source_of(device), recipe, device, "oom", message)
         if device == "cuda":
             report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     report.environment = card_environment(before) if device == "cuda" else environment()
