@@ -76,7 +76,7 @@ class Group(NamedTuple):
 
     line: Line
     size: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of the method of tuples
 
     def __str__(self) -> str:
         return f"{format_bytes(self.size, 'MiB'):>12} in {self.count:>3} from {self.line}"

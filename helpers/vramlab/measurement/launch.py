@@ -60,15 +60,21 @@ class Launcher:
     3, would change how the next ranks, forked from it, build their models.
     """
 
-    _child: subprocess.Popen | None = None
+    _child: subprocess.Popen[str] | None = None
     _ran_alone = False  # the child was a single rank
 
     def start(self) -> "Launcher":
         """Start to load the libraries, unless that has been done."""
-        if self._child is None or self._child.poll() is not None:
+        self._started()
+        return self
+
+    def _started(self) -> subprocess.Popen[str]:
+        """Return the child, a new one where there is none or it has ended."""
+        child = self._child
+        if child is None or child.poll() is not None:
             self.end()
             self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`end`)
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=self._output,
@@ -77,7 +83,8 @@ class Launcher:
                 env=_childs_environment(),
                 text=True,
             )
-        return self
+            self._child = child
+        return child
 
     def end(self, *error: Any) -> None:
         """Kill the child and all that it started; the next run starts a new one."""
@@ -91,8 +98,9 @@ class Launcher:
                 else:  # Windows has no process groups of that kind
                     child.kill()
             child.wait()
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.close()
+            if child.stdin:
+                with contextlib.suppress(BrokenPipeError):
+                    child.stdin.close()
             self._output.close()
 
     __enter__ = start
@@ -120,7 +128,7 @@ class Launcher:
         """
         if self._ran_alone:
             self.end()
-        self.start()
+        child = self._started()
         # What it leaves behind must not meet ranks that are forked from it.
         self._ran_alone = world_size == 1
         order = {
@@ -133,25 +141,24 @@ class Launcher:
         with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
             Path(folder, "order.pickle").write_bytes(pickle.dumps(order))
             try:
-                with contextlib.suppress(
-                    BrokenPipeError
-                ):  # `_outcome` notices that the child has ended
-                    self._child.stdin.write(f"{folder}\n")
-                    self._child.stdin.flush()
-                outcome = self._outcome(
-                    Path(folder, "outcome.pickle"),
-                    world_size,
-                    timeout,
-                )
+                # `_outcome` notices that the child has ended.
+                with contextlib.suppress(BrokenPipeError):
+                    print(folder, file=child.stdin, flush=True)
+                file = Path(folder, "outcome.pickle")
+                outcome = self._outcome(child, file, world_size, timeout)
             except BaseException:  # Ctrl-C too
                 self.end()
                 raise
         if "answers" in outcome:
             return [pickle.loads(answer) for answer in outcome["answers"]]
-        raise outcome.get("error") or self._ended(*outcome["ended"], world_size)
+        if "error" in outcome:
+            raise outcome["error"]
+        rank, code = outcome["ended"]
+        raise self._ended(rank, code, world_size)
 
     def _outcome(
         self,
+        child: subprocess.Popen[str],
         file: Path,
         world_size: int,
         timeout: float,
@@ -162,7 +169,7 @@ class Launcher:
         """
         until = time.monotonic() + timeout
         while not file.exists():
-            code = self._child.poll()
+            code = child.poll()
             if code is not None:
                 if world_size == 1:
                     return {"ended": (0, code)}

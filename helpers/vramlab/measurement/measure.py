@@ -168,19 +168,14 @@ def run_here(
                 preload=f"{WORKER}:preload",
             )
     except MeasurementError as error:
-        if device == "cpu" and getattr(error, "code", None) == SIGKILL and oom_kills() > kills:
-            error.oom = "killed by the kernel because RAM ran out."
-        if isinstance(error, RankError) and error.oom:
-            text = f"{rank_name(error.rank, ranks)}: {error.oom}"
-            card = current_device().name if device == "cuda" else None
-            return Report.failed(
-                source_of(device),
-                recipe,
-                device,
-                "oom",
-                text,
-                gpu=card,
-            )
+        if isinstance(error, RankError):
+            asked = error.oom
+            if device == "cpu" and error.code == SIGKILL and oom_kills() > kills:
+                asked = "killed by the kernel because RAM ran out."
+            if asked:
+                text = f"{rank_name(error.rank, ranks)}: {asked}"
+                card = current_device().name if device == "cuda" else None
+                return Report.failed(source_of(device), recipe, device, "oom", text, gpu=card)
         raise MeasurementError(f"{recipe} could not be measured: {error}") from error
     report = reports[recipe.sharding.rank if ranks > 1 else 0]
     if ranks > 1:

@@ -9,7 +9,7 @@ are cleared) and internal fragmentation (the allocator counts allocated and requ
 import gc
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Truth:
     """The results of undisturbed steps: bytes, and seconds a step."""
 
     speed: Speed
-    stats: Stats | None = None  # None on a CPU
+    stats: Stats = field(default_factory=dict)  # empty on a CPU
     workspace: int = 0  # the part of what is allocated that cuBLAS held
     # On the device by NVML, while all segments are still reserved; None if unknown.
     process: int | None = None

@@ -158,7 +158,7 @@ def _plan(
     files: Iterable[Path] = [folder / file_name(environment(gpu=here.name if is_cuda else None))]
     if dry_run and not is_cuda:
         files = folder.glob("*.json")  # missing is then what no GPU has measured
-    known = set()
+    known: set[str] = set()
     for path in files:
         known.update(load(path, missing_ok=True))
     todo = [recipe for recipe in recipes if recipe.key not in known]
@@ -214,7 +214,7 @@ def _measure_all(
             outcome.measured.append(report)
             result = report.status
             if result == "ok":
-                result = format_bytes(report.allocated) + beside(report)
+                result = format_bytes(report.allocated or 0) + beside(report)
         outcome.missing.remove((recipe, seconds))
         progress(f"{time.monotonic() - begun:6.1f} s  {result}  {recipe}")
 

@@ -115,7 +115,7 @@ def variables(
 
 def functions(library: Path, which: str) -> set[str]:
     """Return the names that `library` defines or, with "--undefined-only", needs."""
-    command = ["nm", "-D", which, library]
+    command: list[str | Path] = ["nm", "-D", which, library]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     # A line ends with the name, and the version of its library behind an @.
     names = [line.split()[-1] for line in result.stdout.splitlines() if line]

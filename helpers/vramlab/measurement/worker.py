@@ -80,12 +80,15 @@ def preload(recipe: Recipe, **others: Any) -> None:
     import torch.distributed.tensor.parallel  # noqa: F401
 
     import_libraries(recipe)
-    importlib.import_module(f"vramlab.training.engines.{recipe.sharding.engine}")
+    if recipe.sharding:
+        importlib.import_module(f"vramlab.training.engines.{recipe.sharding.engine}")
     build_model(recipe.replace(num_layers=1, sharding=None), "meta")
 
 
 def on_rank(recipe: Recipe, rank: int) -> Recipe:
     """Return `recipe` as rank `rank` runs it."""
+    if recipe.sharding is None:
+        return recipe
     return recipe.replace(sharding=dataclasses.replace(recipe.sharding, rank=rank))
 
 

@@ -188,15 +188,23 @@ class Candidate:
 
     def interval_with(self, expandable_segments: bool) -> Interval:
         """Return the same with the allocator's setting."""
-        report = self.simulated or self.report
+        report = self._best_known()
         if not expandable_segments:
-            return report.process
-        peak = max(report.allocated, report.peak.total)
+            return Interval.of(report.process or 0)
+        peak = max(report.allocated or 0, report.peak.total)
         error = 1.0
         if not self.simulated:
-            error = min(reserved.EXACT, (report.reserved.low + 1) / peak)
+            least = Interval.of(report.reserved or 0).low
+            error = min(reserved.EXACT, (least + 1) / peak)
         loading = report.loading.total if report.loading else 0
         return expandable(max(peak, loading), error) + self._context
+
+    def _best_known(self) -> Report:
+        """Return the simulation where there was one, else the prediction."""
+        report = self.simulated or self.report
+        if report is None:
+            raise LookupError(f"no formula knows {self.recipe}, and it is not simulated")
+        return report
 
     def over(self, tier: str) -> float:
         """Return the bytes that it lacks in `tier`, negative where it fits.
@@ -226,11 +234,10 @@ class Candidate:
             question.gpu,
             question.link,
         )
-        report = self.simulated or self.report
         over = self.over(tier or surest or "tight")
         return Choice(
             recipe=self.recipe,
-            report=report,
+            report=self._best_known(),
             time=time,
             needs=self.interval,
             by_default=self.interval_with(False),

@@ -171,7 +171,7 @@ def _with_offloaded_activations(question: Question) -> Iterator[str]:
     simulated = simulate_briefly(recipe, question, deepest=OFFLOADED_LAYERS)
     if isinstance(simulated, str):
         return
-    inside = expandable(max(simulated.allocated, simulated.peak.total), 1.0)
+    inside = expandable(max(simulated.allocated or 0, simulated.peak.total), 1.0)
     process = inside + context_of(recipe, question.gpu)
     if process.high <= question.usable:
         yield f"activation_offloading=True fits (SFTTrainer): {recipe}"

@@ -373,8 +373,8 @@ def _host(choice: Choice) -> str:
         if size * GiB < choice.host:
             smaller.append(f"{name} has {size:g}")
     rest = f" ({', '.join(smaller)})" if smaller else ""
-    size = f"{choice.host / GiB:.1f} GiB of host memory free"
-    return f"{choice.method}: {choice.tier} with {size}{rest}"
+    free = f"{choice.host / GiB:.1f} GiB of host memory free"
+    return f"{choice.method}: {choice.tier} with {free}{rest}"
 
 
 def _costs(choice: Choice) -> str:

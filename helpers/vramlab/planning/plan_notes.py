@@ -32,7 +32,9 @@ def notes_on_question(
 
 def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:
     """Say which choices are as fast as the fastest, within the error of an estimate."""
-    fastest = min(choices, key=lambda choice: choice.seconds, default=None)
+    if not choices:
+        return
+    fastest = min(choices, key=lambda choice: choice.seconds)
     alike = [choice.method for choice in choices if is_as_fast(choice, fastest)]
     if len(alike) > 1:
         methods = " and ".join(alike)
@@ -89,7 +91,7 @@ def _packed(choice: Choice, question: Question) -> str:
 
     That is "" where padding is less than a tenth of the rows.
     """
-    if question.packing:
+    if question.packing or choice.epoch is None:
         return ""
     # Joined rows and packed ones exclude each other; only SFTTrainer packs by itself.
     recipe = unchecked(
@@ -99,7 +101,7 @@ def _packed(choice: Choice, question: Question) -> str:
     )
     packing = dataclasses.replace(question, packing=True)
     seconds = epoch_of(packing, recipe, choice.time.parts)
-    if seconds > LEAST_SAVED * choice.epoch:
+    if seconds is None or seconds > LEAST_SAVED * choice.epoch:
         return ""
     times = f"{choice.epoch / seconds:.1f} times as fast"
     return f"packing (--packing) would make an epoch of {choice.method} {times}"

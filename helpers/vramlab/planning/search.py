@@ -33,7 +33,7 @@ class Search:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.refused: dict[str, list[str]] = {method: [] for method in question.methods}
-        ways = []
+        ways: list[Recipe] = []
         for method, sentences in self.refused.items():
             ways += families(question, method, sentences)
         batches = micro_batches(question)

@@ -7,7 +7,7 @@ share of the global batch, so that micro-batch × accumulation × GPUs is always
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -156,10 +156,14 @@ def counted_as(recipe: Recipe) -> Recipe:
     lora = recipe.lora
     if lora is None or not _is_unknown(recipe.shape, lora):
         return recipe
-    # The third of them is `target_parameters`, which is no switch.
-    switches = dict.fromkeys(LATER_OF_LORA[:2], False)
-    plain = dataclasses.replace(lora, target_modules="all-linear", **switches)
-    return unchecked(recipe, lora=dataclasses.replace(plain, target_parameters=None))
+    plain = dataclasses.replace(
+        lora,
+        target_modules="all-linear",
+        use_dora=False,
+        lora_bias=False,
+        target_parameters=None,
+    )
+    return unchecked(recipe, lora=plain)
 
 
 @lru_cache(maxsize=64)
@@ -340,7 +344,7 @@ def _precisions(card: Gpu, method: str) -> list[str]:
 
 def _shardings(question: Question) -> Iterator[Sharding | None]:
     """Yield the ways to share the work that the formulas know, the simpler ones first."""
-    known = shards.ON_SEVERAL
+    known: Mapping[str, Sequence[tuple[int, str | None]]] = shards.ON_SEVERAL
     if question.gpus == 1:
         yield None
         known = shards.ON_ONE_GPU

@@ -171,7 +171,9 @@ def _computed(
         at_peak.append(count / _known(card, form, card.flops(form)))
     fused = 0.0
     if walked.fused:
-        fused = attention_operations(recipe, walked) / card.flops(form_of(recipe))
+        form = form_of(recipe)
+        rate = _known(card, form, card.flops(form))
+        fused = attention_operations(recipe, walked) / rate
     parts = {
         "matmuls": times * (sum(at_peak) - fused) / rates.matmuls,
         "attention": times * fused / rates.attention,
@@ -435,8 +437,10 @@ def timed_records(name: str) -> list[tuple[Recipe, float]]:
             if find_gpu(path.stem.partition("-torch")[0]) != card:
                 continue
             for report in load(path).values():
-                recipe = Recipe(**report.recipe) if report.speed else None
-                if recipe is None or recipe.torch_compile or recipe.sharding:
+                if report.recipe is None or report.speed is None:
+                    continue
+                recipe = Recipe(**report.recipe)
+                if recipe.torch_compile or recipe.sharding:
                     continue
                 with contextlib.suppress(RecipeError):  # predict does not know its model
                     walk(recipe, card.chip)

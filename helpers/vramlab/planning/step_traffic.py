@@ -120,7 +120,7 @@ def paged_bytes(recipe: Recipe) -> int:
     if not recipe.optim.startswith("paged"):
         return 0
     optimizer = MODELLED[recipe.optim]
-    a_number = sum(optimizer.states) * optimizer.width
+    a_number = sum(optimizer.states) * (optimizer.width or 0)
     total = 0
     for row in _trained(recipe):
         numbers = prod(row.shape)

@@ -16,6 +16,7 @@ from .report import (
     SOURCES,
     UNITS,
     Interval,
+    Phase,
     Report,
     TensorGroup,
     format_bytes,
@@ -368,7 +369,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         phases = [report.phases.get(name) for report in reports]
         if any(phases):
             for moment in ("peak", "end"):
-                sizes = tuple(phase and getattr(phase, moment).total for phase in phases)
+                sizes = tuple(_total(phase, moment) for phase in phases)
                 yield ComparisonRow(
                     "each phase",
                     f"{name.replace('_', ' ')} {moment}",
@@ -378,6 +379,11 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         values = tuple(getattr(report, name) for report in reports)
         if any(value is not None for value in values):
             yield ComparisonRow("allocator and device", name, values)
+
+
+def _total(phase: Phase | None, moment: str) -> int | None:
+    """Return the bytes at a phase's "peak" or "end"; None where the report lacks the phase."""
+    return getattr(phase, moment).total if phase else None
 
 
 def _unexplained(report: Report) -> int | None:

@@ -25,9 +25,7 @@ def encode(value: Any) -> Any:
         return value.to_dict()
     if dataclasses.is_dataclass(value):
         fields = encode(vars(value))
-        if _has_sum(type(value)):
-            fields["total"] = value.total
-        return fields
+        return fields | {"total": _sum(value)} if _has_sum(type(value)) else fields
     if isinstance(value, dict):
         return {name: encode(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -121,6 +119,10 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 def field_error(where: str, value: Any, allowed: str) -> ReportError:
     subject = f"Report field '{where}'" if where else "A report"
     return ReportError(f"{subject} is {reprlib.repr(value)}, but it must be {allowed}.")
+
+
+def _sum(value: Any) -> int:
+    return value.total
 
 
 def _has_sum(kind: type) -> bool:

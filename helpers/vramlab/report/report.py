@@ -6,7 +6,7 @@ Bytes inside, GiB on screen, one formatter.
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -353,7 +353,7 @@ class Report:
         return rows
 
 
-def text_table(rows: list[tuple[str, ...]]) -> str:
+def text_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return rows of text as an aligned table.
 
     The first row is the head, the first column is left-aligned.
