@@ -229,11 +229,12 @@ class Question:
     def mean_width(self, drawn: int) -> float:
         """Return the mean tokens of the longest of `drawn` samples, drawn at random."""
         if drawn not in self._widths:
-            count = len(self.lengths)
+            lengths = self.lengths or ()
+            count = len(lengths)
             parts = []
             # Sorted, the sample `rank` is the longest where all are among the first rank + 1, but
             # not all among the first `rank`.
-            for rank, length in enumerate(self.lengths):
+            for rank, length in enumerate(lengths):
                 probability = ((rank + 1) / count) ** drawn - (rank / count) ** drawn
                 parts.append(min(length, self.plain.seq_len) * probability)
             self._widths[drawn] = sum(parts)
