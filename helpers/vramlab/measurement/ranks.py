@@ -32,8 +32,8 @@ with no_collection(before=False):
     import torch
     import transformers.modeling_utils
     import transformers.trainer_pt_utils  # noqa: F401 (loaded here, once for all ranks)
-    from torch.multiprocessing import (
-        _prctl_pr_set_pdeathsig as set_parent_death_signal,  # type: ignore[attr-defined]
+    from torch.multiprocessing import (  # type: ignore[attr-defined]
+        _prctl_pr_set_pdeathsig as set_parent_death_signal,
     )
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 

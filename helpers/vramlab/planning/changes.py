@@ -134,7 +134,7 @@ def advise(question: Question) -> Iterator[str]:
     checkpointing alone, only the lighter is tried. Where a rule refused all recipes, no memory is
     missing, and what is under another rule comes alone.
     """
-    question = dataclasses.replace(question, checkpointing=max(question.checkpointing))
+    question = dataclasses.replace(question, checkpointing=(max(question.checkpointing),))
     refused = not Search(question).candidates
     # Those of other rules come first: where they answer, more memory is no advice.
     fits_elsewhere = False
@@ -159,7 +159,7 @@ def _with_offloaded_activations(question: Question) -> Iterator[str]:
     trainers = {question.plain.trainer, *question.trainers()}
     if question.gpus > 1 or not question.offload or not trainers & {"transformers", "sft"}:
         return
-    changed = dataclasses.replace(question, trainer="sft", checkpointing=True, offload=False)
+    changed = dataclasses.replace(question, trainer="sft", checkpointing=(True,), offload=False)
 
     def bound(candidate: Candidate) -> int:
         return candidate.bound("safe")
