@@ -18,7 +18,8 @@ CASES = (
 SETUP = """
 import sys, time
 from vramlab import plan, predict
-from vramlab.planning.search import WAYS, Search
+from vramlab.planning.candidate import WAYS
+from vramlab.planning.search import Search
 from vramlab.planning.question import Question
 model, gpu, gpus, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 predict(Question("gpt2", gpu).plain, gpu)

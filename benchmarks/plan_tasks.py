@@ -33,9 +33,10 @@ from statistics import mean, median
 
 from vramlab import GiB, MiB, Recipe, find_gpu, plan
 from vramlab.hardware.contexts import nearest
+from vramlab.planning.candidate import WAYS, Choice
 from vramlab.planning.plan import Plan
 from vramlab.planning.question import Question
-from vramlab.planning.search import WAYS, Choice, Search
+from vramlab.planning.search import Search
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "tests" / "stand_in" / "plan_tasks.json"

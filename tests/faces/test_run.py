@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from vramlab import Recipe, Sharding, simulate
 from vramlab.faces import in_script, run
 from vramlab.faces.cli import app
-from vramlab.hardware.gpu import find_gpu, witness
+from vramlab.hardware.gpu import find_gpu, source_of
 from vramlab.hardware.snapshot import UNKNOWN, user_line
 from vramlab.measurement import stand_in
 from vramlab.measurement.stand_in import StandInError, libraries, require, variables
@@ -158,9 +158,9 @@ def test_a_watchs_own_frames_are_no_users():
 
 
 def test_what_runs_on_a_stand_in_is_not_measured(monkeypatch):
-    assert witness("cuda") == "measured"
+    assert source_of("cuda") == "measured"
     monkeypatch.setenv("STAND_IN_CAPABILITY", "75")
-    assert (witness("cuda"), witness("cpu")) == ("emulated", "measured")
+    assert (source_of("cuda"), source_of("cpu")) == ("emulated", "measured")
 
 
 def test_a_module_is_changed_when_the_script_loads_it(tmp_path, monkeypatch):

@@ -48,3 +48,9 @@ def test_another_witness_may_be_asked():
 
     with pytest.raises(RecipeError):
         cheapest(RECIPE, witness=refuses)
+
+
+def test_a_card_that_lacks_the_format_has_changes_without_times():
+    recipe = Recipe("llama-3.2-1b", 2, precision="bf16-mixed", attn_implementation="flash_attention_2")
+    changes = cheapest(recipe, find_gpu("T4"))
+    assert changes and {change.time for change in changes} == {None}

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, step_time
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import GpuError
+from vramlab.planning.candidate import Candidate, best_first, is_as_fast
 from vramlab.planning.question import RANK, Question, usable_memory
-from vramlab.planning.search import FASTER, NEAR, Search, best_first, is_as_fast
+from vramlab.planning.search import FASTER, NEAR, Search
 from vramlab.planning.search_space import families, held_bytes, is_sound, method_of, micro_batches, with_micro_batch
 from vramlab.planning.step_time import _ratios, estimate
 from vramlab.planning.step_traffic import link_of, waits
@@ -241,7 +242,6 @@ def test_an_answer_is_simulated_and_gives_way_where_it_does_not_fit(monkeypatch)
     simulated = plan("gpt2", "T4", **asked).best
     assert simulated.report.source == "simulated"
     assert simulated.needs.high - simulated.report.peak.total < 3 * GiB
-    from vramlab.planning.search import Candidate
 
     def too_much(candidate):
         return dataclasses.replace(candidate.report, allocated=8 * GiB)

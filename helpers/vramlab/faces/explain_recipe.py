@@ -6,7 +6,7 @@ from typing import Any
 
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu
-from ..planning.changes import USUAL_CARD, Change, cheapest
+from ..planning.changes import DEFAULT_CARD, Change, cheapest
 from ..planning.search_space import host_memory
 from ..planning.step_time import estimate
 from ..recipe.options import LoRA, Quantization
@@ -82,9 +82,9 @@ class Run:
 
     @cached_property
     def seconds(self) -> float | None:
-        """The step's estimated time on the card, or on USUAL_CARD; None where it is unknown."""
+        """The step's estimated time on the card, or on DEFAULT_CARD; None where it is unknown."""
         try:
-            return sum(estimate(self.recipe, self.card or find_gpu(USUAL_CARD)).values())
+            return sum(estimate(self.recipe, self.card or find_gpu(DEFAULT_CARD)).values())
         except (GpuError, RecipeError):
             return None
 
@@ -115,7 +115,7 @@ class Run:
         for change in changes:
             text = f"  {change['text']}"
             if change["seconds"]:
-                where = self.card.name if self.card else USUAL_CARD
+                where = self.card.name if self.card else DEFAULT_CARD
                 before = change["seconds_before"]
                 text += f" ({change['seconds']:.3g} s a step, {before:.3g} now, estimated on {where})"
             if missing and not change["enough"]:

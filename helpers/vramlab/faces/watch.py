@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..hardware.gpu import witness
+from ..hardware.gpu import source_of
 from ..hardware.overhead import UNIT
 from ..report.errors import VramLabError
 from ..report.report import Report
@@ -94,7 +94,7 @@ class watch:
         and the process's own bytes. Raises VramLabError before the block has ended."""
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
-        report = to_report(self.history, witness(self.target), None, self.target, title=self.title)
+        report = to_report(self.history, source_of(self.target), None, self.target, title=self.title)
         report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
         if is_compiled(self.model):
             report.notes.append("torch.compile: a watched model runs as eager operators, and that is what is counted")

@@ -41,6 +41,15 @@ class Entry(ref):
         "where",
         "width",
     )
+    allocated: int
+    birth: int | None
+    category: str
+    death: int | None
+    op: str
+    shape: tuple[int, ...]
+    size: int
+    where: str
+    width: int
     # A weak reference hashes what it refers to, and a freed block has no hash.
     __hash__ = object.__hash__
 

@@ -1,4 +1,7 @@
-"""GPUs of `data/gpus.json`: memory, bandwidth, rates (bytes, operations per second), and formats they compute in."""
+"""GPUs of `data/gpus.json`: memory, bandwidth, rates, and the formats that they compute in.
+
+Rates are bytes or operations per second.
+"""
 
 import dataclasses
 import json
@@ -6,18 +9,42 @@ import os
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError
 from ..report.report import GiB, MiB, format_bytes
 
-# Lowest compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
-# capabilities), fp16 arithmetic in its table of arithmetic instructions. And FlashAttention-2's (`flash_api.cpp`:
-# "FlashAttention only supports Ampere GPUs or newer").
-NEEDS = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0), "fp8": (8, 9), "flash_attention_2": (8, 0)}
+# Lowest compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming
+# Guide (compute capabilities), fp16 arithmetic in its table of arithmetic instructions. And
+# FlashAttention-2's (`flash_api.cpp`: "FlashAttention only supports Ampere GPUs or newer").
+NEEDS = {
+    "fp32": (0, 0),
+    "tf32": (8, 0),
+    "fp16": (5, 3),
+    "bf16": (8, 0),
+    "fp8": (8, 9),
+    "flash_attention_2": (8, 0),
+}
 SINCE = {(8, 0): "Ampere", (8, 9): "Ada", (5, 3): "Maxwell"}
-INSTEAD = {"bf16": "fp16", "tf32": "fp32", "fp8": "bf16 or fp16", "fp16": "fp32", "flash_attention_2": "sdpa or eager"}
+INSTEAD = {
+    "bf16": "fp16",
+    "tf32": "fp32",
+    "fp8": "bf16 or fp16",
+    "fp16": "fp32",
+    "flash_attention_2": "sdpa or eager",
+}
+# The most resident threads per multiprocessor, by compute capability (CUDA C++ Programming Guide,
+# technical specifications).
+THREADS = {
+    (7, 5): 1024,
+    (8, 6): 1536,
+    (8, 7): 1536,
+    (8, 9): 1536,
+    (12, 0): 1536,
+}
+MOST_THREADS = 2048  # of all others
+BRANDS = ("nvidia", "geforce", "tesla", "quadro", "rtx")  # in the order in which names have them
 
 
 class GpuError(VramLabError, LookupError):
@@ -32,8 +59,8 @@ class Chip(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Return the most resident threads per multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
-        return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
+        """Return the most resident threads per multiprocessor."""
+        return THREADS.get(self.capability, MOST_THREADS)
 
 
 DEFAULT_CHIP = Chip((8, 0), 108)  # an A100, when no card is named
@@ -41,48 +68,76 @@ DEFAULT_CHIP = Chip((8, 0), 108)  # an A100, when no card is named
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU; None and "" are unknown."""
+    """One kind of GPU; None and "" are unknown.
+
+    Attributes:
+        memory_gb: gigabytes on the box.
+        total: bytes that torch reports as `total_memory`.
+        total_known: False: `total` is `memory_gb` taken as GiB, which is up to a tenth too much.
+        bandwidth: bytes per second between the chip and its memory.
+        peak: by format, dense operations per second.
+        nvlink: bytes per second over all links, both directions added; None without NVLink.
+        peer_to_peer: False: without NVLink, what goes from card to card goes through the host's
+            memory.
+        tdp: watts.
+    """
 
     name: str
     compute_capability: tuple[int, int]
-    memory_gb: int  # gigabytes on the box
-    total: int  # bytes that torch reports as `total_memory`
-    total_known: bool = True  # False: `total` is `memory_gb` taken as GiB, which is up to a tenth too much
-    bandwidth: float | None = None  # bytes per second between the chip and its memory
-    peak: dict[str, float] = field(default_factory=dict, hash=False)  # by format: dense operations per second
-    nvlink: float | None = None  # bytes per second over all links, both directions added; None without NVLink
+    memory_gb: int
+    total: int
+    total_known: bool = True
+    bandwidth: float | None = None
+    peak: dict[str, float] = field(default_factory=dict, hash=False)
+    nvlink: float | None = None
     pcie: str = ""
-    peer_to_peer: bool = True  # False: without NVLink, what goes from card to card goes through the host's memory
-    tdp: int | None = None  # watts
+    peer_to_peer: bool = True
+    tdp: int | None = None
     multiprocessors: int = DEFAULT_CHIP.multiprocessors
 
     def flops(self, precision: str) -> float | None:
-        """Return peak operations per second of matmuls at `precision`; None when the card or the table has none."""
+        """Return peak operations per second of matmuls at `precision`.
+
+        None when the card or the table has none.
+        """
         return self.peak.get(_format(precision))
 
     def ridge(self, precision: str) -> float | None:
-        """Return the roofline's ridge point in operations per byte (Williams et al. 2009): below it, memory is the limit."""
+        """Return the roofline's ridge point in operations per byte (Williams et al. 2009).
+
+        Below it, memory is the limit.
+        """
         flops = self.flops(precision)
-        return flops / self.bandwidth if flops and self.bandwidth else None
+        if not flops or not self.bandwidth:
+            return None
+        return flops / self.bandwidth
 
     def supports(self, precision: str) -> bool:
-        """Tell whether the card computes in `precision` ("bf16-mixed") or format ("fp8") without emulation."""
+        """Tell whether the card computes in `precision` without emulation.
+
+        That is "bf16-mixed", or a format such as "fp8".
+        """
         return self.compute_capability >= NEEDS[_format(precision)]
 
     def why_not(self, precision: str) -> str:
-        """Say in one sentence why the card lacks `precision` and what to take; "" when it has it."""
+        """Say in one sentence why the card lacks `precision` and what to take; "" if it has it."""
         if self.supports(precision):
             return ""
         form = _format(precision)
         need = NEEDS[form]
-        has, since = (".".join(map(str, each)) for each in (self.compute_capability, need))
-        slow = ", below which torch only emulates it, slowly" if form == "bf16" else ""
-        starts = f"{form} starts at {since} ({SINCE[need]}){slow}: take {INSTEAD[form]}"
-        return f"{self.name} has compute capability {has} and {starts}"
+        slow = ""
+        if form == "bf16":
+            slow = ", below which torch only emulates it, slowly"
+        starts = f"{form} starts at {_dotted(need)} ({SINCE[need]}){slow}: take {INSTEAD[form]}"
+        return f"{self.name} has compute capability {_dotted(self.compute_capability)} and {starts}"
 
     def require(self, need: str, field: str = "precision") -> None:
-        """Raise RecipeError, which names the recipe's `field`, when the card lacks a precision or "flash_attention_2"."""
-        if why := self.why_not(need):
+        """Raise RecipeError, which names the recipe's `field`, when the card lacks `need`.
+
+        That is a precision or "flash_attention_2".
+        """
+        why = self.why_not(need)
+        if why:
             raise RecipeError(field, need, why)
 
     @property
@@ -91,62 +146,104 @@ class Gpu:
         return Chip(self.compute_capability, self.multiprocessors)
 
     def __str__(self) -> str:
-        """One line: name, memory, bandwidth, bf16 or fp16 rate, compute capability."""
-        parts = [self.name, format_bytes(self.total, digits=2) + ("" if self.total_known else " (nominal)")]
-        parts += [f"{self.bandwidth / 1e9:,.0f} GB/s"] if self.bandwidth else []
-        best = [form for form in ("bf16", "fp16", "fp32") if form in self.peak][:1]
-        parts += [f"{self.peak[form] / 1e12:,.0f} TFLOP/s {form}" for form in best]
-        return " · ".join([*parts, f"compute capability {'.'.join(map(str, self.compute_capability))}"])
+        """Return one line: name, memory, bandwidth, bf16 or fp16 rate, compute capability."""
+        memory = format_bytes(self.total, digits=2)
+        if not self.total_known:
+            memory += " (nominal)"
+        parts = [self.name, memory]
+        if self.bandwidth:
+            parts.append(f"{self.bandwidth / 1e9:,.0f} GB/s")
+        for form in ("bf16", "fp16", "fp32"):
+            if form in self.peak:
+                parts.append(f"{self.peak[form] / 1e12:,.0f} TFLOP/s {form}")
+                break
+        parts.append(f"compute capability {_dotted(self.compute_capability)}")
+        return " · ".join(parts)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    """Return a compute capability as NVIDIA writes it, "8.6"."""
+    return ".".join(map(str, capability))
 
 
 def _format(precision: str) -> str:
-    """The format of a recipe's precision: "bf16" of "bf16-mixed" and of "bf16". Raises RecipeError for others."""
-    form = precision.removesuffix("-mixed").removesuffix("-true") if isinstance(precision, str) else precision
+    """Return the format of a recipe's precision: "bf16" of "bf16-mixed" and of "bf16".
+
+    Raises RecipeError for others.
+    """
+    form = precision
+    if isinstance(precision, str):
+        form = precision.removesuffix("-mixed").removesuffix("-true")
     if form not in NEEDS:
-        raise RecipeError("precision", precision, "allowed are " + ", ".join(map(repr, NEEDS)))
+        raise RecipeError(
+            "precision",
+            precision,
+            "allowed are " + ", ".join(map(repr, NEEDS)),
+        )
     return form
 
 
 def _key(name: str) -> str:
-    """Strip case, signs and brand off a name, so that "NVIDIA GeForce RTX 3060 12GB" equals "rtx-3060 12gb"."""
+    """Strip case, signs and brand off a name.
+
+    So "NVIDIA GeForce RTX 3060 12GB" equals "rtx-3060 12gb".
+    """
     key = re.sub(r"[^a-z0-9]", "", name.lower())
-    for prefix in ("nvidia", "geforce", "tesla", "quadro", "rtx"):
+    for prefix in BRANDS:
         key = key.removeprefix(prefix)
     return key
 
 
 @cache
 def _index() -> dict[str, Gpu]:
-    """Key of each name to its GPU, oldest architecture first."""
-    found: dict[str, Gpu] = {}
-    for entry in json.loads(data_path("gpus.json").read_text(encoding="utf-8"))["gpus"]:
-        total = entry["total_mib"]
-        values = {field.name: entry[field.name] for field in dataclasses.fields(Gpu) if field.name in entry}
-        values |= {"total": total * MiB if total else entry["memory_gb"] * GiB, "total_known": total is not None}
-        values |= {"compute_capability": tuple(entry["compute_capability"])}
-        found |= dict.fromkeys(map(_key, (entry["name"], *entry["aliases"])), Gpu(**values))
-    return found
+    """Return by the key of each name its GPU, oldest architecture first."""
+    index: dict[str, Gpu] = {}
+    table = json.loads(data_path("gpus.json").read_text(encoding="utf-8"))
+    for entry in table["gpus"]:
+        gpu = _of_the_table(entry)
+        for name in (entry["name"], *entry["aliases"]):
+            index[_key(name)] = gpu
+    return index
+
+
+def _of_the_table(entry: dict[str, Any]) -> Gpu:
+    """Return the GPU of an entry of `data/gpus.json`."""
+    values = {}
+    for each in dataclasses.fields(Gpu):
+        if each.name in entry:
+            values[each.name] = entry[each.name]
+    total = entry["total_mib"]
+    values["total_known"] = total is not None
+    values["total"] = total * MiB if total else entry["memory_gb"] * GiB
+    values["compute_capability"] = tuple(entry["compute_capability"])
+    return Gpu(**values)
 
 
 def gpu_names() -> list[str]:
-    """List the names of the GPUs in the table, oldest architecture first."""
+    """Return the names of the GPUs in the table, oldest architecture first."""
     return list(dict.fromkeys(gpu.name for gpu in _index().values()))
 
 
 def find_gpu(name: "str | Gpu") -> Gpu:
-    """Find the GPU called `name`, whatever its case, spaces and brand; a `Gpu` is returned as it is.
+    """Return the GPU called `name`, whatever its case, spaces and brand.
 
-    A family's name means its smallest member ("A100" is the 40 GB one). Raises GpuError, which names those it knows.
+    A `Gpu` is returned as it is. A family's name means its smallest member ("A100" is the 40 GB
+    one). Raises GpuError, which names those it knows.
     """
     if isinstance(name, Gpu):
         return name
-    if gpu := _index().get(_key(name) if isinstance(name, str) else ""):
-        return gpu
-    raise GpuError(f"GPU {name!r} is not in the table: known are {', '.join(gpu_names())}.")
+    gpu = _index().get(_key(name)) if isinstance(name, str) else None
+    if gpu is None:
+        known = ", ".join(gpu_names())
+        raise GpuError(f"GPU {name!r} is not in the table: known are {known}.")
+    return gpu
 
 
 def usable_memory(card: Gpu) -> int:
-    """Bytes that torch reports as the card's total; if unknown, its nominal size times the least known such share."""
+    """Return the bytes that torch reports as the card's total.
+
+    If unknown, its nominal size times the least known such share.
+    """
     if card.total_known:
         return card.total
     known = [gpu for gpu in map(find_gpu, gpu_names()) if gpu.total_known]
@@ -161,28 +258,58 @@ class Device(NamedTuple):
     gpu: Gpu | None = None
 
 
-def witness(device: str) -> str:
-    """Return what a run on `device` ("cuda" or "cpu") is: "measured", or "emulated" on a stand-in for a GPU."""
-    return "emulated" if device == "cuda" and "STAND_IN_CAPABILITY" in os.environ else "measured"
+def source_of(device: str) -> str:
+    """Return the source of a run's report: "measured", or "emulated" on a stand-in for a GPU.
+
+    `device`: "cuda" or "cpu".
+    """
+    if device == "cuda" and "STAND_IN_CAPABILITY" in os.environ:
+        return "emulated"
+    return "measured"
 
 
 def current_device() -> Device:
     """Return the current CUDA device when torch sees one, else the CPU. Loads torch.
 
-    `gpu` is the table's entry with this device's own memory and compute capability; for an unknown card it has no rates.
+    `gpu` is the table's entry with this device's own memory and compute capability; for an unknown
+    card it has no rates.
     """
     import torch
 
     if not torch.cuda.is_available():
         return Device("cpu", "CPU")
     seen = torch.cuda.get_device_properties(torch.cuda.current_device())
-    gpu = seen_gpu(seen.name, seen.total_memory, (seen.major, seen.minor), seen.multi_processor_count)
+    gpu = seen_gpu(
+        seen.name,
+        seen.total_memory,
+        (seen.major, seen.minor),
+        seen.multi_processor_count,
+    )
     return Device("cuda", seen.name, gpu)
 
 
-def seen_gpu(name: str, total: int, compute_capability: tuple[int, int], multiprocessors: int) -> Gpu:
-    """Return the table's entry of `name` with what a device says of itself; a card that the table lacks has no rates."""
-    said = dict(total=total, compute_capability=compute_capability, multiprocessors=multiprocessors)
-    if known := _index().get(_key(name)):
-        return dataclasses.replace(known, **said, total_known=True)
-    return Gpu(name=name, memory_gb=round(total / GiB), **said)
+def seen_gpu(
+    name: str,
+    total: int,
+    compute_capability: tuple[int, int],
+    multiprocessors: int,
+) -> Gpu:
+    """Return the table's entry of `name` with what a device says of itself.
+
+    A card that the table lacks has no rates.
+    """
+    known = _index().get(_key(name))
+    if known is None:
+        known = Gpu(
+            name=name,
+            compute_capability=compute_capability,
+            memory_gb=round(total / GiB),
+            total=total,
+        )
+    return dataclasses.replace(
+        known,
+        total=total,
+        total_known=True,
+        compute_capability=compute_capability,
+        multiprocessors=multiprocessors,
+    )

@@ -4,21 +4,33 @@ import os
 
 from ..report.errors import needing
 
+CGROUP = "/sys/fs/cgroup"  # of this process's container
+
 
 def memory() -> tuple[int, int]:
-    """Return (total, available) bytes of RAM, within the container's limit if there is one (cgroup version 2)."""
+    """Return (total, available) bytes of RAM.
+
+    Within the container's limit if there is one (cgroup version 2).
+    """
     with needing("The host's memory"):
         import psutil
 
     host = psutil.virtual_memory()
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            most = int(limit.read())
-            return min(host.total, most), min(host.available, most - int(used.read()))
+        limit = _number(f"{CGROUP}/memory.max")
+        used = _number(f"{CGROUP}/memory.current")
     except (OSError, ValueError):  # no container, or "max": no limit
         return host.total, host.available
+    return min(host.total, limit), min(host.available, limit - used)
+
+
+def _number(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
 
 
 def cores() -> int:
     """Count the CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows cannot say which

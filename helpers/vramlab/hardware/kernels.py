@@ -1,9 +1,9 @@
 """CUDA kernels: which one attention takes, and what kernels allocate besides their results.
 
-A reduction over long columns cuts each column into pieces, one per thread block, which meet in global memory. The
-buffer has room for `block width x vector width` numbers where one would do (`Reduce.cuh`, global_memory_size multiplies
-by both, while num_outputs already counts every column): 8 x 512 tokens and 3,072 columns take 96 MiB for the 12 KiB
-gradient of a bias.
+A reduction over long columns cuts each column into pieces, one per thread block, which meet in
+global memory. The buffer has room for `block width x vector width` numbers where one would do
+(`Reduce.cuh`, global_memory_size multiplies by both, while num_outputs already counts every
+column): 8 x 512 tokens and 3,072 columns take 96 MiB for the 12 KiB gradient of a bias.
 """
 
 import math
@@ -13,74 +13,140 @@ from functools import lru_cache
 from .gpu import Chip
 from .overhead import rounded
 
-MAX_THREADS, WARP = 512, 32  # mnt_wrapper::MAX_NUM_THREADS; threads of a warp
-MIN_VALUES, MAX_VALUES = 16, 256  # per thread: min_values_per_thread, max_values_per_thread
+MAX_THREADS = 512  # mnt_wrapper::MAX_NUM_THREADS
+WARP = 32  # threads
+MIN_VALUES = 16  # per thread: min_values_per_thread
+MAX_VALUES = 256  # per thread: max_values_per_thread
 INT32 = 2**31 - 1
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0))  # a tile of 128 x 128 fits
 VECTOR = 4  # vt0 and input_vec_size: values loaded at once
+NORM_CHUNK = 65536  # elements: MultiTensorApply.cuh, kChunkSize
 
 Dims = list[tuple[int, int]]  # (size, stride) of dimensions in elements, the fastest first
 
 
+def _divided_up(number: int, by: int) -> int:
+    """Return the quotient rounded up."""
+    return -(-number // by)
+
+
 def reduction_scratch(
-    shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int], itemsize: int, chip: Chip
+    shape: Sequence[int],
+    strides: Sequence[int],
+    reduced: Sequence[int],
+    itemsize: int,
+    chip: Chip,
 ) -> list[int]:
-    """List the bytes of each block that a sum's kernel allocates besides its result (`Reduce.cuh`, setReduceConfig).
+    """List the bytes of each block that a sum's kernel allocates besides its result.
+
+    `Reduce.cuh`, setReduceConfig.
 
     Args:
-        shape, strides: of what is summed, in elements. `reduced`: dimensions that are summed over; empty means all.
+        shape, strides: of what is summed, in elements.
+        reduced: dimensions that are summed over; empty means all.
         itemsize: bytes of one value; they are added up in fp32.
     """
     inner, outer = _reduced_and_kept(shape, strides, reduced)
     if math.prod(shape) == 0 or not inner:
         return []
     accumulator = []
-    if _extent(inner + outer, itemsize) > INT32 and itemsize < 4:  # partial sums of halves (AccumulationBuffer)
+    if _extent(inner + outer, itemsize) > INT32 and itemsize < 4:
+        # Partial sums of halves (AccumulationBuffer).
         accumulator = [4 * _count(outer)]
-    while _extent(inner + outer, itemsize) > INT32:  # TensorIterator::with_32bit_indexing halves the longest stretch
-        dims = max(inner, outer, key=lambda dims: max(map(_stretch, dims), default=0))
-        longest = max(range(len(dims)), key=lambda i: _stretch(dims[i]))
-        dims[longest] = (-(-dims[longest][0] // 2), dims[longest][1])
-    inputs, outputs = _count(inner), _count(outer)
+    _halve_to_32bit(inner, outer, itemsize)
     along = not outer or inner[0][1] < outer[0][1]  # neighbours in memory are summed
-    vector, block_width, block_height = _block(inner, outer, along)
+    return accumulator + _partial_sums(inner, outer, along, chip)
 
-    per_block, outputs_per_block = (block_width, 1) if along else (1, block_width)
-    across_warps = -(-inputs // per_block) >= min(block_height * MIN_VALUES, MAX_VALUES)
+
+def _halve_to_32bit(inner: Dims, outer: Dims, itemsize: int) -> None:
+    """Halve the longest stretch until 32 bits index all (TensorIterator::with_32bit_indexing)."""
+
+    def longest(dims: Dims) -> int:
+        return max(map(_stretch, dims), default=0)
+
+    while _extent(inner + outer, itemsize) > INT32:
+        dims = max(inner, outer, key=longest)
+        number = max(range(len(dims)), key=lambda number: _stretch(dims[number]))
+        size, stride = dims[number]
+        dims[number] = (_divided_up(size, 2), stride)
+
+
+def _partial_sums(
+    inner: Dims,
+    outer: Dims,
+    along: bool,
+    chip: Chip,
+) -> list[int]:
+    """List the bytes of the sums of each column's pieces, and of a semaphore for each column.
+
+    None where one block of threads sums a whole column.
+    """
+    inputs = _count(inner)
+    outputs = _count(outer)
+    vector, block_width, block_height = _block(
+        inner,
+        outer,
+        along,
+    )
+    inputs_per_block = block_width if along else 1
+    outputs_per_block = 1 if along else block_width
+    least = min(block_height * MIN_VALUES, MAX_VALUES)
+    across_warps = _divided_up(inputs, inputs_per_block) >= least
     if across_warps:
-        per_block *= block_height
+        inputs_per_block *= block_height
     else:
         outputs_per_block *= block_height
-    values = -(-inputs // per_block)  # that each thread adds up
+    values = _divided_up(inputs, inputs_per_block)  # that each thread adds up
     resident = chip.multiprocessors * (chip.threads // (block_width * block_height))
-    columns = -(-(outputs // vector) // outputs_per_block)
+    columns = _divided_up(outputs // vector, outputs_per_block)
     if not across_warps or values < MAX_VALUES or columns > resident:
-        return accumulator
-    blocks = max(min(-(-resident // columns), -(-values // MIN_VALUES)), -(-values // MAX_VALUES))
+        return []
+    # Enough to fill the card, but each with work to do, and none with too much.
+    blocks = min(_divided_up(resident, columns), _divided_up(values, MIN_VALUES))
+    blocks = max(blocks, _divided_up(values, MAX_VALUES))
     if blocks == 1:
-        return accumulator
-    partial_sums = 4 * outputs * blocks * (1 if along else block_width * vector)
+        return []
+    partial_sums = 4 * outputs * blocks
+    if not along:
+        partial_sums *= block_width * vector
     semaphores = 4 * columns
-    return [*accumulator, partial_sums, semaphores]
+    return [partial_sums, semaphores]
 
 
-def _reduced_and_kept(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]) -> tuple[Dims, Dims]:
+def _reduced_and_kept(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    reduced: Sequence[int],
+) -> tuple[Dims, Dims]:
     """Return the dimensions that are summed over and the others, each coalesced."""
-    reduced = [d % max(len(shape), 1) for d in reduced] or list(range(len(shape)))
-    kept = [d for d in range(len(shape)) if d not in reduced]
-    result_strides = {d: math.prod(shape[e] for e in kept if e > d) for d in kept}
-    inner = _coalesced([(shape[d], strides[d], 0) for d in reduced])
-    return inner, _coalesced([(shape[d], strides[d], result_strides[d]) for d in kept])
+    every = range(len(shape))
+    reduced = [dim % max(len(shape), 1) for dim in reduced] or list(every)
+    inner = [(shape[dim], strides[dim], 0) for dim in reduced]
+    outer = []
+    result_stride = 1
+    # The result is contiguous, its last dimension the fastest.
+    for dim in reversed(every):
+        if dim not in reduced:
+            outer.append((shape[dim], strides[dim], result_stride))
+            result_stride *= shape[dim]
+    outer.reverse()
+    return _coalesced(inner), _coalesced(outer)
 
 
 def _coalesced(dims: list[tuple[int, int, int]]) -> Dims:
-    """Merge neighbours among (size, stride, stride in the result) that are contiguous in both (coalesce_dimensions)."""
+    """Merge neighbours that are contiguous in what is summed and in the result.
+
+    `dims`: (size, stride, stride in the result) each (coalesce_dimensions).
+    """
     merged: list[tuple[int, int, int]] = []
-    for size, stride, out in sorted((d for d in dims if d[0] != 1), key=lambda d: (d[2], d[1])):
-        if merged and (stride, out) == tuple(merged[-1][0] * n for n in merged[-1][1:]):
-            merged[-1] = (merged[-1][0] * size, *merged[-1][1:])
-        else:
-            merged.append((size, stride, out))
+    long = [dim for dim in dims if dim[0] != 1]
+    for size, stride, out in sorted(long, key=lambda dim: (dim[2], dim[1])):
+        if merged:
+            last_size, last_stride, last_out = merged[-1]
+            if stride == last_size * last_stride and out == last_size * last_out:
+                merged[-1] = (last_size * size, last_stride, last_out)
+                continue
+        merged.append((size, stride, out))
     return [(size, stride) for size, stride, _ in merged]
 
 
@@ -89,7 +155,8 @@ def _count(dims: Dims) -> int:
 
 
 def _stretch(dim: tuple[int, int]) -> int:
-    return (dim[0] - 1) * dim[1]
+    size, stride = dim
+    return (size - 1) * stride
 
 
 def _extent(dims: Dims, itemsize: int) -> int:
@@ -97,32 +164,75 @@ def _extent(dims: Dims, itemsize: int) -> int:
     return 1 + itemsize * sum(map(_stretch, dims))
 
 
-def _block(inner: Dims, outer: Dims, along: bool) -> tuple[int, int, int]:
-    """Return vector width, and a block's threads along contiguous values and the others (set_block_dimension)."""
-    (width, height), vector = (_count(inner), _count(outer)) if along else (_count(outer), _count(inner)), 1
-    if (inner if along else outer)[0][1] == 1:
+def _block(
+    inner: Dims,
+    outer: Dims,
+    along: bool,
+) -> tuple[int, int, int]:
+    """Return vector width, and a block's threads along contiguous values and the others.
+
+    set_block_dimension, after what is loaded at once.
+    """
+    width = _count(inner if along else outer)
+    height = _count(outer if along else inner)
+    vector = 1
+    _, fastest_stride = inner[0] if along else outer[0]
+    if fastest_stride == 1:
         if not along:
-            others = [outer[0][0], *(stride for _, stride in (*inner, *outer[1:]))]
-            vector = next(v for v in (4, 2, 1) if all(n % v == 0 for n in others))
+            vector = _output_vector(inner, outer)
             width //= vector
         elif width >= 128 and len(inner) == 1:
             width //= VECTOR
     most = MAX_THREADS // vector
-    width, height = (1 << n.bit_length() - 1 if 0 < n < most else min(max(n, 1), most) for n in (width, height))
+    width = _power_of_two(width, most)
+    height = _power_of_two(height, most)
     block_height = min(height, most // min(width, WARP))
     return vector, min(width, most // block_height), block_height
 
 
+def _output_vector(inner: Dims, outer: Dims) -> int:
+    """Return how many neighbouring columns a thread sums: what divides all that they step over."""
+    numbers = [outer[0][0]]
+    numbers += [stride for _, stride in inner]
+    numbers += [stride for _, stride in outer[1:]]
+    for vector in (4, 2):
+        if all(number % vector == 0 for number in numbers):
+            return vector
+    return 1
+
+
+def _power_of_two(number: int, most: int) -> int:
+    """Return the largest power of two up to `number`, within 1 and `most`."""
+    if 0 < number < most:
+        return 1 << number.bit_length() - 1
+    return min(max(number, 1), most)
+
+
 @lru_cache(maxsize=4096)
-def column_sums(rows: int, columns: int, itemsize: int, chip: Chip) -> int:
+def column_sums(
+    rows: int,
+    columns: int,
+    itemsize: int,
+    chip: Chip,
+) -> int:
     """Return the scratch bytes of summing the rows of a matrix, as for the gradient of a bias."""
-    return sum(map(rounded, reduction_scratch((rows, columns), (columns, 1), (0,), itemsize, chip)))
+    blocks = reduction_scratch(
+        (rows, columns),
+        (columns, 1),
+        (0,),
+        itemsize,
+        chip,
+    )
+    return sum(map(rounded, blocks))
 
 
 def norms_scratch(tensors: int, largest: int) -> int:
-    """Return the scratch bytes of `_foreach_norm`: an fp32 number per 65,536 elements, for each tensor as many as for the
-    largest (`ForeachReduceOp.cu`, output_per_tensor; `MultiTensorApply.cuh`, kChunkSize)."""
-    return 4 * tensors * -(-largest // 65536)
+    """Return the scratch bytes of `_foreach_norm`.
+
+    An fp32 number per chunk of elements, for each tensor as many as for the largest
+    (`ForeachReduceOp.cu`, output_per_tensor).
+    """
+    return 4 * tensors * _divided_up(largest, NORM_CHUNK)
 
 
 def sdp_backend(
@@ -136,67 +246,98 @@ def sdp_backend(
     value_dim: int | None = None,
     broadcast: bool = False,
 ) -> str:
-    """Return the backend of `scaled_dot_product_attention`: "flash", "efficient" or "math" (`sdp_utils.cpp`).
-
-    Flash: half precision, no mask, heads up to 256 wide, compute capability 8.0 (consumer cards of 8.6 to 8.9 and 12.x
-    have no backward for 193 to 224 channels, or more with dropout). Memory-efficient: no bf16 below 8.0, no shared heads
-    of keys (torch up to 2.13), multiples of 16 bytes a head where tensor cores multiply. Else "math".
+    """Return the backend of `scaled_dot_product_attention` (`sdp_utils.cpp`).
 
     Args:
         width: bytes per element.
-        grouped, broadcast: fewer heads of keys, with and without `enable_gqa` (check_batch_size_and_num_heads_dense).
+        grouped, broadcast: fewer heads of keys, with and without `enable_gqa`
+            (check_batch_size_and_num_heads_dense).
+    Returns:
+        "flash": half precision, no mask, heads up to 256 wide, compute capability 8.0 (consumer
+            cards of 8.6 to 8.9 and 12.x have no backward for 193 to 224 channels, or more with
+            dropout).
+        "efficient": no bf16 below 8.0, no shared heads of keys (torch up to 2.13), multiples of 16
+            bytes a head where tensor cores multiply.
+        "math": else.
     """
     if broadcast:
         return "math"
-    half, major, value_dim = width == 2, capability[0], value_dim or head_dim
-    consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-    trainable = not consumer or head_dim <= 192 or (head_dim > 224 and not dropout)
-    if half and head_dim == value_dim and head_dim <= 256 and major >= 8 and trainable and not masked:
+    is_half = width == 2
+    major, _ = capability
+    value_dim = value_dim or head_dim
+    is_consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    has_backward = not is_consumer or head_dim <= 192 or (head_dim > 224 and not dropout)
+    fits_flash = is_half and head_dim == value_dim and head_dim <= 256 and major >= 8
+    if fits_flash and has_backward and not masked:
         return "flash"
-    if (half and bf16 and major < 8) or grouped:
+    if grouped or (is_half and bf16 and major < 8):
         return "math"
-    aligned = (8 if half else 4) if major >= 8 or (half and major == 7) else 1
+    aligned = 1
+    if major >= 8 or (is_half and major == 7):
+        aligned = 8 if is_half else 4
     return "math" if head_dim % aligned or value_dim % aligned else "efficient"
 
 
 def efficient_scratch(
-    heads: int, lengths: tuple[int, int], dims: tuple[int, int], itemsize: int, dropout: bool, chip: Chip
+    heads: int,
+    lengths: tuple[int, int],
+    dims: tuple[int, int],
+    itemsize: int,
+    dropout: bool,
+    chip: Chip,
 ) -> list[int]:
-    """List the bytes of the blocks that memory-efficient attention's backward allocates besides its results.
+    """List the bytes of the blocks of memory-efficient attention's backward besides its results.
 
-    Tiles of `rows` queries by `columns` keys go through a block. The workspace has a lock and a tile of dQ for each, and
-    where registers cannot hold dK and dV one stretch for each split (`kernel_backward.h`, workspace_elements_gq). In
-    fp32, gradient and output are first multiplied into a tensor of their own (`attention_backward.cu`, delta).
+    Tiles of `rows` queries by `columns` keys go through a block. The workspace has a lock and a
+    tile of dQ for each, and where registers cannot hold dK and dV one stretch for each split
+    (`kernel_backward.h`, workspace_elements_gq). In fp32, gradient and output are first multiplied
+    into a tensor of their own (`attention_backward.cu`, delta).
 
     Args:
-        heads: of all sequences of the batch. `lengths`: queries and keys of a sequence.
+        heads: of all sequences of the batch.
+        lengths: queries and keys of a sequence.
         dims: channels of a head of queries and keys, and of one of values.
     """
-    (queries, keys), (dim, value_dim) = lengths, dims
-    rows, columns, adds_up = _tiles(itemsize, max(dims), dropout, chip.capability)
-    tiles = -(-queries // rows) * -(-dim // columns)
+    queries, keys = lengths
+    dim, value_dim = dims
+    rows, columns, adds_up = _tiles(
+        itemsize,
+        max(dims),
+        dropout,
+        chip.capability,
+    )
+    tiles = _divided_up(queries, rows) * _divided_up(dim, columns)
     numbers = tiles * (16 + 4 * rows * columns) // 4
     if adds_up:
-        splits = max(1, min(-(-keys // columns), 200 // heads))
-        numbers += splits * columns * sum(-(-d // rows) * rows for d in dims)
-    delta, workspace = 4 * heads * queries, 4 * heads * -(-numbers // 4) * 4
-    product = 4 * heads * queries * value_dim
+        splits = max(1, min(_divided_up(keys, columns), 200 // heads))
+        padded = sum(_divided_up(each, rows) * rows for each in dims)
+        numbers += splits * columns * padded
+    delta = 4 * heads * queries
+    workspace = 4 * heads * _divided_up(numbers, 4) * 4
+    product = delta * value_dim
     if itemsize == 4 and product + delta > workspace:
         return [product, delta, delta]
     return [delta, workspace]
 
 
-def _tiles(itemsize: int, dim: int, dropout: bool, capability: tuple[int, int]) -> tuple[int, int, bool]:
-    """Return rows and columns of a tile, and whether dK and dV are added up in memory: the first entry of the list in
-    `kernels/cutlassB.h` that fits the card's shared memory."""
-    large = capability in LARGE_SHARED_MEMORY
+def _tiles(
+    itemsize: int,
+    dim: int,
+    dropout: bool,
+    capability: tuple[int, int],
+) -> tuple[int, int, bool]:
+    """Return rows and columns of a tile, and whether dK and dV are added up in memory.
+
+    That is the first entry of the list in `kernels/cutlassB.h` that fits the card's shared memory.
+    """
+    is_large = capability in LARGE_SHARED_MEMORY
     if dim <= 64:
         return 64, 64, False
     if itemsize == 4:
-        return (128 if large else 64), 64, False
+        return (128 if is_large else 64), 64, False
     if dim > 128:
         return 128, 64, True
-    if large:
+    if is_large:
         return 128, 128, False
     if capability < (8, 0) or (capability < (9, 0) and dim <= 96 and not dropout):
         return 128, 64, False

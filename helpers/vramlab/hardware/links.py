@@ -1,10 +1,17 @@
-"""Bandwidth of links, and what of it is reached: (likely, best, worst) shares of the line rate of one direction."""
+"""Bandwidth of links, and what of it is reached.
 
-PCIE = {"3.0": 8e9, "4.0": 16e9, "5.0": 32e9}  # transfers per second of one lane; 128 of 130 bits are data (PCI-SIG)
+Shares are (likely, best, worst) of the line rate of one direction.
+"""
+
+# Transfers per second of one lane; 128 of 130 bits are data (PCI-SIG).
+PCIE = {"3.0": 8e9, "4.0": 16e9, "5.0": 32e9}
 
 
 def pcie_bandwidth(link: str) -> float:
-    """Return bytes per second in one direction of a PCIe link such as "4.0 x16", without packet headers."""
+    """Return bytes per second in one direction of a PCIe link such as "4.0 x16".
+
+    Without packet headers.
+    """
     generation, lanes = link.split(" x")
     return PCIE[generation] * (128 / 130) / 8 * int(lanes)
 

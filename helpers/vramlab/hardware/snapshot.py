@@ -20,7 +20,9 @@ from ..report.files import read_bytes, read_text
 from ..report.report import format_bytes, unit_for
 from ..report.text import one_line
 
-TORCH, PYTHON, INSTALLED = f"{os.sep}torch{os.sep}", f"lib{os.sep}python3", ("site-packages", "dist-packages")
+TORCH = f"{os.sep}torch{os.sep}"
+PYTHON = f"lib{os.sep}python3"
+INSTALLED = ("site-packages", "dist-packages")
 OURS = str(Path(__file__).parents[1]) + os.sep
 MOST_CODE = 4 * 1024**2  # bytes of a Python file that are read to show a line
 MOST_SNAPSHOT = 2 * 1024**3  # bytes of a snapshot: 100,000 events with their lines are some 100 MiB
@@ -34,7 +36,10 @@ class SnapshotError(VramLabError, ValueError):
 
 
 class Line(NamedTuple):
-    """A line of code: file name without folder ("cell" in a notebook), number, function, and text where known."""
+    """A line of code: file, number, function, and text where known.
+
+    The file's name is without folder, "cell" in a notebook.
+    """
 
     file: str
     number: int
@@ -42,7 +47,9 @@ class Line(NamedTuple):
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number} {self.text or self.function}".strip() if self.number else self.file
+        if not self.number:
+            return self.file
+        return f"{self.file}:{self.number} {self.text or self.function}".strip()
 
 
 BEFORE = Line("before the history began", 0, "")
@@ -50,12 +57,18 @@ UNKNOWN = Line("no line of Python, as in autograd's own thread", 0, "")
 
 
 class Block(NamedTuple):
-    """One allocation: bytes, the index of the event that made it and of the one that freed it (or None), and its line."""
+    """One allocation: bytes, when it was made and freed, and the line that asked for it."""
 
     size: int
-    born: int
-    freed: int | None
+    born: int  # the index of the event that made it
+    freed: int | None  # the index of the one that freed it, None if it is alive
     line: Line
+
+    def is_alive(self, event: int) -> bool:
+        """Tell whether it is there after an event."""
+        if self.born > event:
+            return False
+        return self.freed is None or self.freed > event
 
 
 class Group(NamedTuple):
@@ -63,7 +76,7 @@ class Group(NamedTuple):
 
     line: Line
     size: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of the method of tuples
 
     def __str__(self) -> str:
         return f"{format_bytes(self.size, 'MiB'):>12} in {self.count:>3} from {self.line}"
@@ -77,8 +90,9 @@ class Groups(tuple):
 
 
 class Snapshot:
-    """A memory history, and the segments at its end; `allocated` and `reserved` are bytes before the first event and
-    after each.
+    """A memory history, and the segments at its end.
+
+    `allocated` and `reserved` are bytes before the first event and after each.
 
     Args:
         content: what `torch.cuda.memory._snapshot()` returns.
@@ -87,38 +101,77 @@ class Snapshot:
         SnapshotError: its history is empty.
     """
 
-    def __init__(self, content: Mapping[str, Any], device: int | None = None):
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        device: int | None = None,
+    ) -> None:
         traces = content["device_traces"]
-        device = max(range(len(traces)), key=lambda i: len(traces[i])) if device is None else device
+        if device is None:
+            device = max(range(len(traces)), key=lambda number: len(traces[number]))
         self.events = list(traces[device])
-        self.segments = [segment for segment in content.get("segments", ()) if segment["device"] == device]
+        every = content.get("segments", ())
+        self.segments = [segment for segment in every if segment["device"] == device]
         if not any(event["action"] == "alloc" for event in self.events):
-            raise SnapshotError("the snapshot has no history: record before what you want to see (record_history).")
+            rest = "record before what you want to see (record_history)"
+            raise SnapshotError(f"the snapshot has no history: {rest}.")
         self.allocated: Sequence[int] = self._over_time(BLOCKS, "allocated_size")
         self.reserved: Sequence[int] = self._over_time(SEGMENTS, "total_size")
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """All blocks that were asked for in the history, and those of the segments that are older, in order of birth."""
-        made: dict[int, Block] = {}  # those alive, by address
-        blocks = []
-        for i, event in enumerate(self.events, 1):
+        """All blocks that were asked for in the history, in order of birth.
+
+        With those of the segments that are older.
+        """
+        living: dict[int, Block] = {}  # by address
+        freed = []
+        for number, event in enumerate(self.events, 1):
             if event["action"] == "alloc":
-                made[event["addr"]] = Block(event["size"], i, None, user_line(event.get("frames") or ()))
-            elif event["action"] == "free_completed" and event["addr"] in made:
-                blocks.append(made.pop(event["addr"])._replace(freed=i))
+                line = user_line(event.get("frames") or ())
+                living[event["addr"]] = Block(
+                    event["size"],
+                    number,
+                    None,
+                    line,
+                )
+            elif event["action"] == "free_completed" and event["addr"] in living:
+                block = living.pop(event["addr"])
+                freed.append(block._replace(freed=number))
+        self._add_older(living)
+        return sorted([*freed, *living.values()], key=lambda block: block.born)
+
+    def _add_older(self, living: dict[int, Block]) -> None:
+        """Add the blocks of the segments that were there before the history began."""
         for segment in self.segments:
             for block in segment["blocks"]:
-                if block["state"] == "active_allocated" and block["address"] not in made:
-                    line = user_line(block["frames"]) if block.get("frames") else BEFORE
-                    made[block["address"]] = Block(block["size"], 0, None, line)
-        return sorted([*blocks, *made.values()], key=lambda block: block.born)
+                if block["state"] != "active_allocated" or block["address"] in living:
+                    continue
+                frames = block.get("frames")
+                line = user_line(frames) if frames else BEFORE
+                living[block["address"]] = Block(
+                    block["size"],
+                    0,
+                    None,
+                    line,
+                )
 
-    def _over_time(self, signs: Mapping[str, int], at_the_end: str) -> list[int]:
-        """Bytes before the first event and after each; with what was there before, if segments show it."""
-        changes = (signs.get(event["action"], 0) * event.get("size", 0) for event in self.events)
+    def _over_time(
+        self,
+        signs: Mapping[str, int],
+        at_the_end: str,
+    ) -> list[int]:
+        """Return the bytes before the first event and after each.
+
+        With what was there before, if segments show it.
+        """
+        changes = []
+        for event in self.events:
+            changes.append(signs.get(event["action"], 0) * event.get("size", 0))
         sums = list(accumulate(changes, initial=0))
-        before = max(sum(segment[at_the_end] for segment in self.segments) - sums[-1], 0)
+        # What the segments hold at the end and the events do not explain is older than these.
+        end = sum(segment[at_the_end] for segment in self.segments)
+        before = max(end - sums[-1], 0)
         return [size + before for size in sums]
 
     @cached_property
@@ -129,90 +182,133 @@ class Snapshot:
     @property
     def scattered(self) -> int:
         """Bytes of free blocks, at the end, in segments that also hold living ones."""
-        used = (segment for segment in self.segments if segment["allocated_size"])
-        return sum(segment["total_size"] - segment["allocated_size"] for segment in used)
+        scattered = 0
+        for segment in self.segments:
+            if segment["allocated_size"]:
+                scattered += segment["total_size"] - segment["allocated_size"]
+        return scattered
 
     def alive(self, event: int | None = None) -> list[Block]:
         """Return the blocks that are alive after an event; None: at the peak."""
-        at = self.peak if event is None else event
-        return [block for block in self.blocks if block.born <= at and (block.freed is None or block.freed > at)]
+        number = self.peak if event is None else event
+        return [block for block in self.blocks if block.is_alive(number)]
 
-    def largest(self, event: int | None = None, count: int = 6) -> Groups:
+    def largest(
+        self,
+        event: int | None = None,
+        count: int = 6,
+    ) -> Groups:
         """Return the `count` lines that hold most after an event; None: at the peak."""
-        sums: dict[Line, list[int]] = {}
+        sizes_of: dict[Line, list[int]] = {}
         for block in self.alive(event):
-            sums.setdefault(block.line, []).append(block.size)
-        groups = [Group(line, sum(sizes), len(sizes)) for line, sizes in sums.items()]
-        return Groups(sorted(groups, key=lambda group: (-group.size, group.line))[:count])
+            sizes_of.setdefault(block.line, []).append(block.size)
+        groups = [Group(line, sum(sizes), len(sizes)) for line, sizes in sizes_of.items()]
+        groups.sort(key=lambda group: (-group.size, group.line))
+        return Groups(groups[:count])
 
     def __str__(self) -> str:
-        """What was alive at the peak, by line; what is reserved beyond it, and whether that is fragmentation."""
-        end, sizes = len(self.events), (self.allocated, self.reserved)
-        unit = unit_for(max(map(max, sizes)))
-        most, there, held, kept = (format_bytes(n[at], unit) for at in (self.peak, end) for n in sizes)
-        whole = self.reserved[end] - self.allocated[end] - self.scattered
-        free = [format_bytes(n, unit) for n in (self.scattered, whole)]
-        lines = [f"peak: {most} allocated, {there} reserved, after event {self.peak} of {end}; alive there, by line:"]
-        lines.append(str(self.largest()))
+        """Return what was alive at the peak, by line, and what is reserved beyond it."""
+        unit = unit_for(max(max(self.allocated), max(self.reserved)))
+
+        def shown(size: int) -> str:
+            return format_bytes(size, unit)
+
+        end = len(self.events)
+        sizes = f"{shown(self.allocated[self.peak])} allocated, {shown(self.reserved[self.peak])}"
+        when = f"after event {self.peak} of {end}"
+        lines = [f"peak: {sizes} reserved, {when}; alive there, by line:", str(self.largest())]
         if self.segments:
-            lines.append(f"at the end: {held} allocated, {kept} reserved")
-            lines.append(f"fragmentation: {free[0]} free among living blocks; {free[1]} in segments that are all free")
+            allocated = self.allocated[end]
+            reserved = self.reserved[end]
+            whole = reserved - allocated - self.scattered
+            lines.append(f"at the end: {shown(allocated)} allocated, {shown(reserved)} reserved")
+            among = f"{shown(self.scattered)} free among living blocks"
+            lines.append(f"fragmentation: {among}; {shown(whole)} in segments that are all free")
         for event in self.events:
             if event["action"] == "oom":
-                asked, free = (format_bytes(event.get(name, 0), unit) for name in ("size", "device_free"))
+                asked = shown(event.get("size", 0))
+                free = shown(event.get("device_free", 0))
                 lines.append(f"out of memory: {asked} asked for, {free} free on the device")
         return "\n".join(lines)
 
 
 def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
-    """Return the innermost line of a stack (innermost first) outside of torch and Python's own library, or of all;
-    UNKNOWN where there is none, or none but those of a watch."""
-    ours = any(frame["filename"].startswith(OURS) for frame in frames)
-    first = None if ours or not frames else frames[0]
-    frame = next((frame for frame in frames if is_users(frame["filename"])), first)
+    """Return the innermost line of a stack (innermost first) that is the user's.
+
+    That is outside of torch and Python's own library, or else the innermost of all; UNKNOWN where
+    there is none, or none but those of a watch.
+    """
+    users = (frame for frame in frames if is_users(frame["filename"]))
+    frame = next(users, None)
     if frame is None:
-        return UNKNOWN
-    name, number = frame["filename"], int(frame["line"])
-    cell = "ipykernel" in name or name.startswith("<ipython")
-    known = linecache.getlines(name) if name in linecache.cache else _lines(name)  # a notebook's cells are there
-    text = frame.get("text") or "".join(known[number - 1 : number])
-    words = ("cell" if cell else Path(name).name, frame["name"], text)
-    file, function, text = (one_line(word)[:MOST_LETTERS] for word in words)
-    return Line(file, number, function, text)
+        is_ours = any(frame["filename"].startswith(OURS) for frame in frames)
+        if is_ours or not frames:
+            return UNKNOWN
+        frame = frames[0]
+    name = frame["filename"]
+    number = int(frame["line"])
+    is_cell = "ipykernel" in name or name.startswith("<ipython")
+    text = frame.get("text")
+    if not text:
+        # A notebook's cells are in the cache, and in no file.
+        known = linecache.getlines(name) if name in linecache.cache else _lines(name)
+        text = "".join(known[number - 1 : number])
+    return Line(
+        file=_shortened("cell" if is_cell else Path(name).name),
+        number=number,
+        function=_shortened(frame["name"]),
+        text=_shortened(text),
+    )
+
+
+def _shortened(text: str) -> str:
+    """Return text that may be shown: in one line, and no longer than one reads."""
+    return one_line(text)[:MOST_LETTERS]
 
 
 @lru_cache
 def _lines(name: str) -> list[str]:
-    """Return the lines of a Python file, none where it is no file that can be read: a snapshot may name anything."""
+    """Return the lines of a Python file.
+
+    None where it is no file that can be read: a snapshot may name anything.
+    """
+    if not name.endswith(".py"):
+        return []
     try:
-        return read_text(name, MOST_CODE).splitlines() if name.endswith(".py") else []
+        return read_text(name, MOST_CODE).splitlines()
     except (OSError, ValueError):
         return []
 
 
 def is_users(name: str) -> bool:
-    """Whether a frame is Python code, and neither torch's nor ours nor of Python's own library."""
-    python = PYTHON in name and not any(word in name for word in INSTALLED)
-    outside = TORCH in name or python or name.startswith(("<frozen", "<string", OURS))
-    return name.endswith((".py", ">")) and not outside
+    """Tell whether a frame is Python code, and neither torch's nor ours nor Python's own."""
+    is_installed = any(word in name for word in INSTALLED)
+    is_pythons = PYTHON in name and not is_installed
+    is_outside = TORCH in name or name.startswith(("<frozen", "<string", OURS))
+    return name.endswith((".py", ">")) and not is_pythons and not is_outside
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dictionaries, lists, text and numbers, and runs nothing: a snapshot has no classes or functions."""
+    """Reads dictionaries, lists, text and numbers, and runs nothing.
+
+    A snapshot has no classes or functions.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        raise SnapshotError(f"the file names {module}.{name}, and a memory snapshot names no code: it was not read.")
+        """Refuse whatever the file names."""
+        rest = "and a memory snapshot names no code: it was not read"
+        raise SnapshotError(f"the file names {module}.{name}, {rest}.")
 
 
 def read_snapshot(path: str | os.PathLike) -> Snapshot:
-    """Return the snapshot in a `.pickle` of `_dump_snapshot`; raise SnapshotError for anything else."""
+    """Return the snapshot in a `.pickle` of `_dump_snapshot`; raise SnapshotError for all else."""
     try:
-        found = Snapshot(PlainUnpickler(io.BytesIO(read_bytes(path, MOST_SNAPSHOT))).load())
-        str(found)  # what is wrong in an event or a frame shows here, and not later
-        return found
+        file = io.BytesIO(read_bytes(path, MOST_SNAPSHOT))
+        snapshot = Snapshot(PlainUnpickler(file).load())
+        str(snapshot)  # what is wrong in an event or a frame shows here, and not later
+        return snapshot
     except SnapshotError:
         raise
     except Exception as error:  # whatever broken bytes make of it
-        raise SnapshotError(
-            f"{path} is no memory snapshot ({type(error).__name__}: {str(error).rstrip('.')})."
-        ) from error
+        why = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise SnapshotError(f"{path} is no memory snapshot ({why}).") from error

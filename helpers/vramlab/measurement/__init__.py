@@ -1,1 +1,1 @@
-"""`measure`: the real training step on this machine, in a fresh process; records of measurements."""
+"""`measure`: the real training step here, in a fresh process; records of measurements."""

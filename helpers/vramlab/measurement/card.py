@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ..hardware.gpu import Device, Gpu, current_device, witness
+from ..hardware.gpu import Device, Gpu, current_device, source_of
 from ..hardware.nvml import nvml_snapshot
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
@@ -151,7 +151,7 @@ def run_card(
             "there is no CUDA device here: `vramlab doctor` says why; --dry-run lists what would be done."
         )
     folder = Path(folder or FOLDER)
-    source = witness(here.kind) if here.kind == "cuda" else "measured"
+    source = source_of(here.kind) if here.kind == "cuda" else "measured"
     name = file_name(environment(gpu=here.name if here.kind == "cuda" else None))
     run = CardRun(folder / (name if source == "measured" else f"{source}-{name}"))
     known = read_records(run.file, missing_ok=True, source=source)

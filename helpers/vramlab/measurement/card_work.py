@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..hardware.gpu import witness
+from ..hardware.gpu import source_of
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
@@ -39,7 +39,7 @@ def find(kind: str, asked: dict[str, Any], scratch: str) -> Fact:
     tempfile.tempdir = scratch
     before = nvml_snapshot()
     found = WORK[kind](before, **asked)
-    return Fact(kind, asked, found, witness("cuda"), card_environment(before))
+    return Fact(kind, asked, found, source_of("cuda"), card_environment(before))
 
 
 def context(before: Sensors, loaded: str) -> dict[str, Any]:

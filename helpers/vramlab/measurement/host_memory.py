@@ -15,20 +15,32 @@ def rss() -> int:
 
 
 def peak_rss() -> int:
-    """Return the largest resident set that this process has had, in bytes. On Linux `getrusage` is wrong: a process that a
-    large one started inherits its peak (fs/exec.c, exec_mmap)."""
+    """Return the largest resident set that this process has had, in bytes.
+
+    On Linux `getrusage` is wrong: a process that a large one started inherits its peak (fs/exec.c,
+    exec_mmap).
+    """
     try:
         with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+            for line in status:
+                if line.startswith("VmHWM"):
+                    _, kibibytes, _ = line.split()
+                    return int(kibibytes) * 1024
     except OSError:
-        import psutil
+        pass
+    import psutil
 
-        return getattr(psutil.Process().memory_info(), "peak_wset", rss())  # Windows has a peak, macOS has not
+    # Windows has a peak, macOS has not.
+    return getattr(psutil.Process().memory_info(), "peak_wset", rss())
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for their memory; 0 where it does not count them."""
+    """Return how many processes the kernel has killed for their memory.
+
+    0 where it does not count them.
+    """
     with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE):
-            return int(found[1])
+        counted = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
+        if counted:
+            return int(counted[1])
     return 0

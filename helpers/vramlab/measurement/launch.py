@@ -1,8 +1,9 @@
 """Run a function on several ranks of this machine, from a notebook, and leave no process behind.
 
-`launcher.run("package.module:function", {...}, world_size=4)` does what `torchrun --standalone --nproc_per_node 4` does
-and returns what each rank returned. A child process (`ranks.py`) loads the libraries once; on a CPU under Linux the ranks
-are forked from it (`torch.multiprocessing.start_processes`) and start in a fraction of a second.
+`launcher.run("package.module:function", {...}, world_size=4)` does what `torchrun --standalone
+--nproc_per_node 4` does and returns what each rank returned. A child process (`ranks.py`) loads the
+libraries once; on a CPU under Linux the ranks are forked from it
+(`torch.multiprocessing.start_processes`) and start in a fraction of a second.
 """
 
 import contextlib
@@ -19,62 +20,91 @@ from typing import Any
 
 from ..report.errors import MeasurementError
 
-COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]  # -P: ignore a torch.py in the current folder
+# -P: ignore a torch.py in the current folder.
+COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]
 SIGKILL = -9  # as an exit code
-# What a Trainer sets in its process (accelerate's plugins), and libraries of ranks would take for orders of theirs.
+# What a Trainer sets in its process (accelerate's plugins), and libraries of ranks would take for
+# orders of theirs.
 TRAINERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 class RankError(MeasurementError):
-    """A rank that failed: its exit `code` (negative for a signal), `traceback`, and `oom`, what it asked for in vain."""
+    """A rank that failed.
 
-    def __init__(self, message: str, rank: int = 0, code: int | None = None, traceback: str = "", oom: str = ""):
-        self.rank, self.code, self.traceback, self.oom = rank, code, traceback, oom
-        super().__init__(message + (f"\n\n{traceback.rstrip()}" if traceback else ""))
+    Its exit `code` (negative for a signal), `traceback`, and `oom`, what it asked for in vain.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int = 0,
+        code: int | None = None,
+        traceback: str = "",
+        oom: str = "",
+    ) -> None:
+        self.rank = rank
+        self.code = code
+        self.traceback = traceback
+        self.oom = oom
+        if traceback:
+            message += f"\n\n{traceback.rstrip()}"
+        super().__init__(message)
 
 
 class Launcher:
-    """A child process that has loaded its libraries and runs functions on request; leave its with-block to end it.
+    """A child process that has loaded its libraries and runs functions on request.
 
-    It is always killed together with its process group. Should this process be killed, it ends by itself. A child that was a
-    single rank runs nothing else: what libraries leave in a process that trained, such as transformers' reference to
-    DeepSpeed's stage 3, would change how the next ranks, forked from it, build their models.
+    Leave its with-block to end it. It is always killed together with its process group. Should this
+    process be killed, it ends by itself. A child that was a single rank runs nothing else: what
+    libraries leave in a process that trained, such as transformers' reference to DeepSpeed's stage
+    3, would change how the next ranks, forked from it, build their models.
     """
 
-    _child: subprocess.Popen | None = None
+    _child: subprocess.Popen[str] | None = None
     _ran_alone = False  # the child was a single rank
 
     def start(self) -> "Launcher":
         """Start to load the libraries, unless that has been done."""
-        if self._child is None or self._child.poll() is not None:
+        self._started()
+        return self
+
+    def _started(self) -> subprocess.Popen[str]:
+        """Return the child, a new one where there is none or it has ended."""
+        child = self._child
+        if child is None or child.poll() is not None:
             self.end()
-            paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-            own = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-            others = {name: value for name, value in os.environ.items() if not name.startswith(TRAINERS)}
-            self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
-            self._child = subprocess.Popen(
+            self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`end`)
+            child = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
-                env={**others, **own},
+                env=_childs_environment(),
                 text=True,
             )
-        return self
+            self._child = child
+        return child
 
     def end(self, *error: Any) -> None:
         """Kill the child and all that it started; the next run starts a new one."""
-        child, self._child, self._ran_alone = self._child, None, False
+        child = self._child
+        self._child = None
+        self._ran_alone = False
         if child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
+                if hasattr(os, "killpg"):
+                    os.killpg(child.pid, signal.SIGKILL)
+                else:  # Windows has no process groups of that kind
+                    child.kill()
             child.wait()
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.close()
+            if child.stdin:
+                with contextlib.suppress(BrokenPipeError):
+                    child.stdin.close()
             self._output.close()
 
-    __enter__, __exit__ = start, end
+    __enter__ = start
+    __exit__ = end
 
     def run(
         self,
@@ -85,46 +115,70 @@ class Launcher:
         timeout: float = 300,
         preload: str = "",
     ) -> list[Any]:
-        """Return what `function(**arguments)` returns on each of `world_size` ranks, in their order.
+        """Return what `function(**arguments)` returns on each of `world_size` ranks, in order.
 
-        A single one is the child itself. Several have torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and make
-        their own process group (`process_group.real_rank`). What the function takes and returns is pickled. After
-        `timeout` seconds all are ended. `preload(**arguments)` imports what ranks need before they are forked; it must
-        not start a thread.
+        A single one is the child itself. Several have torchrun's environment (RANK, WORLD_SIZE,
+        MASTER_ADDR, …) and make their own process group (`process_group.real_rank`). What the
+        function takes and returns is pickled. After `timeout` seconds all are ended.
+        `preload(**arguments)` imports what ranks need before they are forked; it must not start a
+        thread.
 
-        Raises RankError with the traceback of the rank that failed first, the package's own errors as they are, and
-        MeasurementError if they took too long or did not start.
+        Raises RankError with the traceback of the rank that failed first, the package's own errors
+        as they are, and MeasurementError if they took too long or did not start.
         """
         if self._ran_alone:
             self.end()
-        self.start()
+        child = self._started()
+        # What it leaves behind must not meet ranks that are forked from it.
         self._ran_alone = world_size == 1
-        order = {"call": pickle.dumps((function, dict(arguments or {}))), "preload": preload, "path": sys.path}
-        order |= {"world_size": world_size, "device": device}
+        order = {
+            "call": pickle.dumps((function, dict(arguments or {}))),
+            "preload": preload,
+            "path": sys.path,
+            "world_size": world_size,
+            "device": device,
+        }
         with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
             Path(folder, "order.pickle").write_bytes(pickle.dumps(order))
             try:
-                with contextlib.suppress(BrokenPipeError):  # `_outcome` notices that the child has ended
-                    self._child.stdin.write(f"{folder}\n")
-                    self._child.stdin.flush()
-                outcome = self._outcome(Path(folder, "outcome.pickle"), world_size, timeout)
+                # `_outcome` notices that the child has ended.
+                with contextlib.suppress(BrokenPipeError):
+                    print(folder, file=child.stdin, flush=True)
+                file = Path(folder, "outcome.pickle")
+                outcome = self._outcome(child, file, world_size, timeout)
             except BaseException:  # Ctrl-C too
                 self.end()
                 raise
         if "answers" in outcome:
             return [pickle.loads(answer) for answer in outcome["answers"]]
-        raise outcome.get("error") or self._ended(*outcome["ended"], world_size)
+        if "error" in outcome:
+            raise outcome["error"]
+        rank, code = outcome["ended"]
+        raise self._ended(rank, code, world_size)
 
-    def _outcome(self, file: Path, world_size: int, timeout: float) -> dict[str, Any]:
-        """Wait for what the child leaves in `file`, or for its end. MeasurementError if it takes over `timeout` seconds."""
+    def _outcome(
+        self,
+        child: subprocess.Popen[str],
+        file: Path,
+        world_size: int,
+        timeout: float,
+    ) -> dict[str, Any]:
+        """Wait for what the child leaves in `file`, or for its end.
+
+        MeasurementError if it takes over `timeout` seconds.
+        """
         until = time.monotonic() + timeout
         while not file.exists():
-            if (code := self._child.poll()) is not None:
+            code = child.poll()
+            if code is not None:
                 if world_size == 1:
                     return {"ended": (0, code)}
-                raise MeasurementError(f"the process that starts the ranks ended with code {code}{self._last_words()}")
+                ending = f"ended with code {code}{self._last_words()}"
+                raise MeasurementError(f"the process that starts the ranks {ending}")
             if time.monotonic() > until:
-                raise MeasurementError(f"it took over {timeout:g} s, so all was ended: raise timeout=.")
+                raise MeasurementError(
+                    f"it took over {timeout:g} s, so all was ended: raise timeout=."
+                )
             time.sleep(0.02)
         return pickle.loads(file.read_bytes())
 
@@ -133,15 +187,35 @@ class Launcher:
         ending = f"ended in the middle with exit status {code}, without an exception"
         if code < 0:
             ending = f"was killed by {signal.Signals(-code).name}"
+        # What several ranks write is mixed, and says little.
         words = self._last_words() if world_size == 1 else "."
         if code == SIGKILL:
             words = ", as the kernel does when RAM runs out."
-        return RankError(f"{rank_name(rank, world_size)} {ending}{words}", rank, code)
+        return RankError(
+            f"{rank_name(rank, world_size)} {ending}{words}",
+            rank,
+            code,
+        )
 
     def _last_words(self) -> str:
+        # The child writes to a file and not to a pipe, so that it never waits for a reader.
         self._output.seek(0)
         lines = self._output.read().strip().splitlines()[-12:]
         return "; its last output:\n" + ("\n".join(lines) or "none")
+
+
+def _childs_environment() -> dict[str, str]:
+    """Return this process's environment without what a Trainer set, and with this package."""
+    variables = {}
+    for name, value in os.environ.items():
+        if not name.startswith(TRAINERS):
+            variables[name] = value
+    paths = [str(Path(__file__).resolve().parents[2])]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    variables["PYTHONPATH"] = os.pathsep.join(paths)
+    variables["TOKENIZERS_PARALLELISM"] = "false"
+    return variables
 
 
 def rank_name(rank: int, world_size: int) -> str:

@@ -1,14 +1,14 @@
-"""`measure`: run the real training step on this machine, in fresh processes, or look the recipe up in the records.
+"""`measure`: run the real training step on this machine, in fresh processes, or look it up.
 
-Nothing leaks from one experiment to the next, and running out of memory gives a report and kills no notebook. Each makes
-two passes (`measurement_passes.py`), a clean one and one under the tracker.
+Nothing leaks from one experiment to the next, and running out of memory gives a report and kills no
+notebook. Each makes two passes (`measurement_passes.py`), a clean one and one under the tracker.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from ..hardware import host
-from ..hardware.gpu import current_device, witness
+from ..hardware.gpu import current_device, source_of
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, format_bytes
@@ -18,7 +18,9 @@ from .records import find_record
 
 SECONDS_ON_CPU = 120
 MOST_RANKS = 4  # processes on a CPU: each holds the libraries, and they take turns on the cores
-CPU_FLOPS = 2e10  # a cautious figure for two cores in fp32; half precision is slower on most CPUs
+# A cautious figure for two cores in fp32; half precision is slower on most CPUs.
+CPU_FLOPS = 2e10
+FREE_SHARE = 0.6  # the libraries, the program itself and other programs need some
 WORKER = "vramlab.measurement.worker"  # the module, whose libraries only the child loads
 
 
@@ -32,22 +34,26 @@ def measure(
     timeout: float = 1800,
     estimate: Callable[[Recipe], int] | None = None,
 ) -> Report:
-    """Measure the memory and speed of `recipe` here; or, where it does not fit this machine, return a GPU's record.
+    """Measure memory and speed of `recipe` here, or where it does not fit return a GPU's record.
 
-    Memory that runs out gives status "oom", with what was asked for. With sharding it is the report of the recipe's
-    rank: among real processes, on as many GPUs or up to MOST_RANKS of them on a CPU; on fewer GPUs, alone in a fake
-    process group, whose collectives move nothing.
+    Memory that runs out gives status "oom", with what was asked for. With sharding it is the report
+    of the recipe's rank: among real processes, on as many GPUs or up to MOST_RANKS of them on a
+    CPU; on fewer GPUs, alone in a fake process group, whose collectives move nothing.
 
     Args:
         recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
-        repeats, warmup: timed optimizer steps, and steps before them (two at least, so that all states exist).
+        repeats, warmup: timed optimizer steps, and steps before them (two at least, so that all
+            states exist).
         device: "cuda" or "cpu"; None takes CUDA where there is one.
-        recorded: True only looks the recipe up in the records, False only runs it here, None runs it if it fits here.
+        recorded: True only looks the recipe up in the records, False only runs it here, None runs
+            it if it fits here.
         timeout: seconds after which the processes are ended.
-        estimate: gives the bytes that one process needs, to skip on a CPU what needs more than is free.
+        estimate: gives the bytes that one process needs, to skip on a CPU what needs more than is
+            free.
     Raises:
         MeasurementError: neither can be had; the message says why and what would do.
-        RecipeError: the device cannot compute in the recipe's precision, or an argument is out of range.
+        RecipeError: the device cannot compute in the recipe's precision, or an argument is out of
+            range.
     """
     recipe = as_recipe(recipe)
     for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 2)):
@@ -57,9 +63,14 @@ def measure(
         raise RecipeError("device", device, "allowed are 'cuda', 'cpu' and None")
     if recorded:
         return _record_of(recipe, "recorded=True asks for no run")
+    # Whatever asks for no run needs no torch, which this loads.
     here = current_device()
     device = device or here.kind
-    reason = "torch sees no CUDA device here" if device == "cuda" != here.kind else cannot(recipe, device)
+    reason = (
+        "torch sees no CUDA device here"
+        if device == "cuda" != here.kind
+        else cannot(recipe, device)
+    )
     if not reason and recorded is None and device == "cpu":
         reason = too_much(recipe, estimate)
     if reason:
@@ -71,33 +82,46 @@ def measure(
 
 
 def _record_of(recipe: Recipe, reason: str, look: bool = True) -> Report:
-    """Return the record, unless `look` is False; raise MeasurementError with the `reason` for which nothing was run."""
-    try:
-        if look:
+    """Return the record, unless `look` is False.
+
+    Raises MeasurementError with the `reason` for which nothing was run.
+    """
+    why = "records were not to be used (recorded=False)"
+    if look:
+        try:
             return find_record(recipe)
-        error = "records were not to be used (recorded=False)"
-    except RecordError as failed:
-        error = str(failed).rstrip(".")
+        except RecordError as error:
+            why = str(error).rstrip(".")
+    instead = "simulate() and predict() describe it anywhere"
     raise MeasurementError(
-        f"{recipe} was not measured here because {reason}, and {error}; simulate() and predict() describe it anywhere."
+        f"{recipe} was not measured here because {reason}, and {why}; {instead}."
     )
 
 
 def cannot(recipe: Recipe, device: str) -> str:
-    """Reason why `device` cannot run `recipe` at all, as a clause, or ''."""
+    """Return why `device` cannot run `recipe` at all, as a clause, or ""."""
     if recipe.sharding and recipe.sharding.world_size > MOST_RANKS and device == "cpu":
-        return f"it needs {recipe.sharding.world_size} processes and measure() starts {MOST_RANKS} at most on a CPU"
+        processes = f"{recipe.sharding.world_size} processes"
+        return f"it needs {processes} and measure() starts {MOST_RANKS} at most on a CPU"
     if recipe.attn_implementation == "flash_attention_2" and device == "cpu":
         return "flash-attention needs a GPU"
     return ""
 
 
-def too_much(recipe: Recipe, estimate: Callable[[Recipe], int] | None = None) -> str:
-    """Reason to skip `recipe` on this machine's CPU, or ''; `estimate` gives the bytes that one process needs."""
+def too_much(
+    recipe: Recipe,
+    estimate: Callable[[Recipe], int] | None = None,
+) -> str:
+    """Return why to skip `recipe` on this machine's CPU, or "".
+
+    `estimate` gives the bytes that one process needs.
+    """
     ranks = recipe.sharding.world_size if recipe.sharding else 1
-    free, needed = host.memory()[1], ranks * estimate(recipe) if estimate else 0
-    if needed > 0.6 * free:  # the libraries, the program itself and other programs need some
-        return f"it needs about {format_bytes(needed, digits=1)} and {format_bytes(free, digits=1)} of RAM are free"
+    _, free = host.memory()
+    needed = ranks * estimate(recipe) if estimate else 0
+    if needed > FREE_SHARE * free:
+        about = f"about {format_bytes(needed, digits=1)}"
+        return f"it needs {about} and {format_bytes(free, digits=1)} of RAM are free"
     seconds = 6 * ranks * operations(recipe) / CPU_FLOPS  # it is run some six times
     if seconds > SECONDS_ON_CPU:
         return f"it would take this CPU about {seconds / 60:,.0f} minutes"
@@ -105,33 +129,56 @@ def too_much(recipe: Recipe, estimate: Callable[[Recipe], int] | None = None) ->
 
 
 def operations(recipe: Recipe) -> int:
-    """Operations of a step: about 6 per parameter and token (Kaplan et al. 2020, sec. 2.1), 8 when layers are recomputed."""
-    return (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
+    """Return the operations of a step.
+
+    About 6 per parameter and token (Kaplan et al. 2020, sec. 2.1), 8 when layers are recomputed.
+    """
+    each = 8 if recipe.gradient_checkpointing else 6
+    return each * recipe.shape.num_parameters * recipe.tokens
 
 
-def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | None = None) -> Report:
-    """Have fresh processes measure `order`, the arguments of `worker.run`: all ranks, or one where there are fewer GPUs.
-    Return the report of the recipe's rank; memory that runs out on any gives status "oom". `launcher`: one that has run
-    nothing yet, and is ended here."""
+def run_here(
+    order: dict[str, Any], timeout: float = 1800, launcher: Launcher | None = None
+) -> Report:
+    """Have fresh processes measure `order`, the arguments of `worker.run`.
+
+    All ranks, or one where there are fewer GPUs. Return the report of the recipe's rank; memory
+    that runs out on any gives status "oom". `launcher`: one that has run nothing yet, and is ended
+    here.
+    """
     import torch
 
-    recipe, device = order["recipe"], order["device"]
+    recipe = order["recipe"]
+    device = order["device"]
+    # A rank alone keeps its bytes: collectives of a fake group move nothing.
     ranks = recipe.sharding.world_size if recipe.sharding else 1
     if device == "cuda" and ranks > torch.cuda.device_count():
         ranks = 1
-    function, kills = "run_rank" if ranks > 1 else "run", oom_kills()
+    function = "run_rank" if ranks > 1 else "run"
+    # Without more of them, a killed child was killed by somebody.
+    kills = oom_kills()
     try:
         with launcher or Launcher() as child:
-            reports = child.run(f"{WORKER}:{function}", order, ranks, device, timeout, f"{WORKER}:preload")
+            reports = child.run(
+                f"{WORKER}:{function}",
+                order,
+                world_size=ranks,
+                device=device,
+                timeout=timeout,
+                preload=f"{WORKER}:preload",
+            )
     except MeasurementError as error:
-        if device == "cpu" and getattr(error, "code", None) == SIGKILL and oom_kills() > kills:
-            error.oom = "killed by the kernel because RAM ran out."
-        if isinstance(error, RankError) and error.oom:
-            card, text = current_device().name, f"{rank_name(error.rank, ranks)}: {error.oom}"
-            return Report.failed(witness(device), recipe, device, "oom", text, gpu=card if device == "cuda" else None)
+        if isinstance(error, RankError):
+            asked = error.oom
+            if device == "cpu" and error.code == SIGKILL and oom_kills() > kills:
+                asked = "killed by the kernel because RAM ran out."
+            if asked:
+                text = f"{rank_name(error.rank, ranks)}: {asked}"
+                card = current_device().name if device == "cuda" else None
+                return Report.failed(source_of(device), recipe, device, "oom", text, gpu=card)
         raise MeasurementError(f"{recipe} could not be measured: {error}") from error
     report = reports[recipe.sharding.rank if ranks > 1 else 0]
     if ranks > 1:
-        peaks = ", ".join(format_bytes(r.allocated) for r in reports)
+        peaks = ", ".join(format_bytes(each.allocated) for each in reports)
         report.notes.append(f"{ranks} processes on this machine; their peaks by rank: {peaks}")
     return report

@@ -1,7 +1,10 @@
-"""The child process behind `launch.Launcher`: load the libraries once, then run every order, on ranks or here.
+"""The child process behind `launch.Launcher`: load the libraries once, then run every order.
 
-An order is a folder with `order.pickle` in it, whose path comes as a line on the standard input; what becomes of it is left
-there in `outcome.pickle`. When the standard input ends, so does everything here.
+On ranks or here.
+
+An order is a folder with `order.pickle` in it, whose path comes as a line on the standard input;
+what becomes of it is left there in `outcome.pickle`. When the standard input ends, so does
+everything here.
 """
 
 import contextlib
@@ -29,7 +32,9 @@ with no_collection(before=False):
     import torch
     import transformers.modeling_utils
     import transformers.trainer_pt_utils  # noqa: F401 (loaded here, once for all ranks)
-    from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal
+    from torch.multiprocessing import (  # type: ignore[attr-defined]
+        _prctl_pr_set_pdeathsig as set_parent_death_signal,
+    )
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 LOCALHOST = "127.0.0.1"
@@ -39,7 +44,9 @@ SIGABRT = -6  # as an exit code
 def main() -> None:
     """Run orders until the standard input ends."""
     silence()
-    with contextlib.suppress(OSError):  # Linux: when RAM runs out, kill this process and its ranks first
+    with contextlib.suppress(
+        OSError
+    ):  # Linux: when RAM runs out, kill this process and its ranks first
         Path("/proc/self/oom_score_adj").write_text("1000")
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
     threading.Thread(target=_read_orders, args=(folders,), daemon=True).start()
@@ -47,61 +54,103 @@ def main() -> None:
         folder = folders.get()
         order = pickle.loads((folder / "order.pickle").read_bytes())
         sys.path += [path for path in order["path"] if path not in sys.path]
-        outcome = called(order, 0) if order["world_size"] == 1 else of_ranks(order, folder)
+        is_alone = order["world_size"] == 1
+        outcome = called(order, 0) if is_alone else of_ranks(order, folder)
         part = folder / "outcome.part"
         part.write_bytes(pickle.dumps(outcome))
         part.replace(folder / "outcome.pickle")  # at once, so that nobody reads a part of it
 
 
 def _read_orders(folders: "queue.SimpleQueue[Path]") -> None:
-    """Pass on the folders that the parent names. When it is gone, remove the last one and end all processes here."""
+    """Pass on the folders that the parent names.
+
+    When it is gone, remove the last one and end all processes here.
+    """
     folder = Path("nowhere")
     while line := os.read(0, 4096):
         folder = Path(line.decode().rstrip("\n"))
         folders.put(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL) if hasattr(os, "killpg") else os._exit(1)
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGKILL)
+    else:
+        os._exit(1)
 
 
-def of_ranks(order: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run the order's function on all ranks: their "answers", or of the one that failed first its "error" or, without an
-    exception, its number and exit code ("ended").
+def of_ranks(
+    order: dict[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Run the order's function on all ranks.
 
-    On a CPU under Linux ranks are forked from this process. CUDA does not survive a fork, nor do the system libraries'
-    threads elsewhere: there each rank is a fresh process. Ranks on a CPU see no GPU: a library that looks for one would
-    start CUDA here.
+    Return their "answers", or of the one that failed first its "error" or, without an exception,
+    its number and exit code ("ended").
     """
-    world, cpu = order["world_size"], order["device"] == "cpu"
-    forks = cpu and sys.platform == "linux"
-    own = {"MASTER_ADDR": LOCALHOST, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    own |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-    ended = None
+    world = order["world_size"]
+    ended = _run_ranks(order, folder)
+    outcomes = {}
+    for rank in range(world):
+        file = folder / str(rank)
+        if file.exists():
+            outcomes[rank] = pickle.loads(file.read_bytes())
+    if ended is None and len(outcomes) == world:
+        return {"answers": [outcomes[rank]["answers"][0] for rank in range(world)]}
+    silent = {*range(world)} - {*outcomes}
+    rank, code = ended or (min(silent), 0)
+    errors = [outcome for outcome in outcomes.values() if "error" in outcome]
+    # Who aborts may have lost a neighbour.
+    may_be_another = "error" in outcomes.get(rank, {}) or code == SIGABRT
+    if errors and may_be_another:
+        return min(errors, key=lambda outcome: outcome["time"])
+    return {"ended": (rank, code)}
+
+
+def _run_ranks(
+    order: dict[str, Any],
+    folder: Path,
+) -> tuple[int, int] | None:
+    """Run the order's function on all ranks; return the number and exit code of one that ended.
+
+    On a CPU under Linux ranks are forked from this process. CUDA does not survive a fork, nor do
+    the system libraries' threads elsewhere: there each rank is a fresh process. Ranks on a CPU see
+    no GPU: a library that looks for one would start CUDA here.
+    """
+    is_cpu = order["device"] == "cpu"
+    forks = is_cpu and sys.platform == "linux"
+    own = {
+        "MASTER_ADDR": LOCALHOST,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    if is_cpu:
+        own["CUDA_VISIBLE_DEVICES"] = ""
     with patch.dict(os.environ, own), socket.socket() as reserved:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if forks:
             _preload(order)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((LOCALHOST, 0))  # rank 0's store may bind to it too, as nobody listens here
-        os.environ["MASTER_PORT"] = str(reserved.getsockname()[1])
-        method = "fork" if forks else "spawn"
+        _, port = reserved.getsockname()
+        os.environ["MASTER_PORT"] = str(port)
         try:
-            ranks = start_processes(rank_process, (order, folder), world, join=False, start_method=method)
+            ranks = start_processes(
+                rank_process,
+                (order, folder),
+                order["world_size"],
+                join=False,
+                start_method="fork" if forks else "spawn",
+            )
             while not ranks.join(grace_period=0.5):
                 pass
         except ProcessExitedException as error:
-            ended = error.error_index, error.exit_code
-    found = {rank: pickle.loads(file.read_bytes()) for rank in range(world) if (file := folder / str(rank)).exists()}
-    if ended is None and len(found) == world:
-        return {"answers": [found[rank]["answers"][0] for rank in range(world)]}
-    errors = [each for each in found.values() if "error" in each]
-    rank, code = ended or (min({*range(world)} - {*found}), 0)
-    if errors and ("error" in found.get(rank, {}) or code == SIGABRT):  # who aborts may have lost a neighbour
-        return min(errors, key=lambda each: each["time"])
-    return {"ended": (rank, code)}
+            return error.error_index, error.exit_code
+    return None
 
 
 def _preload(order: dict[str, Any]) -> None:
-    """Import here, once, what ranks of this and of later orders need; an error is for the ranks to report."""
+    """Import here, once, what ranks of this and of later orders need.
+
+    An error is for the ranks to report.
+    """
     with contextlib.suppress(Exception):
         function, arguments = pickle.loads(order["call"])
         pkgutil.resolve_name(function)
@@ -111,15 +160,23 @@ def _preload(order: dict[str, Any]) -> None:
     gc.freeze()  # a collection in a rank would visit all of it, and copy its pages
 
 
-def rank_process(rank: int, order: dict[str, Any], folder: Path) -> None:
-    """Set up one rank's process as torchrun does, call the function and leave what becomes of it in a file."""
+def rank_process(
+    rank: int,
+    order: dict[str, Any],
+    folder: Path,
+) -> None:
+    """Set up one rank's process as torchrun does, and call the function.
+
+    What becomes of it is left in a file.
+    """
     set_parent_death_signal(signal.SIGKILL)
     silence()
     world = order["world_size"]
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    # A fork replaces torch's thread pool at the first call that asks for it. Two of autograd's threads may ask at once, of
-    # which one finds none and aborts ("Invalid thread pool!", pthreadpool-cpp.cc); so ask here, before they exist.
+    # A fork replaces torch's thread pool at the first call that asks for it. Two of autograd's
+    # threads may ask at once, of which one finds none and aborts ("Invalid thread pool!",
+    # pthreadpool-cpp.cc); so ask here, before they exist.
     torch.set_num_threads(torch.get_num_threads())
     outcome = called(order, rank)
     (folder / str(rank)).write_bytes(pickle.dumps(outcome))
@@ -129,8 +186,14 @@ def rank_process(rank: int, order: dict[str, Any], folder: Path) -> None:
         sys.exit(1)
 
 
-def called(order: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Call the order's function: its pickled answer in a list, or its error and when it was raised."""
+def called(
+    order: dict[str, Any],
+    rank: int,
+) -> dict[str, Any]:
+    """Call the order's function.
+
+    Return its pickled answer in a list, or its error and when it was raised.
+    """
     try:
         function, arguments = pickle.loads(order["call"])
         return {"answers": [pickle.dumps(pkgutil.resolve_name(function)(**arguments))]}
@@ -141,7 +204,15 @@ def called(order: dict[str, Any], rank: int) -> dict[str, Any]:
         lines = ["Traceback (most recent call last):\n", *traceback.format_list(steps)]
         text = "".join(lines + traceback.format_exception_only(error))
         message = f"{rank_name(rank, order['world_size'])} failed: {type(error).__name__}: {error}"
-        return {"error": RankError(message, rank, None, text), "time": time.time()}
+        return {
+            "error": RankError(
+                message,
+                rank,
+                None,
+                text,
+            ),
+            "time": time.time(),
+        }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""`share`: make files of measured reports that say nothing of who measured, and show where to send them."""
+"""`share`: make files of measured reports that say nothing of who measured.
+
+And show where to send them.
+"""
 
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ PATH = re.compile(r"(?<![\w./\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\",:;]+[\\/])*[
 
 @dataclass(frozen=True)
 class Submission:
-    """A file that may be sent: where it lies, its reports and facts, and what was left out and why."""
+    """A file that may be sent: where it lies, what it has, and what was left out and why."""
 
     file: Path
     reports: tuple[Report, ...]
@@ -32,64 +36,98 @@ class Submission:
 
     @property
     def page(self) -> str | None:
-        """The page that takes the file from a reader who is signed in there; None while the project has no address."""
+        """The page that takes the file from a reader who is signed in there.
+
+        None while the project has no address.
+        """
         address = repository()
-        return f"{address}/upload/main/data/measurements" if address and "your--account" not in address else None
+        if not address or "your--account" in address:
+            return None
+        return f"{address}/upload/main/data/measurements"
 
     def __str__(self) -> str:
-        seen = (*self.reports, *self.facts)[0].environment
-        rows = [("recipe", "allocated", "reserved")]
+        rows: list[tuple[str, ...]] = [("recipe", "allocated", "reserved")]
         for report in self.reports:
-            sizes = (format_bytes(n) if n else report.status for n in (report.allocated, report.reserved))
-            rows.append((report.title, *sizes))
-        told = " · ".join(f"{name} {seen[name]}" for name in (*CARD, *VERSIONS, "date") if seen.get(name))
-        where = self.page or "a pull request that adds it to data/measurements/ of the project's repository"
-        return "\n".join(
-            [
-                f"{self.file}, {self.file.stat().st_size:,} bytes: {len(self.reports)} reports, with the split of each",
-                text_table(rows),
-                *(f"{fact.title}: {fact.words}" for fact in self.facts),
-                *(f"left out: {reason}" for reason in self.left_out),
-                f"Of your machine it tells: {told}.",
-                "Nothing else is in it (it is text: open it), and nothing has been sent.",
-                f"To send it: {where}",
-            ]
-        )
+            rows.append((report.title, _size(report, "allocated"), _size(report, "reserved")))
+        bytes_of_file = f"{self.file.stat().st_size:,} bytes"
+        lines = [
+            f"{self.file}, {bytes_of_file}: {len(self.reports)} reports, with the split of each",
+            text_table(rows),
+        ]
+        lines += [f"{fact.title}: {fact.words}" for fact in self.facts]
+        lines += [f"left out: {reason}" for reason in self.left_out]
+        where = self.page
+        if not where:
+            folder = "data/measurements/ of the project's repository"
+            where = f"a pull request that adds it to {folder}"
+        lines += [
+            f"Of your machine it tells: {self._machine()}.",
+            "Nothing else is in it (it is text: open it), and nothing has been sent.",
+            f"To send it: {where}",
+        ]
+        return "\n".join(lines)
+
+    def _machine(self) -> str:
+        """Return all that the file says of the machine."""
+        entries: tuple[Report | Fact, ...] = (*self.reports, *self.facts)
+        # All entries are of one card and versions, as the file is named by them.
+        about = entries[0].environment
+        names = (*CARD, *VERSIONS, "date")
+        return " · ".join(f"{name} {about[name]}" for name in names if about.get(name))
 
 
-def share(source: str | os.PathLike | None = None, folder: str | os.PathLike = ".") -> list[Submission]:
-    """Write a file for each card and versions among some records into `folder`, to be sent by whoever wants to. Each is
-    named by its content, so that a changed one is seen, and an equal one is not sent twice.
+def _size(report: Report, name: str) -> str:
+    """Return a size of a report, or what became of it where there is none."""
+    size = getattr(report, name)
+    return format_bytes(size) if size else report.status
+
+
+def share(
+    source: str | os.PathLike | None = None,
+    folder: str | os.PathLike = ".",
+) -> list[Submission]:
+    """Write a file for each card and versions among some records into `folder`.
+
+    They are sent by whoever wants to. Each is named by its content, so that a changed one is seen,
+    and an equal one is not sent twice.
 
     Args:
-        source: a record file or a folder of them, as `record` makes them; None takes what this machine added to the
-            course's: files named by their content came with the package, and somebody else measured them.
+        source: a record file or a folder of them, as `record` makes them; None takes what this
+            machine added to the course's: files named by their content came with the package, and
+            somebody else measured them.
     Raises:
         RecordError: there is no record that can be shared, or a file cannot be read or written.
     """
     own = source is None
     source = Path(source or measurements_folder())
-    made: list[Submission] = []
+    submissions = []
     why = "there is no record of a GPU in it, and `vramlab card` on a GPU makes one"
-    paths = [source] if source.suffix == ".json" else sorted(source.glob("*.json"))
+    paths = [source]
+    if source.suffix != ".json":
+        paths = sorted(source.glob("*.json"))
     if own:
         paths = [path for path in paths if not SENT.search(path.name)]
-        why = "this machine has measured nothing there; `vramlab card` on a GPU does, then say its folder: "
-        why += "`vramlab share my_records`"
+        why = "this machine has measured nothing there; `vramlab card` on a GPU does, then say its "
+        why += "folder: `vramlab share my_records`"
     for path in paths:
         records = read_records(path)
-        left_out = []
-        for kind in (records.reports, records.facts):
-            for key, entry in list(kind.items()):
-                if reason := _private(entry):
-                    left_out.append(f"{entry.title}: {reason}")
-                    del kind[key]
+        left_out = [*_leave_out(records.reports), *_leave_out(records.facts)]
         why = "; ".join(left_out) or why
         if records.reports or records.facts:
-            made.append(_written(records, left_out, Path(folder)))
-    if not made:
+            submissions.append(_written(records, left_out, Path(folder)))
+    if not submissions:
         raise RecordError(f"nothing in {source} can be shared: {why}.")
-    return made
+    return submissions
+
+
+def _leave_out(entries: dict[str, Any]) -> Iterator[str]:
+    """Remove what is not for others from `entries`, and say why."""
+    # A list, for entries go while it is walked.
+    for key, entry in list(entries.items()):
+        reason = _private(entry)
+        if reason:
+            yield f"{entry.title}: {reason}"
+            del entries[key]
 
 
 def _private(entry: Report | Fact) -> str:
@@ -104,19 +142,35 @@ def _private(entry: Report | Fact) -> str:
 
 
 def _written(records: RecordFile, left_out: list[str], folder: Path) -> Submission:
-    content: dict[str, dict[str, Any]] = {"reports": {}}
-    for kind, entries in vars(records).items():
-        for key, entry in sorted(entries.items()):
-            said = _cleaned(entry.to_dict())
-            said["environment"] = {name: said["environment"].get(name) for name in (*VERSIONS, *CARD, "date")}
-            content.setdefault(kind, {})[key] = said
+    """Write what may be sent of `records`."""
+    content = {"reports": _sendable(records.reports)}
+    # A file without facts says nothing of them.
+    if records.facts:
+        content["facts"] = _sendable(records.facts)
     text = json.dumps(content, indent=1) + "\n"
-    first = next(iter((*records.reports.values(), *records.facts.values())))
-    path = folder / content_name(first.environment, text)
+    entries: list[Report | Fact] = [*records.reports.values(), *records.facts.values()]
+    path = folder / content_name(entries[0].environment, text)
     with writing(path):
         write_atomically(path, text)
+    # Read again, so that what is shown is what the file says.
     sent = read_records(path)
-    return Submission(path, tuple(sent.reports.values()), tuple(left_out), tuple(sent.facts.values()))
+    return Submission(
+        file=path,
+        reports=tuple(sent.reports.values()),
+        left_out=tuple(left_out),
+        facts=tuple(sent.facts.values()),
+    )
+
+
+def _sendable(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return entries as JSON, without what tells whose machine it was."""
+    sendable = {}
+    for key, entry in sorted(entries.items()):
+        cleaned = _cleaned(entry.to_dict())
+        about = cleaned["environment"]
+        cleaned["environment"] = {name: about.get(name) for name in (*VERSIONS, *CARD, "date")}
+        sendable[key] = cleaned
+    return sendable
 
 
 def _cleaned(value: Any) -> Any:
@@ -129,6 +183,10 @@ def _cleaned(value: Any) -> Any:
 
 
 def content_name(environment: dict[str, Any], text: str) -> str:
-    """Name a submission by its card, versions and content: "tesla-t4-torch2.13-transformers5.23-0123456789ab.json"."""
+    """Name a submission by its card, versions and content.
+
+    For example "tesla-t4-torch2.13-transformers5.23-0123456789ab.json".
+    """
+    # Twelve digits of a hash are enough to tell some thousands of files apart.
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{file_name(environment).removesuffix('.json')}-{digest}.json"

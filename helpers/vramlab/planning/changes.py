@@ -1,4 +1,4 @@
-"""What to change: the cheapest single changes of a recipe, and what would fit where a plan has no answer."""
+"""What to change: the cheapest single changes of a recipe, and what would fit if nothing does."""
 
 import contextlib
 import dataclasses
@@ -15,93 +15,134 @@ from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import Report, format_bytes, unit_for
+from .candidate import Candidate, simulate_briefly
 from .question import RANK, Question
-from .search import Search, simulate_briefly
+from .search import Search
 from .search_space import least_bytes
 from .step_time import estimate
 
-USUAL_CARD = "A100 80GB"  # for relative times where no card is named
-LEAST = 0.01  # of the peak: less is no help
-SLOW_CHANGE = 0.02  # of the step: less is not said
-SHORTEST, MOST_GPUS = 64, 1024  # tokens, GPUs
+Fields = dict[str, Any]  # of a recipe or a question: names and their new values
+
+DEFAULT_CARD = "A100 80GB"  # for relative times where no card is named
+LEAST_SAVED = 0.01  # of the peak: less is no help
+LEAST_SLOWER = 0.02  # of the step: less is not said
+SHORTEST = 64  # tokens
+MOST_GPUS = 1024
 OFFLOADED_LAYERS = 48  # that are simulated one by one, half a minute
 
 
 @dataclass(frozen=True)
 class Change:
-    """Fields of a recipe to change: what that takes off its peak, the step's time afterwards over that before (None if
-    unknown), and whether it computes the same training."""
+    """A change of a recipe, and what it does.
 
-    fields: dict[str, Any]
+    Attributes:
+        fields: the fields to change.
+        saves: bytes that it takes off the peak.
+        time: the step's time afterwards over that before; None if unknown.
+        same: whether it computes the same training.
+    """
+
+    fields: Fields
     saves: int
     time: float | None
     same: bool
 
     def __str__(self) -> str:
-        said = ((f"{name}={value!r}", knobs(Recipe)[name].words(value)) for name, value in self.fields.items())
-        fields = ", ".join(words if "(" in plain else plain for plain, words in said)
-        slower = "" if not self.time or abs(self.time - 1) < SLOW_CHANGE else f", step time ×{self.time:.2f}"
+        names = []
+        for name, value in self.fields.items():
+            plain = f"{name}={value!r}"
+            # An object's words are shorter than the call that makes it.
+            names.append(knobs(Recipe)[name].words(value) if "(" in plain else plain)
+        fields = ", ".join(names)
+        saves = format_bytes(self.saves, unit_for(self.saves))
+        slower = ""
+        if self.time and abs(self.time - 1) >= LEAST_SLOWER:
+            slower = f", step time ×{self.time:.2f}"
         kind = "the same training" if self.same else "another training"
-        return f"{fields}: −{format_bytes(self.saves, unit_for(self.saves))}{slower}, {kind}"
+        return f"{fields}: −{saves}{slower}, {kind}"
 
 
 def cheapest(
-    recipe: Recipe, card: Gpu | None = None, need: int = 0, count: int = 3, witness: Callable[..., Report] = predict
+    recipe: Recipe,
+    card: Gpu | None = None,
+    need: int = 0,
+    count: int = 3,
+    witness: Callable[..., Report] = predict,
 ) -> list[Change]:
-    """Return up to `count` changes that each take bytes off the peak: first those that take `need`, of these first what
-    computes the same training, then what costs the least time.
+    """Return up to `count` changes that each take bytes off the peak.
 
-    Raises RecipeError where `witness` refuses the recipe itself.
+    First come those that take `need`, of these first what computes the same training, then what
+    costs the least time. Raises RecipeError where `witness` refuses the recipe itself.
     """
     before = witness(recipe).peak.total
-    seconds, found = _seconds(recipe, card), []
+    seconds = _seconds(recipe, card)
+    changes = []
     for fields, same in _changes(recipe):
-        with contextlib.suppress(RecipeError):  # this model or trainer cannot have it, or the formulas do not know it
+        # This model or trainer cannot have it, or the formulas do not know it.
+        with contextlib.suppress(RecipeError):
             changed = recipe.replace(**fields)
-            saves, after = before - witness(changed).peak.total, _seconds(changed, card)
-            if saves > LEAST * before:
-                found.append(Change(fields, saves, after / seconds if after and seconds else None, same))
-    return sorted(found, key=lambda c: (c.saves < need, not c.same, c.time or 1.0, -c.saves))[:count]
+            saves = before - witness(changed).peak.total
+            after = _seconds(changed, card)
+            if saves > LEAST_SAVED * before:
+                time = after / seconds if after and seconds else None
+                changes.append(Change(fields, saves, time, same))
+
+    # An unknown time counts as no slower.
+    def order(change: Change) -> tuple:
+        return change.saves < need, not change.same, change.time or 1.0, -change.saves
+
+    return sorted(changes, key=order)[:count]
 
 
 def _seconds(recipe: Recipe, card: Gpu | None) -> float | None:
+    """Return the estimated seconds of a step, None where they are unknown."""
     try:
-        return sum(estimate(recipe, card or find_gpu(USUAL_CARD)).values())
+        parts = estimate(recipe, card or find_gpu(DEFAULT_CARD))
     except (GpuError, RecipeError):
         return None
+    return sum(parts.values())
 
 
-def _changes(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Fields to change, and whether the training stays the same up to rounding."""
+def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
+    """Yield fields to change, and whether the training stays the same up to rounding."""
     yield {"attn_implementation": "sdpa"}, True
     yield {"use_liger_kernel": True}, True
     yield {"gradient_checkpointing": True}, True
     yield {"optim": "adamw_torch_fused"}, recipe.optim == "adamw_torch"
     if recipe.batch_size > 1 and recipe.batch_size % 2 == 0 and not recipe.lengths:
-        times = 2 * recipe.gradient_accumulation_steps
-        yield {"batch_size": recipe.batch_size // 2, "gradient_accumulation_steps": times}, True
+        halved = {
+            "batch_size": recipe.batch_size // 2,
+            "gradient_accumulation_steps": 2 * recipe.gradient_accumulation_steps,
+        }
+        yield halved, True
     if recipe.optim.startswith("adamw"):
         yield {"optim": "adamw_bnb_8bit"}, False
     if recipe.precision == "fp32":
         yield {"precision": "bf16-mixed"}, False
-    yield {"lora": recipe.lora or RANK}, False
+    adapters = recipe.lora or RANK
+    yield {"lora": adapters}, False
     if recipe.lora or recipe.precision != "fp32":
-        yield {"lora": recipe.lora or RANK, "quantization": Quantization("nf4", double=True)}, False
+        yield {"lora": adapters, "quantization": Quantization("nf4", double=True)}, False
     if not recipe.lengths and not recipe.shape.image_tokens and recipe.seq_len > 1:
         yield {"seq_len": recipe.seq_len // 2}, False
 
 
 def advise(question: Question) -> Iterator[str]:
-    """The least change of each kind that makes something fit: method, trainer, offload, sequences, GPUs, card. Of recipes
-    that differ in checkpointing alone, only the lighter is tried. Where a rule refused all, no memory is missing, and what
-    is under another rule comes alone."""
-    question = dataclasses.replace(question, checkpointing=max(question.checkpointing))
-    refused, found = not Search(question).candidates, False
+    """Say the least change of each kind that makes something fit.
+
+    The kinds are method, trainer, offload, sequences, GPUs and card. Of recipes that differ in
+    checkpointing alone, only the lighter is tried. Where a rule refused all recipes, no memory is
+    missing, and what is under another rule comes alone.
+    """
+    question = dataclasses.replace(question, checkpointing=(max(question.checkpointing),))
+    refused = not Search(question).candidates
+    # Those of other rules come first: where they answer, more memory is no advice.
+    fits_elsewhere = False
     for changes in _under_other_rules(question):
-        for said in _first_fit(question, changes):
-            found = True
-            yield said
-    if refused and found:
+        for sentence in _first_fit(question, changes):
+            fits_elsewhere = True
+            yield sentence
+    if refused and fits_elsewhere:
         return
     with contextlib.suppress(RecipeError):
         yield from _with_offloaded_activations(question)
@@ -110,48 +151,79 @@ def advise(question: Question) -> Iterator[str]:
 
 
 def _with_offloaded_activations(question: Question) -> Iterator[str]:
-    """The lightest recipe of SFTTrainer with its activations in host memory, if that fits: formulas do not know it, so it
-    is simulated."""
-    trained = {question.plain.trainer, *question.trainers()}
-    if question.gpus > 1 or not question.offload or not trained & {"transformers", "sft"}:
+    """Say whether SFTTrainer's lightest recipe fits with its activations in host memory.
+
+    The formulas do not know that, so it is simulated.
+    """
+    # `activation_offloading` is TRL's, and SFTTrainer trains what the plain Trainer does.
+    trainers = {question.plain.trainer, *question.trainers()}
+    if question.gpus > 1 or not question.offload or not trainers & {"transformers", "sft"}:
         return
-    changed = dataclasses.replace(question, trainer="sft", checkpointing=True, offload=False)
-    lightest = min(Search(changed).ends, key=lambda one: one.bound("safe"), default=None)
+    changed = dataclasses.replace(question, trainer="sft", checkpointing=(True,), offload=False)
+
+    def bound(candidate: Candidate) -> int:
+        return candidate.bound("safe")
+
+    lightest = min(Search(changed).ends, key=bound, default=None)
     if lightest is None or least_bytes(lightest.recipe) > question.usable:
         return
     recipe = lightest.recipe.replace(activation_offloading=True)
-    found = simulate_briefly(recipe, question, deepest=OFFLOADED_LAYERS)
-    if isinstance(found, str):
+    simulated = simulate_briefly(recipe, question, deepest=OFFLOADED_LAYERS)
+    if isinstance(simulated, str):
         return
-    held = expandable(max(found.allocated, found.peak.total), 1.0)
-    needs = held + context_of(recipe, question.gpu)
-    if needs.high <= question.usable:
+    inside = expandable(max(simulated.allocated or 0, simulated.peak.total), 1.0)
+    process = inside + context_of(recipe, question.gpu)
+    if process.high <= question.usable:
         yield f"activation_offloading=True fits (SFTTrainer): {recipe}"
 
 
-def _first_fit(question: Question, changes: list[dict[str, Any]]) -> Iterator[str]:
-    """The first of `changes` that makes something fit, and what."""
+def _first_fit(
+    question: Question,
+    changes: list[Fields],
+) -> Iterator[str]:
+    """Yield the first of `changes` that makes something fit, and what fits."""
     for change in changes:
         with contextlib.suppress(RecipeError):
-            if recipe := Search(dataclasses.replace(question, **change)).any_fit():
-                yield f"{', '.join(f'{name}={value!r}' for name, value in change.items())} fits: {recipe}"
+            recipe = Search(dataclasses.replace(question, **change)).any_fit()
+            if recipe:
+                fields = ", ".join(f"{name}={value!r}" for name, value in change.items())
+                yield f"{fields} fits: {recipe}"
                 return
 
 
-def _under_other_rules(question: Question) -> Iterator[list[dict[str, Any]]]:
-    """For each kind of change that another method's or trainer's rules come with, the fields that it changes."""
-    yield [{"method": method} for method in ("lora", "qlora") if question.method not in ("any", method)]
-    yield [{"trainer": "transformers"}] if question.trainer == "sft" else []
+def _under_other_rules(question: Question) -> Iterator[list[Fields]]:
+    """Yield for each kind of change that brings other rules the fields that it changes."""
+    methods = [method for method in ("lora", "qlora") if question.method not in ("any", method)]
+    yield [{"method": method} for method in methods]
+    if question.trainer == "sft":
+        yield [{"trainer": "transformers"}]
 
 
-def _wider(question: Question) -> Iterator[list[dict[str, Any]]]:
-    """For each kind of change the fields that it changes, the least change first."""
-    yield [] if question.offload else [{"offload": True}]
+def _wider(question: Question) -> Iterator[list[Fields]]:
+    """Yield for each kind of change the fields that it changes, the least change first."""
+    if not question.offload:
+        yield [{"offload": True}]
     if question.plain.shape.task != "image-classification":
-        yield [{"seq_len": n} for i in range(1, 32) if (n := question.plain.seq_len >> i) >= SHORTEST]
-    counts = (question.gpus << i for i in range(1, 11) if question.gpus << i <= MOST_GPUS)
-    yield [{"gpus": n, "global_batch": n * max(1, question.global_batch // n)} for n in counts]
+        # Half as long each time, for whoever asks wants the longest that fits.
+        shorter = [question.plain.seq_len >> halvings for halvings in range(1, 32)]
+        yield [{"seq_len": length} for length in shorter if length >= SHORTEST]
+    wider = []
+    for doublings in range(1, 11):
+        gpus = question.gpus << doublings
+        if gpus <= MOST_GPUS:
+            # The global batch has to be a multiple of the GPUs.
+            batch = gpus * max(1, question.global_batch // gpus)
+            wider.append({"gpus": gpus, "global_batch": batch})
+    yield wider
     if question.memory is None:
-        cards = sorted(map(find_gpu, gpu_names()), key=lambda card: (card.total, card.name))
-        larger = [card for card in cards if card.total > question.gpu.total]
-        yield [{"gpu": card.name} for card in larger if all(map(card.supports, question.precisions or ()))]
+        yield [{"gpu": card.name} for card in _larger_cards(question)]
+
+
+def _larger_cards(question: Question) -> list[Gpu]:
+    """Return the cards with more memory that compute in the precisions asked for, least first."""
+    larger = []
+    for card in map(find_gpu, gpu_names()):
+        computes = all(map(card.supports, question.precisions or ()))
+        if computes and card.total > question.gpu.total:
+            larger.append(card)
+    return sorted(larger, key=lambda card: (card.total, card.name))

@@ -1,4 +1,7 @@
-"""What `plan` is asked: the GPUs, the batch, and what to try. The command line reads its options from the fields."""
+"""What `plan` is asked: the GPUs, the batch, and what to try.
+
+The command line reads its options from the fields.
+"""
 
 import dataclasses
 import re
@@ -12,29 +15,46 @@ from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
-from ..recipe.recipe import ATTENTION, LEAST_BATCH, OPTIMIZERS, PRECISIONS, Recipe, refuse_generating
+from ..recipe.recipe import (
+    ATTENTION,
+    LEAST_BATCH,
+    OPTIMIZERS,
+    PRECISIONS,
+    Recipe,
+    refuse_generating,
+)
 from ..recipe.samples import check_lengths
 from ..report.errors import RecipeError, needing
 from ..report.report import TIERS
 
 METHODS = ("full", "lora", "qlora")
-UNITS = {"": 1, "mb": 10**6, "gb": 10**9, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
-# Triton's README, "Supported Hardware": NVIDIA GPUs of compute capability 8.0 and more, since Triton 3.3 (torch 2.7)
+UNITS = {
+    "": 1,
+    "mb": 10**6,
+    "gb": 10**9,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+# AdamW in four implementations
+OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")
+# Triton's README, "Supported Hardware": NVIDIA GPUs of compute capability 8.0 and more, since
+# Triton 3.3 (torch 2.7)
 LIGER_SINCE = (8, 0)
 SIZES = ("memory", "host_memory", "other_memory")
 FLASH_SINCE = (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
 ENGINES = ("ddp", "fsdp", "deepspeed")
-RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
+# All linear layers: Dettmers et al. 2023, section 4.
+RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")
 
 
 @documented
 @dataclass
 class Question:
-    """What `plan` is asked: GPUs, batch, and what to try. `model`, `seq_len`, `task`, `num_layers` and `trainer` as in
-    `Recipe`.
+    """What `plan` is asked: GPUs, batch, and what to try.
 
-    Raises RecipeError or GpuError, one sentence that names the wrong argument.
+    `model`, `seq_len`, `task`, `num_layers` and `trainer` as in `Recipe`. Raises RecipeError or
+    GpuError, one sentence that names the wrong argument.
     """
 
     model: Any
@@ -63,135 +83,214 @@ class Question:
     packing: bool = knob(False)
     link: float | None = knob(None)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        # Sizes first, for the card may be found by its memory.
         self._read_sizes()
         self.assumed = self.memory is not None and self.gpu is None
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
-            self.lora = dataclasses.replace(RANK, **{"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora})
+            fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
+            self.lora = dataclasses.replace(RANK, **fields)
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
         for name in knobs(Question).keys() - {*SIZES, "lengths"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:
-            raise RecipeError("global_batch", self.global_batch, f"{self.gpus} GPUs share it: take a multiple")
+            rest = f"{self.gpus} GPUs share it: take a multiple"
+            raise RecipeError("global_batch", self.global_batch, rest)
         self.samples_per_gpu = self.global_batch // self.gpus
         self.methods = METHODS if self.method == "any" else (self.method,)
-        self.tiers = (self.tier,) if self.tier else tuple(TIERS)  # in which an answer is looked for, in this order
+        # Those in which an answer is looked for, in this order.
+        self.tiers = (self.tier,) if self.tier else tuple(TIERS)
         self.usable = self._usable()  # bytes of one card that a process can have
+        # By samples drawn, since a search asks for the same few over and over.
         self._widths: dict[int, float] = {}
         self.plain = self._plain()
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse what is allowed by itself but not with the rest of the question."""
+        # Raises RecipeError for what the formulas do not know of the trainer.
         with_its_adapters(self.plain)
         if self.trainer not in ("transformers", "sft") and self.gpus > 1:
-            raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
+            rest = f"with trainer={self.trainer!r} one device is modelled so far"
+            raise RecipeError("gpus", self.gpus, rest)
         if self.method != "full":
             lora_modules.adapted(self.plain.shape, self.lora)
-        for precision in self.precisions or ():
+        precisions = self.precisions or ()
+        for precision in precisions:
             self.gpu.require(precision)
-        halves = [precision.endswith("-true") for precision in self.precisions or ("",)]
-        if self.gpus > 1 and self.engines == ("deepspeed",) and all(halves):
+        in_half = [precision.endswith("-true") for precision in precisions]
+        if self.gpus > 1 and self.engines == ("deepspeed",) and in_half and all(in_half):
             rest = "DeepSpeed keeps fp32 copies of such weights: take '-mixed', or another engine"
             raise RecipeError("precisions", self.precisions, rest)
 
     def _read_sizes(self) -> None:
-        """Read what may be said as "24GiB"; of this machine's card NVML says what others hold."""
+        """Read what may be said as "24GiB".
+
+        Of this machine's card NVML says what others hold.
+        """
         for name in SIZES:
             setattr(self, name, size_of(name, getattr(self, name)))
         if self.other_memory is None:
-            self.other_memory = held_by_others() if self.gpu is None and self.memory is None else 0
+            is_this_machine = self.gpu is None and self.memory is None
+            self.other_memory = held_by_others() if is_this_machine else 0
 
     def _usable(self) -> int:
-        found = (self.memory or usable_memory(self.gpu)) - self.other_memory
-        if found <= 0:
-            raise RecipeError("other_memory", self.other_memory, f"it leaves nothing of {self.gpu.name}")
-        return found
+        """Return the bytes of one card that a process can have."""
+        usable = (self.memory or usable_memory(self.gpu)) - self.other_memory
+        if usable <= 0:
+            rest = f"it leaves nothing of {self.gpu.name}"
+            raise RecipeError("other_memory", self.other_memory, rest)
+        return usable
 
     def _check_knob(self, name: str) -> None:
-        said, value = knobs(Question)[name], getattr(self, name)
-        if said.many and value is not None:
+        """Check a field; one that takes many values may be given one."""
+        knob = knobs(Question)[name]
+        value = getattr(self, name)
+        if knob.many and value is not None:
             value = tuple(value) if isinstance(value, list | tuple | set) else (value,)
             setattr(self, name, value)
             if not value:
                 raise RecipeError(name, value, "at least one is needed")
-        said.check(name, value)
+        knob.check(name, value)
 
     def _plain(self) -> Recipe:
-        """The recipe of the least micro-batch, from which all others are made."""
-        same = {"batch_size": LEAST_BATCH.get(self.trainer, 1)}
-        if self.samples_per_gpu < same["batch_size"]:
-            raise RecipeError("global_batch", self.global_batch, "KTOTrainer compares samples of a micro-batch: take 2")
-        same |= {name: getattr(self, name) for name in ("seq_len", "task", "num_layers", "trainer")}
-        if self.lengths and self.seq_len is None:
-            longest = Recipe(self.model, task=self.task).shape.max_positions
-            same["seq_len"] = min(self.lengths[-1], longest or self.lengths[-1])
-        return Recipe(self.model, **same, packing=self.packing and self.trainer == "sft")
+        """Return the recipe of the least micro-batch, from which all others are made."""
+        least = LEAST_BATCH.get(self.trainer, 1)
+        if self.samples_per_gpu < least:
+            rest = "KTOTrainer compares samples of a micro-batch: take 2"
+            raise RecipeError("global_batch", self.global_batch, rest)
+        seq_len = self.seq_len
+        # No row is longer than the longest sample, or than the model takes.
+        if self.lengths and seq_len is None:
+            longest = self.lengths[-1]
+            positions = Recipe(self.model, task=self.task).shape.max_positions
+            seq_len = min(longest, positions or longest)
+        return Recipe(
+            self.model,
+            batch_size=least,
+            seq_len=seq_len,
+            task=self.task,
+            num_layers=self.num_layers,
+            trainer=self.trainer,
+            packing=self.packing and self.trainer == "sft",
+        )
 
     def _card(self) -> Gpu:
-        """The GPU of this machine, or without one the table's least that has `memory`."""
+        """Return the GPU of this machine, or without one the table's least that has `memory`."""
         if self.memory is None:
             with needing("a plan for this machine's GPU"):
-                found = current_device().gpu
-            if found is None:
-                raise RecipeError("gpu", None, "this machine has no GPU: name one (T4) or say its memory (24GiB)")
-            return found
+                card = current_device().gpu
+            if card is None:
+                rest = "this machine has no GPU: name one (T4) or say its memory (24GiB)"
+                raise RecipeError("gpu", None, rest)
+            return card
         return card_with(self.memory)
 
     def liger_is_possible(self) -> bool:
-        """Whether Liger's kernels are known for the model and run on the card. TRL's trainers make no logits without
-        them, and deprecate them (trl 1.16); on several cards the formulas do not know them."""
-        known = liger.FAMILIES.get(self.plain.shape.family) and self.plain.shape.task == "causal-lm"
-        alone = self.gpus == 1 and self.plain.trainer == "transformers"
-        return bool(self.liger and known and alone and self.gpu.compute_capability >= LIGER_SINCE)
+        """Tell whether Liger's kernels are known for the model and run on the card.
+
+        TRL's trainers make no logits without them, and deprecate them (trl 1.16); on several cards
+        the formulas do not know them.
+        """
+        shape = self.plain.shape
+        is_known = liger.FAMILIES.get(shape.family) and shape.task == "causal-lm"
+        is_alone = self.gpus == 1 and self.plain.trainer == "transformers"
+        runs = self.gpu.compute_capability >= LIGER_SINCE
+        return bool(self.liger and is_known and is_alone and runs)
 
     def trainers(self) -> tuple[str, ...]:
-        """The trainers to try: SFTTrainer too, whose loss makes no logits, where Liger's kernels do not run. It launches
-        kernels of Triton's too (trl/kernels/chunked_logprob.py)."""
-        plain = self.plain
+        """Return the trainers to try.
+
+        SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run. It
+        launches kernels of Triton's too (trl/kernels/chunked_logprob.py).
+        """
+        shape = self.plain.shape
+        trainer = self.plain.trainer
         if self.gpu.compute_capability < LIGER_SINCE:
-            return (plain.trainer,)
-        is_possible = self.liger and plain.trainer == "transformers" and plain.shape.task == "causal-lm"
-        also = is_possible and not self.liger_is_possible() and not plain.shape.image_tokens
-        return (plain.trainer, "sft") if also else (plain.trainer,)
+            return (trainer,)
+        is_possible = self.liger and trainer == "transformers" and shape.task == "causal-lm"
+        if is_possible and not self.liger_is_possible() and not shape.image_tokens:
+            return (trainer, "sft")
+        return (trainer,)
 
     def can_be_joined(self) -> bool:
-        """Whether the samples of a micro-batch may become one row: of several lengths, none of which is cut, which
-        SFTTrainer does not do then, and FlashAttention to keep them apart."""
-        fits = self.lengths and self.lengths[0] < self.lengths[-1] <= self.plain.seq_len and not self.packing
-        return bool(fits and self.gpu.compute_capability >= FLASH_SINCE and self.plain.shape.task == "causal-lm")
+        """Tell whether the samples of a micro-batch may become one row.
+
+        They are of several lengths, none of which is cut, which SFTTrainer does not do then, and
+        FlashAttention keeps them apart.
+        """
+        if not self.lengths or self.packing:
+            return False
+        if not self.lengths[0] < self.lengths[-1] <= self.plain.seq_len:
+            return False
+        has_flash = self.gpu.compute_capability >= FLASH_SINCE
+        return has_flash and self.plain.shape.task == "causal-lm"
 
     def mean_width(self, drawn: int) -> float:
-        """Mean tokens of the longest of `drawn` samples of the data set, drawn at random."""
+        """Return the mean tokens of the longest of `drawn` samples, drawn at random."""
         if drawn not in self._widths:
-            longest, count = self.plain.seq_len, len(self.lengths)
-            kept = enumerate(min(length, longest) for length in self.lengths)
-            parts = (n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in kept)
+            lengths = self.lengths or ()
+            count = len(lengths)
+            parts = []
+            # Sorted, the sample `rank` is the longest where all are among the first rank + 1, but
+            # not all among the first `rank`.
+            for rank, length in enumerate(lengths):
+                probability = ((rank + 1) / count) ** drawn - (rank / count) ** drawn
+                parts.append(min(length, self.plain.seq_len) * probability)
             self._widths[drawn] = sum(parts)
         return self._widths[drawn]
 
     def lengths_of(self, size: int) -> tuple[int, ...] | None:
-        """The highest padded micro-batch of `size` samples: the longest, and a shorter one; None where none is padded."""
-        plain, shape = self.plain, self.plain.shape
+        """Return the lengths of the highest padded micro-batch of `size` samples.
+
+        That is the longest, and a shorter one; None where none is padded.
+        """
+        plain = self.plain
+        shape = plain.shape
+        if size <= 1 or plain.trainer not in ("transformers", "sft"):
+            return None
+        if self.packing or shape.image_tokens or shape.num_decoder_layers:
+            return None
+        # Where lengths are unknown a token less is enough to need a mask.
         shortest = self.lengths[0] if self.lengths else plain.seq_len - 1
-        pads = size > 1 and plain.trainer in ("transformers", "sft")
-        pads = pads and not (self.packing or shape.image_tokens or shape.num_decoder_layers)
-        return (plain.seq_len,) * (size - 1) + (shortest,) if pads and 0 < shortest < plain.seq_len else None
+        if not 0 < shortest < plain.seq_len:
+            return None
+        return (plain.seq_len,) * (size - 1) + (shortest,)
 
 
 def card_with(memory: int) -> Gpu:
-    """Return the table's least card of at least `memory` bytes. Raises RecipeError where there is none."""
-    enough = [card for card in map(find_gpu, gpu_names()) if card.memory_gb << 30 >= memory]
-    if not enough:
-        raise RecipeError("memory", memory, "no card of the table has so much: name the GPU")
-    return min(enough, key=lambda card: (card.memory_gb, card.total, card.name))
+    """Return the table's least card of at least `memory` bytes.
+
+    Raises RecipeError where there is none.
+    """
+    cards = map(find_gpu, gpu_names())
+    large_enough = [card for card in cards if card.memory_gb << 30 >= memory]
+    if not large_enough:
+        rest = "no card of the table has so much: name the GPU"
+        raise RecipeError("memory", memory, rest)
+    return min(large_enough, key=lambda card: (card.memory_gb, card.total, card.name))
 
 
-def size_of(name: str, value: str | int | None) -> int | None:
-    """Bytes of "24GiB", "64 GB" or a number of bytes; None of None. Raises RecipeError, which calls it `name`."""
+def size_of(
+    name: str,
+    value: str | int | None,
+) -> int | None:
+    """Return the bytes of "24GiB", "64 GB" or a number of bytes; None of None.
+
+    Raises RecipeError, which calls it `name`.
+    """
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+\.?\d*) *([a-z]*)", str(value).strip().lower())
-    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found else -1
-    if size < (0 if name == "other_memory" else UNITS["mib"]):
-        raise RecipeError(name, value, "it must be a size such as '24GiB', or bytes, a MiB at least")
+    parts = re.fullmatch(r"(\d+\.?\d*) *([a-z]*)", str(value).strip().lower())
+    size = -1
+    if parts:
+        number, unit = parts.groups()
+        size = int(float(number) * UNITS.get(unit, 0))
+    least = 0 if name == "other_memory" else UNITS["mib"]
+    if size < least:
+        rest = "it must be a size such as '24GiB', or bytes, a MiB at least"
+        raise RecipeError(name, value, rest)
     return size

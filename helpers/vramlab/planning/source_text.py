@@ -1,9 +1,10 @@
-"""Values as Python source, so that no value of a plan can become code of the program that it writes.
+"""Values as Python source.
 
-What a template writes is a literal unless it is `Code`, which only this package's own constants and the functions
-here are.
+So no value of a plan can become code of the program that it writes. What a template writes is a
+literal unless it is `Code`, which only this package's own constants and the functions here are.
 """
 
+import math
 import re
 
 PLAIN = (bool, int, float, type(None))
@@ -11,13 +12,17 @@ TRIPLE = '"""'
 
 
 class Code(str):
-    """Source that a template writes as it is. Never make one of text that a configuration or a user gave."""
+    """Source that a template writes as it is.
+
+    Never make one of text that a configuration or a user gave.
+    """
 
 
 def literal(value: object) -> Code:
     """Return `value` as a literal with double quotes where there is a choice.
 
-    Raises TypeError for what no literal of these kinds gives back: text, numbers, None, lists, tuples, dictionaries.
+    Raises TypeError for what no literal of these kinds gives back: text, numbers, None, lists,
+    tuples, dictionaries.
     """
     if isinstance(value, str):
         return _quoted(value)
@@ -29,17 +34,18 @@ def literal(value: object) -> Code:
     if isinstance(value, dict):
         pairs = [f"{literal(key)}: {literal(each)}" for key, each in value.items()]
         return Code("{" + ", ".join(pairs) + "}")
-    if type(value) not in PLAIN or value in (float("inf"), float("-inf")) or value != value:
+    if type(value) not in PLAIN or (isinstance(value, float) and not math.isfinite(value)):
         raise TypeError(f"no literal gives {value!r} back")
-    whole = isinstance(value, float) and value.is_integer()
-    return Code(repr(int(value) if whole else value))
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return Code(repr(value))
 
 
 def _quoted(text: str) -> Code:
-    found = str.__repr__(text)  # escapes whatever is not printable, surrogates among it
+    escaped = str.__repr__(text)  # escapes whatever is not printable, surrogates among it
     if "'" in text or '"' in text:
-        return Code(found)  # with the quotes that need fewer escapes
-    return Code('"' + found[1:-1] + '"')
+        return Code(escaped)  # with the quotes that need fewer escapes
+    return Code('"' + escaped[1:-1] + '"')
 
 
 def docstring(text: str) -> Code:
@@ -57,7 +63,10 @@ def _escaped(char: str) -> str:
 
 
 def identifier(text: str) -> Code:
-    """Return a name, such as a class's, that is written without quotes. Raises ValueError for other text."""
+    """Return a name, such as a class's, that is written without quotes.
+
+    Raises ValueError for other text.
+    """
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text):
         raise ValueError(f"{text!r} is no name")
     return Code(text)

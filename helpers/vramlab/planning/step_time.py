@@ -1,21 +1,24 @@
-"""How long a training step takes, by roofline: what has to be computed and moved, or issued, each over its rate.
+"""How long a training step takes, by roofline: what is computed, moved or issued, over its rate.
 
-    computing = A × (operations / (U × peak) + attention's / (W × peak) + 3 × bytes written / (V × bandwidth))
+    computing = A × (operations / (U × peak) + attention's / (W × peak)
+                     + 3 × bytes written / (V × bandwidth))
               + bytes of the optimizer / (V × bandwidth)
-    seconds   = max(computing, A × operators × τ) + tensors × σ + links + host          (`step_traffic.py`)
+    seconds   = max(computing, A × operators × τ) + tensors × σ
+              + links + host                                       (`step_traffic.py`)
 
-for A micro-batches. Kernels run one after the other, so their times add up (within one kernel it is the larger of two,
-Williams et al. 2009), while the host issues the next ones: the longer of both counts. The bytes written and the operators
-are those of `predict`'s ledger. bitsandbytes' optimizers wait for the GPU after each tensor (`optim/optimizer.py`,
-`sync_gpu`), which takes σ. A fused kernel of attention has a share W of its own: the memory-efficient one reaches little
-on a T4.
+for A micro-batches. Kernels run one after the other, so their times add up (within one kernel it is
+the larger of two, Williams et al. 2009), while the host issues the next ones: the longer of both
+counts. The bytes written and the operators are those of `predict`'s ledger. bitsandbytes'
+optimizers wait for the GPU after each tensor (`optim/optimizer.py`, `sync_gpu`), which takes σ. A
+fused kernel of attention has a share W of its own: the memory-efficient one reaches little on a T4.
 
-U, W, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4 with step times
-(`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters, 26 with repeated keys) and to
-our records of an H100 (`data/measurements`). How far off the estimate is of a model that the fit has not seen is its
-interval. For another card the middle of both is an assumption, and the interval is that of each card's runs by the other's
-rates: whole training steps reach 38 to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery
-et al. 2022, table 3; Dubey et al. 2024, table 4).
+U, W, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4
+with step times (`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion
+parameters, 26 with repeated keys) and to our records of an H100 (`data/measurements`). How far off
+the estimate is of a model that the fit has not seen is its interval. For another card the middle of
+both is an assumption, and the interval is that of each card's runs by the other's rates: whole
+training steps reach 38 to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1;
+Chowdhery et al. 2022, table 3; Dubey et al. 2024, table 4).
 """
 
 import contextlib
@@ -36,6 +39,8 @@ from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from .step_traffic import optimizer_traffic, waiting_tensors, waits
 
+Range = tuple[float, float, float]  # likely, least, most
+
 TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
 WAITING_TENSOR = 160e-6  # seconds, σ
 
@@ -49,31 +54,45 @@ class Rates(NamedTuple):
     issue: float  # seconds that the host takes for an operator, τ
 
 
-RATES = {"T4": Rates(0.417, 0.0574, 0.884, 47.7e-6), "H100 SXM": Rates(0.849, 0.164, 0.651, 42e-6)}
+RATES = {
+    "T4": Rates(0.417, 0.0574, 0.884, 47.7e-6),
+    "H100 SXM": Rates(0.849, 0.164, 0.651, 42e-6),
+}
 USUAL = Rates(0.595, 0.0971, 0.759, 44.8e-6)  # the geometric mean of both, for other cards
-# Measured over estimated seconds of nine tenths of the runs, (least, most): each model left out of the fit in turn; for
-# other cards each of the two cards by the other's rates.
+# Measured over estimated seconds of nine tenths of the runs, (least, most): each model left out of
+# the fit in turn; for other cards each of the two cards by the other's rates.
 SPREAD = {"T4": (0.79, 1.19), "H100 SXM": (0.72, 1.42)}
 SPREAD_ELSEWHERE = (0.55, 1.36)
-BASIS = {"T4": "fitted to 61 published runs on a T4", "H100 SXM": "fitted to our records of an H100"}
-HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, for the likely, the least and the most
+BASIS = {
+    "T4": "fitted to 61 published runs on a T4",
+    "H100 SXM": "fitted to our records of an H100",
+}
+_MIDDLE = "the middle of what a T4 and an H100 reach"
+ASSUMED = f"uncalibrated: {_MIDDLE}; the interval is that of each by the other"
+# The part of the computing time that hides communication, for the likely, the least and the most.
+HIDDEN = (0.5, 1.0, 0.0)
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
-ASSUMED = "uncalibrated: the middle of what a T4 and an H100 reach; the interval is that of each by the other"
+FORMS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, most likely `seconds`, between `low` and `high`."""
+    """Seconds of one optimizer step, most likely `seconds`, between `low` and `high`.
+
+    Attributes:
+        parts: "matmuls", "attention" (in a fused kernel), "memory", "launches" (what issuing takes
+            longer than computing), "optimizer", "links" that are not hidden, "host".
+        tokens: that all ranks together read in the step.
+        basis: what the figure rests on, one sentence.
+    """
 
     seconds: float
     low: float
     high: float
-    # "matmuls", "attention" (in a fused kernel), "memory", "launches" (what issuing takes longer than computing),
-    # "optimizer", "links" that are not hidden, "host"
     parts: dict[str, float]
-    tokens: int  # that all ranks together read in the step
-    basis: str  # what the figure rests on, one sentence
+    tokens: int
+    basis: str
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,15 +100,22 @@ class StepTime:
         return self.tokens / self.seconds
 
     def __str__(self) -> str:
-        rate, least, most = (self.tokens / seconds for seconds in (self.seconds, self.high, self.low))
-        return f"{self.seconds:.3g} s a step, {rate:,.0f} tokens/s ({least:,.0f} to {most:,.0f})"
+        least = self.tokens / self.high
+        most = self.tokens / self.low
+        rate = f"{self.tokens_per_second:,.0f} tokens/s ({least:,.0f} to {most:,.0f})"
+        return f"{self.seconds:.3g} s a step, {rate}"
 
 
-def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> StepTime:
-    """How long one optimizer step of `recipe` takes on `gpu`, accumulation included.
+def step_time(
+    recipe: Recipe,
+    gpu: str | Gpu,
+    link: float | None = None,
+) -> StepTime:
+    """Estimate how long one optimizer step of `recipe` takes on `gpu`, accumulation included.
 
     Args:
-        link: bytes per second that one GPU sends to the others; None takes NVLink's or PCIe's from the table.
+        link: bytes per second that one GPU sends to the others; None takes NVLink's or PCIe's from
+            the table.
     Raises:
         GpuError: no such card, or one whose rates are unknown.
         RecipeError: the card does not compute in the recipe's precision.
@@ -97,42 +123,78 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     card = find_gpu(gpu)
     card.require(recipe.precision)
     factors, basis = calibration(card.name)
-    computed, waited = _computed(recipe, card), waits(recipe, card, link)
-    parts = [_with_waits(computed, waited, which, factor) for which, factor in enumerate(factors)]
-    if waiting := [name for name in WAITS if name in parts[0]]:
+    computed = _computed(recipe, card)
+    waited = waits(recipe, card, link)
+    parts = []
+    for which, factor in enumerate(factors):
+        parts.append(_with_waits(computed, waited, which, factor))
+    waiting = [name for name in WAITS if name in parts[0]]
+    if waiting:
         basis += f"; {' and '.join(waiting)}: at shares of the line rate that others measured"
-    seconds = (sum(each.values()) for each in parts)
+    likely, least, most = (sum(each.values()) for each in parts)
     ranks = recipe.sharding.world_size if recipe.sharding else 1
-    return StepTime(*seconds, parts[0], recipe.tokens * ranks, basis)
+    return StepTime(
+        likely,
+        least,
+        most,
+        parts[0],
+        recipe.tokens * ranks,
+        basis,
+    )
 
 
-def estimate(recipe: Recipe, card: Gpu, link: float | None = None) -> dict[str, float]:
-    """Part of the step to its most likely seconds, whatever a card's own records say."""
-    return _with_waits(_computed(recipe, card), waits(recipe, card, link), 0, 1.0)
+def estimate(
+    recipe: Recipe,
+    card: Gpu,
+    link: float | None = None,
+) -> dict[str, float]:
+    """Return the parts of the step with their likely seconds, whatever a card's records say."""
+    return _with_waits(
+        _computed(recipe, card),
+        waits(recipe, card, link),
+        0,
+        1.0,
+    )
 
 
-def _computed(recipe: Recipe, card: Gpu) -> dict[str, float]:
-    """Part of the step to seconds, without links and host."""
-    rates, times = RATES.get(card.name, USUAL), recipe.gradient_accumulation_steps
+def _computed(
+    recipe: Recipe,
+    card: Gpu,
+) -> dict[str, float]:
+    """Return the parts of the step with their seconds, without links and host."""
+    rates = RATES.get(card.name, USUAL)
+    times = recipe.gradient_accumulation_steps
     bandwidth = rates.memory * _known(card, "bandwidth", card.bandwidth)
     walked = walk(recipe, card.chip)
-    fused = attention_operations(recipe, walked) / card.flops(form_of(recipe)) if walked.fused else 0.0
-    at_peak = (n / _known(card, form, card.flops(form)) for form, n in operations(recipe, walked).items())
+    at_peak = []
+    for form, count in operations(recipe, walked).items():
+        at_peak.append(count / _known(card, form, card.flops(form)))
+    fused = 0.0
+    if walked.fused:
+        form = form_of(recipe)
+        rate = _known(card, form, card.flops(form))
+        fused = attention_operations(recipe, walked) / rate
     parts = {
         "matmuls": times * (sum(at_peak) - fused) / rates.matmuls,
         "attention": times * fused / rates.attention,
         "memory": times * TRANSFERS * walked.written / bandwidth,
         "optimizer": optimizer_traffic(recipe) / bandwidth,
     }
-    parts["launches"] = max(0.0, times * walked.kernels * rates.issue - sum(parts.values()))
+    issuing = times * walked.kernels * rates.issue
+    # The host issues kernels while others run, so only what takes it longer counts.
+    parts["launches"] = max(0.0, issuing - sum(parts.values()))
     parts["optimizer"] += WAITING_TENSOR * waiting_tensors(recipe)
     return parts
 
 
 def _with_waits(
-    computed: dict[str, float], waited: dict[str, tuple[float, float, float]], which: int, factor: float
+    computed: dict[str, float], waited: dict[str, Range], which: int, factor: float
 ) -> dict[str, float]:
-    """All parts, those computed times `factor`: the likely (`which` 0), the least (1) or the most (2) figures."""
+    """Return all parts, those computed times `factor`.
+
+    `which`: the likely (0), the least (1) or the most (2) figures.
+    """
+    # A calibration is of computing: no record has links or an offload.
     parts = {name: factor * seconds for name, seconds in computed.items()}
     hides = HIDDEN[which] * (sum(parts.values()) - parts["optimizer"])
     for name, seconds in waited.items():
@@ -141,53 +203,74 @@ def _with_waits(
     return parts
 
 
-def operations(recipe: Recipe, walked: "Walk") -> dict[str, int]:
-    """Format to floating-point operations of one micro-batch's matrix products.
+def operations(
+    recipe: Recipe,
+    walked: "Walk",
+) -> dict[str, int]:
+    """Return by format the floating-point operations of one micro-batch's matrix products.
 
-    2 per weight and token (Kaplan et al. 2020, sec. 2.1) for each of: forward, backward to the input, backward to a trained
-    weight, and recomputation: under checkpointing, and of TRL's fused head; and for passes without gradients. Attention
-    has 4 · tokens² per channel, of which a fused causal kernel does half where no mask is given to it. With a 4-bit base
-    the head and the adapters compute in fp32 unless autocast is on.
+    2 per weight and token (Kaplan et al. 2020, sec. 2.1) for each of: forward, backward to the
+    input, backward to a trained weight, and recomputation: under checkpointing, and of TRL's fused
+    head; and for passes without gradients. Attention has 4 · tokens² per channel, of which a fused
+    causal kernel does half where no mask is given to it. With a 4-bit base the head and the
+    adapters compute in fp32 unless autocast is on.
     """
-    shape, lora, quantization = recipe.shape, recipe.lora, recipe.quantization
+    shape = recipe.shape
+    lora = recipe.lora
+    quantization = recipe.quantization
     body, head, _ = _sizes(shape)
     tokens = recipe.tokens // recipe.gradient_accumulation_steps
-    mixed = recipe.precision.endswith("-mixed")
-    form = base = form_of(recipe)
-    again, trained, more = int(recipe.gradient_checkpointing), int(lora is None), recipe.passes_without_gradients
-    if quantization and quantization.compute_dtype and not mixed:
-        base = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[quantization.compute_dtype]
-    found = dict.fromkeys((form, "fp32", base), 0)
-    found[base] += 2 * tokens * body * (2 + trained + again + more)
-    wide = quantization and quantization.prepare and not mixed
-    found["fp32" if wide else form] += 2 * tokens * head * (2 + trained + (recipe.trainer in FUSED) + more)
-    if lora:
-        wide = not mixed and (lora.autocast_adapter_dtype or quantization)
-        found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
+    is_mixed = recipe.precision.endswith("-mixed")
+    again = int(recipe.gradient_checkpointing)
+    passes = 2 + recipe.passes_without_gradients
+    if lora is None:
+        passes += 1
+
+    form = form_of(recipe)
+    base_form = form
+    if quantization and quantization.compute_dtype and not is_mixed:
+        base_form = FORMS[quantization.compute_dtype]
+    prepared = quantization and quantization.prepare and not is_mixed
+    head_form = "fp32" if prepared else form
     # sdpa without a fused kernel ("math") computes in fp32
-    found[form if walked.fused or recipe.attn_implementation == "eager" else "fp32"] += attention_operations(
-        recipe, walked
-    )
-    return {name: n for name, n in found.items() if n}
+    is_fp32 = not walked.fused and recipe.attn_implementation != "eager"
+    attention_form = "fp32" if is_fp32 else form
+
+    counts = dict.fromkeys((form, "fp32", base_form), 0)
+    counts[base_form] += 2 * tokens * body * (passes + again)
+    counts[head_form] += 2 * tokens * head * (passes + (recipe.trainer in FUSED))
+    if lora:
+        is_wide = not is_mixed and (lora.autocast_adapter_dtype or quantization)
+        adapters_form = "fp32" if is_wide else form
+        counts[adapters_form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
+    counts[attention_form] += attention_operations(recipe, walked)
+    return {name: count for name, count in counts.items() if count}
 
 
 def attention_operations(recipe: Recipe, walked: "Walk") -> int:
-    """Those of `operations` that are attention's products with pairs of tokens."""
+    """Return those of `operations` that are attention's products with pairs of tokens."""
     *_, channels = _sizes(recipe.shape)
     task = recipe.shape.task
-    causal = walked.fused and not walked.masked and "lm" in task and task != "masked-lm"
+    # An encoder sees all tokens, a causal kernel skips the half above the diagonal.
+    is_causal = "lm" in task and task != "masked-lm"
+    share = 1.0
+    if is_causal and walked.fused and not walked.masked:
+        share = 0.5
     passes = 3 + int(recipe.gradient_checkpointing) + recipe.passes_without_gradients
-    return int(4 * _pairs(recipe) * channels * passes * (0.5 if causal else 1))
+    return int(4 * _pairs(recipe) * channels * passes * share)
 
 
 def form_of(recipe: Recipe) -> str:
-    """The format that matrix products of what is not quantized compute in."""
-    return recipe.precision[:4] if recipe.precision[:4] in ("fp16", "bf16") else recipe.precision
+    """Return the format that matrix products of what is not quantized compute in."""
+    form = recipe.precision[:4]
+    return form if form in ("fp16", "bf16") else recipe.precision
 
 
 def _pairs(recipe: Recipe) -> int:
-    """Pairs of tokens of a micro-batch that attention compares: of each row, or of each sample where FlashAttention is
-    given their ends."""
+    """Return the pairs of tokens of a micro-batch that attention compares.
+
+    They are those of each row, or of each sample where FlashAttention is given their ends.
+    """
     if recipe.attn_implementation == "flash_attention_2" and recipe.is_ragged:
         return sum(length**2 for length in recipe.samples)
     rows, width = recipe.rows
@@ -196,8 +279,12 @@ def _pairs(recipe: Recipe) -> int:
 
 @lru_cache(maxsize=512)
 def _sizes(shape: Shape) -> tuple[int, int, int]:
-    """(weights of the layers that each token meets, of the head, channels × layers of attention)."""
-    body = head = 0
+    """Return weights of the layers that each token meets, of the head, and attention's channels.
+
+    The channels are those of all layers together.
+    """
+    body = 0
+    head = 0
     for weight in shape.weights():
         if weight.name == f"{shape.head}.weight":
             head += weight.size
@@ -207,13 +294,16 @@ def _sizes(shape: Shape) -> tuple[int, int, int]:
             body += weight.size * shape.experts_per_token // shape.num_experts
     if not head and "classification" not in shape.task:
         head = shape.vocab_size * shape.hidden_size  # the embedding serves as the head
+    # A decoder's layers have attention of their own and attention to the encoder.
     layers = shape.num_layers + 2 * shape.num_decoder_layers
     return body, head, layers * shape.num_heads * shape.head_dim
 
 
 @lru_cache(maxsize=512)
 def _adapters(shape: Shape, lora: LoRA) -> int:
-    return sum(lora.r * (inside + out) for _, inside, out in shape.lora_targets(lora.target_modules))
+    """Return the weights of all adapters."""
+    targets = shape.lora_targets(lora.target_modules)
+    return sum(lora.r * (inside + outside) for _, inside, outside in targets)
 
 
 class Walk(NamedTuple):
@@ -227,16 +317,19 @@ class Walk(NamedTuple):
 
 
 def walk(recipe: Recipe, chip: Chip) -> Walk:
-    """The walk of `recipe`, which depends on no optimizer, accumulation or sharding.
+    """Return the walk of `recipe`, which depends on no optimizer, accumulation or sharding.
 
-    Everything else that the account reads is read here too. Rows of one length are affine in the micro-batch (but for the
-    rounding of blocks), so two walks give all sizes. Samples of several lengths are not, nor are Liger's chunks, of which
-    there are about as many for a large micro-batch as for a small one: those are walked as they are.
+    Everything else that the account reads is read here too. Rows of one length are affine in the
+    micro-batch (but for the rounding of blocks), so two walks give all sizes. Samples of several
+    lengths are not, nor are Liger's chunks, of which there are about as many for a large
+    micro-batch as for a small one: those are walked as they are.
     """
     if recipe.is_ragged or liger.kernels(recipe):
         return _walk(_walked(recipe, recipe.batch_size), chip)
     least = LEAST_BATCH.get(recipe.trainer, 1)
-    one, two = (_walk(_walked(recipe, size), chip) for size in (least, least + 1))
+    one = _walk(_walked(recipe, least), chip)
+    two = _walk(_walked(recipe, least + 1), chip)
+    # Sizes grow by the same for each further sample.
     more = recipe.batch_size - least
     return Walk(
         written=one.written + (two.written - one.written) * more,
@@ -248,61 +341,108 @@ def walk(recipe: Recipe, chip: Chip) -> Walk:
 
 
 def _walked(recipe: Recipe, batch_size: int) -> Settings:
-    """`recipe` without what no walk depends on, with micro-batches of `batch_size` samples, as the key of a cache."""
-    same = {"optim": "sgd", "optim_args": None, "gradient_accumulation_steps": 1, "sharding": None}
-    return Settings(recipe, batch_size=batch_size, loop=LOOPS["trainer"], **same)
+    """Return `recipe` without what no walk depends on, as the key of a cache.
+
+    Its micro-batches have `batch_size` samples.
+    """
+    return Settings(
+        recipe,
+        batch_size=batch_size,
+        loop=LOOPS["trainer"],
+        optim="sgd",
+        optim_args=None,
+        gradient_accumulation_steps=1,
+        sharding=None,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _walk(settings: Settings, chip: Chip) -> Walk:
-    """The ledger of one micro-batch, each layer that it writes out counted as often as there are such layers."""
+    """Return the ledger's walk of one micro-batch.
+
+    Each layer that it writes out is counted as often as there are such layers.
+    """
     account = Account(with_its_adapters(settings.recipe), chip)
-    rows = [row for row in account.births() if (row[1].op, row[1].category) != ("sum", "workspace")]  # far too large
-    size = account.ledger.rewritten + sum(times * entry.size for times, entry in rows)
-    count = sum(times for times, _ in rows)
-    fused = any(entry.op.endswith("_attention") for _, entry in rows)
-    masked = any(entry.op == "mask" for _, entry in rows)
-    return Walk(size, account.phases[2]["activations"], count, fused, masked)
+    written = account.ledger.rewritten
+    count = 0
+    is_fused = False
+    is_masked = False
+    for times, block in account.births():
+        if block.op == "sum" and block.category == "workspace":
+            continue  # far too large
+        written += times * block.size
+        count += times
+        is_fused = is_fused or block.op.endswith("_attention")
+        is_masked = is_masked or block.op == "mask"
+    return Walk(
+        written,
+        account.phases[2]["activations"],
+        count,
+        is_fused,
+        is_masked,
+    )
 
 
-def _known(card: Gpu, what: str, rate: float | None) -> float:
+def _known(
+    card: Gpu,
+    name: str,
+    rate: float | None,
+) -> float:
+    """Return a card's rate. Raises GpuError where the table has none."""
     if not rate:
-        raise GpuError(f"The table has no {what} rate of {card.name}, so no time can be estimated: name a card it has.")
+        missing = f"The table has no {name} rate of {card.name}"
+        raise GpuError(f"{missing}, so no time can be estimated: name a card it has.")
     return rate
 
 
-def calibration(name: str) -> tuple[tuple[float, float, float], str]:
-    """((likely, least, most) measured over estimated seconds, what that rests on) for a card.
+def calibration(name: str) -> tuple[Range, str]:
+    """Return a card's measured over estimated seconds, and what that rests on.
 
-    That of the fit where the card has one, else of its own records if there are a few.
+    It is that of the fit where the card has one, else of its own records if there are a few.
     """
-    ratios = sorted(_ratios(name)) if name not in RATES else []
+    ratios = [] if name in RATES else sorted(_ratios(name))
     if len(ratios) >= FEW:
         out = len(ratios) // 20  # on both sides
         factors = (median(ratios), ratios[out], ratios[-1 - out])
-        by = f"calibrated by {len(ratios)} records of {name}"
+        basis = f"calibrated by {len(ratios)} records of {name}"
     else:
-        factors, by = (1.0, *SPREAD.get(name, SPREAD_ELSEWHERE)), BASIS.get(name, ASSUMED)
-    return factors, f"{by}: measured {factors[1]:.2f} to {factors[2]:.2f} times the estimate"
+        factors = (1.0, *SPREAD.get(name, SPREAD_ELSEWHERE))
+        basis = BASIS.get(name, ASSUMED)
+    _, least, most = factors
+    return factors, f"{basis}: measured {least:.2f} to {most:.2f} times the estimate"
 
 
 @lru_cache(maxsize=64)
 def _ratios(name: str) -> list[float]:
-    """Measured over estimated seconds of each record of a card, where no states were paged out: none was full."""
-    return [seconds / sum(_computed(recipe, find_gpu(name)).values()) for recipe, seconds in timed_records(name)]
+    """Return measured over estimated seconds of each record of a card.
+
+    No states were paged out: none was full.
+    """
+    card = find_gpu(name)
+    ratios = []
+    for recipe, seconds in timed_records(name):
+        ratios.append(seconds / sum(_computed(recipe, card).values()))
+    return ratios
 
 
 def timed_records(name: str) -> list[tuple[Recipe, float]]:
-    """(recipe, seconds of a step) of each record of a card that ran on one and was not compiled, and that `predict` knows."""
-    found, card = [], find_gpu(name)
+    """Return (recipe, seconds of a step) of each record of a card that can be held against it.
+
+    It ran on one card and was not compiled, and `predict` knows its recipe.
+    """
+    card = find_gpu(name)
+    timed = []
     for path in sorted(measurements_folder().glob("*.json")):
         with contextlib.suppress(GpuError):  # of a card that the table does not know
-            reports = load(path).values() if find_gpu(path.stem.partition("-torch")[0]) == card else ()
-            for report in reports:
-                recipe = Recipe(**report.recipe) if report.speed else None
-                if recipe is None or recipe.torch_compile or recipe.sharding:
+            if find_gpu(path.stem.partition("-torch")[0]) != card:
+                continue
+            for report in load(path).values():
+                if report.recipe is None or report.speed is None:
+                    continue
+                recipe = Recipe(**report.recipe)
+                if recipe.torch_compile or recipe.sharding:
                     continue
                 with contextlib.suppress(RecipeError):  # predict does not know its model
                     walk(recipe, card.chip)
-                    found.append((recipe, report.speed.median))
-    return found
+                    timed.append((recipe, report.speed.median))
+    return timed

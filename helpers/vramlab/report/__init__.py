@@ -1,3 +1,3 @@
-"""Where every byte was: what each witness returns, how witnesses are compared, and the errors they raise."""
+"""Where every byte was: what each witness returns, how they are compared, and their errors."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,7 @@
-"""`compare`: reports of one recipe in a table, with each one's difference from the strongest witness; `diff` of any two."""
+"""`compare`: reports of one recipe in a table; `diff`: any two.
+
+Each report has its difference from the strongest witness.
+"""
 
 import math
 from collections import Counter
@@ -8,13 +11,29 @@ from itertools import groupby
 
 from . import html
 from .errors import ReportError
-from .report import CATEGORIES, PHASES, SOURCES, UNITS, Interval, Report, format_bytes, in_unit, text_table, unit_for
+from .report import (
+    CATEGORIES,
+    PHASES,
+    SOURCES,
+    UNITS,
+    Interval,
+    Phase,
+    Report,
+    TensorGroup,
+    format_bytes,
+    in_unit,
+    text_table,
+    unit_for,
+)
 from .text import printable
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One line of a comparison: a value per report, in bytes (text for the peak's phase); None where unknown."""
+    """One line of a comparison: a value per report, in bytes; None where unknown.
+
+    The row of the peak's phase has text.
+    """
 
     section: str
     name: str
@@ -28,30 +47,46 @@ class Comparison:
     title: str  # the recipe in one line
     unit: str  # of the sizes on screen
     labels: tuple[str, ...]  # a short name for each report with figures
-    against: str | None  # label of the report that differences are taken against; None without reports
+    # Label of the report that differences are taken against; None without reports.
+    against: str | None
     rows: tuple[ComparisonRow, ...]
-    failed: tuple[str, ...] = ()  # a sentence for each report without figures, such as out of memory
+    # A sentence for each report without figures, such as out of memory.
+    failed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # sentences that qualify the differences
 
     def row(self, name: str) -> ComparisonRow:
-        """Return the row of that name, for example "peak total". Raises KeyError when there is none."""
+        """Return the row of that name, such as "peak total". Raises KeyError if there is none."""
         return {row.name: row for row in self.rows}[name]
 
     def differences(self, name: str) -> dict[str, tuple[int, float]]:
-        """Return differences in the row of that name by label: in bytes, and as a fraction (0.03 is 3 %)."""
-        values = zip(self.labels, self.row(name).values, strict=True)
-        sizes = {label: int(value) for label, value in values if isinstance(value, int | Interval)}
+        """Return differences in the row of that name by label.
+
+        They are in bytes, and as a fraction (0.03 is 3 %).
+        """
+        sizes = {}
+        for label, value in zip(self.labels, self.row(name).values, strict=True):
+            if isinstance(value, int | Interval):
+                sizes[label] = int(value)
         if self.against not in sizes:
             return {}
         reference = sizes.pop(self.against)
         divisor = reference or math.ulp(0)  # what grows from nothing grows infinitely
-        return {label: (size - reference, (size - reference) / divisor) for label, size in sizes.items()}
+        differences = {}
+        for label, size in sizes.items():
+            change = size - reference
+            differences[label] = (change, change / divisor)
+        return differences
 
     def __str__(self) -> str:
-        lines = [self.title, text_table(self._table())] if self.rows else [self.title]
+        lines = [self.title]
+        if self.rows:
+            lines.append(text_table(self._table()))
         if len(self.labels) > 1:
-            lines.append(f"Δ is taken against {self.against}; a plain 0 is equality to the byte.")
-        return printable("\n".join([*lines, *self.failed, *(f"note: {note}" for note in self.notes)]))
+            equality = "a plain 0 is equality to the byte"
+            lines.append(f"Δ is taken against {self.against}; {equality}.")
+        lines += self.failed
+        lines += [f"note: {note}" for note in self.notes]
+        return printable("\n".join(lines))
 
     __repr__ = __str__
 
@@ -60,91 +95,206 @@ class Comparison:
         head, *rows = self._table() if self.rows else [(self.title,)]
         notes = [*self.failed, *self.notes]
         if len(self.labels) > 1:
-            notes.insert(0, f"Δ is taken against {self.against}; a plain 0 is equality to the byte.")
+            notes.insert(
+                0, f"Δ is taken against {self.against}; a plain 0 is equality to the byte."
+            )
         return html.table(head, rows, self.title, notes)
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Header and rows as text; intervals take a second line, so that columns stay narrow."""
+        """Return header and rows as text.
+
+        Intervals take a second line, so that columns stay narrow.
+        """
         others = [label for label in self.labels if label != self.against]
-        changes = [text for label in others for text in (f"Δ {label}", "Δ %")]
-        lines = [(self.unit, *self.labels, *changes)]
+        header = [self.unit, *self.labels]
+        for label in others:
+            header += [f"Δ {label}", "Δ %"]
+        lines = [tuple(header)]
         for section, rows in groupby(self.rows, key=lambda row: row.section):
-            lines.append((section, *[""] * (len(lines[0]) - 1)))
+            lines.append((section, *_blanks(len(header) - 1)))
             for row in rows:
-                cells = [v or "–" if isinstance(v, str | None) else in_unit(int(v), self.unit) for v in row.values]
-                found = self.differences(row.name)
-                for label in others:
-                    cells += _change(*found[label], self.unit) if label in found else ["", ""]
-                lines.append((f"  {row.name}", *cells))
+                lines.append((f"  {row.name}", *self._cells(row, others)))
                 if any(isinstance(value, Interval) for value in row.values):
-                    ends = [(v.low, v.high) if isinstance(v, Interval) else () for v in row.values]
-                    ranges = ["–".join(in_unit(n, self.unit) for n in pair) for pair in ends]
-                    lines.append((f"  {row.name}, low–high", *ranges, *[""] * len(changes)))
+                    blanks = _blanks(2 * len(others))
+                    lines.append((f"  {row.name}, low–high", *self._ranges(row), *blanks))
         return lines
+
+    def _cells(
+        self,
+        row: ComparisonRow,
+        others: list[str],
+    ) -> Iterator[str]:
+        """Yield the cells of a row: its values, and two for the difference of each other label."""
+        for value in row.values:
+            if isinstance(value, str | None):
+                yield value or "–"
+            else:
+                yield in_unit(int(value), self.unit)
+        # A report that lacks the figure has no difference either.
+        differences = self.differences(row.name)
+        for label in others:
+            if label in differences:
+                yield from _change(*differences[label], self.unit)
+            else:
+                yield from _blanks(2)
+
+    def _ranges(self, row: ComparisonRow) -> Iterator[str]:
+        """Yield the ends of each interval of a row."""
+        for value in row.values:
+            if isinstance(value, Interval):
+                yield f"{in_unit(value.low, self.unit)}–{in_unit(value.high, self.unit)}"
+            else:
+                yield ""
+
+
+def _blanks(count: int) -> list[str]:
+    return [""] * count
 
 
 def compare(*reports: Report) -> Comparison:
-    """Return a table of one recipe's reports, weakest witness first, and of their differences from the last.
+    """Return a table of one recipe's reports, and of their differences from the last.
 
-    Raises ValueError: no reports, something that is no report, or different recipes, which `diff` compares.
+    The weakest witness comes first. Raises ValueError: no reports, something that is no report, or
+    different recipes, which `diff` compares.
     """
-    pairs = sorted(zip(column_labels(reports), reports, strict=True), key=lambda pair: SOURCES.index(pair[1].source))
-    found = _compared(pairs, pairs[-1][1].title, -1)
-    return replace(found, notes=(*found.notes, *_interval_notes(found)))
+
+    def strength(pair: tuple[str, Report]) -> int:
+        _, report = pair
+        return SOURCES.index(report.source)
+
+    # The last is the one that the others are held against.
+    pairs = sorted(zip(column_labels(reports), reports, strict=True), key=strength)
+    _, strongest = pairs[-1]
+    comparison = _compared(pairs, strongest.title, -1)
+    return replace(comparison, notes=(*comparison.notes, *_interval_notes(comparison)))
 
 
 def diff(a: Report, b: Report) -> Comparison:
-    """Return a table of any two reports, differences being B − A, with notes of the tensors that came, went or changed
-    (of those in `Report.largest`, by category, operator, module and dtype) and of libraries of other versions.
+    """Return a table of any two reports, differences being B − A.
 
-    Raises ReportError for a report without figures.
+    Its notes say which tensors came, went or changed (of those in `Report.largest`, by category,
+    operator, module and dtype), and which libraries have other versions. Raises ReportError for a
+    report without figures.
     """
-    title = "different recipes, named in the notes" if _recipe_difference((a, b)) else b.title
-    found = _compared([("A", a), ("B", b)], title, 0)
-    if found.failed:
-        raise ReportError(f"a report without figures cannot be compared ({found.failed[0]}).")
-    old, new = a.environment, b.environment
-    unlike = sorted(name for name in old.keys() & new.keys() - {"date", "fits"} if old[name] != new[name])
-    libraries = (f"{name}: {old[name]} → {new[name]}" for name in unlike)
-    return replace(found, notes=(*found.notes, *_tensor_notes(a, b), *libraries))
+    title = b.title
+    if _recipe_difference((a, b)):
+        title = "different recipes, named in the notes"
+    comparison = _compared(
+        [("A", a), ("B", b)],
+        title,
+        0,
+    )
+    if comparison.failed:
+        why = comparison.failed[0]
+        raise ReportError(f"a report without figures cannot be compared ({why}).")
+    notes = (*comparison.notes, *_tensor_notes(a, b), *_library_notes(a, b))
+    return replace(comparison, notes=notes)
 
 
-def _compared(pairs: Sequence[tuple[str, Report]], title: str, against: int) -> Comparison:
-    """Return the table of (label, report), with differences taken against that index of those with figures."""
-    good = [(label, report) for label, report in pairs if report.status == "ok"]
-    failed = tuple(f"{label}: {failure(report)}" for label, report in pairs if report.status != "ok")
-    unlike = len({report.title for _, report in pairs}) > 1
-    notes = (*(f"{label} is {report.title}." for label, report in pairs if unlike), *_moment_notes(good))
-    if not good:
-        return Comparison(title, "GiB", (), None, (), failed, notes)
-    names, reports = zip(*good, strict=True)
-    unit = unit_for(max(report.peak.total for report in reports))
-    return Comparison(title, unit, names, names[against], tuple(_rows(reports)), failed, notes)
+def _library_notes(a: Report, b: Report) -> Iterator[str]:
+    """Say which libraries, and other parts of the environment, differ."""
+    old = a.environment
+    new = b.environment
+    # The day and what fits the card differ from run to run, and explain no byte.
+    for name in sorted(old.keys() & new.keys() - {"date", "fits"}):
+        if old[name] != new[name]:
+            yield f"{name}: {old[name]} → {new[name]}"
+
+
+def _compared(
+    pairs: Sequence[tuple[str, Report]],
+    title: str,
+    against: int,
+) -> Comparison:
+    """Return the table of (label, report).
+
+    Differences are taken against that index of those with figures.
+    """
+    with_figures = []
+    failed = []
+    notes = []
+    # Titles are the recipes in one line: where they agree the table has it already.
+    is_one_recipe = len({report.title for _, report in pairs}) == 1
+    for label, report in pairs:
+        if report.status == "ok":
+            with_figures.append((label, report))
+        else:
+            failed.append(f"{label}: {failure(report)}")
+        if not is_one_recipe:
+            notes.append(f"{label} is {report.title}.")
+    notes += _moment_notes(with_figures)
+    # Two runs that ran out of memory still say so.
+    if not with_figures:
+        return Comparison(
+            title,
+            "GiB",
+            (),
+            None,
+            (),
+            tuple(failed),
+            tuple(notes),
+        )
+    labels, reports = zip(*with_figures, strict=True)
+    return Comparison(
+        title=title,
+        unit=unit_for(max(report.peak.total for report in reports)),
+        labels=labels,
+        against=labels[against],
+        rows=tuple(_rows(reports)),
+        failed=tuple(failed),
+        notes=tuple(notes),
+    )
 
 
 def _tensor_notes(a: Report, b: Report) -> Iterator[str]:
     """Say which tensors differ, the largest difference first."""
-    sizes, groups = (Counter(), Counter()), {}
-    for report, known in zip((a, b), sizes, strict=True):
-        for group in report.largest:
-            key = group.category, group.op, group.where, group.dtype
-            known[key], groups[key] = known[key] + group.size * group.count, group
-    for key in sorted(groups, key=lambda key: -abs(sizes[1][key] - sizes[0][key])):
-        old, new = (known[key] for known in sizes)
-        other = sizes[old > 0].values()  # what one report does not list may be smaller than all that it lists
-        if old != new and ((old and new) or max(old, new) > min(other, default=0)):
-            kind, change = "changed" if old and new else "new" if new else "gone", abs(new - old)
-            yield f"{'+' if new > old else '−'}{format_bytes(change, unit_for(change))} {kind}: {groups[key]}"
+    groups: dict[tuple[str, ...], TensorGroup] = {}
+    # Tensors of one kind are summed: a report groups them by shape.
+    before = _sizes(a, groups)
+    after = _sizes(b, groups)
+
+    def smallest_change_last(key: tuple[str, ...]) -> int:
+        return -abs(after[key] - before[key])
+
+    for key in sorted(groups, key=smallest_change_last):
+        old = before[key]
+        new = after[key]
+        if old == new:
+            continue
+        kind = "changed"
+        if not old or not new:
+            kind = "gone" if old else "new"
+            # What one report does not list may be smaller than all that it lists.
+            listed = after if old else before
+            if max(old, new) <= min(listed.values(), default=0):
+                continue
+        change = abs(new - old)
+        sign = "+" if new > old else "−"
+        yield f"{sign}{format_bytes(change, unit_for(change))} {kind}: {groups[key]}"
 
 
-def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
-    """Return sentences where the reports describe different targets or peak in different phases."""
-    if len({r.target for _, r in good}) > 1:
-        targets = ", ".join(f"{label} is for {r.target}" for label, r in good)
+def _sizes(
+    report: Report,
+    groups: dict[tuple[str, ...], TensorGroup],
+) -> Counter:
+    """Return the bytes of a report's largest tensors by kind, and add these to `groups`."""
+    sizes: Counter = Counter()
+    for group in report.largest:
+        key = (group.category, group.op, group.where, group.dtype)
+        sizes[key] += group.size * group.count
+        groups[key] = group  # the last one speaks for all of its kind
+    return sizes
+
+
+def _moment_notes(pairs: Sequence[tuple[str, Report]]) -> Iterator[str]:
+    """Yield sentences where the reports are of different targets or peak in different phases."""
+    if len({report.target for _, report in pairs}) > 1:
+        targets = ", ".join(f"{label} is for {report.target}" for label, report in pairs)
         yield f"the targets differ ({targets}), so kernels and rounding do too."
-    if len({r.peak_phase for _, r in good}) > 1:
-        where = ", ".join(f"{label} in {r.peak_phase}" for label, r in good)
-        yield f"the peaks stand in different phases ({where}), so their categories are not of the same moment."
+    if len({report.peak_phase for _, report in pairs}) > 1:
+        phases = ", ".join(f"{label} in {report.peak_phase}" for label, report in pairs)
+        rest = "so their categories are not of the same moment"
+        yield f"the peaks stand in different phases ({phases}), {rest}."
 
 
 def check_unit(unit: str) -> int:
@@ -157,69 +307,135 @@ def check_unit(unit: str) -> int:
 def failure(report: Report) -> str:
     """Return one line for a report without figures: "out of memory: …"."""
     kind = "out of memory" if report.status == "oom" else report.status
-    return f"{kind}: {' '.join(report.message.split())}" if report.message else kind
+    message = " ".join(report.message.split())
+    return f"{kind}: {message}" if report.message else kind
 
 
 def column_labels(reports: Sequence[Report]) -> list[str]:
-    """Return a short and unique name for each report, in the order given. Raises ValueError as `compare`."""
+    """Return a short and unique name for each report, in the order given.
+
+    Raises ValueError as `compare`.
+    """
     if not reports or not all(isinstance(report, Report) for report in reports):
-        raise ValueError("compare takes reports, one argument each: compare(predict(recipe), simulate(recipe)).")
-    if different := _recipe_difference(reports):
-        raise ValueError(f"these reports differ in {different}: diff compares two of different recipes.")
-    names = [r.source for r in reports]
-    if len(set(names)) < len(names) and len({r.target for r in reports}) > 1:
-        names = [f"{name} ({r.target})" for name, r in zip(names, reports, strict=True)]
-    return [f"{name} {names[: i + 1].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+        example = "compare(predict(recipe), simulate(recipe))"
+        raise ValueError(f"compare takes reports, one argument each: {example}.")
+    different = _recipe_difference(reports)
+    if different:
+        rest = "diff compares two of different recipes"
+        raise ValueError(f"these reports differ in {different}: {rest}.")
+    names = [report.source for report in reports]
+    targets = {report.target for report in reports}
+    # The target tells two of one source apart, or else their number.
+    if len(set(names)) < len(names) and len(targets) > 1:
+        names = [f"{report.source} ({report.target})" for report in reports]
+    labels = []
+    for index, name in enumerate(names):
+        if names.count(name) > 1:
+            number = names[: index + 1].count(name)
+            labels.append(f"{name} {number}")
+        else:
+            labels.append(name)
+    return labels
 
 
 def _recipe_difference(reports: Sequence[Report]) -> str:
-    """Return in words the fields in which the recipes differ, skipping those that an older record lacks."""
-    recipes = [r.recipe for r in reports if r.recipe is not None]
+    """Return in words the fields in which the recipes differ.
+
+    Those that an older record lacks are skipped.
+    """
+    recipes = [report.recipe for report in reports if report.recipe is not None]
     for recipe in recipes[1:]:
-        fields = [name for name in recipes[0] if name in recipe and recipe[name] != recipes[0][name]]
+        fields = []
+        for name, value in recipes[0].items():
+            if name in recipe and recipe[name] != value:
+                fields.append(f"{name} ({value!r} against {recipe[name]!r})")
         if fields:
-            return " and ".join(f"{name} ({recipes[0][name]!r} against {recipe[name]!r})" for name in fields)
+            return " and ".join(fields)
     return ""
 
 
 def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
+    """Yield the rows of a table; those that are empty in all reports are left out."""
     section = "at the peak"
-    yield ComparisonRow(section, "phase", tuple(r.peak_phase for r in reports))
+    yield ComparisonRow(
+        section,
+        "phase",
+        tuple(report.peak_phase for report in reports),
+    )
     for name in CATEGORIES[:-1]:
-        values = tuple(getattr(r.peak, name) for r in reports)
+        values = tuple(getattr(report.peak, name) for report in reports)
         if any(values):
             yield ComparisonRow(section, name.replace("_", " "), values)
-    # Only a run has an allocator whose truth can exceed what was accounted for.
-    known = tuple(r.peak.unexplained if r.source not in SOURCES[:2] or r.peak.unexplained else None for r in reports)
-    yield ComparisonRow(section, "unexplained", known)
-    yield ComparisonRow(section, "peak total", tuple(r.peak.total for r in reports))
-    for phase in PHASES:
-        found = [r.phases.get(phase) for r in reports]
-        for moment in ("peak", "end") if any(found) else ():
-            values = tuple(p and getattr(p, moment).total for p in found)
-            yield ComparisonRow("each phase", f"{phase.replace('_', ' ')} {moment}", values)
+    yield ComparisonRow(
+        section,
+        "unexplained",
+        tuple(map(_unexplained, reports)),
+    )
+    yield ComparisonRow(
+        section,
+        "peak total",
+        tuple(report.peak.total for report in reports),
+    )
+    for name in PHASES:
+        phases = [report.phases.get(name) for report in reports]
+        if any(phases):
+            for moment in ("peak", "end"):
+                sizes = tuple(_total(phase, moment) for phase in phases)
+                yield ComparisonRow(
+                    "each phase",
+                    f"{name.replace('_', ' ')} {moment}",
+                    sizes,
+                )
     for name in ("allocated", "requested", "reserved", "process", "rss"):
-        values = tuple(getattr(r, name) for r in reports)
+        values = tuple(getattr(report, name) for report in reports)
         if any(value is not None for value in values):
             yield ComparisonRow("allocator and device", name, values)
 
 
-def _interval_notes(found: Comparison) -> Iterator[str]:
-    """Return a sentence for each interval that does not contain the measured figure."""
-    for row in found.rows:
-        truth = row.values[-1]
-        for label, value in zip(found.labels, row.values, strict=True):
-            if isinstance(value, Interval) and isinstance(truth, int) and not value.low <= truth <= value.high:
-                side = "above" if truth > value.high else "below"
-                low, true, high = (format_bytes(n, found.unit) for n in (value.low, truth, value.high))
-                yield f"{row.name}: {found.against} {true} is {side} the interval of {label}, {low} to {high}."
+def _total(phase: Phase | None, moment: str) -> int | None:
+    """Return the bytes at a phase's "peak" or "end"; None where the report lacks the phase."""
+    return getattr(phase, moment).total if phase else None
 
 
-def _change(change: int, relative: float, unit: str) -> list[str]:
-    """Return the two cells of a difference; far from the reference, per cent no longer say anything."""
-    sign, size = "+" if change > 0 else "−", in_unit(abs(change), unit)
+def _unexplained(report: Report) -> int | None:
+    """Return the allocator's figure minus what was accounted for.
+
+    Only a run has an allocator whose truth can exceed what was accounted for.
+    """
+    if report.source in ("predicted", "simulated") and not report.peak.unexplained:
+        return None
+    return report.peak.unexplained
+
+
+def _interval_notes(comparison: Comparison) -> Iterator[str]:
+    """Yield a sentence for each interval that does not contain the measured figure."""
+    for row in comparison.rows:
+        measured = row.values[-1]
+        # Only a figure of a run can be outside of an interval.
+        if not isinstance(measured, int):
+            continue
+        for label, value in zip(comparison.labels, row.values, strict=True):
+            if not isinstance(value, Interval) or value.low <= measured <= value.high:
+                continue
+            side = "above" if measured > value.high else "below"
+            figure = f"{comparison.against} {format_bytes(measured, comparison.unit)}"
+            low = format_bytes(value.low, comparison.unit)
+            high = format_bytes(value.high, comparison.unit)
+            yield f"{row.name}: {figure} is {side} the interval of {label}, {low} to {high}."
+
+
+def _change(
+    change: int,
+    relative: float,
+    unit: str,
+) -> list[str]:
+    """Return the two cells of a difference."""
     if not change:
         return ["0", "0"]
+    sign = "+" if change > 0 else "−"
+    size = sign + in_unit(abs(change), unit)
     if math.isinf(relative):
-        return [sign + size, "–"]
-    return [sign + size, f"×{relative + 1:,.0f}" if abs(relative) >= 10 else f"{sign}{abs(relative):.2%}"]
+        return [size, "–"]
+    if abs(relative) >= 10:  # so far from the reference, per cent no longer say anything
+        return [size, f"×{relative + 1:,.0f}"]
+    return [size, f"{sign}{abs(relative):.2%}"]

@@ -8,5 +8,8 @@ DATA = _INSTALLED if _INSTALLED.is_dir() else _FOLDERS[3] / "data"  # of a wheel
 
 
 def data_path(*parts: str) -> Path:
-    """Return the path of a data file such as `data_path("models", "gpt2.json")`; it need not exist."""
+    """Return the path of a data file, which need not exist.
+
+    For example `data_path("models", "gpt2.json")`.
+    """
     return DATA.joinpath(*parts)

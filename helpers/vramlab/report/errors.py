@@ -1,4 +1,7 @@
-"""Errors: one class per kind; each message is one sentence that says what was wrong and what is allowed."""
+"""Errors: one class per kind.
+
+Each message is one sentence that says what was wrong and what is allowed.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,7 +12,10 @@ from .versions import untested, version_trouble
 
 
 class VramLabError(Exception):
-    """Base class of every error this package raises on purpose; its text has nothing that a terminal obeys."""
+    """Base class of every error this package raises on purpose.
+
+    Its text has nothing that a terminal obeys.
+    """
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -18,25 +24,37 @@ class VramLabError(Exception):
 class RecipeError(VramLabError, ValueError):
     """A recipe that cannot be trained: `field` and `value` are wrong, `allowed` would be right."""
 
-    def __init__(self, field: str, value: object, allowed: str):
-        self.field, self.value, self.allowed = field, value, allowed
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = value
+        self.allowed = allowed
         try:
             shown = " ".join(repr(value).split())
         except Exception:  # Python prints no integer of over 4,300 digits, and a repr can fail
             shown = f"a value of {type(value).__name__}"
-        self.shown = shown if len(shown) <= 120 else shown[:117] + "..."
+        # A recipe may be given a whole model, whose repr fills pages.
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        self.shown = shown
         super().__init__(self.about(f"Recipe field '{field}'"))
 
     def about(self, subject: str) -> str:
-        """Return the sentence with what was set called `subject`, such as an option of a command line."""
+        """Return the sentence with what was set called `subject`.
+
+        It may be an option of a command line.
+        """
         return f"{subject} is {self.shown}, but {self.allowed}."
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[str, object, str]]:
+        # An exception is unpickled from its message, which is not what this one is made from.
         return type(self), (self.field, self.value, self.allowed)
 
 
 class MeasurementError(VramLabError, RuntimeError):
-    """A measurement that failed: the child process died, or the machine lacks what the recipe needs."""
+    """A measurement that failed.
+
+    The child process died, or the machine lacks what the recipe needs.
+    """
 
 
 class RecordError(VramLabError, LookupError):
@@ -53,13 +71,26 @@ class ReportError(VramLabError, ValueError):
 
 # Module that a plain install lacks, to the extra of pyproject.toml that installs it.
 EXTRAS = {
-    **dict.fromkeys(("torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "psutil"), "simulate"),
-    **dict.fromkeys(("filelock", "jinja2", "pynvml"), "simulate"),
+    "torch": "simulate",
+    "transformers": "simulate",
+    "peft": "simulate",
+    "accelerate": "simulate",
+    "numpy": "simulate",
+    "safetensors": "simulate",
+    "psutil": "simulate",
+    "filelock": "simulate",
+    "jinja2": "simulate",
+    "pynvml": "simulate",
     "bitsandbytes": "quantization",
-    **{name: name for name in ("deepspeed", "trl", "schedulefree")},
-    **dict.fromkeys(("liger_kernel", "triton"), "liger"),
+    "deepspeed": "deepspeed",
+    "trl": "trl",
+    "schedulefree": "schedulefree",
+    "liger_kernel": "liger",
+    "triton": "liger",
     "matplotlib": "plot",
-    **dict.fromkeys(("IPython", "ipywidgets", "latex2mathml"), "lab"),
+    "IPython": "lab",
+    "ipywidgets": "lab",
+    "latex2mathml": "lab",
 }
 
 
@@ -68,27 +99,36 @@ class MissingExtra(VramLabError, ImportError):
 
 
 class UntestedVersion(VramLabError, ImportError):
-    """A library lacks what is needed of it, and its version is outside the range that the message names."""
+    """A library lacks what is needed of it.
+
+    Its version is outside the range that the message names.
+    """
 
 
 @contextlib.contextmanager
 def needing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Say in one sentence which library `what` needs, where it is missing or its version does not fit. Decorates too.
+    """Say in one sentence which library `what` needs, where it is missing or does not fit.
+
+    Decorates too.
 
     Raises:
         MissingExtra: a package in EXTRAS is not installed; the message names the extra.
-        UntestedVersion: one is installed, but is too old, or lacks a name and is newer than what was tested.
+        UntestedVersion: one is installed, but is too old, or lacks a name and is newer than what
+            was tested.
     """
     try:
         yield
     except VramLabError:
-        raise
+        raise  # it says what is needed already
     except (ImportError, AttributeError, RuntimeError) as raised:
-        error = raised.__cause__ if isinstance(raised.__cause__, ImportError) else raised  # TRL raises a RuntimeError
+        # TRL raises a RuntimeError for an import that failed
+        error = raised.__cause__ if isinstance(raised.__cause__, ImportError) else raised
         if isinstance(error, RuntimeError):
             raise
         name = what if isinstance(what, str) else what()
-        package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ImportError) else ""
+        package = ""
+        if isinstance(error, ImportError):  # an AttributeError's name is no module's
+            package = (error.name or "").partition(".")[0]
         if package in EXTRAS and find_spec(package) is None:
             needed = f"{name} needs {package}: pip install 'vramlab[{EXTRAS[package]}]'"
             raise MissingExtra(needed, name=package) from error
@@ -97,16 +137,20 @@ def needing(what: str | Callable[[], str]) -> Iterator[None]:
 
 
 def _refuse_versions(name: str, package: str, error: Exception) -> None:
-    """Raise UntestedVersion where an old library explains `error`, or a new one an import that fails from `package`."""
-    found = untested()
-    old = [tested for tested, version in found.items() if tested.is_older(version)]
+    """Raise UntestedVersion where a library's version explains `error`.
+
+    That is any that is too old, or a new one where an import from `package` fails.
+    """
+    outside = untested()
+    # An old library is the likelier cause, whatever the import that failed.
+    old = [tested for tested, version in outside.items() if tested.is_older(version)]
     if old:
         wanted = " ".join(f"'{tested.name}>={tested.floor}'" for tested in old)
-        said = f"{name} needs newer libraries{version_trouble()}: pip install --upgrade {wanted}"
-        raise UntestedVersion(said, name=package) from error
-    new = [tested for tested in found if tested.name.replace("-", "_") == package]
+        trouble = f"{name} needs newer libraries{version_trouble()}"
+        raise UntestedVersion(f"{trouble}: pip install --upgrade {wanted}", name=package) from error
+    new = [tested for tested in outside if tested.name.replace("-", "_") == package]
     if new:
         wanted = " ".join(f"'{tested.name}<={tested.newest}'" for tested in new)
         why = " ".join(str(error).split())
-        said = f"{name} does not work with these libraries ({why}){version_trouble()}: pip install {wanted}"
-        raise UntestedVersion(said, name=package) from error
+        trouble = f"{name} does not work with these libraries ({why}){version_trouble()}"
+        raise UntestedVersion(f"{trouble}: pip install {wanted}", name=package) from error

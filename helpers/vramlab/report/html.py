@@ -1,6 +1,8 @@
-"""Answers as small tables of HTML, for notebooks: Jupyter, Colab, and GitHub, which keeps tables and drops styles.
+"""Answers as small tables of HTML, for notebooks: Jupyter, Colab, and GitHub, which keeps tables
+and drops styles.
 
-Colours are the page's own in light and dark: nothing here sets a colour of text or ground, and a bar is drawn in letters.
+Colours are the page's own in light and dark: nothing here sets a colour of text or ground, and a
+bar is drawn in letters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +14,9 @@ BAR = 24  # letters of the longest bar
 FULL, EMPTY = "█", "░"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", notes: Iterable[str] = ()) -> str:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", notes: Iterable[str] = ()
+) -> str:
     """Return a table; the first column is left-aligned, and all texts are escaped."""
     lines = ["<table>"]
     if caption:

@@ -1,22 +1,49 @@
-"""Text of others, made safe for where it is shown: a terminal, a comment or a page. And ours where letters are few."""
+"""Text of others, made safe for where it is shown: a terminal, a comment or a page.
+
+And ours where letters are few.
+"""
 
 import codecs
 import re
 
-# Control characters other than the end of a line and a tab, marks that turn or hide what follows, and half characters.
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+# Control characters other than the end of a line and a tab, marks that turn or hide what follows,
+# and half characters.
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
 MARKUP = re.compile(r"([\\`*_{}\[\]<>|$~#])")
 LINKS = re.compile(r"(?<=www)\.|:(?=//)")  # of an address that GitHub links by itself
 ENTITIES = {"&": "&amp;", "@": "&#64;"}  # no HTML's character, and nobody is called by name
 # Characters of our own output, for streams whose encoding lacks them.
-PLAIN = {"─": "-", "–": "-", "−": "-", "·": "-", "×": "x", "←": "<-", "→": "->", "…": "...", "µ": "u", "≤": "<="}
-PLAIN |= {"≥": ">=", "²": "2", "✓": "+", "✗": "x"}
+PLAIN = {
+    "─": "-",
+    "–": "-",
+    "−": "-",
+    "·": "-",
+    "×": "x",
+    "←": "<-",
+    "→": "->",
+    "…": "...",
+    "µ": "u",
+    "≤": "<=",
+    "≥": ">=",
+    "²": "2",
+    "✓": "+",
+    "✗": "x",
+}
 DEGRADE = "vramlab.degrade"  # an error handler, as `sys.stdout.reconfigure(errors=…)` takes it
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with each control character as its number, such as \x1b: terminals obey those, and names have them."""
-    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+    r"""Return `text` with each control character as its number, such as \x1b.
+
+    Terminals obey those, and names have them.
+    """
+
+    def escaped(match: re.Match) -> str:
+        return match[0].encode("unicode_escape", "surrogatepass").decode()
+
+    return CONTROLS.sub(escaped, text)
 
 
 def one_line(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Which versions of libraries this release was tested with, and which of those installed lie outside.
+"""Which versions of libraries this release was tested with, and which installed lie outside.
 
-`data/tested_versions.json` has the floor of pyproject.toml and the newest tested version of each library. `make try-fresh`
-writes it.
+`data/tested_versions.json` has the floor of pyproject.toml and the newest tested version of each
+library. `make try-fresh` writes it.
 """
 
 import json
@@ -23,13 +23,17 @@ class VersionRange:
     newest: str
 
     def is_older(self, version: str) -> bool:
-        """Return whether `version` lies below the range."""
-        from packaging.version import Version  # the page of the calculator has it not, and asks for no version
+        """Tell whether `version` lies below the range."""
+        # The page of the calculator has no packaging, and asks for no version.
+        from packaging.version import Version
 
         return Version(version) < Version(self.floor)
 
     def is_newer(self, version: str) -> bool:
-        """Return whether `version` is of a later line than the newest tested one: 2.16.0 where that is 2.15.1."""
+        """Tell whether `version` is of a later line than the newest tested one.
+
+        2.16.0 is where that is 2.15.1.
+        """
         from packaging.version import Version
 
         return Version(version).release[:LINE] > Version(self.newest).release[:LINE]
@@ -46,8 +50,8 @@ class VersionRange:
 @cache
 def version_ranges() -> dict[str, VersionRange]:
     """Return the tested range of each library, by the name of its distribution."""
-    found = json.loads(data_path("tested_versions.json").read_text(encoding="utf-8"))
-    return {name: VersionRange(name, **versions) for name, versions in found.items()}
+    tested = json.loads(data_path("tested_versions.json").read_text(encoding="utf-8"))
+    return {name: VersionRange(name, **versions) for name, versions in tested.items()}
 
 
 def installed(package: str) -> str | None:
@@ -59,11 +63,19 @@ def installed(package: str) -> str | None:
 
 
 def untested() -> dict[VersionRange, str]:
-    """Return the libraries that are installed in a version outside the tested range, and that version."""
-    found = {tested: installed(name) for name, tested in version_ranges().items()}
-    return {tested: version for tested, version in found.items() if version and tested.trouble(version)}
+    """Return the libraries that are installed outside the tested range, with their version."""
+    outside = {}
+    for name, tested in version_ranges().items():
+        version = installed(name)
+        if version and tested.trouble(version):
+            outside[tested] = version
+    return outside
 
 
 def version_trouble() -> str:
-    """Name the libraries outside the tested range for the end of a sentence, as "; torch 2.16.0 is newer than …"."""
-    return "".join(f"; {tested.trouble(version)}" for tested, version in untested().items())
+    """Name the libraries outside the tested range for the end of a sentence.
+
+    As "; torch 2.16.0 is newer than …".
+    """
+    troubles = [tested.trouble(version) for tested, version in untested().items()]
+    return "".join(f"; {trouble}" for trouble in troubles)

@@ -1,0 +1,367 @@
+"""A recipe of the space that `plan` searches, and what it becomes as an answer.
+
+Recipes are held against the card by their prediction, and answers by their simulation.
+"""
+
+import itertools
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..formulas import reserved
+from ..formulas.predict import predict
+from ..hardware.gpu import usable_memory
+from ..hardware.overhead import expandable
+from ..recipe.from_transformers import build
+from ..recipe.knobs import unchecked
+from ..recipe.process_context import context_of
+from ..recipe.recipe import Recipe
+from ..report.errors import RecipeError, VramLabError, needing
+from ..report.report import TIERS, Interval, Report
+from ..training.quiet import no_collection
+from .question import METHODS, Question
+from .search_space import (
+    counted_as,
+    held_bytes,
+    host_memory,
+    is_sound,
+    method_of,
+    notes_on,
+    without_switches,
+)
+from .step_time import StepTime, estimate, step_time
+
+Kind = tuple[str, bool, bool]  # of a recipe: its method, whether it is sound, whether it offloads
+
+SURE = ("safe", "likely")
+TIGHT = ("tight",)
+# Whether it is sound (`search_space.is_sound`), whether it offloads, and its tier, the best first.
+# A step that waits for the host takes several times as long, so what is likely to fit without goes
+# before it; updates that are rounded away are never made up for, so what rounds them goes after
+# both. What fits at the lowest figures only is no answer while there is another.
+WAYS = [
+    *itertools.product((True, False), (False, True), SURE),
+    *itertools.product((True, False), (False, True), TIGHT),
+]
+DEEPEST = 24  # layers of a recipe that is simulated though none of its layers can stand for another
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe with its memory and its estimated time.
+
+    Attributes:
+        report: the simulation where there was one, else the prediction.
+        needs: bytes of the process with the allocator's settings that were asked for.
+        by_default: the same with the allocator's default settings, for a script of one's own.
+        tier: the surest in which it fits, "" where it fits in none.
+        host: bytes of host memory that have to be free for all ranks.
+        over: bytes that it lacks in the tier asked for.
+        notes: what to know before choosing it.
+        epoch: seconds of one over the data set, where its lengths are known.
+        without: by switch that is on, bytes that leaving it out adds.
+        unsimulated: why the formulas answer where a simulation was asked for.
+    """
+
+    recipe: Recipe
+    report: Report
+    time: StepTime
+    needs: Interval
+    by_default: Interval
+    tier: str
+    host: int = 0
+    over: int = 0
+    notes: tuple[str, ...] = ()
+    epoch: float | None = None
+    without: dict[str, int] = field(default_factory=dict)
+    unsimulated: str = ""
+
+    @property
+    def method(self) -> str:
+        """ "full", "lora" or "qlora"."""
+        return method_of(self.recipe)
+
+    @property
+    def order(self) -> tuple:
+        """Sort key, smallest for the best: by `WAYS`, then by time."""
+        way = is_sound(self.recipe), _offloads(self.recipe), self.tier
+        return WAYS.index(way), self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of an epoch where the data's lengths are known, else of a step."""
+        return self.epoch or self.time.seconds
+
+
+class Candidate:
+    """One recipe of the space; its figures are computed when they are first asked for.
+
+    Where formulas do not know its adapters, plain ones stand for them until it is simulated, and
+    only then it fits.
+    """
+
+    def __init__(self, question: Question, recipe: Recipe, family: int) -> None:
+        self.question = question
+        self.recipe = recipe
+        # The number of its family, the simplest first: see `families`.
+        self.family = family
+        self.method = method_of(recipe)
+        self.kind: Kind = (self.method, is_sound(recipe), _offloads(recipe))
+        counted = counted_as(recipe)
+        self.must_be_simulated = counted is not recipe
+        self.rows = [counted]  # what its micro-batches may be: of one length, or padded
+        lengths = question.lengths_of(recipe.batch_size)
+        if lengths:
+            self.rows.append(unchecked(counted, lengths=lengths))
+        self.simulated: Report | None = None
+        self.tried = False  # to simulate it
+        self.unsimulated = ""
+
+    @cached_property
+    def rank(self) -> tuple:
+        """Sort key, smallest for the fastest to three digits (the rest is noise).
+
+        Of these the simplest family and the larger micro-batch come first. The time is that of an
+        epoch where the data's lengths are known, else of a step, whose rows are padded, unless they
+        cannot be.
+        """
+        parts = estimate(
+            self.rows[-1],
+            self.question.gpu,
+            self.question.link,
+        )
+        seconds = epoch_of(self.question, self.recipe, parts) or sum(parts.values())
+        return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
+
+    def bound(self, tier: str) -> int:
+        """Return a lower bound of the upper end of `interval` for `tier`."""
+        if self.question.expandable_segments:
+            # A simulated peak is exact.
+            error = 1.0 if self.simulated else reserved.EXACT
+            inside = expandable(self._least_held, error)
+        else:
+            sharding = self.recipe.sharding
+            is_sharded = bool(sharding and sharding.stage)
+            inside = reserved.reserved(Counter(), self._least_held, is_sharded)
+        return getattr(inside + self._context, TIERS[tier])
+
+    @cached_property
+    def _context(self) -> Interval:
+        return context_of(self.recipe, self.question.gpu)
+
+    @cached_property
+    def _least_held(self) -> int:
+        return held_bytes(self.rows[0], self.question.gpu.chip)
+
+    @cached_property
+    def report(self) -> Report | None:
+        """The prediction; None where the formulas refuse the recipe.
+
+        Of rows of one length and padded ones, which need a mask, those that take more; `recipe`
+        says which.
+        """
+        reports = []
+        try:
+            for recipe in self.rows:
+                reports.append(predict(recipe, self.question.gpu))
+        except RecipeError:
+            return None
+        peaks = [report.peak.total for report in reports]
+        highest = peaks.index(max(peaks))
+        self.recipe = unchecked(self.recipe, lengths=self.rows[highest].lengths)
+        return reports[highest]
+
+    @property
+    def interval(self) -> Interval:
+        """Bytes of the process, with the allocator's settings that were asked for.
+
+        Simulated if it was, else predicted.
+        """
+        return self.interval_with(self.question.expandable_segments)
+
+    def interval_with(self, expandable_segments: bool) -> Interval:
+        """Return the same with the allocator's setting."""
+        report = self._best_known()
+        if not expandable_segments:
+            return Interval.of(report.process or 0)
+        peak = max(report.allocated or 0, report.peak.total)
+        error = 1.0
+        if not self.simulated:
+            least = Interval.of(report.reserved or 0).low
+            error = min(reserved.EXACT, (least + 1) / peak)
+        loading = report.loading.total if report.loading else 0
+        return expandable(max(peak, loading), error) + self._context
+
+    def _best_known(self) -> Report:
+        """Return the simulation where there was one, else the prediction."""
+        report = self.simulated or self.report
+        if report is None:
+            raise LookupError(f"no formula knows {self.recipe}, and it is not simulated")
+        return report
+
+    def over(self, tier: str) -> float:
+        """Return the bytes that it lacks in `tier`, negative where it fits.
+
+        That is infinite without a prediction, or a simulation that it needs.
+        """
+        if self.report is None:
+            return math.inf
+        if self.must_be_simulated and self.tried and not self.simulated:
+            return math.inf
+        return getattr(self.interval, TIERS[tier]) - self.question.usable
+
+    def fits(self, tier: str) -> bool:
+        """Tell whether it fits in `tier`; the bound spares most predictions."""
+        return self.bound(tier) <= self.question.usable and self.over(tier) <= 0
+
+    def simulation(self) -> Report | str:
+        """Return its simulation, or why there is none here."""
+        return simulate_briefly(self.recipe, self.question)
+
+    def choice(self, tier: str | None = None) -> Choice:
+        """Return it as an answer; `tier`: the one in which bytes are missing, if any are."""
+        question = self.question
+        surest = next((name for name in TIERS if self.fits(name)), "")
+        time = step_time(
+            self.rows[-1],
+            question.gpu,
+            question.link,
+        )
+        over = self.over(tier or surest or "tight")
+        return Choice(
+            recipe=self.recipe,
+            report=self._best_known(),
+            time=time,
+            needs=self.interval,
+            by_default=self.interval_with(False),
+            tier=surest,
+            host=host_memory(self.recipe),
+            over=max(0, int(over)),
+            notes=tuple(notes_on(self.recipe, question.gpu)),
+            epoch=epoch_of(question, self.recipe, time.parts),
+            without=without_switches(self.recipe, question.gpu),
+            unsimulated=self.unsimulated,
+        )
+
+
+def simulate_briefly(
+    recipe: Recipe,
+    question: Question,
+    deepest: int = DEEPEST,
+) -> Report | str:
+    """Return the simulation, in which two micro-batches stand for any more.
+
+    Where none of its layers can stand for another, those may be `deepest` at most. Without a
+    simulation here, return why.
+    """
+    layers = recipe.shape.num_layers
+    try:
+        with needing("a simulation"):
+            from ..simulation.simulate import may_be_deepened, simulate
+
+        if layers > deepest and not may_be_deepened(recipe, "cuda"):
+            why = f"none of {layers} layers can stand for another in this recipe"
+            return f"{why}; plan simulates up to {deepest}"
+        # The second micro-batch adds to gradients that are there, as all later ones do.
+        steps = min(2, recipe.gradient_accumulation_steps)
+        return simulate(
+            recipe.replace(gradient_accumulation_steps=steps),
+            gpu=question.gpu,
+            other_memory=max(0, usable_memory(question.gpu) - question.usable),
+        )
+    except (VramLabError, ImportError) as error:
+        return str(error)
+
+
+@no_collection(before=False)
+def confirm(candidates: list[Candidate]) -> None:
+    """Simulate the candidates, several at once where this process may be forked."""
+    # Had torch been used, a forked process could wait for its threads.
+    forks = sys.platform == "linux" and "torch" not in sys.modules
+    forks = forks and threading.active_count() == 1
+    simulations: Sequence[Report | str]
+    try:
+        with needing("a simulation"):
+            build(candidates[0].recipe.shape)  # loads the libraries once for all
+        simulations = _simulations(candidates, forks)
+    except (VramLabError, ImportError) as error:
+        simulations = [str(error)] * len(candidates)
+    for candidate, simulation in zip(candidates, simulations, strict=True):
+        candidate.tried = True
+        if isinstance(simulation, str):
+            candidate.unsimulated = simulation
+        else:
+            candidate.simulated = simulation
+
+
+def _simulations(
+    candidates: list[Candidate],
+    forks: bool,
+) -> list[Report | str]:
+    """Return each candidate's simulation, or why there is none."""
+    workers = min(len(candidates), os.cpu_count() or 1)
+    if not forks or workers < 2:
+        return [candidate.simulation() for candidate in candidates]
+    fork = multiprocessing.get_context("fork")
+    # An interrupt is this process's to answer.
+    with fork.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        return pool.map(Candidate.simulation, candidates, chunksize=1)
+
+
+def epoch_of(
+    question: Question,
+    recipe: Recipe,
+    parts: dict[str, float],
+) -> float | None:
+    """Return the seconds of an epoch over the data set; None where no lengths are known.
+
+    Its steps take `parts` where all samples are the longest. Rows are padded to the longest of a
+    micro-batch drawn at random, joined, or packed: then there are fewer.
+    """
+    if not question.lengths:
+        return None
+    packs = question.packing and (recipe.packing or recipe.trainer == "transformers")
+    drawn = 1 if packs or recipe.padding_free else recipe.batch_size
+    # Packed and joined rows have no padding: each sample counts by its own length.
+    share = question.mean_width(drawn) / question.plain.seq_len
+    seconds = sum(parts.values())
+    steps = len(question.lengths) / question.global_batch
+    if packs:
+        return steps * share * seconds
+    by_width = parts["matmuls"] + parts["attention"] + parts["memory"]
+    return steps * (seconds - (1 - share) * by_width)
+
+
+def best_first(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the choices by `WAYS`, then by time.
+
+    Of those as fast as the fastest within the error of its time the simplest method comes first.
+    """
+    left = sorted(choices, key=lambda choice: choice.order)
+    ordered = []
+    while left:
+        alike = [choice for choice in left if is_as_fast(choice, left[0])]
+        simplest = min(alike, key=lambda choice: METHODS.index(choice.method))
+        ordered.append(simplest)
+        left.remove(simplest)
+    return ordered
+
+
+def is_as_fast(choice: Choice, other: Choice) -> bool:
+    """Tell whether `choice`, as good a way as `other`, takes as long.
+
+    That is within the error of the other's time.
+    """
+    error = other.time.high / other.time.seconds
+    return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds
+
+
+def _offloads(recipe: Recipe) -> bool:
+    return bool(recipe.sharding and recipe.sharding.offload)

@@ -1,0 +1,107 @@
+"""What to know about a question that `plan` has answered: one sentence each."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from ..recipe.knobs import unchecked
+from ..recipe.options import REPEATED
+from ..recipe.recipe import Recipe
+from ..report.report import format_bytes
+from .candidate import Choice, epoch_of, is_as_fast
+from .question import Question
+from .step_time import walk
+
+LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
+
+
+def notes_on_question(
+    question: Question,
+    choices: list[Choice],
+) -> Iterator[str]:
+    """Yield what to know about the question itself."""
+    yield from _as_fast(choices)
+    yield from _about_the_card(question)
+    yield from _about_kernels(question, [choice.recipe for choice in choices])
+    if question.lengths:
+        yield _about_lengths(question, question.lengths)
+        if choices and question.plain.trainer in ("transformers", "sft"):
+            faster = _packed(choices[0], question)
+            if faster:
+                yield faster
+
+
+def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:
+    """Say which choices are as fast as the fastest, within the error of an estimate."""
+    if not choices:
+        return
+    fastest = min(choices, key=lambda choice: choice.seconds)
+    alike = [choice.method for choice in choices if is_as_fast(choice, fastest)]
+    if len(alike) > 1:
+        methods = " and ".join(alike)
+        yield f"{methods}: about as fast, within the error of the estimate; the simpler first"
+
+
+def _about_the_card(question: Question) -> Iterator[str]:
+    """Yield what is taken for granted of a card that is not named or not known well."""
+    name = question.gpu.name
+    if question.assumed:
+        rest = "the table's least with so much memory"
+        yield f"no card is named: speed and kernels are {name}'s, {rest}"
+    if not (question.memory or question.gpu.total_known):
+        usable = format_bytes(question.usable, digits=2)
+        rest = f"{usable} is the least part of its box that any card reports"
+        yield f"what {name} reports is not known: {rest}"
+
+
+def _about_kernels(
+    question: Question,
+    recipes: list[Recipe],
+) -> Iterator[str]:
+    """Yield why an answer has a kernel of attention that one would not expect."""
+    name = question.gpu.name
+    for recipe in recipes:
+        # Other models have no sdpa.
+        if recipe.attn_implementation == "eager" and recipe.shape.attention != "eager":
+            # Padded rows need a mask, which some of sdpa's kernels do not take.
+            by_sdpa = unchecked(recipe, attn_implementation="sdpa")
+            if not walk(by_sdpa, question.gpu.chip).fused:
+                rest = f"has no fused kernel for this model on {name}"
+                yield f"eager: for rows of one length sdpa {rest}"
+                break
+    if any(recipe.attn_implementation == REPEATED for recipe in recipes):
+        rest = f"or {name} has no fused kernel for shared keys"
+        yield f"{REPEATED}: repeat_shared_keys() of vramlab, {rest}"
+
+
+def _about_lengths(
+    question: Question,
+    lengths: tuple[int, ...],
+) -> str:
+    """Return what the data set's lengths are, and how many samples are cut."""
+    longest = question.plain.seq_len
+    cut = sum(length > longest for length in lengths)
+    rest = f"; {cut:,} are cut to {longest:,}" if cut else ""
+    middle = lengths[len(lengths) // 2]
+    tokens = f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}"
+    return f"data: {len(lengths):,} samples of {tokens}{rest}"
+
+
+def _packed(choice: Choice, question: Question) -> str:
+    """Return how much faster an epoch of `choice` would be with packed rows.
+
+    That is "" where padding is less than a tenth of the rows.
+    """
+    if question.packing or choice.epoch is None:
+        return ""
+    # Joined rows and packed ones exclude each other; only SFTTrainer packs by itself.
+    recipe = unchecked(
+        choice.recipe,
+        padding_free=False,
+        packing=choice.recipe.trainer == "sft",
+    )
+    packing = dataclasses.replace(question, packing=True)
+    seconds = epoch_of(packing, recipe, choice.time.parts)
+    if seconds is None or seconds > LEAST_SAVED * choice.epoch:
+        return ""
+    times = f"{choice.epoch / seconds:.1f} times as fast"
+    return f"packing (--packing) would make an epoch of {choice.method} {times}"
