@@ -122,7 +122,7 @@ def sizes(shown: Calculator) -> list[float]:
 
 def test_the_sentences_name_total_largest_and_whether_it_fits():
     small, tight, large = Calculator(model="gpt2", batch_size=1), Calculator(), Calculator(batch_size=64)
-    for shown, fits in ((small, "Safe"), (tight, "Likely"), (large, "Does not fit")):
+    for shown, fits in ((small, "Safe"), (tight, "Tight"), (large, "Does not fit")):
         text, report = str(shown), shown.report
         part = max(dict(report.peak.items()), key=lambda key: getattr(report.peak, key))
         assert f"Predicted peak {report.peak.total / GiB:,.3f} GiB, in phase {report.peak_phase}; " in text

@@ -171,7 +171,7 @@ EXPECTED = {
 
 
 # Dear ones that stand on their chapter's own page, whose outputs `make test` compares.
-IN_A_CHAPTER = ("lecture-zero-part", "notebook-trained", "guide-empty-cache-oom")
+IN_A_CHAPTER = ("notebook-trained", "guide-empty-cache-oom")
 
 
 @pytest.fixture(scope="module", autouse=True)

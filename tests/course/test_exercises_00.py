@@ -37,7 +37,10 @@ def halves(model, gpu, seq_len, told=True):
     "name, answer",
     [
         ("00.1", missing),
-        ("00.2", Recipe("qwen3-0.6b", 1, 512, "fp16-mixed", gradient_accumulation_steps=4)),
+        (
+            "00.2",
+            Recipe("qwen3-0.6b", 1, 512, "fp16-mixed", gradient_accumulation_steps=4, gradient_checkpointing=True),
+        ),
         ("00.2", Recipe("qwen3-0.6b", 4, 512, "fp16-mixed", gradient_checkpointing=True)),
         ("00.3", "Gradients"),
         ("00.4", lambda parameters, tokens, peak, bandwidth: parameters * (6 * tokens / peak + 28 / bandwidth)),

@@ -122,8 +122,8 @@ def _refusals(recipe: Recipe) -> Refusals:
             yield f"lora.{name}", getattr(lora, name), allowed
 
     later = sharding and sharding.engine == "deepspeed" and sharding.stage == 1
-    unset = recipe.precision in ("fp16-true", "bf16-true") and shape.tied and not lora
-    reduced = "what a later rank reduces of tied weights at stage 1 in such half precision"
+    unset = recipe.precision in ("fp16-true", "bf16-true") and not lora
+    reduced = "what a later rank keeps of gradients at stage 1 in such half precision"
     allowed = f"{reduced} is not known: ask simulate"
     yield "sharding.rank", later and sharding.rank > 0 and unset, allowed
 

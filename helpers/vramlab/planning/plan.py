@@ -158,9 +158,7 @@ class Plan:
         return "\n".join(table)
 
     def _repr_html_(self) -> str:
-        """Return the plan as a notebook shows it: a row for each choice, with its recipe, and what
-        to know.
-        """
+        """Return the plan as a notebook shows it: a row for each choice, and what to know."""
         if not self.choices:
             return html.table((), [(line,) for line in str(self).split("\n")])
         head = ("method", "tier", "peak, GiB", "process, at most, GiB", "tokens/s", "recipe")
@@ -173,9 +171,9 @@ class Plan:
         room = format_bytes(self.usable, digits=2)
         title = f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, "
         title += f"on {self._cards}, {room}"
-        return html.table(
-            head, rows, title, [*self.notes, *(_costs(one) for one in self.choices if one.without)]
-        )
+        # What leaving a switch out costs stands below, as in the text.
+        costs = [_costs(choice) for choice in self.choices if choice.without]
+        return html.table(head, rows, title, [*self.notes, *costs])
 
     def __str__(self) -> str:
         lines = [*self._warnings(), self._asked()]

@@ -144,6 +144,7 @@ def moved_pages(recipe: Recipe, card: Gpu) -> Range:
     paged = paged_bytes(recipe)
     if not paged:
         return 0.0, 0.0, 0.0
+    # Without the states, which are no tensors of the device's allocator.
     process = Interval.of(predict(recipe, card).process)
     moved = []
     for end in (process.value, process.low, process.high):
