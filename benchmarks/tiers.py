@@ -25,8 +25,8 @@ from vramlab.hardware.gpu import gpu_names
 from vramlab.hardware.overhead import rules_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import TIERS, Interval, Report
+from vramlab.simulation.as_run import simulate_as_run
 from vramlab_course import published
-from vramlab_course.as_run import simulate_as_run
 
 ROOT = Path(__file__).parent.parent
 STAND_IN = {"h200": "H200", "h100": "H100 SXM", "rtx-3090": "RTX 3090", "rtx-4090": "RTX 4090", "t4": "T4"}

@@ -20,8 +20,7 @@ from vramlab.faces.cli import app
 from vramlab.planning.search_space import notes_on
 from vramlab.planning.step_time import step_time
 from vramlab.report.report import GiB
-from vramlab.simulation.as_run import of_release
-from vramlab_course.as_run import AS_RUN, as_it_ran, simulate_as_run
+from vramlab.simulation.as_run import AS_RUN, as_it_ran, of_release, simulate_as_run
 from vramlab_course.published import Run, results, runs, scatter_error
 
 RUNS = runs()

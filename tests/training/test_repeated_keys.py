@@ -7,8 +7,8 @@ from transformers import LlamaConfig
 from vramlab import Recipe, RecipeError, plan, predict, simulate
 from vramlab.planning.question import Question
 from vramlab.planning.search_space import families
+from vramlab.simulation.as_run import simulate_as_run
 from vramlab.training.training import build, train_step
-from vramlab_course.as_run import simulate_as_run
 
 SHARED = dict(num_layers=2, batch_size=3, seq_len=64, attn_implementation="sdpa_repeated")
 
