@@ -1,6 +1,7 @@
 """Comment on a pull request how the memory of its training steps changed; see action.yml.
 
-The environment is that of a GitHub Action, with COMMAND besides: what writes reports into the folder REPORTS.
+The environment is that of a GitHub Action, with COMMAND besides: what writes reports into the
+folder REPORTS.
 """
 
 import html
@@ -27,13 +28,18 @@ def reports(command: str, checkout: str | Path) -> dict[str, Report]:
         environment = {**os.environ, "REPORTS": folder}
         environment.pop("GITHUB_TOKEN", None)  # the command is the pull request's
         subprocess.run(["bash", "-ec", command], cwd=checkout, env=environment, check=True)
-        return {path.stem: Report.from_json(read_text(path)) for path in sorted(Path(folder).glob("*.json"))}
+        return {
+            path.stem: Report.from_json(read_text(path))
+            for path in sorted(Path(folder).glob("*.json"))
+        }
 
 
 def of_base(command: str, commit: str) -> dict[str, Report]:
     """The reports of another commit."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", folder, commit], check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--quiet", "--detach", folder, commit], check=True
+        )
         try:
             return reports(command, folder)
         except subprocess.CalledProcessError as error:
@@ -45,7 +51,13 @@ def of_base(command: str, commit: str) -> dict[str, Report]:
 
 def body(before: dict[str, Report], after: dict[str, Report]) -> str:
     """The comment: a line for each report, and the differences folded under it."""
-    lines = [MARKER, "### Memory of training steps", "", "| | base | here | change |", "|---|--:|--:|--:|"]
+    lines = [
+        MARKER,
+        "### Memory of training steps",
+        "",
+        "| | base | here | change |",
+        "|---|--:|--:|--:|",
+    ]
     details = []
     for name in sorted(before.keys() | after.keys()):
         pair = [found.get(name) for found in (before, after)]
@@ -59,25 +71,38 @@ def body(before: dict[str, Report], after: dict[str, Report]) -> str:
             found = diff(*pair)
             more, share = found.differences("peak total")["B"]
             change = f"{more:+,} B ({share:+.2%})" if more else "0"
-            moved = any(found.differences(row.name).get("B", (0,))[0] for row in found.rows if row.name != "phase")
+            moved = any(
+                found.differences(row.name).get("B", (0,))[0]
+                for row in found.rows
+                if row.name != "phase"
+            )
             details += [_folded(name, str(found))] if moved else []
         lines.append(f"| {markdown(name)} | {sizes[0]} | {sizes[1]} | {change} |")
     return "\n".join([*lines, "", *details])
 
 
 def _folded(name: str, text: str) -> str:
-    """The text as it is, folded under its name; a fence longer than any in it, so that it cannot end there."""
+    """The text as it is, folded under its name; a fence longer than any in it, so that it cannot
+    end there.
+    """
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(longest + 1, 3)
-    return f"<details><summary>{html.escape(name)}</summary>\n\n{fence}\n{text}\n{fence}\n</details>"
+    return (
+        f"<details><summary>{html.escape(name)}</summary>\n\n{fence}\n{text}\n{fence}\n</details>"
+    )
 
 
 def ask(method: str, path: str, content: dict | None = None):
     """What GitHub's API answers."""
-    headers = {"Authorization": f"Bearer {os.environ['GITHUB_TOKEN']}", "Accept": "application/vnd.github+json"}
+    headers = {
+        "Authorization": f"Bearer {os.environ['GITHUB_TOKEN']}",
+        "Accept": "application/vnd.github+json",
+    }
     data = json.dumps(content).encode() if content else None
     url = f"{os.environ.get('GITHUB_API_URL', 'https://api.github.com')}/repos/{os.environ['GITHUB_REPOSITORY']}/{path}"
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method)) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data, headers, method=method)
+    ) as answer:
         return json.load(answer)
 
 
@@ -96,7 +121,9 @@ def comment(text: str, number: int) -> None:
 def main() -> int:
     event = json.loads(Path(os.environ["GITHUB_EVENT_PATH"]).read_text("utf-8"))
     if "pull_request" not in event:
-        print("::warning::no pull request: there is nothing to compare with, and nowhere to comment")
+        print(
+            "::warning::no pull request: there is nothing to compare with, and nowhere to comment"
+        )
         return 0
     command, base = os.environ["COMMAND"], event["pull_request"]["base"]["sha"]
     after = reports(command, ".")

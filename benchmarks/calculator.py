@@ -1,8 +1,10 @@
-"""How long the calculator takes from a moved control to the new prediction: python benchmarks/calculator.py
+"""How long the calculator takes from a moved control to the new prediction: python
+benchmarks/calculator.py
 
-Prints what a thousand random moves took in milliseconds, each a new recipe, prediction and text. Ends with status 1
-when more than one in a hundred took longer than the 100 ms that feel immediate (Nielsen, Usability Engineering, 1993):
-on a busy machine single moves wait for others. What matplotlib and the browser then need to draw is not in the figures.
+Prints what a thousand random moves took in milliseconds, each a new recipe, prediction and text.
+Ends with status 1 when more than one in a hundred took longer than the 100 ms that feel immediate
+(Nielsen, Usability Engineering, 1993): on a busy machine single moves wait for others. What
+matplotlib and the browser then need to draw is not in the figures.
 """
 
 import random
@@ -25,7 +27,13 @@ def main() -> int:
         start = time.perf_counter()
         calculator.change(**{key: value})
         str(calculator)
-        took.append((time.perf_counter() - start, f"{key}={value!r}", calculator.error or str(calculator.recipe)))
+        took.append(
+            (
+                time.perf_counter() - start,
+                f"{key}={value!r}",
+                calculator.error or str(calculator.recipe),
+            )
+        )
     slowest, seconds = max(took), [seconds for seconds, *_ in took]
     median, last = statistics.median(seconds), statistics.quantiles(seconds, n=100)[-1]
     said = f"median {1e3 * median:.1f} ms, 99 % under {1e3 * last:.1f} ms"

@@ -4,8 +4,13 @@ import statistics
 
 
 def summary(found: list[tuple[float, str]]) -> str:
-    """Say how many errors there are, their mean, median and worst, of pairs of an error and the name of its run."""
-    sizes, (error, worst) = [abs(error) for error, _ in found], max(found, key=lambda row: abs(row[0]))
+    """Say how many errors there are, their mean, median and worst, of pairs of an error and the
+    name of its run.
+    """
+    sizes, (error, worst) = (
+        [abs(error) for error, _ in found],
+        max(found, key=lambda row: abs(row[0])),
+    )
     return (
         f"{len(sizes)} runs, mean {statistics.mean(sizes):.4%}, median {statistics.median(sizes):.5%}, "
         f"{sum(size <= 0.01 for size in sizes) / len(sizes):.1%} within 1 %, "

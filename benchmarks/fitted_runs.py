@@ -1,10 +1,12 @@
-"""Which of the published runs set which constants of their own project's estimator, by that project's own files.
+"""Which of the published runs set which constants of their own project's estimator, by that
+project's own files.
 
     pip download --no-deps --no-binary :all: fitcheck-llm==0.3.1 vramcalc==0.1.2
-    python benchmarks/fitted_runs.py FOLDER   # reads the two archives there, holds data/published_runs.json against them
+    python benchmarks/fitted_runs.py FOLDER   # reads the two archives there, holds
+    data/published_runs.json against them
 
-Without the archives `stored()` is what was read from them. The scoreboard asks it, so that a tool is neither praised for a
-run that set its constants nor denied one that did not.
+Without the archives `stored()` is what was read from them. The scoreboard asks it, so that a tool
+is neither praised for a run that set its constants nor denied one that did not.
 """
 
 import hashlib
@@ -25,7 +27,9 @@ def stored() -> dict:
 
 
 def set_constants_of(tool: str, facts: dict) -> list[bool]:
-    """For each run in the file's order: did it set a constant of `tool` that the scoreboard's figures rest on?"""
+    """For each run in the file's order: did it set a constant of `tool` that the scoreboard's
+    figures rest on?
+    """
     source = facts["sources"].get(tool, {})
     picked = [fit["runs"] for fit in source.get("fitted", []) if fit["compared"]]
     found = []
@@ -63,7 +67,9 @@ def unsaid(files: tarfile.TarFile, source: dict) -> list[str]:
 
 
 def other_roles(files: tarfile.TarFile, facts: dict) -> list[str]:
-    """Runs whose role is another in the manifest; a run is found by its allocated bytes, a repeat counts as its first."""
+    """Runs whose role is another in the manifest; a run is found by its allocated bytes, a repeat
+    counts as its first.
+    """
     manifest = json.loads(text_of(files, "data/measurements/manifest.json"))
     measured: dict[str, list[dict]] = {}
     roles: dict[int, set[str]] = {}
@@ -80,7 +86,9 @@ def other_roles(files: tarfile.TarFile, facts: dict) -> list[str]:
             continue
         said = roles.get(run["allocated"], set()) - {"repeat"}
         if said != {run["role"]}:
-            found.append(f"the run of {run['allocated']} bytes is {run['role']} here and {sorted(said)} there")
+            found.append(
+                f"the run of {run['allocated']} bytes is {run['role']} here and {sorted(said)} there"
+            )
     return found
 
 
@@ -94,7 +102,10 @@ def main(folder: Path) -> None:
     facts = stored()
     found = differences(folder, facts)
     roles = Counter(run["role"] for run in facts["runs"] if run["source"] == "fitcheck-llm")
-    print("fitcheck-llm's own runs:", ", ".join(f"{number} {role}" for role, number in roles.most_common()))
+    print(
+        "fitcheck-llm's own runs:",
+        ", ".join(f"{number} {role}" for role, number in roles.most_common()),
+    )
     print(*found or ["as the archives say"], sep="\n")
     sys.exit(bool(found))
 

@@ -2,9 +2,10 @@
 
     python benchmarks/plan_speed.py [MODEL GPU GPUS SEQ_LEN]
 
-Both run in fresh processes, so that neither finds the other's cached layers. Seconds are the processor's own (other
-programs do not count). They depend on the machine; the ratio, what the pruning is worth, hardly does. `predict` itself
-shares a walk through the layers among recipes that differ in optimizer or sharding, so the ratio falls with many GPUs.
+Both run in fresh processes, so that neither finds the other's cached layers. Seconds are the
+processor's own (other programs do not count). They depend on the machine; the ratio, what the
+pruning is worth, hardly does. `predict` itself shares a walk through the layers among recipes that
+differ in optimizer or sharding, so the ratio falls with many GPUs.
 """
 
 import subprocess
@@ -45,7 +46,9 @@ print(len(candidates), len(reports), taken, best)
 
 
 def run(script: str, case: tuple) -> tuple[int, int, float, str]:
-    """(recipes considered, predicted, seconds, the fastest that fits) of `script` in a process of its own."""
+    """(recipes considered, predicted, seconds, the fastest that fits) of `script` in a process of
+    its own.
+    """
     words = [sys.executable, "-c", SETUP + script, *map(str, case)]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     considered, predicted, seconds, best = said.strip().split(" ", 3)
@@ -58,7 +61,9 @@ def main() -> None:
     for case in cases:
         considered, predicted, seconds, best = run(PLANNED, case)
         _, _, each, same = run(EACH, case)
-        print(f"{case[0]} on {case[2]} × {case[1]}, {case[3]} tokens: {considered:,} recipes, {predicted} predicted")
+        print(
+            f"{case[0]} on {case[2]} × {case[1]}, {case[3]} tokens: {considered:,} recipes, {predicted} predicted"
+        )
         print(
             f"  {considered / seconds:,.0f} a second in {seconds:.2f} s; predicting each: {considered / each:,.0f} a second"
         )

@@ -1,25 +1,27 @@
-"""Tasks drawn at random: the tier that `plan` says, the peak simulated, and whether PyTorch's allocator holds the step.
+"""Tasks drawn at random: the tier that `plan` says, the peak simulated, and whether PyTorch's
+allocator holds the step.
 
-    python benchmarks/plan_tasks.py draw TASKS.json [COUNT SEED TIER]     (adds to TASKS.json; TIER: draw until it is said)
-    export LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) TRITON_LIBCUDA_PATH=$PWD/build/stand_in
-    python benchmarks/plan_tasks.py run TASKS.json
-    python benchmarks/plan_tasks.py show [TASKS.json]
+    python benchmarks/plan_tasks.py draw TASKS.json [COUNT SEED TIER]     (adds to TASKS.json; TIER:
+    draw until it is said) export LD_PRELOAD=$(python -m vramlab.measurement.stand_in
+    build/stand_in) TRITON_LIBCUDA_PATH=$PWD/build/stand_in python benchmarks/plan_tasks.py run
+    TASKS.json python benchmarks/plan_tasks.py show [TASKS.json]
 
-Each task is a model, a card, a number of tokens, a method and the least tier that will do. `run` needs PyTorch's CUDA build
-(`data/stand_in/README.md`): it trains the recipe on a stand-in for the card, whose memory is the limit, with expandable
-segments, as the script that `plan` writes. Every mask selects everything there, so transformers would leave a padded batch's
+Each task is a model, a card, a number of tokens, a method and the least tier that will do. `run`
+needs PyTorch's CUDA build (`data/stand_in/README.md`): it trains the recipe on a stand-in for the
+card, whose memory is the limit, with expandable segments, as the script that `plan` writes. Every
+mask selects everything there, so transformers would leave a padded batch's
 out: it is made to keep it. The process's context is a reading of the card or its like, drawn
 from `data/contexts.json`.
 
-    LD_PRELOAD=… python benchmarks/plan_tasks.py questions OUT.json [COUNT SEED]          (goes on where it was stopped)
-    python benchmarks/plan_tasks.py answers [OUT.json]
+    LD_PRELOAD=… python benchmarks/plan_tasks.py questions OUT.json [COUNT SEED]          (goes on
+    where it was stopped) python benchmarks/plan_tasks.py answers [OUT.json]
 
-`questions` asks `plan` by itself, as people do, for all methods or one, also for TRL's trainer, and trains the best answer
-with rows of one length and with padded ones. The tokens are drawn as their logarithm, 128 to 4,096: where texts are short the
-answers have micro-batches of several samples, which can be padded. Triton's kernels find the driver by TRITON_LIBCUDA_PATH,
-the stand-in's folder.
-Of the first ten it also tries every recipe of the space: is there one that fits as surely, is as sound, and faster by more
-than the error that is stated?
+`questions` asks `plan` by itself, as people do, for all methods or one, also for TRL's trainer, and
+trains the best answer with rows of one length and with padded ones. The tokens are drawn as their
+logarithm, 128 to 4,096: where texts are short the answers have micro-batches of several samples,
+which can be padded. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's folder.
+Of the first ten it also tries every recipe of the space: is there one that fits as surely, is as
+sound, and faster by more than the error that is stated?
 
 """
 
@@ -54,7 +56,10 @@ EXHAUSTIVE = 10  # questions
 
 def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
     """Add `count` tasks to the list at `path`; with `said` such whose answer has that tier."""
-    rng, tasks = random.Random(f"{seed}{said}"), json.loads(path.read_text()) if path.exists() else []
+    rng, tasks = (
+        random.Random(f"{seed}{said}"),
+        json.loads(path.read_text()) if path.exists() else [],
+    )
     wanted = len(tasks) + count
     while len(tasks) < wanted:
         model, card, tokens, method = map(rng.choice, (MODELS, CARDS, TOKENS, METHODS))
@@ -73,7 +78,9 @@ def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
 
 
 def task_of(found: Plan, context: int, recipe: Recipe | None = None) -> dict:
-    """What is to be run beside a context of so many bytes, the best answer or another recipe, and what `plan` said."""
+    """What is to be run beside a context of so many bytes, the best answer or another recipe, and
+    what `plan` said.
+    """
     best = found.best
     recipe = recipe or best.recipe
     recipe = recipe.replace(gradient_accumulation_steps=min(2, recipe.gradient_accumulation_steps))
@@ -98,9 +105,14 @@ def run(path: Path) -> None:
 
 
 def one(task: dict) -> dict:
-    """The allocator's peaks in bytes, None where it had no more, of a process of its own; nothing if that takes too long."""
+    """The allocator's peaks in bytes, None where it had no more, of a process of its own; nothing
+    if that takes too long.
+    """
     card = find_gpu(task["card"])
-    said = {"CAPABILITY": "".join(map(str, card.compute_capability)), "MULTIPROCESSORS": card.multiprocessors}
+    said = {
+        "CAPABILITY": "".join(map(str, card.compute_capability)),
+        "MULTIPROCESSORS": card.multiprocessors,
+    }
     said |= {"BYTES": task["usable"], "CONTEXT": task["context"], "NAME": card.name}
     environment = {f"STAND_IN_{name}": str(value) for name, value in said.items()}
     environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -108,7 +120,12 @@ def one(task: dict) -> dict:
     given = json.dumps({"recipe": task["recipe"]})
     try:
         answer = subprocess.run(
-            command, input=given, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS
+            command,
+            input=given,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
         return {}
@@ -146,7 +163,16 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
         found.append(entry)
         path.write_text(lines(found))
         held = [run.get("allocated", "failed") for run in entry["runs"]]
-        print(index, entry.get("tier", "nothing fits"), card, model, asked, held, entry.get("faster"), flush=True)
+        print(
+            index,
+            entry.get("tier", "nothing fits"),
+            card,
+            model,
+            asked,
+            held,
+            entry.get("faster"),
+            flush=True,
+        )
 
 
 def rows_of(question: Question, recipe: Recipe) -> list[Recipe]:
@@ -157,8 +183,9 @@ def rows_of(question: Question, recipe: Recipe) -> list[Recipe]:
 
 
 def faster(question: Question, best: Choice) -> dict:
-    """How many recipes were tried, and the least seconds of those that are as good a way as `best`, over its own: below 1 by
-    more than its error, the search has missed one. The answer's own method."""
+    """How many recipes were tried, and the least seconds of those that are as good a way as `best`,
+    over its own: below 1 by more than its error, the search has missed one. The answer's own
+    method."""
     error = best.time.seconds / best.time.low
     tried, least = 0, 1.0
     for candidate in Search(question).candidates:
@@ -180,7 +207,9 @@ def answers(path: Path = ANSWERS) -> None:
         runs = [run for entry in of_tier for run in entry["runs"] if "allocated" in run]
         padded = sum("lengths" in run["recipe"] for run in runs)
         died = sum(run["allocated"] is None for run in runs)
-        print(f"{tier}: {len(of_tier)} answers, {len(runs)} steps run, {padded} of them padded, {died} out of memory")
+        print(
+            f"{tier}: {len(of_tier)} answers, {len(runs)} steps run, {padded} of them padded, {died} out of memory"
+        )
     print(f"nothing fits: {sum('tier' not in entry for entry in found)} of {len(found)} questions")
     tried = [entry["faster"] for entry in found if "faster" in entry]
     missed = [each for each in tried if each["least"] < 1 / each["error"]]
@@ -199,14 +228,22 @@ def show(path: Path = RESULT) -> None:
     print("tier   | card besides context | simulated | allocated | reserved beyond it | task")
     tasks = [task for task in json.loads(path.read_text()) if "allocated" in task]
     for task in tasks:
-        sizes = [f"{size / GiB:6.2f}" for size in (task["usable"] - task["context"], task["simulated"])]
+        sizes = [
+            f"{size / GiB:6.2f}" for size in (task["usable"] - task["context"], task["simulated"])
+        ]
         held = "out of memory     "
         if task["allocated"]:
             held = f"{task['allocated'] / GiB:6.2f} | {(task['reserved'] - task['allocated']) / MiB:5.0f} MiB"
-        print(" | ".join([f"{task['tier']:6}", *sizes, held, f"{task['card']}: {Recipe(**task['recipe'])}"]))
+        print(
+            " | ".join(
+                [f"{task['tier']:6}", *sizes, held, f"{task['card']}: {Recipe(**task['recipe'])}"]
+            )
+        )
     for tier in TIERS:
         of_tier = [task for task in tasks if task["tier"] == tier]
-        print(f"{tier}: {len(of_tier)} tasks, {sum(not task['allocated'] for task in of_tier)} out of memory")
+        print(
+            f"{tier}: {len(of_tier)} tasks, {sum(not task['allocated'] for task in of_tier)} out of memory"
+        )
     beyond = [(task["reserved"] - task["allocated"]) / MiB for task in tasks if task["allocated"]]
     apart = [abs(task["simulated"] / task["allocated"] - 1) for task in tasks if task["allocated"]]
     print(f"reserved beyond allocated: median {median(beyond):.0f} MiB, at most {max(beyond):.0f}")
@@ -215,5 +252,10 @@ def show(path: Path = RESULT) -> None:
 
 if __name__ == "__main__":
     mode, *rest = sys.argv[1:]
-    given = [Path(value) if value.endswith(".json") else int(value) if value.isdigit() else value for value in rest]
-    {"draw": draw, "run": run, "show": show, "questions": questions, "answers": answers}[mode](*given)
+    given = [
+        Path(value) if value.endswith(".json") else int(value) if value.isdigit() else value
+        for value in rest
+    ]
+    {"draw": draw, "run": run, "show": show, "questions": questions, "answers": answers}[mode](
+        *given
+    )

@@ -1,10 +1,12 @@
 """How long predict takes: python benchmarks/predict_speed.py
 
-Milliseconds of processor time a recipe, over the grid on which the tests hold predict against simulate:
+Milliseconds of processor time a recipe, over the grid on which the tests hold predict against
+simulate:
 
     first    the first time in this process: the model's weights are listed too
-    sweep    the model is known, the recipe is not: what each point of a sweep over batches or precisions costs
-    again    only what activations do not depend on (optimizer, accumulation, sharding) is new
+    sweep    the model is known, the recipe is not: what each point of a sweep over batches or
+    precisions costs again    only what activations do not depend on (optimizer, accumulation,
+    sharding) is new
 
 and what one simulate takes on some of the same recipes, as a multiple of their sweep.
 """
@@ -24,7 +26,9 @@ from predict_grid import grid
 REPEATS, SIMULATED = 5, 6
 
 
-def milliseconds(call: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] = int) -> float:
+def milliseconds(
+    call: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] = int
+) -> float:
     """The least of `repeats` calls; `before` runs before each and is not timed."""
     took = []
     for _ in range(repeats):
@@ -53,7 +57,9 @@ def main() -> None:
     simulate(recipes[0])  # loads torch and transformers
     some = range(0, len(recipes), len(recipes) // SIMULATED)
     ratios = [milliseconds(lambda r=recipes[i]: simulate(r), 1) / found["sweep"][i] for i in some]
-    print(f"simulate takes {statistics.median(ratios):,.0f} times as long (median of {len(ratios)} recipes)")
+    print(
+        f"simulate takes {statistics.median(ratios):,.0f} times as long (median of {len(ratios)} recipes)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """simulate and predict against training runs on real GPUs that others measured and published.
 
-    python benchmarks/published_runs.py            # each with what its script or its transformers did differently
-    python benchmarks/published_runs.py --plainly  # all as the installed transformers would run them
-    python benchmarks/published_runs.py --write    # store both in data/, for the site's page of accuracy and the picture
+    python benchmarks/published_runs.py            # each with what its script or its transformers
+    did differently python benchmarks/published_runs.py --plainly  # all as the installed
+    transformers would run them python benchmarks/published_runs.py --write    # store both in
+    data/, for the site's page of accuracy and the picture
 
-One line a run: the peak of `torch.cuda.max_memory_allocated()`, how far simulate and predict are off, and the same of
-reserved segments. predict describes plain runs only, so it is left out where a script or an older library differed.
+One line a run: the peak of `torch.cuda.max_memory_allocated()`, how far simulate and predict are
+off, and the same of reserved segments. predict describes plain runs only, so it is left out where a
+script or an older library differed.
 """
 
 import argparse
@@ -27,7 +29,10 @@ def main(plainly: bool) -> None:
     for run in found:
         as_run = None if plainly else run.as_run
         simulated = simulate_as_run(run.recipe, as_run, run.use_reentrant, gpu=run.gpu)
-        row = [f"{run.gpu}: {run.recipe}" + (f" · {as_run}" if as_run else ""), f"{run.allocated / GiB:.3f} GiB"]
+        row = [
+            f"{run.gpu}: {run.recipe}" + (f" · {as_run}" if as_run else ""),
+            f"{run.allocated / GiB:.3f} GiB",
+        ]
         row.append(note(errors["simulate, allocated"], simulated.peak.total / run.allocated - 1))
         plain = predict(run.recipe, gpu=run.gpu).peak.total / run.allocated - 1
         row.append("" if run.as_run else note(errors["predict, allocated"], plain))
@@ -51,7 +56,9 @@ def main(plainly: bool) -> None:
 
 
 def write() -> None:
-    """Store every run's bytes by each witness in `data/published_results.json`, with the versions that said them."""
+    """Store every run's bytes by each witness in `data/published_results.json`, with the versions
+    that said them.
+    """
     found = []
     for run in runs():
         simulated = simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)
@@ -59,13 +66,20 @@ def write() -> None:
         found.append(
             {
                 "simulated": simulated.peak.total,
-                "reserved": [simulated.reserved.low, simulated.reserved.value, simulated.reserved.high],
+                "reserved": [
+                    simulated.reserved.low,
+                    simulated.reserved.value,
+                    simulated.reserved.high,
+                ],
                 "plainly": plain.peak.total,
                 "reserved_plainly": plain.reserved.value,
                 "predicted": predict(run.recipe, gpu=run.gpu).peak.total,
             }
         )
-    versions = {name: version(name).partition("+")[0] for name in ("torch", "transformers", "peft", "bitsandbytes")}
+    versions = {
+        name: version(name).partition("+")[0]
+        for name in ("torch", "transformers", "peft", "bitsandbytes")
+    }
     lines = ",\n".join(json.dumps(entry) for entry in found)
     text = f'{{"made_with": {json.dumps(versions)},\n"runs": [\n{lines}\n]}}\n'
     data_path("published_results.json").write_text(text, encoding="utf-8")
@@ -80,8 +94,12 @@ def note(errors: list[float], error: float) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--plainly", action="store_true", help="leave out what a script or an older library differed in"
+        "--plainly",
+        action="store_true",
+        help="leave out what a script or an older library differed in",
     )
-    parser.add_argument("--write", action="store_true", help="store all results in data/published_results.json")
+    parser.add_argument(
+        "--write", action="store_true", help="store all results in data/published_results.json"
+    )
     given = parser.parse_args()
     write() if given.write else main(given.plainly)

@@ -1,10 +1,11 @@
-"""What a reader meets in the lines of some packages: python benchmarks/readability.py FOLDER [FOLDER ...]
+"""What a reader meets in the lines of some packages: python benchmarks/readability.py FOLDER
+[FOLDER ...]
 
-One row for each folder, over all Python files under it (tests are left out), so that the package can
-be held against ones that people call readable:
+One row for each folder, over all Python files under it (tests are left out), so that the package
+can be held against ones that people call readable:
 
-    git clone https://github.com/karpathy/nanochat && git clone https://github.com/pytorch/torchtitan
-    pip download --no-deps httpx && unzip httpx-*.whl
+    git clone https://github.com/karpathy/nanochat && git clone
+    https://github.com/pytorch/torchtitan pip download --no-deps httpx && unzip httpx-*.whl
     python benchmarks/readability.py helpers/vramlab nanochat/nanochat torchtitan/torchtitan httpx
 
 A line of code has a token other than a comment, outside docstrings. A syntax node is one of
@@ -130,13 +131,20 @@ def _is_packed(node: ast.AST) -> bool:
     values = node.value.elts
     if len(values) < 2 or any(isinstance(value, ast.Starred) for value in values):
         return False
-    return any(isinstance(target, SEQUENCES) and not _is_swap(target, values) for target in node.targets)
+    return any(
+        isinstance(target, SEQUENCES) and not _is_swap(target, values) for target in node.targets
+    )
 
 
 def _is_swap(target: ast.Tuple | ast.List, values: list[ast.expr]) -> bool:
     """Tell whether a value reads a target, so that two statements would not do the same."""
     named = {ast.unparse(one) for one in target.elts}
-    read = {ast.unparse(part) for value in values for part in ast.walk(value) if isinstance(part, ast.expr)}
+    read = {
+        ast.unparse(part)
+        for value in values
+        for part in ast.walk(value)
+        if isinstance(part, ast.expr)
+    }
     return bool(named & read)
 
 
@@ -144,7 +152,9 @@ def _is_conditional_statement(node: ast.AST) -> bool:
     """Tell whether a conditional expression stands where an `if` statement would."""
     if isinstance(node, ast.Expr | ast.AugAssign):  # `a() if b else c()`, `n += 1 if b else 0`
         return isinstance(node.value, ast.IfExp)
-    return isinstance(node, ast.For) and isinstance(node.iter, ast.IfExp)  # `for x in xs if b else ():`
+    return isinstance(node, ast.For) and isinstance(
+        node.iter, ast.IfExp
+    )  # `for x in xs if b else ():`
 
 
 def counted(folder: Path) -> Counts:

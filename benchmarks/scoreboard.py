@@ -1,24 +1,31 @@
-"""Tools that estimate training memory, on the runs that others measured (`data/published_runs.json`): who is how far off.
+"""Tools that estimate training memory, on the runs that others measured
+(`data/published_runs.json`): who is how far off.
 
     pip install --no-deps vramcalc fitcheck-llm
     python benchmarks/scoreboard.py             # predict alone for us, seconds
     python benchmarks/scoreboard.py --simulate  # and simulate, minutes
 
 Each tool is asked in its own terms, for the runs that it has an answer for, and held against
-`torch.cuda.max_memory_allocated()`; allowances for CUDA's context and fragmentation are left out where it names them.
+`torch.cuda.max_memory_allocated()`; allowances for CUDA's context and fragmentation are left out
+where it names them.
 
-- predict, simulate (vramlab): as a user calls them, for the installed transformers; `published_runs.py` has `as_run`.
-- vramcalc: decoders with full or LoRA training, no quantized bases. 13 of the runs are its own, and set two constants.
-- fitcheck-llm: LoRA and 4-bit bases; no full training. 71 of the runs are its own: 49 set its allowance for context and
-  fragmentation, which is left out here, and 32 of those its copies of logits and scores, which are not.
-- accelerate estimate-memory: full training with Adam; weights, gradients and states, "for a batch size of 1". In bf16 it
-  describes mixed precision; for weights of 16 bits alone it has no answer.
-- DeepSpeed's estimate_zero2_model_states_mem_needs on one GPU without offloading: states alone, mixed precision alone.
-- In 42 runs the script or an older transformers differed (`as_run`), of which no tool is told; "plain" leaves them out,
-  "not fitted to" those that set the tool's own constants as well (`fitted_runs.py`).
+- predict, simulate (vramlab): as a user calls them, for the installed transformers;
+  `published_runs.py` has `as_run`.
+- vramcalc: decoders with full or LoRA training, no quantized bases. 13 of the runs are its own, and
+  set two constants.
+- fitcheck-llm: LoRA and 4-bit bases; no full training. 71 of the runs are its own: 49 set its
+  allowance for context and fragmentation, which is left out here, and 32 of those its copies of
+  logits and scores, which are not.
+- accelerate estimate-memory: full training with Adam; weights, gradients and states, "for a batch
+  size of 1". In bf16 it describes mixed precision; for weights of 16 bits alone it has no answer.
+- DeepSpeed's estimate_zero2_model_states_mem_needs on one GPU without offloading: states alone,
+  mixed precision alone.
+- In 42 runs the script or an older transformers differed (`as_run`), of which no tool is told;
+  "plain" leaves them out, "not fitted to" those that set the tool's own constants as well
+  (`fitted_runs.py`).
 
-MemTracker (torch.distributed._tools) answers for real steps on fake tensors and takes a minute a run:
-`simulate_vs_memtracker.py`.
+MemTracker (torch.distributed._tools) answers for real steps on fake tensors and takes a minute a
+run: `simulate_vs_memtracker.py`.
 """
 
 import argparse
@@ -56,7 +63,9 @@ def by_vramcalc(run: Run) -> int | None:
 
 
 def by_fitcheck(run: Run) -> int | None:
-    """fitcheck's total without its allowance for context and fragmentation; it answers for adapters only."""
+    """fitcheck's total without its allowance for context and fragmentation; it answers for adapters
+    only.
+    """
     r, s = run.recipe, run.recipe.shape
     if not r.lora:
         return None
@@ -115,7 +124,9 @@ TOOLS: dict[str, Callable[[Run], int | None]] = {
 
 
 def main(simulated: bool) -> None:
-    """Print a line for each tool: all runs that it answers, the plain ones, and of these those that it saw first here."""
+    """Print a line for each tool: all runs that it answers, the plain ones, and of these those that
+    it saw first here.
+    """
     tools = dict(TOOLS)
     if simulated:
         tools["vramlab simulate"] = lambda run: simulate(run.recipe, gpu=run.gpu).peak.total
@@ -143,7 +154,9 @@ def figures(errors: list[float]) -> tuple[str, ...]:
     """How many there are, mean, median and worst."""
     if not errors:
         return "0", "", "", ""
-    return str(len(errors)), *(f"{f(errors):.2%}" for f in (statistics.mean, statistics.median, max))
+    return str(len(errors)), *(
+        f"{f(errors):.2%}" for f in (statistics.mean, statistics.median, max)
+    )
 
 
 if __name__ == "__main__":

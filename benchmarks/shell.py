@@ -1,7 +1,8 @@
-"""CPU time of the program `vramlab` from a shell, beside that of importing torch and GPT-2's modelling code.
+"""CPU time of the program `vramlab` from a shell, beside that of importing torch and GPT-2's
+modelling code.
 
-Prints a line a command: seconds of user time, the least of ROUNDS runs, and how many times those of the import that is.
-The runs take turns, so that a busy machine slows all of them down.
+Prints a line a command: seconds of user time, the least of ROUNDS runs, and how many times those of
+the import that is. The runs take turns, so that a busy machine slows all of them down.
 """
 
 import resource
@@ -32,7 +33,9 @@ def main() -> None:
             least[name] = min(least[name], user_seconds(arguments))
     print(f"import    {least['import']:6.2f} s")
     for name, (_, most) in COMMANDS.items():
-        print(f"{name:<9} {least[name]:6.2f} s  {least[name] / least['import']:.2f} × (at most {most} ×)")
+        print(
+            f"{name:<9} {least[name]:6.2f} s  {least[name] / least['import']:.2f} × (at most {most} ×)"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""`simulate` of Llama 3.1 405B beside that of its first four layers, in turns in one process: CPU seconds and their ratio.
+"""`simulate` of Llama 3.1 405B beside that of its first four layers, in turns in one process: CPU
+seconds and their ratio.
 
     python benchmarks/simulate_depth.py    # some seconds
 
-The deep model is run with three of its 126 layers, and the log of those is lengthened to 70,000 events.
+The deep model is run with three of its 126 layers, and the log of those is lengthened to 70,000
+events.
 """
 
 import gc
@@ -30,7 +32,9 @@ def main() -> None:
     ratios = sorted(deep / shallow for deep, shallow in rounds)
     for name, times in zip(MODELS, zip(*rounds, strict=True), strict=True):
         print(f"{name}: {min(times):.3f} s at least")
-    print(f"ratio: {ratios[ROUNDS // 2]:.2f} in the middle of {ROUNDS} rounds, {ratios[0]:.2f} to {ratios[-1]:.2f}")
+    print(
+        f"ratio: {ratios[ROUNDS // 2]:.2f} in the middle of {ROUNDS} rounds, {ratios[0]:.2f} to {ratios[-1]:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""vramlab.simulate against torch's own MemTracker on the same models, in one run: seconds, ratio and peak.
+"""vramlab.simulate against torch's own MemTracker on the same models, in one run: seconds, ratio
+and peak.
 
-    python benchmarks/simulate_vs_memtracker.py            # some minutes: MemTracker takes most of it
-    python benchmarks/simulate_vs_memtracker.py --quick    # without Llama 3.1 8B
+    python benchmarks/simulate_vs_memtracker.py            # some minutes: MemTracker takes most of
+    it python benchmarks/simulate_vs_memtracker.py --quick    # without Llama 3.1 8B
 
-Both run the same `train_step` on fake tensors, twice, with multi-tensor AdamW. MemTracker's step runs on fake CPU
-tensors, so it describes CPU kernels without rounding: its peak has to be held against "peak (cpu)", which is
-`simulate(target="cpu")` with the same optimizer; "peak (cuda)" is what a GPU would hold.
+Both run the same `train_step` on fake tensors, twice, with multi-tensor AdamW. MemTracker's step
+runs on fake CPU tensors, so it describes CPU kernels without rounding: its peak has to be held
+against "peak (cpu)", which is `simulate(target="cpu")` with the same optimizer; "peak (cuda)" is
+what a GPU would hold.
 """
 
 import argparse
@@ -54,7 +56,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="leave out the largest model")
     recipes = RECIPES[: -1 if parser.parse_args().quick else None]
     simulate(Recipe("gpt2", seq_len=8, num_layers=1))  # imports are nobody's time
-    rows = [("recipe", "simulate", "MemTracker", "ratio", "peak (cuda)", "peak (cpu)", "MemTracker")]
+    rows = [
+        ("recipe", "simulate", "MemTracker", "ratio", "peak (cuda)", "peak (cpu)", "MemTracker")
+    ]
     for recipe in recipes:
         seconds, report = timed(simulate, recipe)
         same_loop = recipe.replace(loop=dataclasses.replace(recipe.loop, foreach=True))

@@ -1,9 +1,11 @@
-"""simulate and predict against PyTorch's own CUDA allocator, run on a stand-in for a GPU (`data/stand_in/`).
+"""simulate and predict against PyTorch's own CUDA allocator, run on a stand-in for a GPU
+(`data/stand_in/`).
 
     python benchmarks/stand_in.py [EVERY]
 
-No GPU computed anything: the steps are those of PyTorch's CUDA build, its allocator and its kernels' host code, and the
-kernels were left out. With EVERY, one run in so many is simulated, and all of those with a "row": what came later.
+No GPU computed anything: the steps are those of PyTorch's CUDA build, its allocator and its
+kernels' host code, and the kernels were left out. With EVERY, one run in so many is simulated, and
+all of those with a "row": what came later.
 """
 
 import json
@@ -15,17 +17,28 @@ from vramlab import Recipe, RecipeError, predict, simulate, simulate_evaluation
 from vramlab.recipe.evaluation import Evaluation
 
 FOLDER = Path(__file__).parent.parent / "tests" / "stand_in"
-CARDS = {"h200": "H200", "rtx-3090": "RTX 3090", "t4": "T4", "rtx-4090": "RTX 4090", "h100": "H100 SXM"}
+CARDS = {
+    "h200": "H200",
+    "rtx-3090": "RTX 3090",
+    "t4": "T4",
+    "rtx-4090": "RTX 4090",
+    "h100": "H100 SXM",
+}
 WHAT = ("simulate, asked for", "simulate, allocated", "simulate, reserved", "predict, allocated")
 
 
 def errors(run: dict, card: str) -> list[float | None]:
-    """Of simulate and predict, by WHAT; None for what predict does not know or loading does not say."""
+    """Of simulate and predict, by WHAT; None for what predict does not know or loading does not
+    say.
+    """
     recipe, held = Recipe(**run["recipe"]), run["allocated"]
     if "loading" in run:
         return [None, simulate(recipe, gpu=card).loading.total / held - 1, None, None]
     if "evaluation" in run:
-        simulated, predicted = simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card), None
+        simulated, predicted = (
+            simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card),
+            None,
+        )
     else:
         simulated = simulate(recipe, gpu=card)
         try:
@@ -41,15 +54,21 @@ def main(every: int = 1) -> None:
     groups: dict[str, list] = {}
     for name, card in CARDS.items():
         found = json.loads((FOLDER / f"{name}.json").read_text())
-        print(f"{card}, torch {found['torch']}, transformers {found['transformers']}, {found['date']}")
+        print(
+            f"{card}, torch {found['torch']}, transformers {found['transformers']}, {found['date']}"
+        )
         runs = [run for run in found["runs"] if run["allocated"]]
-        for run in [run for run in runs if "row" not in run][::every] + [run for run in runs if "row" in run]:
+        for run in [run for run in runs if "row" not in run][::every] + [
+            run for run in runs if "row" in run
+        ]:
             group = groups.setdefault(run.get("row", card), [])
             group.append((errors(run, card), f"{card}, {Recipe(**run['recipe'])}"))
     for group, rows in groups.items():
         print(group)
         for i, what in enumerate(WHAT):
-            if not (found := [(error[i], recipe) for error, recipe in rows if error[i] is not None]):
+            if not (
+                found := [(error[i], recipe) for error, recipe in rows if error[i] is not None]
+            ):
                 continue
             print(f"  {what}: {summary(found)}")
 

@@ -2,12 +2,13 @@
 
     python benchmarks/step_times.py
 
-61 published runs on a T4 (those of `data/published_runs.json` that state seconds and ran as `predict` describes them, 26 of
-them with repeated keys) and our records of an H100 (`data/measurements`: on one card, not compiled) give for each card U,
-the share of the peak that matrix products reach, W, that in a fused kernel of attention, V, that of the bandwidth, and τ,
-the seconds that the host takes for an operator; the H100 also σ, what bitsandbytes' optimizers wait for each tensor: least
-squares of the logarithm of estimated over measured seconds. To see what a fit is worth on a model that it has not seen, it
-is repeated without each model in turn.
+61 published runs on a T4 (those of `data/published_runs.json` that state seconds and ran as
+`predict` describes them, 26 of them with repeated keys) and our records of an H100
+(`data/measurements`: on one card, not compiled) give for each card U, the share of the peak that
+matrix products reach, W, that in a fused kernel of attention, V, that of the bandwidth, and τ, the
+seconds that the host takes for an operator; the H100 also σ, what bitsandbytes' optimizers wait for
+each tensor: least squares of the logarithm of estimated over measured seconds. To see what a fit is
+worth on a model that it has not seen, it is repeated without each model in turn.
 """
 
 import statistics
@@ -61,13 +62,25 @@ def chosen(card: str) -> tuple[Timed, ...]:
 
 @cache
 def features(run: Timed) -> tuple[float, ...]:
-    """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators; tensors waited for."""
+    """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
+    tensors waited for.
+    """
     card, recipe = find_gpu(run.card), run.recipe
     walked, times = walk(recipe, card.chip), recipe.gradient_accumulation_steps
     computing = times * sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
-    fused = times * attention_operations(recipe, walked) / card.flops(form_of(recipe)) if walked.fused else 0.0
+    fused = (
+        times * attention_operations(recipe, walked) / card.flops(form_of(recipe))
+        if walked.fused
+        else 0.0
+    )
     moved = times * TRANSFERS * walked.written + optimizer_traffic(recipe)
-    return computing - fused, fused, moved / card.bandwidth, times * walked.kernels, waiting_tensors(recipe)
+    return (
+        computing - fused,
+        fused,
+        moved / card.bandwidth,
+        times * walked.kernels,
+        waiting_tensors(recipe),
+    )
 
 
 def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
@@ -83,7 +96,9 @@ def in_use(card: str) -> tuple[float, ...]:
 
 
 def fit(found: Sequence[Timed]) -> tuple[float, ...]:
-    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it is where no run waits."""
+    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it
+    is where no run waits.
+    """
     x, measured = np.array([features(run) for run in found]), np.log([run.seconds for run in found])
     start = np.log(in_use(found[0].card))
 
@@ -93,7 +108,9 @@ def fit(found: Sequence[Timed]) -> tuple[float, ...]:
     at, damping = start, DAMPING
     errors = off(at)
     for _ in range(ROUNDS):
-        slopes = np.stack([(off(at + STEP * one) - errors) / STEP for one in np.eye(len(at))], axis=1)
+        slopes = np.stack(
+            [(off(at + STEP * one) - errors) / STEP for one in np.eye(len(at))], axis=1
+        )
         change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ errors)
         tried = off(at + change)
         if tried @ tried < errors @ errors:
@@ -111,7 +128,9 @@ def ratios(found: Sequence[Timed], constants: Sequence[float]) -> list[float]:
 
 @cache
 def held_out(card: str) -> tuple[tuple[Timed, float], ...]:
-    """Each run with measured over estimated seconds, by the constants of all other models' runs on its card."""
+    """Each run with measured over estimated seconds, by the constants of all other models' runs on
+    its card.
+    """
     found, pairs = chosen(card), []
     for name in sorted({run.recipe.name for run in found}):
         rest = fit([run for run in found if run.recipe.name != name])
@@ -135,7 +154,9 @@ def elsewhere() -> list[float]:
 
 
 def summary(found: Sequence[float]) -> str:
-    """Mean and worst error of the estimate, relative to the measured seconds, and the spread of nine tenths."""
+    """Mean and worst error of the estimate, relative to the measured seconds, and the spread of
+    nine tenths.
+    """
     off = [abs(1 / ratio - 1) for ratio in found]
     least, most = spread(found)
     return (
@@ -146,9 +167,14 @@ def summary(found: Sequence[float]) -> str:
 
 def main() -> None:
     for card in CARDS:
-        for label, (u, w, v, issue, waiting) in (("fitted", fit(chosen(card))), ("in use", in_use(card))):
+        for label, (u, w, v, issue, waiting) in (
+            ("fitted", fit(chosen(card))),
+            ("in use", in_use(card)),
+        ):
             shares = f"U = {u:.3f}, W = {w:.4f}, V = {v:.3f}"
-            print(f"{card}, {label}: {shares}, τ = {issue * 1e6:.1f} µs, σ = {waiting * 1e6:.0f} µs")
+            print(
+                f"{card}, {label}: {shares}, τ = {issue * 1e6:.1f} µs, σ = {waiting * 1e6:.0f} µs"
+            )
         print(f"{card}, fitted: {summary(ratios(chosen(card), fit(chosen(card))))}")
         print(f"{card}, model held out: {summary([ratio for _, ratio in held_out(card)])}")
     print(f"card held out: {summary(elsewhere())}")

@@ -1,13 +1,15 @@
-"""How right the tiers are: safe, likely and tight against what real processes took, and against PyTorch's own allocator.
+"""How right the tiers are: safe, likely and tight against what real processes took, and against
+PyTorch's own allocator.
 
-    python benchmarks/tiers.py                  # published runs, the records, PyTorch's allocator on the stand-in; 6 minutes
-    python benchmarks/tiers.py contexts         # how often a reading lies below the likely context, and above the high one
-    python benchmarks/tiers.py plans TASKS.json # random plans that `plan_tasks.py run` trained on the stand-in
+    python benchmarks/tiers.py                  # published runs, the records, PyTorch's allocator
+    on the stand-in; 6 minutes python benchmarks/tiers.py contexts         # how often a reading
+    lies below the likely context, and above the high one python benchmarks/tiers.py plans
+    TASKS.json # random plans that `plan_tasks.py run` trained on the stand-in
 
-A row is a run whose process, or whose segments and card, are known. Cards are drawn for it: of as many bytes as lie
-between the ends of its interval, evenly. On a card where the answer is *safe* it is right if the process fits, on those
-where it is *likely* too, and of those where it is *tight* at least half should be too small. Widths are those of the
-interval over the process.
+A row is a run whose process, or whose segments and card, are known. Cards are drawn for it: of as
+many bytes as lie between the ends of its interval, evenly. On a card where the answer is *safe* it
+is right if the process fits, on those where it is *likely* too, and of those where it is *tight* at
+least half should be too small. Widths are those of the interval over the process.
 """
 
 import contextlib
@@ -29,17 +31,29 @@ from vramlab.simulation.as_run import simulate_as_run
 from vramlab_course import published
 
 ROOT = Path(__file__).parent.parent
-STAND_IN = {"h200": "H200", "h100": "H100 SXM", "rtx-3090": "RTX 3090", "rtx-4090": "RTX 4090", "t4": "T4"}
+STAND_IN = {
+    "h200": "H200",
+    "h100": "H100 SXM",
+    "rtx-3090": "RTX 3090",
+    "rtx-4090": "RTX 4090",
+    "t4": "T4",
+}
 DRAWS = 200  # cards for a row
 Row = tuple[Interval, int]  # what was said of the process, and what it took
 
 
 def of_published(witness: str) -> Iterator[Row]:
-    """Yield published runs that say what was reserved, with the readings of their card for the context."""
+    """Yield published runs that say what was reserved, with the readings of their card for the
+    context.
+    """
     for run in published.runs():
         if run.reserved is None or (witness == "predict" and run.as_run):
             continue
-        said = simulate_as_run(run.recipe, run.as_run) if witness == "simulate" else predict(run.recipe)
+        said = (
+            simulate_as_run(run.recipe, run.as_run)
+            if witness == "simulate"
+            else predict(run.recipe)
+        )
         yield said.reserved, run.reserved
 
 
@@ -55,7 +69,9 @@ def of_records(witness: Callable[..., Report]) -> Iterator[Row]:
 
 
 def of_stand_in() -> Iterator[Row]:
-    """Yield predictions against what PyTorch's own allocator reserved without a limit (`tests/stand_in`)."""
+    """Yield predictions against what PyTorch's own allocator reserved without a limit
+    (`tests/stand_in`).
+    """
     for name, card in STAND_IN.items():
         for run in json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]:
             if run.get("reserved") and "evaluation" not in run:
@@ -74,17 +90,28 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> None:
     low = sum(needs.value < took for needs, took in rows)
     above = sum(needs.high < took for needs, took in rows)
     width = statistics.median((needs.high - needs.low) / took for needs, took in rows)
-    print(f"{name}: {len(rows)} runs; likely is low in {low}, at most in {above}; width {width:.0%} (median)")
+    print(
+        f"{name}: {len(rows)} runs; likely is low in {low}, at most in {above}; width {width:.0%} (median)"
+    )
     for tier, right in said.items():
         print(f"    {tier}: fits on {sum(right) / len(right):.1%} of {len(right)} cards")
 
 
 def contexts() -> None:
-    """Print how each reading lies in the interval of its card, from all readings and without itself."""
+    """Print how each reading lies in the interval of its card, from all readings and without
+    itself.
+    """
     usual = [one for one in readings() if one.loaded not in (*LESS, "convolutions")]
-    held = [(one, context_on(find_gpu(one.gpu), one.loaded, one.ranks)) for one in usual if one.gpu in gpu_names()]
+    held = [
+        (one, context_on(find_gpu(one.gpu), one.loaded, one.ranks))
+        for one in usual
+        if one.gpu in gpu_names()
+    ]
     alone = [pair for pair in held if pair[0].ranks == 1]
-    for name, pairs in (("one rank", alone), ("several", [pair for pair in held if pair not in alone])):
+    for name, pairs in (
+        ("one rank", alone),
+        ("several", [pair for pair in held if pair not in alone]),
+    ):
         low = sum(needs.value < one.size for one, needs in pairs)
         above = sum(needs.high < one.size for one, needs in pairs)
         widths = [(needs.high - needs.low) / MiB for _, needs in pairs]
@@ -93,7 +120,9 @@ def contexts() -> None:
 
 
 def plans(path: Path) -> None:
-    """Print of each tier how many random plans PyTorch's allocator held on a card with a context drawn from the table."""
+    """Print of each tier how many random plans PyTorch's allocator held on a card with a context
+    drawn from the table.
+    """
     tasks = [task for task in json.loads(path.read_text()) if "allocated" in task]
     for tier in TIERS:
         of_tier = [task for task in tasks if task["tier"] == tier]

@@ -1,6 +1,7 @@
 """Peak and end of a step's phases by the CPU allocator's own events, and by the tracker.
 
-The step runs twice from equal seeds, once under the tracker and once under the profiler alone, which knows nothing of it.
+The step runs twice from equal seeds, once under the tracker and once under the profiler alone,
+which knows nothing of it.
 """
 
 import torch
@@ -13,7 +14,8 @@ from vramlab.tracking.tracker import Tracker
 from vramlab.training.quiet import no_collection
 from vramlab.training.training import build, train_step
 
-# Bytes that only the profiler sees: numbers that Python wrote as literals, sixteen at most in the tests' models.
+# Bytes that only the profiler sees: numbers that Python wrote as literals, sixteen at most in the
+# tests' models.
 LITERALS = 128
 
 
@@ -24,7 +26,9 @@ def nodes(found):
 
 
 def witnessed(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """Phase to (peak, end) of the second step in bytes above its beginning, by the allocator's events."""
+    """Phase to (peak, end) of the second step in bytes above its beginning, by the allocator's
+    events.
+    """
     torch.manual_seed(0)
     training = build(recipe, "cpu", target="cpu")
 
@@ -34,7 +38,9 @@ def witnessed(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
     with no_collection():
         train_step(training)
-        training.loss = training.outputs = None  # a profiler does not see the end of what began before it
+        training.loss = training.outputs = (
+            None  # a profiler does not see the end of what began before it
+        )
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             train_step(training, mark)
             mark("")
@@ -56,7 +62,10 @@ def witnessed(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
 
 def tracked(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """The same, by the tracker. The loss of the step before goes in this one's backward: four bytes less from there on."""
+    """The same, by the tracker.
+
+    The loss of the step before goes in this one's backward: four bytes less from there on.
+    """
     torch.manual_seed(0)
     tracker = run_tracked(build(recipe, "cpu", target="cpu"), Tracker("cpu"), 2, "cpu")
     history = History(tracker.log, tracker.marks)

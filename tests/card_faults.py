@@ -1,4 +1,6 @@
-"""Work in place of a card's (`vramlab.measurement.card_work`), for tests without one: some of it ends badly."""
+"""Work in place of a card's (`vramlab.measurement.card_work`), for tests without one: some of it
+ends badly.
+"""
 
 import os
 import signal
@@ -32,7 +34,9 @@ def context(loaded: str, source: str = "measured", **changes) -> Fact:
 
 
 def find(kind: str, asked: dict, scratch: str) -> Fact:
-    """Killed with a file half written while it loads cuBLAS, out of memory with cuDNN, as any card otherwise."""
+    """Killed with a file half written while it loads cuBLAS, out of memory with cuDNN, as any card
+    otherwise.
+    """
     if asked["loaded"] == "cuBLAS":
         Path(scratch, "half").write_bytes(b"0" * MiB)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -77,12 +81,28 @@ def out_of_memory(recipe: Recipe, batch_size: int, **changes) -> Fact:
         "peak_allocated": TOTAL - 600 * MiB,
         "peak_reserved": TOTAL - 400 * MiB,
     }
-    return Fact("out_of_memory", {"recipe": recipe.to_dict()}, found | changes, "measured", versions() | T4)
+    return Fact(
+        "out_of_memory", {"recipe": recipe.to_dict()}, found | changes, "measured", versions() | T4
+    )
 
 
 def loading(recipe: Recipe, allocated: int, **changes) -> Fact:
     """What loading the 4-bit base of `recipe` takes on a T4."""
     state = steps(recipe, allocated).found
-    names = ("used_before", "used_after", "smi_used", "process", "allocated", "reserved", "requested")
-    found = {name: state[name] for name in names} | {"kept": allocated - 512, "file": 10**9, "seconds": 2.0}
-    return Fact("loading", {"recipe": recipe.to_dict()}, found | changes, "measured", versions() | T4)
+    names = (
+        "used_before",
+        "used_after",
+        "smi_used",
+        "process",
+        "allocated",
+        "reserved",
+        "requested",
+    )
+    found = {name: state[name] for name in names} | {
+        "kept": allocated - 512,
+        "file": 10**9,
+        "seconds": 2.0,
+    }
+    return Fact(
+        "loading", {"recipe": recipe.to_dict()}, found | changes, "measured", versions() | T4
+    )

@@ -1,8 +1,9 @@
-"""Train a recipe on real ranks and alone, for tests to compare: what each rank held, computed and sent.
+"""Train a recipe on real ranks and alone, for tests to compare: what each rank held, computed and
+sent.
 
-`run_ranks(recipe)` starts `recipe.sharding.world_size` processes, over gloo on CPUs and NCCL on GPUs; `run_alone(recipe)`
-trains the same in this process, on the whole global batch. A few steps give the values, and a few more under the tracker
-the bytes.
+`run_ranks(recipe)` starts `recipe.sharding.world_size` processes, over gloo on CPUs and NCCL on
+GPUs; `run_alone(recipe)` trains the same in this process, on the whole global batch. A few steps
+give the values, and a few more under the tracker the bytes.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ from vramlab.training.training import train_step
 from vramlab_course.collectives import Collectives, Traffic
 from vramlab_course.ranks import alone, build_on_rank
 
-STEADY = 2  # steps before collectives are counted: in the second, DDP sends all ranks its new buckets
+STEADY = (
+    2  # steps before collectives are counted: in the second, DDP sends all ranks its new buckets
+)
 
 
 @dataclass
@@ -37,7 +40,8 @@ class Ranks:
     Attributes:
         reports: each rank's report (source "measured"): the split under the tracker.
         losses: of each step, the mean over the global batch, before its update.
-        gradients: of the last step, averaged over ranks and not yet clipped: parameter's name to the whole fp32 tensor.
+        gradients: of the last step, averaged over ranks and not yet clipped: parameter's name to
+            the whole fp32 tensor.
         collectives: kind to (calls, bytes, sent) of rank 0 in one further, steady step.
     """
 
@@ -48,9 +52,15 @@ class Ranks:
 
     @property
     def volume(self) -> int:
-        """Bytes per rank and step as the ZeRO paper counts them: gathered and scattered once, all-reduced twice."""
+        """Bytes per rank and step as the ZeRO paper counts them: gathered and scattered once,
+        all-reduced twice.
+        """
         twice = {"all_reduce": 2}
-        return sum(twice.get(kind, 1) * seen.bytes for kind, seen in self.collectives.items() if kind != "recv")
+        return sum(
+            twice.get(kind, 1) * seen.bytes
+            for kind, seen in self.collectives.items()
+            if kind != "recv"
+        )
 
 
 def run_ranks(
@@ -61,15 +71,19 @@ def run_ranks(
     timeout: float = 300,
     launcher: Launcher | None = None,
 ) -> Ranks:
-    """Train `recipe` for `steps` steps on `recipe.sharding.world_size` real processes of this machine.
+    """Train `recipe` for `steps` steps on `recipe.sharding.world_size` real processes of this
+    machine.
 
-    All ranks start from equal weights; rank r of N has its own `batch_size` rows of a global batch of N times as many
-    (tensor and pipeline parallel: all have the same ones). A world larger than the machine has cores takes turns.
+    All ranks start from equal weights; rank r of N has its own `batch_size` rows of a global batch
+    of N times as many (tensor and pipeline parallel: all have the same ones). A world larger than
+    the machine has cores takes turns.
 
     Args:
-        device: "cuda" needs a GPU for each rank; None takes CUDA where there are enough, else the CPU.
+        device: "cuda" needs a GPU for each rank; None takes CUDA where there are enough, else the
+            CPU.
         timeout: seconds after which all ranks are ended.
-        launcher: one that was started before (`Launcher().start()`): the second run on it starts in about a second.
+        launcher: one that was started before (`Launcher().start()`): the second run on it starts in
+            about a second.
     Raises:
         RecipeError: the recipe has no sharding, or something does not divide.
         RankError: a rank failed, with its number and its own traceback.
@@ -82,8 +96,18 @@ def run_ranks(
     world, device = recipe.sharding.world_size, _device(recipe, device)
     arguments = {"recipe": recipe, "steps": steps, "device": device}
     with contextlib.nullcontext(launcher) if launcher else Launcher() as used:
-        ranks = used.run(f"{__name__}:train", arguments, world, device, timeout, "vramlab.measurement.worker:preload")
-    losses = [[loss for loss in step if loss is not None] for step in zip(*(r.losses for r in ranks), strict=True)]
+        ranks = used.run(
+            f"{__name__}:train",
+            arguments,
+            world,
+            device,
+            timeout,
+            "vramlab.measurement.worker:preload",
+        )
+    losses = [
+        [loss for loss in step if loss is not None]
+        for step in zip(*(r.losses for r in ranks), strict=True)
+    ]
     return Ranks(
         reports=[report for rank in ranks for report in rank.reports],
         losses=[sum(step) / len(step) for step in losses],
@@ -102,11 +126,15 @@ def _device(recipe: Recipe, device: str | None) -> str:
         return "cuda"
     if device is None:
         return "cpu"
-    raise MeasurementError(f"{wanted} ranks need as many GPUs and {count} are here: take device='cpu'.")
+    raise MeasurementError(
+        f"{wanted} ranks need as many GPUs and {count} are here: take device='cpu'."
+    )
 
 
 def run_alone(recipe: Recipe, *, steps: int = 2) -> Ranks:
-    """Train the same in this process, on the CPU and on the whole global batch: the ranks must give equal values."""
+    """Train the same in this process, on the CPU and on the whole global batch: the ranks must give
+    equal values.
+    """
     with torch.random.fork_rng():
         return values(alone(recipe), steps, "cpu")
 
@@ -125,7 +153,9 @@ def train(recipe: Recipe, steps: int, device: str) -> Ranks:
 
 
 def values(recipe: Recipe, steps: int, device: str) -> Ranks:
-    """Train `steps` steps: each one's loss, the last one's gradients, and one further step's collectives."""
+    """Train `steps` steps: each one's loss, the last one's gradients, and one further step's
+    collectives.
+    """
     training = build_on_rank(recipe, device)
     losses: list[list[float]] = []
     gradients: dict[str, torch.Tensor] = {}
@@ -144,8 +174,12 @@ def values(recipe: Recipe, steps: int, device: str) -> Ranks:
     return Ranks([], means, gradients, dict(counting.seen))
 
 
-def losses_of_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> list[float]:
-    """Train a step: each micro-batch's loss, or of a pipeline's whole batch one on the last rank and none on the others."""
+def losses_of_step(
+    training: Training, on_phase: Callable[[str], None] = lambda name: None
+) -> list[float]:
+    """Train a step: each micro-batch's loss, or of a pipeline's whole batch one on the last rank
+    and none on the others.
+    """
     losses: list[float] = []
     plain = training.loss_of
 
@@ -161,15 +195,24 @@ def losses_of_step(training: Training, on_phase: Callable[[str], None] = lambda 
 
 
 def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
-    """Gather the model's gradients: all of them on rank 0, and on another only those that no other rank has."""
-    with torch.utils._python_dispatch._disable_current_modes():  # what is gathered here is no part of the step
-        found = {name: t.detach().to("cpu", torch.float32, copy=True) for name, t in gradients(training)}
+    """Gather the model's gradients: all of them on rank 0, and on another only those that no other
+    rank has.
+    """
+    with (
+        torch.utils._python_dispatch._disable_current_modes()
+    ):  # what is gathered here is no part of the step
+        found = {
+            name: t.detach().to("cpu", torch.float32, copy=True) for name, t in gradients(training)
+        }
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     return found if first or isinstance(training.engine, Pipeline) else {}
 
 
 def gradients(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name as in the whole model, whole gradient) before the update. All ranks have to ask: shards are gathered."""
+    """(name as in the whole model, whole gradient) before the update.
+
+    All ranks have to ask: shards are gathered.
+    """
     recipe = getattr(training.engine, "recipe", None)  # of one rank alone there is none
 
     def whole(parameter: torch.nn.Parameter) -> torch.Tensor | None:

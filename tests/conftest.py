@@ -1,4 +1,6 @@
-"""What every test shares: the same surroundings on every machine, no network, no window, hypothesis without a clock."""
+"""What every test shares: the same surroundings on every machine, no network, no window, hypothesis
+without a clock.
+"""
 
 import atexit
 import gc
@@ -11,7 +13,8 @@ import hypothesis
 import pytest
 import settings
 
-# In a shell's background job Ctrl-C is ignored, and so it would be by every program that the tests start and interrupt.
+# In a shell's background job Ctrl-C is ignored, and so it would be by every program that the tests
+# start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -19,7 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Before anything imports torch. Kernels and child processes inherit it.
 settings.apply(deterministic=True)
 
-# What a test collects, it asks for; a simulation makes objects by the hundred thousand, and lets go of most at once.
+# What a test collects, it asks for; a simulation makes objects by the hundred thousand, and lets go
+# of most at once.
 gc.set_threshold(20_000)
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -36,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator:
-    """Load all test files without the cycle collector: what they and the libraries define is no garbage."""
+    """Load all test files without the cycle collector: what they and the libraries define is no
+    garbage.
+    """
     gc.disable()
     try:
         return (yield)
@@ -45,7 +51,10 @@ def pytest_collection() -> Generator:
 
 
 def end_without_collection() -> None:
-    """End a worker seconds sooner. Triton's bindings would call leaks, on standard error, what is not collected."""
+    """End a worker seconds sooner.
+
+    Triton's bindings would call leaks, on standard error, what is not collected.
+    """
     gc.freeze()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -60,14 +69,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
-    """A simulation and a measurement collect first. What is loaded by now is set aside, so that this takes no time."""
+    """A simulation and a measurement collect first.
+
+    What is loaded by now is set aside, so that this takes no time.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_window() -> None:
-    """Figures are drawn into memory. By matplotlib's own switch: notebook kernels would inherit an MPLBACKEND."""
+    """Figures are drawn into memory.
+
+    By matplotlib's own switch: notebook kernels would inherit an MPLBACKEND.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -84,7 +99,9 @@ def release_of_the_expected_bytes() -> Generator:
 
 @pytest.fixture(scope="session")
 def launcher():
-    """A child process whose libraries are loaded once, for all files that run functions on real ranks."""
+    """A child process whose libraries are loaded once, for all files that run functions on real
+    ranks.
+    """
     from vramlab.measurement.launch import Launcher
 
     with Launcher() as launcher:
@@ -118,10 +135,14 @@ def notebook(good):
 
 @pytest.fixture
 def no_figure_stays(monkeypatch):
-    """Plotting functions draw and leave showing to the reader; what they drew is closed after the test."""
+    """Plotting functions draw and leave showing to the reader; what they drew is closed after the
+    test.
+    """
     import matplotlib.pyplot as plt
 
-    monkeypatch.setattr(plt, "show", lambda *_, **__: pytest.fail("a plotting function must not show"))
+    monkeypatch.setattr(
+        plt, "show", lambda *_, **__: pytest.fail("a plotting function must not show")
+    )
     yield
     plt.close("all")
 

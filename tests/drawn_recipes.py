@@ -1,6 +1,8 @@
-"""Recipes drawn at random over all knobs, each reproducible by its seed and number, held by predict and simulate.
+"""Recipes drawn at random over all knobs, each reproducible by its seed and number, held by predict
+and simulate.
 
-Run as a script it draws and prints what goes wrong, a line for each: `python tests/drawn_recipes.py SEED COUNT [FIRST]`.
+Run as a script it draws and prints what goes wrong, a line for each: `python tests/drawn_recipes.py
+SEED COUNT [FIRST]`.
 """
 
 import random
@@ -16,12 +18,38 @@ from vramlab.recipe.options import ATTENTION, DTYPES, LOOPS, PRECISIONS
 from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.report import Report
 
-BOUND, PHASE_BOUND = 0.04, 0.05  # of the simulated peak; of a phase's, or for one rank of many of the peak
-CUT = 4  # times as much where the model has so few layers that what stands beside them is most of it
-UNSPLIT = 10 << 20  # bytes of blocks that the allocator does not split, and of a workspace of cuBLAS
+BOUND, PHASE_BOUND = (
+    0.04,
+    0.05,
+)  # of the simulated peak; of a phase's, or for one rank of many of the peak
+CUT = (
+    4  # times as much where the model has so few layers that what stands beside them is most of it
+)
+UNSPLIT = (
+    10 << 20
+)  # bytes of blocks that the allocator does not split, and of a workspace of cuBLAS
 MODELS = (  # one of each kind of layer, small ones more often
-    *("gpt2", "gpt2", "pythia-160m", "opt-125m", "qwen3-0.6b", "qwen2.5-0.5b", "bert-base", "bert-base", "vit-base"),
-    *("llama-3.2-1b", "gemma-3-270m", "gemma-2-2b", "olmo-2-1b", "phi-2", "falcon-7b", "smollm3-3b", "phi-3-mini"),
+    *(
+        "gpt2",
+        "gpt2",
+        "pythia-160m",
+        "opt-125m",
+        "qwen3-0.6b",
+        "qwen2.5-0.5b",
+        "bert-base",
+        "bert-base",
+        "vit-base",
+    ),
+    *(
+        "llama-3.2-1b",
+        "gemma-3-270m",
+        "gemma-2-2b",
+        "olmo-2-1b",
+        "phi-2",
+        "falcon-7b",
+        "smollm3-3b",
+        "phi-3-mini",
+    ),
     *("granite-3.3-2b", "mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"),
 )
 TRAINERS = ("transformers", "transformers", "transformers", "sft", "sft", "dpo", "kto", "reward")
@@ -116,7 +144,11 @@ def _adapters(draw: random.Random) -> dict[str, Any]:
     )
     if draw.random() < 0.6:
         return {"lora": lora}
-    kind, double, prepare = draw.choice(("nf4", "fp4")), draw.choice((False, True)), draw.choice((False, True))
+    kind, double, prepare = (
+        draw.choice(("nf4", "fp4")),
+        draw.choice((False, True)),
+        draw.choice((False, True)),
+    )
     compute = draw.choice((None, None, *DTYPES))
     return {"lora": lora, "quantization": Quantization(kind, double, compute, prepare)}
 
@@ -142,7 +174,9 @@ def _samples(draw: random.Random, tokens: int) -> dict[str, Any]:
 
 
 def held(recipe: Recipe, bound: float = BOUND, phase_bound: float = PHASE_BOUND) -> Outcome:
-    """Predict and simulate `recipe`; tell what is wrong with what they say, or with how they refuse."""
+    """Predict and simulate `recipe`; tell what is wrong with what they say, or with how they
+    refuse.
+    """
     predicted, simulated = (_said(witness, recipe) for witness in (predict, simulate))
     for said in (predicted, simulated):
         if isinstance(said, str) and said:
@@ -156,7 +190,9 @@ def held(recipe: Recipe, bound: float = BOUND, phase_bound: float = PHASE_BOUND)
     if simulated.notes or predicted.reserved is None:
         return Outcome(recipe, "", error)
     if abs(error) > bound and abs(predicted.peak.total - truth) > UNSPLIT:
-        return Outcome(recipe, f"peak {100 * error:+.2f} %: {_differing(predicted, simulated)}", error)
+        return Outcome(
+            recipe, f"peak {100 * error:+.2f} %: {_differing(predicted, simulated)}", error
+        )
     for name, phase in simulated.phases.items():
         size, exact = predicted.phases[name].peak.total, phase.peak.total
         whole = truth if recipe.sharding else exact
@@ -179,7 +215,11 @@ def _said(witness: Callable[[Recipe], Report], recipe: Recipe) -> Report | str |
             return f"{witness.__name__} refuses with {text[:300]!r}"
     except Exception as error:  # any other is a fault
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{witness.__name__} {type(error).__name__} {error} at {place.filename}:{place.lineno}"[:300]
+        return (
+            f"{witness.__name__} {type(error).__name__} {error} at {place.filename}:{place.lineno}"[
+                :300
+            ]
+        )
     return None
 
 
@@ -196,14 +236,18 @@ def _differing(predicted: Report, simulated: Report) -> str:
 
 def line(recipe: Recipe) -> str:
     """`recipe` as one line of Python that builds it."""
-    fields = python_arguments(recipe, Recipe("gpt2"), ("seq_len", "num_layers", "attn_implementation"))
+    fields = python_arguments(
+        recipe, Recipe("gpt2"), ("seq_len", "num_layers", "attn_implementation")
+    )
     return f"Recipe({', '.join([repr(recipe.model), *fields])})"
 
 
 def smaller(recipe: Recipe, fails: Callable[[Recipe], Any]) -> Recipe:
     """Return a recipe that still fails, with as many knobs as can be at their defaults."""
     usual = Recipe("gpt2")
-    fields = [name for name in vars(usual) if name not in ("model", "shape", "seq_len", "num_layers")]
+    fields = [
+        name for name in vars(usual) if name not in ("model", "shape", "seq_len", "num_layers")
+    ]
     for name in fields:
         try:
             plainer = recipe.replace(**{name: getattr(usual, name)})

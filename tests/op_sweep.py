@@ -1,7 +1,8 @@
-"""Operators on fake and on real CPU tensors, forward and backward: what each allocates, in order, and what is alive then.
+"""Operators on fake and on real CPU tensors, forward and backward: what each allocates, in order,
+and what is alive then.
 
-As a script it runs torch's own table of operators (OpInfo) and prints what differs as JSON. It is run in a process of its
-own, because that table's module changes settings of torch for good.
+As a script it runs torch's own table of operators (OpInfo) and prints what differs as JSON. It is
+run in a process of its own, because that table's module changes settings of torch for good.
 """
 
 import contextlib
@@ -25,8 +26,12 @@ from vramlab.tracking.tracker import Tracker
 from vramlab.training.quiet import no_collection
 
 
-def allocations(function: Callable, args: tuple, fake: bool, kwargs: dict | None = None) -> list[tuple[int, str, int]]:
-    """Of each storage that `function(*args)` and its backward pass make: bytes, operator, bytes alive after its birth."""
+def allocations(
+    function: Callable, args: tuple, fake: bool, kwargs: dict | None = None
+) -> list[tuple[int, str, int]]:
+    """Of each storage that `function(*args)` and its backward pass make: bytes, operator, bytes
+    alive after its birth.
+    """
     tracker = FakeTracker("cpu", keep_storage) if fake else Tracker("cpu")
     tracker.claim_given(tensors_in([args, kwargs or {}]))
     if isinstance(function, torch.nn.Module):
@@ -68,14 +73,20 @@ def _copy(values: Any) -> Any:
             value = copy.deepcopy(value)
             value.zero_grad()
         elif isinstance(value, torch.Tensor):
-            value = value.detach().clone(memory_format=torch.preserve_format).requires_grad_(value.requires_grad)
+            value = (
+                value.detach()
+                .clone(memory_format=torch.preserve_format)
+                .requires_grad_(value.requires_grad)
+            )
         return value
 
     return tree_map(one, values)
 
 
 def opinfo(samples: int, dtypes: tuple[torch.dtype, ...]) -> dict[str, dict[str, Any]]:
-    """Name of the operator and sample to both lists where they differ; samples without a fake kernel are passed over."""
+    """Name of the operator and sample to both lists where they differ; samples without a fake
+    kernel are passed over.
+    """
     missing = types.ModuleType("expecttest")  # torch.testing imports it, and nothing here needs it
     missing.TestCase = unittest.TestCase
     sys.modules.setdefault("expecttest", missing)
@@ -90,7 +101,9 @@ def opinfo(samples: int, dtypes: tuple[torch.dtype, ...]) -> dict[str, dict[str,
         torch.manual_seed(0)
         trained = op.supports_autograd and dtype.is_floating_point
         with contextlib.suppress(Exception):  # some tables need scipy
-            for i, sample in zip(range(samples), op.sample_inputs("cpu", dtype, requires_grad=trained), strict=False):
+            for i, sample in zip(
+                range(samples), op.sample_inputs("cpu", dtype, requires_grad=trained), strict=False
+            ):
                 call = op.op, (sample.input, *sample.args), sample.kwargs
                 with contextlib.suppress(Exception):  # some operators are another device's
                     real[f"{op.formatted_name} {i}"] = call, on_real(*call)

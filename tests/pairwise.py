@@ -1,4 +1,6 @@
-"""Few combinations that hold every pair: what goes wrong goes wrong, as a rule, where two settings meet."""
+"""Few combinations that hold every pair: what goes wrong goes wrong, as a rule, where two settings
+meet.
+"""
 
 import itertools
 import random
@@ -21,7 +23,8 @@ def pairwise(
     optional: Iterable[tuple[str, str]] = (),
     tries: int = 40,
 ) -> tuple[list[Row], set[Pair]]:
-    """Rows in which every pair of values of two factors occurs that any valid row holds; always the same rows.
+    """Rows in which every pair of values of two factors occurs that any valid row holds; always the
+    same rows.
 
     Args:
         factors: name to values.
@@ -59,12 +62,17 @@ def pairwise(
 
 
 def every_value(rows: list[Row], times: int = 2) -> list[Row]:
-    """The first rows in which each value of each factor occurs `times`, or as often as it does in all rows."""
+    """The first rows in which each value of each factor occurs `times`, or as often as it does in
+    all rows.
+    """
     left = Counter(item for row in rows for item in row.items())
     left = {item: min(count, times) for item, count in left.items()}
     chosen = []
     while any(left.values()):
-        row = max((r for r in rows if r not in chosen), key=lambda r: sum(left[item] > 0 for item in r.items()))
+        row = max(
+            (r for r in rows if r not in chosen),
+            key=lambda r: sum(left[item] > 0 for item in r.items()),
+        )
         chosen.append(row)
         left.update({item: max(0, left[item] - 1) for item in row.items()})
     return chosen

@@ -1,11 +1,12 @@
-"""The recipes on which `predict` is held against `simulate`: every model that it knows, every setting, spread out.
+"""The recipes on which `predict` is held against `simulate`: every model that it knows, every
+setting, spread out.
 
-Drawn once with a fixed seed and not chosen by how well they fit. Each model gets six recipes, and two more whose weights
-have a format of their own under autocast; for every setting the draws go through a shuffled deck of its values, so that
-each value comes up equally often.
+Drawn once with a fixed seed and not chosen by how well they fit. Each model gets six recipes, and
+two more whose weights have a format of their own under autocast; for every setting the draws go
+through a shuffled deck of its values, so that each value comes up equally often.
 
-Run as a script it simulates them all, which takes minutes, and writes `formulas/grid.jsonl`: to be done when simulate is
-meant to say something else, such as after a new version of a library.
+Run as a script it simulates them all, which takes minutes, and writes `formulas/grid.jsonl`: to be
+done when simulate is meant to say something else, such as after a new version of a library.
 """
 
 import json
@@ -23,10 +24,21 @@ from vramlab.recipe.shapes import catalogue, read_shape
 FOLDER = Path(__file__).parent / "formulas"
 RECIPES_A_MODEL, OVER_A_MODEL = 6, 2
 LATER = (
-    *("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "qwen3_moe", "smollm3"),
+    *(
+        "deepseek_v3",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_oss",
+        "granite",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen3_moe",
+        "smollm3",
+    ),
 )
-# Over which the rows were dealt; T5's are left out. A model that came after has rows of its own at the end, so that no
-# stored row changes.
+# Over which the rows were dealt; T5's are left out. A model that came after has rows of its own at
+# the end, so that no stored row changes.
 DEALT = (
     "bert-base", "bert-large", "deepseek-v3", "falcon-7b", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b",
     "gemma-3-270m", "gemma-3-1b", "gemma-3-4b", "gemma-3-27b", "glm-4.5-air", "gpt2", "gpt2-medium", "gpt2-large",
@@ -39,20 +51,45 @@ DEALT = (
     "qwen3-30b-a3b", "qwen3-235b-a22b", "smollm3-3b", "t5-small", "t5-base", "t5-large", "t5-3b", "vit-base",
     "vit-large",
 )  # fmt: skip
-OVER = ("bf16-mixed over bfloat16", "bf16-mixed over bfloat16", "fp16-mixed over float16", "bf16-mixed over float32")
+OVER = (
+    "bf16-mixed over bfloat16",
+    "bf16-mixed over bfloat16",
+    "fp16-mixed over float16",
+    "bf16-mixed over float32",
+)
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 OPTIMIZERS = (
-    *("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "lion_32bit"),
+    *(
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_bnb_8bit",
+        "paged_adamw_32bit",
+        "paged_adamw_8bit",
+        "lion_32bit",
+    ),
     *("lion_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "adamw_torch", "adamw_torch"),
 )
 # batch and tokens: from a few tokens to more than fit any card; fake tensors cost nothing
-SIZES = ((1, 32), (2, 128), (4, 256), (8, 128), (4, 512), (16, 64), (1, 1024), (8, 512), (32, 128), (2, 2048))
+SIZES = (
+    (1, 32),
+    (2, 128),
+    (4, 256),
+    (8, 128),
+    (4, 512),
+    (16, 64),
+    (1, 1024),
+    (8, 512),
+    (32, 128),
+    (2, 2048),
+)
 ADAPTERS = (
     *(None, None, None),
     dict(lora=LoRA()),
     dict(lora=LoRA(r=16, lora_dropout=0.05, target_modules="all-linear")),
     dict(lora=LoRA(r=32), quantization=Quantization("nf4", double=True)),
-    dict(lora=LoRA(r=8, target_modules="all-linear"), quantization=Quantization("fp4", prepare=False)),
+    dict(
+        lora=LoRA(r=8, target_modules="all-linear"), quantization=Quantization("fp4", prepare=False)
+    ),
     dict(lora=LoRA(r=4, autocast_adapter_dtype=False)),
 )
 LOOPS = (
@@ -63,13 +100,30 @@ LOOPS = (
     Loop.named("plain", foreach=False),
 )
 
-# TRL's fused head: fewer and more tokens than a tile's 4,096, in one tile or several of 32,768 columns
-SFT_SIZES = ((1, 32), (2, 128), (8, 512), (1, 2048), (4, 1024), (5, 1024), (16, 512), (3, 2048), (32, 256), (8, 2048))
+# TRL's fused head: fewer and more tokens than a tile's 4,096, in one tile or several of 32,768
+# columns
+SFT_SIZES = (
+    (1, 32),
+    (2, 128),
+    (8, 512),
+    (1, 2048),
+    (4, 1024),
+    (5, 1024),
+    (16, 512),
+    (3, 2048),
+    (32, 256),
+    (8, 2048),
+)
 SFT_ADAPTERS = (
     *(None, None),
     dict(lora=LoRA(r=16)),
-    dict(lora=LoRA(r=8, lora_dropout=0.05, target_modules="all-linear", autocast_adapter_dtype=False)),
-    dict(lora=LoRA(r=32), quantization=Quantization("nf4", double=True, prepare=False, compute_dtype="bfloat16")),
+    dict(
+        lora=LoRA(r=8, lora_dropout=0.05, target_modules="all-linear", autocast_adapter_dtype=False)
+    ),
+    dict(
+        lora=LoRA(r=32),
+        quantization=Quantization("nf4", double=True, prepare=False, compute_dtype="bfloat16"),
+    ),
 )
 
 
@@ -87,38 +141,61 @@ class Deck:
 
 
 def grid() -> list[Recipe]:
-    """The recipes, in the catalogue's order; those with a dtype; those of families, then of models, that came later."""
+    """The recipes, in the catalogue's order; those with a dtype; those of families, then of models,
+    that came later.
+    """
     first = families(None)
-    dealt = [*_dealt(20260806, PRECISIONS, RECIPES_A_MODEL, first), *_dealt(20261122, OVER, OVER_A_MODEL, first)]
+    dealt = [
+        *_dealt(20260806, PRECISIONS, RECIPES_A_MODEL, first),
+        *_dealt(20261122, OVER, OVER_A_MODEL, first),
+    ]
     return [r for r in (*dealt, *later_grid(), *newer_grid()) if not r.shape.num_decoder_layers]
 
 
 def later_grid() -> list[Recipe]:
     """The recipes of `LATER`: the draws of the others stay as they are."""
     dealt = _dealt(20261123, (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, families(LATER))
-    return [recipe for recipe in dealt if not lora_modules.adapts_experts(recipe.shape, recipe.lora)]
+    return [
+        recipe for recipe in dealt if not lora_modules.adapts_experts(recipe.shape, recipe.lora)
+    ]
 
 
 def newer_grid() -> list[Recipe]:
-    """The recipes of written-down models that are not in `DEALT`: the draw of each depends on its name alone."""
+    """The recipes of written-down models that are not in `DEALT`: the draw of each depends on its
+    name alone.
+    """
     names = [name for name in written_down() if name not in DEALT]
-    rows = [_dealt(f"20261122 {name}", (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, [name]) for name in names]
+    rows = [
+        _dealt(f"20261122 {name}", (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, [name])
+        for name in names
+    ]
     return [recipe for dealt in rows for recipe in dealt]
 
 
 def written_down() -> list[str]:
-    """The models whose weights are written down; to read the others' off transformers takes seconds."""
-    families = {name: FAMILIES.get(json.loads(entry["config"])["model_type"]) for name, entry in catalogue().items()}
-    return [name for name, family in families.items() if family and family.layout_options is not None]
+    """The models whose weights are written down; to read the others' off transformers takes
+    seconds.
+    """
+    families = {
+        name: FAMILIES.get(json.loads(entry["config"])["model_type"])
+        for name, entry in catalogue().items()
+    }
+    return [
+        name for name, family in families.items() if family and family.layout_options is not None
+    ]
 
 
 def families(among: tuple[str, ...] | None) -> list[str]:
     """The models of `DEALT` of the families `among`; None: of those that are not `LATER`."""
-    wanted = (lambda family: family not in LATER) if among is None else lambda family: family in among
+    wanted = (
+        (lambda family: family not in LATER) if among is None else lambda family: family in among
+    )
     return [name for name in DEALT if wanted(read_shape(name).family)]
 
 
-def _dealt(seed: int | str, precisions: tuple[str, ...], a_model: int, names: list[str]) -> list[Recipe]:
+def _dealt(
+    seed: int | str, precisions: tuple[str, ...], a_model: int, names: list[str]
+) -> list[Recipe]:
     draw = random.Random(seed)
     decks = {
         "precision": Deck(precisions, draw),
@@ -140,7 +217,9 @@ def _dealt(seed: int | str, precisions: tuple[str, ...], a_model: int, names: li
             try:
                 one = recipe(name, **settings)
             except RecipeError:
-                continue  # a combination that cannot be trained, such as optimizer_in_backward with accumulation
+                # a combination that cannot be trained, such as optimizer_in_backward with
+                # accumulation
+                continue
             if any(w.kind == "expert" for w in one.shape.weights()) and lora_modules.adapts_experts(
                 one.shape, one.lora
             ):
@@ -158,12 +237,16 @@ def sft_grid() -> list[Recipe]:
 
 def liger_grid() -> list[Recipe]:
     """A recipe with Liger's kernels for each causal model whose family predict knows them in."""
-    return _of_trl(20261122, (dict(use_liger_kernel=True),), lambda shape: liger.FAMILIES.get(shape.family))
+    return _of_trl(
+        20261122, (dict(use_liger_kernel=True),), lambda shape: liger.FAMILIES.get(shape.family)
+    )
 
 
 def preference_grid() -> list[Recipe]:
     """The same of TRL's trainers that learn from preferences."""
-    precomputed = [dict(trainer=trainer, precompute_ref_log_probs=True) for trainer in ("dpo", "kto")]
+    precomputed = [
+        dict(trainer=trainer, precompute_ref_log_probs=True) for trainer in ("dpo", "kto")
+    ]
     others = [dict(trainer=trainer) for trainer in ("dpo", "dpo", "dpo", "kto", "reward", "reward")]
     return _of_trl(20261123, (*precomputed, *others))
 
@@ -172,7 +255,9 @@ def _of_trl(seed: int, trainers: tuple[dict, ...], wanted: Callable = bool) -> l
     draw, trainer = random.Random(seed), Deck(trainers, random.Random(seed))
     decks = {
         "precision": Deck(("fp32", "bf16-mixed", "bf16-mixed", "bf16-true", "fp16-mixed"), draw),
-        "optim": Deck(("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "sgd", "adafactor"), draw),
+        "optim": Deck(
+            ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "sgd", "adafactor"), draw
+        ),
         "size": Deck(SFT_SIZES, draw),
         "adapters": Deck(SFT_ADAPTERS, draw),
         "gradient_checkpointing": Deck((False, True), draw),
@@ -247,24 +332,38 @@ def recipe(name: str, size, adapters, task, precision, **settings) -> Recipe:
         batch = 1  # without a padding token transformers scores one sequence at a time
     quantization = (adapters or {}).get("quantization")
     if quantization and not quantization.prepare and settings["precision"] == "fp16-mixed":
-        raise RecipeError("precision", "fp16-mixed", "loss scaling refuses the fp16 gradients of an unprepared base")
+        raise RecipeError(
+            "precision",
+            "fp16-mixed",
+            "loss scaling refuses the fp16 gradients of an unprepared base",
+        )
     settings |= {"dtype": dtype or None, **(adapters or {})}
     return Recipe(name, batch_size=batch, seq_len=tokens, task=task, **settings)
 
 
 def simulated(recipe: Recipe) -> dict:
-    """What `simulate` says of a recipe: the peak's total and phase, each phase's peak, reserved bytes."""
+    """What `simulate` says of a recipe: the peak's total and phase, each phase's peak, reserved
+    bytes.
+    """
     from vramlab.simulation.simulate import simulate
 
     report = simulate(recipe)
     phases = {name: phase.peak.total for name, phase in report.phases.items()}
     reserved = getattr(report.reserved, "value", report.reserved)
-    return {"peak": report.peak.total, "phase": report.peak_phase, "phases": phases, "reserved": reserved}
+    return {
+        "peak": report.peak.total,
+        "phase": report.peak_phase,
+        "phases": phases,
+        "reserved": reserved,
+    }
 
 
 def versions() -> dict[str, str]:
     """Of the libraries whose code is simulated."""
-    return {name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "deepspeed")}
+    return {
+        name: version(name)
+        for name in ("torch", "transformers", "peft", "bitsandbytes", "deepspeed")
+    }
 
 
 def stored(name: str) -> dict[str, dict]:
@@ -284,7 +383,10 @@ def assert_still_said(name: str, recipe: Recipe, simulated: Callable[[Recipe], d
 
 def store(name: str, recipes: list[Recipe], simulated: Callable[[Recipe], dict]) -> None:
     """Simulate `recipes` and write a line of JSON for each."""
-    rows = [{"recipe": "versions", **versions()}, *({"recipe": r.key, **simulated(r)} for r in recipes)]
+    rows = [
+        {"recipe": "versions", **versions()},
+        *({"recipe": r.key, **simulated(r)} for r in recipes),
+    ]
     (FOLDER / name).write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
 
 

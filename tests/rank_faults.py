@@ -1,4 +1,6 @@
-"""What ranks do in test_sharding_faults.py: fail, each in its own way, while the others wait for them."""
+"""What ranks do in test_sharding_faults.py: fail, each in its own way, while the others wait for
+them.
+"""
 
 import contextlib
 import os
@@ -21,11 +23,19 @@ def greet(word: str = "hello") -> dict[str, Any]:
     with real_rank("cpu") as rank:
         total = torch.tensor([float(rank)])
         dist.all_reduce(total)
-    return {"rank": rank, "word": word, "total": total.item(), "local": int(os.environ["LOCAL_RANK"])}
+    return {
+        "rank": rank,
+        "word": word,
+        "total": total.item(),
+        "local": int(os.environ["LOCAL_RANK"]),
+    }
 
 
 def traces(mark: str) -> tuple[str | None, list[str]]:
-    """The mark that an earlier order has left in this process, and variables of a Trainer. Leave `mark`."""
+    """The mark that an earlier order has left in this process, and variables of a Trainer.
+
+    Leave `mark`.
+    """
     import transformers.integrations.deepspeed as integration
 
     found = getattr(integration, "_left_by_a_test", None)
@@ -34,7 +44,10 @@ def traces(mark: str) -> tuple[str | None, list[str]]:
 
 
 def fail(how: str, folder: str, who: int = 1) -> None:
-    """Rank `who` fails; the others wait for it in an all-reduce. Each leaves its process number in `folder`."""
+    """Rank `who` fails; the others wait for it in an all-reduce.
+
+    Each leaves its process number in `folder`.
+    """
     import torch
     import torch.distributed as dist
     from vramlab.training.process_group import real_rank
@@ -48,7 +61,9 @@ def fail(how: str, folder: str, who: int = 1) -> None:
 
 
 def hang(folder: str) -> None:
-    """No rank comes to an end; Ctrl-C and SIGTERM are ignored, as by a process that is stuck in a library."""
+    """No rank comes to an end; Ctrl-C and SIGTERM are ignored, as by a process that is stuck in a
+    library.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Path(folder, str(os.getpid())).touch()
@@ -88,8 +103,8 @@ def unanswerable() -> Any:
 
 @contextlib.contextmanager
 def small_children() -> Generator[None]:
-    """Processes that are started get 32 GiB at most, also of a kernel that promises everything: asking for more harms
-    nobody."""
+    """Processes that are started get 32 GiB at most, also of a kernel that promises everything:
+    asking for more harms nobody."""
     import pytest
 
     resource = pytest.importorskip("resource")
@@ -105,7 +120,11 @@ def gone(pids: list[int], seconds: float = 10) -> bool:
     """Whether none of `pids` is left within `seconds`, not even as a zombie of ours."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        left = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        left = [
+            p
+            for p in pids
+            if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
+        ]
         if not left:
             return not [p for p in psutil.Process().children(recursive=True) if p.pid in pids]
         time.sleep(0.05)

@@ -1,7 +1,8 @@
-"""Recipes on real ranks over gloo, by name: what each rank allocates, learns and sends, for tests to compare.
+"""Recipes on real ranks over gloo, by name: what each rank allocates, learns and sends, for tests
+to compare.
 
-What is allocated is held against fake ranks (`differing`), what is learned against one process that trains all rows
-(`learned` of `ranks.alone`).
+What is allocated is held against fake ranks (`differing`), what is learned against one process that
+trains all rows (`learned` of `ranks.alone`).
 """
 
 import dataclasses
@@ -35,10 +36,14 @@ def run(
     witness: Collection[str] = (),
     timeout: float = 900,
 ) -> list[dict[str, dict[str, Any]]]:
-    """By rank and name, what real ranks find of `recipes`, which are for as many; `learn` and `witness` say of which."""
+    """By rank and name, what real ranks find of `recipes`, which are for as many; `learn` and
+    `witness` say of which.
+    """
     (world,) = {recipe.sharding.world_size for recipe in recipes.values()}
     order = {"recipes": dict(recipes), "learn": [*learn], "witness": [*witness]}
-    return launcher.run("real_ranks:work", order, world, timeout=timeout, preload="real_ranks:preload")
+    return launcher.run(
+        "real_ranks:work", order, world, timeout=timeout, preload="real_ranks:preload"
+    )
 
 
 Worlds = Mapping[int, Collection[str]]
@@ -46,18 +51,31 @@ Worlds = Mapping[int, Collection[str]]
 
 def cases(worlds: Worlds, quick: Worlds) -> list:
     """(world size, name) of each; what is not quick is marked slow."""
-    every, few = ([(world, name) for world, names in table.items() for name in names] for table in (worlds, quick))
+    every, few = (
+        [(world, name) for world, names in table.items() for name in names]
+        for table in (worlds, quick)
+    )
     return params(every, few)
 
 
-def when_asked(launcher: Launcher, worlds: Worlds, quick: Worlds, recipe_of: Callable[[str, int], Recipe], **more):
-    """A function of world size and name: what each rank found. Quick cases start all at once when one is first asked for,
-    and so do slow ones. `more`: for `learn` and `witness`, names by world size."""
+def when_asked(
+    launcher: Launcher,
+    worlds: Worlds,
+    quick: Worlds,
+    recipe_of: Callable[[str, int], Recipe],
+    **more,
+):
+    """A function of world size and name: what each rank found. Quick cases start all at once when
+    one is first asked for, and so do slow ones. `more`: for `learn` and `witness`, names by world
+    size."""
 
     @functools.cache
     def started(world: int, is_quick: bool) -> list[dict[str, Any]]:
         names = [name for name in worlds[world] if (name in quick[world]) == is_quick]
-        chosen = {key: [name for name in names if name in wanted.get(world, ())] for key, wanted in more.items()}
+        chosen = {
+            key: [name for name in names if name in wanted.get(world, ())]
+            for key, wanted in more.items()
+        }
         return run(launcher, {name: recipe_of(name, world) for name in names}, **chosen)
 
     return lambda world, name: [left[name] for left in started(world, name in quick[world])]
@@ -69,12 +87,16 @@ def preload(recipes: dict[str, Recipe], **others: Any) -> None:
         preload_rank(recipe)
 
 
-def work(recipes: dict[str, Recipe], learn: list[str], witness: list[str]) -> dict[str, dict[str, Any]]:
+def work(
+    recipes: dict[str, Recipe], learn: list[str], witness: list[str]
+) -> dict[str, dict[str, Any]]:
     """What this rank finds of each recipe."""
     from vramlab.training.process_group import real_rank
 
     torch.set_num_threads(1)
-    if any(recipe.use_liger_kernel for recipe in recipes.values()):  # kernels write where host code has allocated
+    if any(
+        recipe.use_liger_kernel for recipe in recipes.values()
+    ):  # kernels write where host code has allocated
         from triton.runtime.jit import KernelInterface
 
         KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: None
@@ -90,16 +112,27 @@ def work(recipes: dict[str, Recipe], learn: list[str], witness: list[str]) -> di
     return found
 
 
-# --- what is allocated ----------------------------------------------------------------------------------------------
+# --- what is allocated
+# ----------------------------------------------------------------------------------------------
 
 
 def births(history: History) -> list[list[Any]]:
-    """Every allocation in order: size, category, operator, shape, dtype, module, and what is alive then by category.
+    """Every allocation in order: size, category, operator, shape, dtype, module, and what is alive
+    then by category.
 
-    Frees are left to the sums: a function's local variables go in no particular order when it returns.
+    Frees are left to the sums: a function's local variables go in no particular order when it
+    returns.
     """
     return [
-        [size, storage.category, storage.op, list(storage.shape), storage.dtype, storage.where, alive]
+        [
+            size,
+            storage.category,
+            storage.op,
+            list(storage.shape),
+            storage.dtype,
+            storage.where,
+            alive,
+        ]
         for (size, storage, _), alive in zip(history.log, history.splits[1:].tolist(), strict=True)
         if size > 0
     ]
@@ -112,14 +145,18 @@ def allocated(history: History) -> dict[str, Any]:
 
 def followed(recipe: Recipe) -> dict[str, Any]:
     """What a tracker sees of two real steps."""
-    rows = recipe.trainer in ("transformers", "sft") and not recipe.is_ragged  # which a global batch is made of
+    rows = (
+        recipe.trainer in ("transformers", "sft") and not recipe.is_ragged
+    )  # which a global batch is made of
     training = ranks.build_on_rank(recipe, "cpu") if rows else build(recipe, "cpu")
     tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     return allocated(History(tracker.log, tracker.marks))
 
 
 def differing(recipe: Recipe, found: list[dict[str, Any]]) -> tuple | None:
-    """(rank, simulated, real) of the first allocation or phase in which a rank of `found` and its simulation differ."""
+    """(rank, simulated, real) of the first allocation or phase in which a rank of `found` and its
+    simulation differ.
+    """
     for rank, real in enumerate(found):
         simulated = allocated(trace(on_rank(recipe, rank), "cpu", full=True))
         sides = ([*side["births"], *side["phases"].items()] for side in (simulated, real))
@@ -130,11 +167,12 @@ def differing(recipe: Recipe, found: list[dict[str, Any]]) -> tuple | None:
 
 
 def witnesses(recipe: Recipe) -> dict[str, Any]:
-    """Peak and end of each phase by the allocator's own events, and by the tracker's (`allocator_events.py`).
+    """Peak and end of each phase by the allocator's own events, and by the tracker's
+    (`allocator_events.py`).
 
-    The profiler does not see what gloo's thread frees, so in each of FSDP's transfers that thread is waited for while
-    the transfer's work still holds its tensors: it has let go of them when it is done with another, and this thread is
-    the last to.
+    The profiler does not see what gloo's thread frees, so in each of FSDP's transfers that thread
+    is waited for while the transfer's work still holds its tensors: it has let go of them when it
+    is done with another, and this thread is the last to.
     """
     import torch.distributed as dist
     from allocator_events import tracked, witnessed
@@ -159,13 +197,16 @@ def witnesses(recipe: Recipe) -> dict[str, Any]:
     return {"witnessed": seen, "tracked": tracked(recipe)}
 
 
-# --- what is computed and sent --------------------------------------------------------------------------------------
+# --- what is computed and sent
+# --------------------------------------------------------------------------------------
 
 
 def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
-    """Of each step, on rows of its own, the micro-batches' losses, whole gradients; the weights after the last.
+    """Of each step, on rows of its own, the micro-batches' losses, whole gradients; the weights
+    after the last.
 
-    "sizes" has the bytes of every collective of the last step by kind. A recipe without sharding is a process's alone.
+    "sizes" has the bytes of every collective of the last step by kind. A recipe without sharding is
+    a process's alone.
     """
     training = ranks.build_on_rank(recipe, "cpu")
     for module in training.model.modules():
@@ -177,7 +218,9 @@ def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
         if name == "step":
             with _disable_current_modes():  # what is gathered here is no part of the step
                 for parameter, gradient in gradients(training):
-                    tensors[f"gradient {len(losses)} {parameter}"] = gradient.detach().float().clone()
+                    tensors[f"gradient {len(losses)} {parameter}"] = (
+                        gradient.detach().float().clone()
+                    )
 
     for step in range(steps):
         ranks.fill_batch(training, recipe, "cpu", step)
@@ -190,10 +233,14 @@ def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
 
 
 def assert_learned_alike(recipe: Recipe, found: list[dict[str, Any]]) -> None:
-    """Ranks that have divided the rows learn what one process does of all, up to the order in which fp32 is summed."""
+    """Ranks that have divided the rows learn what one process does of all, up to the order in which
+    fp32 is summed.
+    """
     one = learned(ranks.alone(recipe), len(found[0]["losses"]))
     for expected, *losses in zip(one["losses"], *(rank["losses"] for rank in found), strict=True):
-        assert [sum(each) / len(found) for each in zip(*losses, strict=True)] == pytest.approx(expected, rel=1e-4)
+        assert [sum(each) / len(found) for each in zip(*losses, strict=True)] == pytest.approx(
+            expected, rel=1e-4
+        )
     for rank in found:
         assert rank["tensors"].keys() == one["tensors"].keys()
         for key, tensor in one["tensors"].items():

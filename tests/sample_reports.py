@@ -25,8 +25,12 @@ def report(source: str = "simulated", scale: float = 1.0, **changes) -> Report:
     """A report whose peak is `split(scale)` in the step; `changes` are fields of Report."""
     peak = split(scale)
     loaded = Bytes(parameters=peak.parameters, buffers=peak.buffers)
-    kept = Bytes(parameters=peak.parameters, optimizer_states=peak.optimizer_states, buffers=peak.buffers)
-    forward = Bytes(**{**dict(kept.items()), "activations": peak.activations, "inputs": peak.inputs})
+    kept = Bytes(
+        parameters=peak.parameters, optimizer_states=peak.optimizer_states, buffers=peak.buffers
+    )
+    forward = Bytes(
+        **{**dict(kept.items()), "activations": peak.activations, "inputs": peak.inputs}
+    )
     backward = Bytes(**{**dict(forward.items()), "gradients": peak.gradients // 2})
     after = Bytes(**{**dict(kept.items()), "gradients": peak.gradients})
     phases = {
@@ -54,9 +58,22 @@ def report(source: str = "simulated", scale: float = 1.0, **changes) -> Report:
         "timeline": [Moment(10 * i, phase, bytes_) for i, (phase, bytes_) in enumerate(steps)],
         "largest": [
             TensorGroup(
-                int(0.574 * GiB * scale), "temporaries", (30080, 2048), "float16", "_foreach_sqrt", "optimizer"
+                int(0.574 * GiB * scale),
+                "temporaries",
+                (30080, 2048),
+                "float16",
+                "_foreach_sqrt",
+                "optimizer",
             ),
-            TensorGroup(int(0.115 * GiB * scale), "parameters", (30080, 2048), "float16", "load", "embed_in", 2),
+            TensorGroup(
+                int(0.115 * GiB * scale),
+                "parameters",
+                (30080, 2048),
+                "float16",
+                "load",
+                "embed_in",
+                2,
+            ),
         ],
         "reserved": Interval(int(peak.total * 1.01), int(peak.total * 1.05), int(peak.total * 1.1)),
     }
@@ -64,11 +81,18 @@ def report(source: str = "simulated", scale: float = 1.0, **changes) -> Report:
 
 
 def measured(scale: float = 1.0, unexplained: int = 12_345_344, **changes) -> Report:
-    """A measured report: the same split with an unexplained rest, and whole figures of the allocator."""
+    """A measured report: the same split with an unexplained rest, and whole figures of the
+    allocator.
+    """
     peak = split(scale, unexplained=unexplained)
     base = report("measured", scale)
     phases = {**base.phases, "step": Phase(peak, base.phases["step"].end)}
-    values = {"peak": peak, "phases": phases, "reserved": int(peak.total * 1.06), "process": int(peak.total * 1.1)}
+    values = {
+        "peak": peak,
+        "phases": phases,
+        "reserved": int(peak.total * 1.06),
+        "process": int(peak.total * 1.1),
+    }
     return report("measured", scale, **{**values, **changes})
 
 
@@ -91,4 +115,6 @@ def of_batch(batch: int, source: str = "simulated", **changes) -> Report:
     """A report without a recipe whose activations grow with the batch."""
     peak = split(activations=int(1.2 * batch * GiB))
     title = TITLE.replace("batch 4", f"batch {batch}")
-    return report(source, **{"peak": peak, "title": title, "recipe": None, "reserved": None, **changes})
+    return report(
+        source, **{"peak": peak, "title": title, "recipe": None, "reserved": None, **changes}
+    )

@@ -1,7 +1,9 @@
-"""The sharded recipes on which `predict` is held against `simulate`: engines, stages, worlds, precisions, spread out.
+"""The sharded recipes on which `predict` is held against `simulate`: engines, stages, worlds,
+precisions, spread out.
 
-Drawn once with a fixed seed and not chosen by how well they fit; those that `predict` refuses are left out. Run as a
-script it simulates them all, which takes many minutes, and writes `formulas/sharded_grid.jsonl`.
+Drawn once with a fixed seed and not chosen by how well they fit; those that `predict` refuses are
+left out. Run as a script it simulates them all, which takes many minutes, and writes
+`formulas/sharded_grid.jsonl`.
 """
 
 import random
@@ -15,7 +17,13 @@ DRAWN = 84
 # (engine, stage, what else)
 ENGINES = (
     *(("ddp", 0, {}), ("ddp", 1, {})),
-    *(("fsdp", 2, {}), ("fsdp", 2, {}), ("fsdp", 3, {}), ("fsdp", 3, {}), ("fsdp", 3, {"wrap": "model"})),
+    *(
+        ("fsdp", 2, {}),
+        ("fsdp", 2, {}),
+        ("fsdp", 3, {}),
+        ("fsdp", 3, {}),
+        ("fsdp", 3, {"wrap": "model"}),
+    ),
     ("fsdp", 3, {"offload": "parameters"}),
     *(("deepspeed", stage, {}) for stage in (0, 1, 2, 3)),
     *(("deepspeed", 2, {"offload": "optimizer"}), ("deepspeed", 3, {"offload": "parameters"})),
@@ -48,7 +56,9 @@ def _recipe(engine, model, size, world_size, rank, **settings) -> Recipe:
     (kind, stage, more), (name, layers), (batch, tokens) = engine, model, size
     place = world_size - 1 if rank == "last" else 0
     sharding = Sharding(stage, world_size, kind, rank=place, **more)
-    return Recipe(name, batch_size=batch, seq_len=tokens, num_layers=layers, sharding=sharding, **settings)
+    return Recipe(
+        name, batch_size=batch, seq_len=tokens, num_layers=layers, sharding=sharding, **settings
+    )
 
 
 def simulated(recipe: Recipe) -> dict:
@@ -56,7 +66,10 @@ def simulated(recipe: Recipe) -> dict:
     from vramlab.simulation.simulate import simulate
 
     report = simulate(recipe)
-    phases = {name: [dict(phase.peak.items()), dict(phase.end.items())] for name, phase in report.phases.items()}
+    phases = {
+        name: [dict(phase.peak.items()), dict(phase.end.items())]
+        for name, phase in report.phases.items()
+    }
     return {"peak": report.peak.total, "phase": report.peak_phase, "phases": phases}
 
 

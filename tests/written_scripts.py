@@ -1,4 +1,6 @@
-"""Run programs that a plan wrote, unmodified, in this process or on real ranks over gloo, and keep what they watched."""
+"""Run programs that a plan wrote, unmodified, in this process or on real ranks over gloo, and keep
+what they watched.
+"""
 
 import gc
 import io
@@ -26,25 +28,40 @@ TRAINED = ("parameters", "gradients", "optimizer_states")  # whose dtype is what
 LEAST = 1024  # bytes of a dtype that is no matter of counters, flags and norms
 
 
-def run_script(folder: Path, *words: str, watched: int = 2, steps: Sequence[int] = STEPS) -> list[Any]:
-    """Run `train.py` of `folder` once for each of `steps`, each time on from the last checkpoint; the `watched` step."""
+def run_script(
+    folder: Path, *words: str, watched: int = 2, steps: Sequence[int] = STEPS
+) -> list[Any]:
+    """Run `train.py` of `folder` once for each of `steps`, each time on from the last checkpoint;
+    the `watched` step.
+    """
     import torch
     from accelerate.state import AcceleratorState
     from torch.nn.parallel import DistributedDataParallel
 
     seen = []
-    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):  # in which a Trainer leaves variables
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mock.patch.dict(os.environ),
+    ):  # in which a Trainer leaves variables
         patch.setattr("vramlab.WatchCallback", lambda: seen.append(_watch(watched)) or seen[-1])
-        patch.setattr(DistributedDataParallel, "__init__", _seen_buckets(DistributedDataParallel.__init__))
+        patch.setattr(
+            DistributedDataParallel, "__init__", _seen_buckets(DistributedDataParallel.__init__)
+        )
         if not torch.cuda.is_available():
-            patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # as FSDP does with what it offloads
+            patch.setattr(
+                torch.Tensor, "pin_memory", lambda tensor: tensor
+            )  # as FSDP does with what it offloads
         patch.setattr(AcceleratorState, "__init__", _sharding_on_cpus(AcceleratorState.__init__))
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
             patch.delenv(name)  # what another test's Trainer has left
         patch.chdir(folder)
         for count in steps:
-            patch.setattr(sys, "argv", ["train.py", "--data", "train.jsonl", "--max-steps", str(count), *words])
+            patch.setattr(
+                sys,
+                "argv",
+                ["train.py", "--data", "train.jsonl", "--max-steps", str(count), *words],
+            )
             runpy.run_path(str(folder / "train.py"), run_name="__main__")
     return [each.report for each in seen]
 
@@ -72,8 +89,8 @@ def dtypes(history: History) -> dict[str, dict[str, int]]:
 
 
 def differing_dtypes(ran: Report, said: Report) -> dict[str, Any]:
-    """Where a program and a simulation differ in what they hold of weights, gradients and states by dtype, and in the
-    dtypes of what they make."""
+    """Where a program and a simulation differ in what they hold of weights, gradients and states by
+    dtype, and in the dtypes of what they make."""
     ours, theirs = ran.environment["dtypes"], said.environment["dtypes"]
     found = {}
     for name in ours["held"].keys() | theirs["held"].keys():
@@ -112,7 +129,9 @@ def _watch(step: int) -> Any:
 
                 follows = DeepSpeed.follow(None, SimpleNamespace(model=wrapped), watched.tracker)
                 watched._stack.enter_context(follows)
-            storages = [storage for seen in getattr(wrapped, "seen_buckets", ()) if (storage := seen())]
+            storages = [
+                storage for seen in getattr(wrapped, "seen_buckets", ()) if (storage := seen())
+            ]
             watched.tracker.claim_storages(storages, "workspace", "buckets")
 
     return Kept(step)
@@ -140,13 +159,18 @@ def _seen_buckets(plain: Any) -> Any:
 
 
 def _sharding_on_cpus(plain: Any) -> Any:
-    """accelerate shards by FSDP on accelerators only, and takes DDP on CPUs without a word: say that these are some."""
+    """accelerate shards by FSDP on accelerators only, and takes DDP on CPUs without a word: say
+    that these are some.
+    """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     def init(self, *args, **options):
         known, cpus = PartialState._shared_state, DistributedType.MULTI_CPU
-        if known.get("distributed_type") == cpus and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        if (
+            known.get("distributed_type") == cpus
+            and os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        ):
             known["distributed_type"] = DistributedType.MULTI_GPU
         plain(self, *args, **options)
 
@@ -168,7 +192,13 @@ def preload(**unused: Any) -> None:
     from vramlab.training.engines.deepspeed import library
 
     library()
-    for name in ("LlamaForCausalLM", "Trainer", "AutoTokenizer", "AutoModelForCausalLM", "BitsAndBytesConfig"):
+    for name in (
+        "LlamaForCausalLM",
+        "Trainer",
+        "AutoTokenizer",
+        "AutoModelForCausalLM",
+        "BitsAndBytesConfig",
+    ):
         getattr(transformers, name)
 
 
@@ -194,6 +224,7 @@ def work(folder: str, watched: int, steps: list[int]) -> str:
     with one_gloo_thread(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         seen = run_script(Path(folder), "--watch", watched=watched, steps=steps)
         torch.distributed.barrier()
-        gc.collect()  # destructors of tensors sent wait for Python, which waits for gloo's thread to end
+        # destructors of tensors sent wait for Python, which waits for gloo's thread to end
+        gc.collect()
         torch.distributed.destroy_process_group()
     return seen[0].to_json()

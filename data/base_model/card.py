@@ -1,4 +1,6 @@
-"""The base model's card, written from what `train.py` measured, and the compressors that the model is held against."""
+"""The base model's card, written from what `train.py` measured, and the compressors that the model
+is held against.
+"""
 
 import json
 import lzma
@@ -25,12 +27,16 @@ def compressed(texts: list[str], before: str = "") -> dict[str, float]:
         "lzma, all in one": small(whole),
     }
     if before:
-        result["lzma, after the training text"] = small(before.encode() + whole) - small(before.encode())
+        result["lzma, after the training text"] = small(before.encode() + whole) - small(
+            before.encode()
+        )
     return {name: 8 * n / size for name, n in result.items()}
 
 
 def _table(head: tuple[str, str], rows: dict[str, object]) -> str:
-    said = {name: f"{value:.3f}" if isinstance(value, float) else value for name, value in rows.items()}
+    said = {
+        name: f"{value:.3f}" if isinstance(value, float) else value for name, value in rows.items()
+    }
     lines = [f"| {name} | {value} |" for name, value in said.items()]
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines])
 
@@ -41,7 +47,9 @@ def write_card(folder: Path, facts: dict) -> None:
     model, done, prose = facts["model"], facts["training"], facts["documentation bytes"]
     left_out = f"{facts['held-out files']} held-out files of {facts['held-out bytes']:,} bytes"
     read = f"{done['tokens read'] / 1e6:.1f} million tokens, {done['tokens read'] / facts['tokens']:.1f} times the data"
-    ends = ", ".join(f"from step {first:,} for an end at {end:,}" for first, end in done["schedule"])
+    ends = ", ".join(
+        f"from step {first:,} for an end at {end:,}" for first, end in done["schedule"]
+    )
     replanned = f" (planned anew while it ran: {ends})" if len(done["schedule"]) > 1 else ""
     about = {
         "parameters": f"{model['parameters']:,}: Llama, {model['layers']} layers of width {model['width']}, "

@@ -1,9 +1,11 @@
-"""Fine-tune the base model on documentation: all weights, and LoRA by rank and target, with seeds. Writes `quality.json`.
+"""Fine-tune the base model on documentation: all weights, and LoRA by rank and target, with seeds.
+Writes `quality.json`.
 
     python data/base_model/quality.py --hardware "2 CPU cores"
 
-Each setting has its own learning rate, chosen with a seed apart on every tenth training topic, which is then not trained on.
-What is reported is on the held-out topics and programs, which no choice has seen.
+Each setting has its own learning rate, chosen with a seed apart on every tenth training topic,
+which is then not trained on. What is reported is on the held-out topics and programs, which no
+choice has seen.
 """
 
 import argparse
@@ -23,11 +25,17 @@ from vramlab_course.base_model import CONTEXT, bits_per_byte, finetuning_texts, 
 from vramlab_course.finetuning import finetune, fresh
 
 STEPS, BATCH_SIZE, TOKENS = 60, 4, 128
-SEEDS, CHOOSING = (0, 1, 2, 3, 4), 5  # of the runs that are reported, and of those that choose the rate
+SEEDS, CHOOSING = (
+    (0, 1, 2, 3, 4),
+    5,
+)  # of the runs that are reported, and of those that choose the rate
 RANKS = (1, 8, 64)
 SCALE = 2.0  # α / r, the same for all ranks
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-FIRST = {"full": (0, 1, 2), "LoRA": (2, 3, 4)}  # of RATES: more are tried while the best is the lowest or the highest
+FIRST = {
+    "full": (0, 1, 2),
+    "LoRA": (2, 3, 4),
+}  # of RATES: more are tried while the best is the lowest or the highest
 QUERY_VALUE = "q_proj, v_proj"  # PEFT's default for Llama
 MLP = "gate_proj, up_proj, down_proj"
 PROGRAM_BYTES = 10_000
@@ -55,7 +63,14 @@ def texts_of(documents: int | None, program_bytes: int) -> dict[str, list[str]]:
     }
 
 
-def one(setting: Setting, rate: float, seed: int, steps: int, texts: Mapping[str, list[str]], *judged: str) -> dict:
+def one(
+    setting: Setting,
+    rate: float,
+    seed: int,
+    steps: int,
+    texts: Mapping[str, list[str]],
+    *judged: str,
+) -> dict:
     """Train once; bits per byte of each text that is `judged`, and how many numbers were trained."""
     r, targets, scale = setting
     where = targets if targets in ("all-linear", "all") else targets.split(", ")
@@ -67,7 +82,9 @@ def one(setting: Setting, rate: float, seed: int, steps: int, texts: Mapping[str
 
 
 def chosen(setting: Setting, steps: int, texts: Mapping[str, list[str]]) -> dict[float, float]:
-    """Bits per byte of the texts for the choice, by rate, until the best is neither the lowest nor the highest tried."""
+    """Bits per byte of the texts for the choice, by rate, until the best is neither the lowest nor
+    the highest tried.
+    """
     wanted = list(FIRST["LoRA" if setting[0] else "full"])
     tried: dict[int, float] = {}  # by the rate's index
     while wanted:
@@ -80,7 +97,9 @@ def chosen(setting: Setting, steps: int, texts: Mapping[str, list[str]]) -> dict
     return {RATES[index]: tried[index] for index in sorted(tried)}
 
 
-def compared(setting: Setting, steps: int, seeds: tuple[int, ...], documents: int | None, program_bytes: int) -> dict:
+def compared(
+    setting: Setting, steps: int, seeds: tuple[int, ...], documents: int | None, program_bytes: int
+) -> dict:
     """A setting with its best rate: mean and spread over the seeds, and what each of them found."""
     texts = texts_of(documents, program_bytes)
     tried = chosen(setting, steps, texts)
@@ -120,14 +139,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many, from 0 on")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--documents", type=int, help="topics to use of each split; all of them by default")
+    parser.add_argument(
+        "--documents", type=int, help="topics to use of each split; all of them by default"
+    )
     parser.add_argument("--program-bytes", type=int, default=PROGRAM_BYTES)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hardware", default="CPU", help="for the record")
     args = parser.parse_args(argv)
     texts = texts_of(args.documents, args.program_bytes)
     names = ("documentation", "programs")
-    base = {name: round(bits_per_byte(fresh(None), texts[name], stride=CONTEXT), 4) for name in names}
+    base = {
+        name: round(bits_per_byte(fresh(None), texts[name], stride=CONTEXT), 4) for name in names
+    }
     sizes = (args.documents, args.program_bytes)
     wanted = settings(tuple(args.ranks))
     runs = list(sweep(args.steps, args.processes, wanted, SEEDS[: args.seeds], *sizes))

@@ -1,9 +1,10 @@
-"""Adapters on the base model in fp32 and in 4 bits, and all its weights, trained alike. Writes `quality_4bit.json`.
+"""Adapters on the base model in fp32 and in 4 bits, and all its weights, trained alike. Writes
+`quality_4bit.json`.
 
     python data/base_model/quality_4bit.py --hardware "2 CPU cores"
 
-All runs see the same batches of documentation. Those with adapters have the same learning rate and start from the same
-adapters; what differs is the base.
+All runs see the same batches of documentation. Those with adapters have the same learning rate and
+start from the same adapters; what differs is the base.
 """
 
 import argparse
@@ -31,9 +32,15 @@ BASES = {
 
 
 def one(
-    quantization: Quantization | None, rank: int | None, steps: int, train: list[str], held_out: list[str]
+    quantization: Quantization | None,
+    rank: int | None,
+    steps: int,
+    train: list[str],
+    held_out: list[str],
 ) -> dict[str, float]:
-    """Bits per byte on `held_out` before and after `steps` of training; `rank` None trains all weights."""
+    """Bits per byte on `held_out` before and after `steps` of training; `rank` None trains all
+    weights.
+    """
     model = load_base_model(quantization=quantization)
     if quantization:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -48,12 +55,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "quality_4bit.json")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--documents", type=int, help="topics to use of each split; all of them by default")
+    parser.add_argument(
+        "--documents", type=int, help="topics to use of each split; all of them by default"
+    )
     parser.add_argument("--hardware", default="CPU", help="for the record")
     args = parser.parse_args(argv)
     texts = [finetuning_texts(split)[: args.documents] for split in ("train", "held_out")]
     runs = {}
-    for name, quantization, rank in [("full", None, None), *((name, q, RANK) for name, q in BASES.items())]:
+    for name, quantization, rank in [
+        ("full", None, None),
+        *((name, q, RANK) for name, q in BASES.items()),
+    ]:
         runs[name] = one(quantization, rank, args.steps, *texts)
         print(name, runs[name], flush=True)
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, bitsandbytes)}

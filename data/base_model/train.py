@@ -2,8 +2,9 @@
 
     python data/base_model/train.py --steps 4000 --folder data/base_model
 
-writes the texts, a byte-level BPE tokenizer, the weights (fp16, safetensors) and the model card, all from what this
-machine's Python has installed. Training can be stopped and started again: it goes on from `--checkpoint`.
+writes the texts, a byte-level BPE tokenizer, the weights (fp16, safetensors) and the model card,
+all from what this machine's Python has installed. Training can be stopped and started again: it
+goes on from `--checkpoint`.
 """
 
 import argparse
@@ -28,11 +29,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 SEED = 0
 START = "<|start|>"  # stands before every file, and is all the model knows at a file's first byte
 # Tables, tests and data that are not programs; `pydoc_data` is the second domain, for fine-tuning.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 
 
 def _bucket(name: str, of: int) -> int:
-    """A number under `of` that depends on nothing but the name: the split is the same on every machine."""
+    """A number under `of` that depends on nothing but the name: the split is the same on every
+    machine.
+    """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % of
 
 
@@ -57,16 +69,22 @@ def split_files(files: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def documentation() -> tuple[dict[str, str], dict[str, str]]:
-    """The second domain: the language reference that `help()` shows. Training topics, and one of eight held out.
+    """The second domain: the language reference that `help()` shows. Training topics, and one of
+    eight held out.
 
-    Topics repeat each other's sections: a paragraph is kept where it stands first, held-out topics before the others.
+    Topics repeat each other's sections: a paragraph is kept where it stands first, held-out topics
+    before the others.
     """
     from pydoc_data.topics import topics
 
     order = sorted(topics, key=lambda name: (_bucket(name, 8) != 0, name))
     seen, train, held_out = set(), {}, {}
     for name in order:
-        new = [p for p in topics[name].strip().split("\n\n") if len(p) < 40 or not (p in seen or seen.add(p))]
+        new = [
+            p
+            for p in topics[name].strip().split("\n\n")
+            if len(p) < 40 or not (p in seen or seen.add(p))
+        ]
         text = "\n\n".join(new) + "\n"
         if len(text) > 400:
             (held_out if _bucket(name, 8) == 0 else train)[name] = text
@@ -80,10 +98,15 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[START], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[START],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=START, eos_token=START, pad_token=START)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=START, eos_token=START, pad_token=START
+    )
 
 
 def config(vocab_size: int, hidden: int = 256, layers: int = 4) -> LlamaConfig:
@@ -108,13 +131,25 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     warm = max(1, steps // 20)
     if step < warm:
         return peak * (step + 1) / warm
-    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
+    return peak * (
+        0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+    )
 
 
 def train(
-    model, tokens, steps, batch_size, context, peak, checkpoint: Path | None = None, every: int = 100, stop_at=None
+    model,
+    tokens,
+    steps,
+    batch_size,
+    context,
+    peak,
+    checkpoint: Path | None = None,
+    every: int = 100,
+    stop_at=None,
 ) -> dict:
-    """`steps` of AdamW under bf16 autocast; returns the last losses (nats per token), minutes and tokens read."""
+    """`steps` of AdamW under bf16 autocast; returns the last losses (nats per token), minutes and
+    tokens read.
+    """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -127,7 +162,9 @@ def train(
         model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=False)
         moments = load_file(checkpoint / "optimizer.safetensors")
         for i, p in enumerate(matrices + others):
-            optimizer.state[p] = {key: moments[f"{i}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {
+                key: moments[f"{i}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+            }
     offsets = torch.arange(context)
     started = time.perf_counter()
     model.train()
@@ -135,7 +172,9 @@ def train(
     if done < stop_at and (not schedule or schedule[-1][1] != steps):
         schedule = [*schedule, [done, steps]]  # from which step on the cosine ended at which
     for step in range(done, stop_at):
-        generator = torch.Generator().manual_seed(SEED + step)  # the batch depends on the step alone
+        generator = torch.Generator().manual_seed(
+            SEED + step
+        )  # the batch depends on the step alone
         starts = torch.randint(len(tokens) - context, (batch_size, 1), generator=generator)
         batch = tokens[starts + offsets].long()
         for group in optimizer.param_groups:
@@ -149,7 +188,10 @@ def train(
         losses = [*losses[-99:], loss.item()]
         if (step + 1) % every == 0 or step + 1 == stop_at:
             spent = minutes + (time.perf_counter() - started) / 60
-            print(f"step {step + 1}/{steps}  loss {sum(losses) / len(losses):.3f}  {spent:.1f} min", flush=True)
+            print(
+                f"step {step + 1}/{steps}  loss {sum(losses) / len(losses):.3f}  {spent:.1f} min",
+                flush=True,
+            )
             if checkpoint:
                 checkpoint.mkdir(parents=True, exist_ok=True)
                 state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
@@ -160,7 +202,12 @@ def train(
                     for key, value in optimizer.state[p].items()
                 }
                 save_file(moments, checkpoint / "optimizer.safetensors")
-                progress = {"step": step + 1, "minutes": spent, "losses": losses, "schedule": schedule}
+                progress = {
+                    "step": step + 1,
+                    "minutes": spent,
+                    "losses": losses,
+                    "schedule": schedule,
+                }
                 (checkpoint / "progress.json").write_text(json.dumps(progress))
     spent = minutes + (time.perf_counter() - started) / 60
     return {
@@ -172,7 +219,9 @@ def train(
 
 
 def token_stream(tokenizer, files: dict[str, str]) -> torch.Tensor:
-    """All files as one row of tokens, a start token before each, in an order that the names' hashes give."""
+    """All files as one row of tokens, a start token before each, in an order that the names' hashes
+    give.
+    """
     rows = []
     for name in sorted(files, key=lambda name: (_bucket(name, 1 << 32), name)):
         rows += [tokenizer.bos_token_id, *tokenizer(files[name], verbose=False)["input_ids"]]
@@ -188,10 +237,19 @@ def save(model, tokenizer, folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="where model, texts and card go")
-    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="what to train on")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(__file__).parent, help="where model, texts and card go"
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        default=Path(sysconfig.get_paths()["stdlib"]),
+        help="what to train on",
+    )
     parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--stop-at", type=int, help="stop at this step, with the schedule of --steps")
+    parser.add_argument(
+        "--stop-at", type=int, help="stop at this step, with the schedule of --steps"
+    )
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
@@ -214,22 +272,37 @@ def main(argv: list[str] | None = None) -> None:
     model = LlamaForCausalLM(config(len(tokenizer), args.hidden, args.layers))
     steps = args.stop_at or args.steps
     done = train(
-        model, tokens, args.steps, args.batch_size, args.context, args.learning_rate, args.checkpoint, stop_at=steps
+        model,
+        tokens,
+        args.steps,
+        args.batch_size,
+        args.context,
+        args.learning_rate,
+        args.checkpoint,
+        stop_at=steps,
     )
 
     folder = args.folder
     folder.mkdir(parents=True, exist_ok=True)
     save(model, tokenizer, folder)
     train_topics, held_out_topics = documentation()
-    texts = {"held_out": held_out, "documentation_train": train_topics, "documentation_held_out": held_out_topics}
+    texts = {
+        "held_out": held_out,
+        "documentation_train": train_topics,
+        "documentation_held_out": held_out_topics,
+    }
     for name, content in texts.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+        (folder / f"{name}.json").write_text(
+            json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8"
+        )
 
     from vramlab_course.base_model import bits_per_byte
 
     bits = compressed(list(held_out.values()), before="".join(files.values()))
     loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    bits["this model, file by file"] = bits_per_byte(loaded, list(held_out.values()), args.context, tokenizer=tokenizer)
+    bits["this model, file by file"] = bits_per_byte(
+        loaded, list(held_out.values()), args.context, tokenizer=tokenizer
+    )
     prose = compressed(list(held_out_topics.values()))
     prose["this model, untuned"] = bits_per_byte(
         loaded, list(held_out_topics.values()), args.context, tokenizer=tokenizer
@@ -267,7 +340,8 @@ def main(argv: list[str] | None = None) -> None:
             "bits per byte": bits,
             "documentation": prose,
             "documentation bytes": [
-                sum(len(t.encode()) for t in part.values()) for part in (train_topics, held_out_topics)
+                sum(len(t.encode()) for t in part.values())
+                for part in (train_topics, held_out_topics)
             ],
         },
     )

@@ -73,7 +73,11 @@ def __getattr__(name: str):
     with needing(name), no_collection(before=False):
         module = importlib.import_module(f".{_HOME[name]}", __name__)
     # `plot` is a module itself
-    value = importlib.import_module(f".{name}", module.__name__) if name == "plot" else getattr(module, name)
+    value = (
+        importlib.import_module(f".{name}", module.__name__)
+        if name == "plot"
+        else getattr(module, name)
+    )
     globals()[name] = value
     return value
 

@@ -1,6 +1,8 @@
-"""The program `vramlab`, also `python -m vramlab`. Ctrl-C ends it quietly with status 130, while it loads too.
+"""The program `vramlab`, also `python -m vramlab`. Ctrl-C ends it quietly with status 130, while it
+loads too.
 
-An output that cannot be written is a sentence and status 2; one that nobody reads any more, as of `| head`, is quiet.
+An output that cannot be written is a sentence and status 2; one that nobody reads any more, as of
+`| head`, is quiet.
 """
 
 import atexit
@@ -10,7 +12,13 @@ import os
 import sys
 from typing import NoReturn
 
-UNWRITABLE = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+UNWRITABLE = (
+    errno.ENOSPC,
+    errno.EBADF,
+    errno.EIO,
+    errno.EFBIG,
+    getattr(errno, "EDQUOT", errno.ENOSPC),
+)
 
 
 def main() -> None:
@@ -42,18 +50,21 @@ def main() -> None:
 def _refusal() -> str:
     """Return why nothing can run here, "" where it can."""
     if sys.flags.optimize > 1:
-        return (
-            "python -OO strips docstrings, of which transformers makes its models' outputs: leave out -OO, or say -O."
-        )
+        return "python -OO strips docstrings, of which transformers makes its models' outputs: leave out -OO, or say -O."
     try:
         os.getcwd()
     except OSError:
-        return "The working directory was removed, and torch does not load in one: change to another."
+        return (
+            "The working directory was removed, and torch does not load in one: change to another."
+        )
     return ""
 
 
 def _prepare_output() -> None:
-    """Let an output whose encoding lacks a character have a plainer one. Raises OSError if standard output is closed."""
+    """Let an output whose encoding lacks a character have a plainer one.
+
+    Raises OSError if standard output is closed.
+    """
     if sys.stdout is None:
         raise OSError(errno.EBADF, "standard output is closed")
     from .report.text import DEGRADE

@@ -1,7 +1,7 @@
 """Checks of answers: right or wrong, with a sentence for each mistake that a check recognises.
 
-A wrong number that no mistake lists is compared with the right one in other units, in bits, doubled and halved; else the
-reader is told how far off it is.
+A wrong number that no mistake lists is compared with the right one in other units, in bits, doubled
+and halved; else the reader is told how far off it is.
 """
 
 import math
@@ -43,7 +43,9 @@ NOT_ANSWERED = Feedback(False, "not answered yet")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A typical wrong answer, a value or a function like the reference, and what to tell its author."""
+    """A typical wrong answer, a value or a function like the reference, and what to tell its
+    author.
+    """
 
     wrong: Any
     text: str
@@ -60,7 +62,8 @@ class Unclear(Exception):
 class Check:
     """Takes any answer and returns a Feedback; no answer makes it raise.
 
-    `problems()` tests the check itself, for example for a reference that it rejects or a mistake that it accepts.
+    `problems()` tests the check itself, for example for a reference that it rejects or a mistake
+    that it accepts.
     """
 
     def __call__(self, answer: Any) -> Feedback:
@@ -69,7 +72,9 @@ class Check:
         except Unclear as error:
             return Feedback(False, str(error))
         except Exception as error:  # the answer is of another kind
-            return Feedback(False, f"This answer cannot be checked ({type(error).__name__}: {error}).")
+            return Feedback(
+                False, f"This answer cannot be checked ({type(error).__name__}: {error})."
+            )
 
     def feedback(self, answer: Any) -> Feedback:
         """The feedback; may raise where the answer is of another kind."""
@@ -82,7 +87,8 @@ class Number(Check):
 
     Attributes:
         reference: the right number, or a function without arguments that computes it.
-        unit: of the answer. Answers in other units are recognised for sizes ("B", "KiB", "MiB", "GiB") only.
+        unit: of the answer. Answers in other units are recognised for sizes ("B", "KiB", "MiB",
+            "GiB") only.
         tolerance: relative to the reference, MOST_TOLERANT at most.
         mistakes: wrong answers with a sentence of their own, tried before units and factors.
         right: what to tell a reader whose answer is right.
@@ -108,7 +114,10 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
-        references, found = self.expand(self.reference), answer if isinstance(answer, Numbers) else self.read(answer)
+        references, found = (
+            self.expand(self.reference),
+            answer if isinstance(answer, Numbers) else self.read(answer),
+        )
         missing = [name for name in references if found.get(name) is None or found[name] is ...]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
@@ -116,7 +125,10 @@ class Number(Check):
         numbers = {name: _number(found[name], f"{name}: " if name else "") for name in references}
 
         def same(others: Mapping[str, float], factor: float = 1) -> bool:
-            return all(math.isclose(numbers[n], factor * other, rel_tol=self.tolerance) for n, other in others.items())
+            return all(
+                math.isclose(numbers[n], factor * other, rel_tol=self.tolerance)
+                for n, other in others.items()
+            )
 
         def recognised(some: Mapping[str, float]) -> str:
             known = _factors(self.unit).items() if any(some.values()) else ()
@@ -131,7 +143,11 @@ class Number(Check):
         first = {wrong[0]: references[wrong[0]]}
         said = recognised(first) or f"{_off(numbers[wrong[0]], references[wrong[0]])}."
         right = len(references) - len(wrong)
-        start = f"{right} of {len(references)} are right. {wrong[0]}" if len(references) > 1 else "Not right"
+        start = (
+            f"{right} of {len(references)} are right. {wrong[0]}"
+            if len(references) > 1
+            else "Not right"
+        )
         return Feedback(False, f"{start}: {said}")
 
     def problems(self) -> list[str]:
@@ -140,7 +156,9 @@ class Number(Check):
         for mistake in self.mistakes:
             wrong = self.expand(mistake.wrong)
             if unknown := wrong.keys() - references:
-                found.append(f"a mistake speaks of {', '.join(unknown)}, which the reference does not have")
+                found.append(
+                    f"a mistake speaks of {', '.join(unknown)}, which the reference does not have"
+                )
                 continue
             verdict = self(Numbers({**references, **wrong}))
             if verdict.right:
@@ -152,7 +170,10 @@ class Number(Check):
 
 @dataclass(frozen=True)
 class Table(Number):
-    """A dictionary of numbers; fields as in `Number`. A mistake may leave out the entries that are right."""
+    """A dictionary of numbers; fields as in `Number`.
+
+    A mistake may leave out the entries that are right.
+    """
 
     reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
 
@@ -170,7 +191,8 @@ class Function(Number):
     """A function that the reader writes, called in several cases; other fields as in `Number`.
 
     Attributes:
-        reference: a function of the same arguments that returns the right number; so is a mistake's `wrong`.
+        reference: a function of the same arguments that returns the right number; so is a mistake's
+            `wrong`.
         cases: keyword arguments of each call, enough that no other formula fits by chance.
     """
 
@@ -180,10 +202,15 @@ class Function(Number):
     def __post_init__(self):
         super().__post_init__()
         if len(self.cases) < 3:
-            raise ValueError("a function is checked over three configurations or more, or a constant could be right.")
+            raise ValueError(
+                "a function is checked over three configurations or more, or a constant could be right."
+            )
 
     def expand(self, thing: Any) -> Numbers:
-        named = {", ".join(f"{name}={value!r}" for name, value in case.items()): case for case in self.cases}
+        named = {
+            ", ".join(f"{name}={value!r}" for name, value in case.items()): case
+            for case in self.cases
+        }
         return Numbers({name: thing(**case) for name, case in named.items()})
 
     def read(self, answer: Any) -> Mapping[str, Any]:
@@ -196,7 +223,10 @@ class Function(Number):
 
     def problems(self) -> list[str]:
         constant = len(set(self.expand(self.reference).values())) == 1
-        return super().problems() + ["the reference is constant, so a constant would be right"] * constant
+        return (
+            super().problems()
+            + ["the reference is constant, so a constant would be right"] * constant
+        )
 
 
 @dataclass(frozen=True)
@@ -221,7 +251,11 @@ class Choice(Check):
 
     def problems(self) -> list[str]:
         reference = _value(self.reference)
-        found = [] if reference in self.options else [f"the reference {reference!r} is none of the options"]
+        found = (
+            []
+            if reference in self.options
+            else [f"the reference {reference!r} is none of the options"]
+        )
         return found + ["there is only one option to choose"] * (len(self.options) < 2)
 
 
@@ -251,10 +285,18 @@ class Judge(Check):
             if (rights and len(wrongs) > 1) or not (rights or wrongs)
             else ["it needs an answer to accept and two to reject"]
         )
-        found += [f"the check rejects {answer!r}: {self(answer)}" for answer in rights if not self(answer).right]
+        found += [
+            f"the check rejects {answer!r}: {self(answer)}"
+            for answer in rights
+            if not self(answer).right
+        ]
         found += [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
         said = [self(answer).text for answer in wrongs]
-        return found + [f"no wrong answer is told {r!r}" for r in self.reasons if not any(r in text for text in said)]
+        return found + [
+            f"no wrong answer is told {r!r}"
+            for r in self.reasons
+            if not any(r in text for text in said)
+        ]
 
 
 def _value(thing: Any) -> Any:
@@ -264,7 +306,9 @@ def _value(thing: Any) -> Any:
 def _number(answer: Any, before: str) -> float:
     """An answer as a number, also numpy's and one-element tensors. Raises Unclear."""
     if hasattr(answer, "peak"):
-        raise Unclear(f"{before}A number was expected, not a whole report: take for example report.peak.total.")
+        raise Unclear(
+            f"{before}A number was expected, not a whole report: take for example report.peak.total."
+        )
     try:
         if isinstance(answer, bool | str | bytes) or callable(answer):
             raise TypeError
@@ -280,16 +324,28 @@ def _factors(unit: str) -> dict[float, str]:
     """Factors between a wrong answer and the reference, and what to tell the reader."""
     if unit not in UNITS:
         return FACTORS
-    long = {name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()}
+    long = {
+        name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()
+    }
     text = "The amount is right, but it is in {}: the answer is wanted in {}."
-    units = {UNITS[unit] / size: text.format(long[name], long[unit]) for name, size in UNITS.items() if name != unit}
+    units = {
+        UNITS[unit] / size: text.format(long[name], long[unit])
+        for name, size in UNITS.items()
+        if name != unit
+    }
     return {**units, **BITS, **FACTORS}
 
 
 def _off(number: float, reference: float) -> str:
     """How far a number is from its reference."""
     ratio = number / reference if reference else 0
-    far = f"{abs(ratio - 1):.1%} " if 0.5 <= ratio <= 2 else f"{max(ratio, 1 / ratio):,.3g} times " if ratio > 0 else ""
+    far = (
+        f"{abs(ratio - 1):.1%} "
+        if 0.5 <= ratio <= 2
+        else f"{max(ratio, 1 / ratio):,.3g} times "
+        if ratio > 0
+        else ""
+    )
     return f"{number:,.6g} is {far}too {'high' if number > reference else 'low'}"
 
 

@@ -1,7 +1,9 @@
-"""The course's base model, a small Llama trained on Python's standard library, and how well it predicts text.
+"""The course's base model, a small Llama trained on Python's standard library, and how well it
+predicts text.
 
-`data/base_model/train.py` trains it; `data/base_model/README.md` says on what and how well. It works offline: weights,
-tokenizer and texts are in the repository and in the distribution `vramlab-base-model`.
+`data/base_model/train.py` trains it; `data/base_model/README.md` says on what and how well. It
+works offline: weights, tokenizer and texts are in the repository and in the distribution
+`vramlab-base-model`.
 """
 
 import json
@@ -34,13 +36,20 @@ def base_model_path(*parts: str) -> Path:
 
 
 def base_model_folder() -> Path:
-    """The model's folder for `from_pretrained` and `Recipe(folder)`. Raises RecordError if it is missing."""
+    """The model's folder for `from_pretrained` and `Recipe(folder)`.
+
+    Raises RecordError if it is missing.
+    """
     folder = base_model_path()
     if not folder.is_dir():
         address = repository() or "ADDRESS"
-        raise RecordError(f"The base model is not installed: pip install 'git+{address}#subdirectory=data/base_model'.")
+        raise RecordError(
+            f"The base model is not installed: pip install 'git+{address}#subdirectory=data/base_model'."
+        )
     if not (folder / "model.safetensors").exists():
-        raise RecordError(f"The base model is missing: run {folder / 'train.py'}, which trains it in about an hour.")
+        raise RecordError(
+            f"The base model is missing: run {folder / 'train.py'}, which trains it in about an hour."
+        )
     return folder
 
 
@@ -54,8 +63,9 @@ def load_base_model(
 
     Args:
         dtype: of the weights (of those that are not quantized): one of DTYPES. The file holds fp16.
-        quantization: "nf4", "fp4" or a `Quantization`: bitsandbytes' 4-bit linear layers in place of all but the head.
-            Four-bit layers compute in `quantization.compute_dtype`, by default in `dtype`.
+        quantization: "nf4", "fp4" or a `Quantization`: bitsandbytes' 4-bit linear layers in place
+            of all but the head. Four-bit layers compute in `quantization.compute_dtype`, by default
+            in `dtype`.
     Raises:
         RecipeError: a value that is not known.
     """
@@ -65,7 +75,10 @@ def load_base_model(
     folder = base_model_folder()
     if dtype not in DTYPES:
         raise RecipeError("dtype", dtype, "allowed are " + ", ".join(map(repr, DTYPES)))
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "attn_implementation": attn_implementation,
+    }
     if isinstance(quantization, str):
         quantization = Quantization(quantization)
     if quantization is not None:
@@ -79,8 +92,9 @@ def load_base_model(
     with _no_progress_bar():
         model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     for module in model.modules():
-        # On a CPU with AVX-512 BF16 bitsandbytes 0.50 repacks weights when they are evaluated, for a kernel without a
-        # gradient: what is trained after that learns next to nothing, and figures would depend on the processor.
+        # On a CPU with AVX-512 BF16 bitsandbytes 0.50 repacks weights when they are evaluated, for
+        # a kernel without a gradient: what is trained after that learns next to nothing, and
+        # figures would depend on the processor.
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
     return model.to(device).eval() if quantization is None else model.eval()
@@ -101,7 +115,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_base_tokenizer() -> "PreTrainedTokenizerFast":
-    """The base model's tokenizer: byte-level BPE, so every text can be encoded and comes back unchanged."""
+    """The base model's tokenizer: byte-level BPE, so every text can be encoded and comes back
+    unchanged.
+    """
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(base_model_folder(), local_files_only=True)
@@ -121,7 +137,9 @@ def _texts(name: str, limit: int | None) -> list[str]:
 
 
 def held_out(limit: int | None = None) -> list[str]:
-    """Programs of the standard library that the base model was not trained on; their first `limit` bytes."""
+    """Programs of the standard library that the base model was not trained on; their first `limit`
+    bytes.
+    """
     return _texts("held_out.json", limit)
 
 
@@ -145,15 +163,17 @@ def bits_per_byte(
     batch_size: int = 8,
     tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> float:
-    """Bits that the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ bytes.
+    """Bits that the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ
+    bytes.
 
-    It is the output of an arithmetic coder driven by the model, so it compares with zlib and lzma and does not depend on
-    the tokenizer. Each text starts with the start token alone.
+    It is the output of an arithmetic coder driven by the model, so it compares with zlib and lzma
+    and does not depend on the tokenizer. Each text starts with the start token alone.
 
     Args:
         context: tokens that the model sees at most.
-        stride: new tokens predicted per window; None takes `context` // 2, so that every token but a text's first ones
-            sees at least the other half. `stride=context` is twice as fast and slightly worse.
+        stride: new tokens predicted per window; None takes `context` // 2, so that every token but
+            a text's first ones sees at least the other half. `stride=context` is twice as fast and
+            slightly worse.
     Raises:
         RecipeError: a stride that is not between 1 and `context`.
     """
@@ -179,7 +199,9 @@ def bits_per_byte(
 def _windows(
     tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str], context: int, stride: int
 ) -> list[tuple[list[int], int]]:
-    """Windows of at most `context` tokens, longest first, each with how many of them at its end are to be predicted."""
+    """Windows of at most `context` tokens, longest first, each with how many of them at its end are
+    to be predicted.
+    """
     windows = []
     for text in texts:
         tokens = [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
@@ -192,7 +214,9 @@ def _windows(
 
 
 def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Token ids, padded at the end where a causal model does not look, and labels: −100 where nothing is predicted."""
+    """Token ids, padded at the end where a causal model does not look, and labels: −100 where
+    nothing is predicted.
+    """
     import torch
 
     ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)

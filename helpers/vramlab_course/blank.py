@@ -3,13 +3,15 @@
     def encode(number, E, F):
         ...                                     # the reader's part
 
-    encode = blank.check("01.encode", encode)   # says in a line what became of it, and returns what the chapter uses
+    encode = blank.check("01.encode", encode)   # says in a line what became of it, and returns what
+    the chapter uses
 
     blank.hint("01.encode")                     # the first hint; called again, the second
     blank.solution("01.encode")                 # the course's own piece, as source
 
-A right piece is returned as it is. In place of one that is left blank or wrong the course's own is returned, so the
-chapter runs in any case. The pieces of chapter 01 stand in `data/exercises/01.toml`; `exercise_data.py` says how.
+A right piece is returned as it is. In place of one that is left blank or wrong the course's own is
+returned, so the chapter runs in any case. The pieces of chapter 01 stand in
+`data/exercises/01.toml`; `exercise_data.py` says how.
 """
 
 import functools
@@ -51,25 +53,35 @@ class Blank:
 
 @cache
 def blanks(number: str) -> dict[str, Blank]:
-    """The blanks of one chapter ("01") by their name, "01.encode"; none where it has no file of exercises."""
+    """The blanks of one chapter ("01") by their name, "01.encode"; none where it has no file of
+    exercises.
+    """
     path = data_path("exercises", f"{number}.toml")
     if not path.exists():
         return {}
-    return {f"{number}.{name}": Blank(f"{number}.{name}", **entry) for name, entry in read_blanks(path).items()}
+    return {
+        f"{number}.{name}": Blank(f"{number}.{name}", **entry)
+        for name, entry in read_blanks(path).items()
+    }
 
 
 def find(name: str) -> Blank:
     """The blank called `name`, "01.encode". Raises ExerciseError with the names that exist."""
     if not isinstance(name, str) or not re.fullmatch(r"\d\d\.[A-Za-z_]\w*", name):
-        raise ExerciseError(f"A blank is named by chapter and piece, like '01.encode', not {name!r}.")
+        raise ExerciseError(
+            f"A blank is named by chapter and piece, like '01.encode', not {name!r}."
+        )
     known = blanks(name[:2])
     if name not in known:
-        raise ExerciseError(f"There is no blank {name}: this chapter has {', '.join(known) or 'none'}.")
+        raise ExerciseError(
+            f"There is no blank {name}: this chapter has {', '.join(known) or 'none'}."
+        )
     return known[name]
 
 
 def check(name: str, answer: Any) -> Any:
-    """Print whether the piece `answer` is right, and return it; or the course's own if it is blank or wrong.
+    """Print whether the piece `answer` is right, and return it; or the course's own if it is blank
+    or wrong.
 
     No piece raises. Raises ExerciseError for an unknown blank.
     """
@@ -81,7 +93,11 @@ def check(name: str, answer: Any) -> Any:
     if feedback.right:
         print(wrapped(f"{name}: {feedback} The chapter goes on with yours."))
         return answer
-    print(wrapped(f"{name}: {feedback} Until that is mended, the chapter goes on with the course's own."))
+    print(
+        wrapped(
+            f"{name}: {feedback} Until that is mended, the chapter goes on with the course's own."
+        )
+    )
     return blank.own()
 
 
@@ -92,7 +108,11 @@ def hint(name: str) -> None:
     if given <= 2:
         print(wrapped(f"{name}, hint {given} of 2: {blank.hints[given - 1]}"))
     else:
-        print(wrapped(f'{name}: those were both hints. blank.solution("{name}") shows the course\'s own.'))
+        print(
+            wrapped(
+                f'{name}: those were both hints. blank.solution("{name}") shows the course\'s own.'
+            )
+        )
 
 
 def solution(name: str) -> None:
@@ -117,7 +137,9 @@ def _is_blank(answer: Any) -> bool:
 
 def _has_dots(answer: Any) -> bool:
     """Whether a line of the answer's code still has the dots to be replaced, as in `scale = ...`."""
-    return any(... in part.__code__.co_consts for part in _parts(answer) if hasattr(part, "__code__"))
+    return any(
+        ... in part.__code__.co_consts for part in _parts(answer) if hasattr(part, "__code__")
+    )
 
 
 def _parts(answer: Any) -> list[Any]:
@@ -128,7 +150,9 @@ def _parts(answer: Any) -> list[Any]:
 
 
 def _guarded(answer: Any) -> Any:
-    """A function that says what went wrong inside of `answer`: a condition takes any failure for a false result."""
+    """A function that says what went wrong inside of `answer`: a condition takes any failure for a
+    false result.
+    """
     if not callable(answer) or isinstance(answer, type):
         return answer
 
@@ -137,7 +161,9 @@ def _guarded(answer: Any) -> Any:
         try:
             found = answer(*arguments, **named)
         except Exception as error:
-            raise BrokenPiece(f"Your {answer.__name__} fails with {type(error).__name__}: {error}.") from None
+            raise BrokenPiece(
+                f"Your {answer.__name__} fails with {type(error).__name__}: {error}."
+            ) from None
         if found is None:
             raise BrokenPiece(f"Your {answer.__name__} returns nothing.")
         return found

@@ -1,4 +1,6 @@
-"""Controls for every labelled option of a recipe, and the predicted peak of what they say, as a bar and as text."""
+"""Controls for every labelled option of a recipe, and the predicted peak of what they say, as a bar
+and as text.
+"""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,8 +21,13 @@ UNSET = "–"  # leaves an option at its default, and a part of the recipe out
 SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
 LABELS = {"model": "Model", "gpu": "GPU", "expandable_segments": "Expandable segments"}
 LABELS |= {option: knob.label for option, (_, knob) in OPTIONS.items() if knob.label}
-# The first control of each part of a recipe: while it is unset, the part's other controls change nothing.
-SWITCHES = {path[0]: option for option, (path, _) in reversed(OPTIONS.items()) if len(path) > 1 and option in LABELS}
+# The first control of each part of a recipe: while it is unset, the part's other controls change
+# nothing.
+SWITCHES = {
+    path[0]: option
+    for option, (path, _) in reversed(OPTIONS.items())
+    if len(path) > 1 and option in LABELS
+}
 
 
 def _values(option: str) -> tuple:
@@ -28,10 +35,18 @@ def _values(option: str) -> tuple:
     path, knob = OPTIONS[option]
     whole = tuple(n for n in SIZES if n <= (knob.most or n))
     values = knob.choices or {bool: (False, True), int: whole}.get(knob.kind, ())
-    return (UNSET, *values) if values and (knob.optional or SWITCHES.get(path[0]) == option) else values
+    return (
+        (UNSET, *values)
+        if values and (knob.optional or SWITCHES.get(path[0]) == option)
+        else values
+    )
 
 
-CONTROLS = {"model": tuple(model_names()), "gpu": tuple(gpu_names()), "expandable_segments": (False, True)}
+CONTROLS = {
+    "model": tuple(model_names()),
+    "gpu": tuple(gpu_names()),
+    "expandable_segments": (False, True),
+}
 CONTROLS |= {option: _values(option) for option in LABELS if option in OPTIONS}
 START = {name: values[0] if values else "" for name, values in CONTROLS.items()} | {
     "model": "polyglot-ko-1.3b", "gpu": "T4", "batch_size": 4, "seq_len": 256, "precision": "fp16-true",
@@ -49,30 +64,45 @@ def idle(state: Mapping[str, Any]) -> set[str]:
 
 
 def recipe_in(state: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that the controls in `state` describe. Raises RecipeError when it cannot be trained."""
+    """Return the recipe that the controls in `state` describe.
+
+    Raises RecipeError when it cannot be trained.
+    """
     given = state.keys() & OPTIONS.keys() - idle(state)
     return recipe_of(state["model"], {name: state[name] for name in given if state[name] != UNSET})
 
 
 def code_of(recipe: Recipe, gpu: str, expandable_segments: bool = False) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
-    always = ("batch_size", "precision", "optim", *(() if recipe.shape.image_tokens else ("seq_len",)))
+    always = (
+        "batch_size",
+        "precision",
+        "optim",
+        *(() if recipe.shape.image_tokens else ("seq_len",)),
+    )
     lines = [repr(recipe.model), *python_arguments(recipe, Recipe(recipe.model), always)]
     text = "recipe = Recipe(\n" + "".join(f"    {line},\n" for line in lines) + ")\n"
-    names = [name for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding") if f"{name}(" in text]
+    names = [
+        name
+        for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding")
+        if f"{name}(" in text
+    ]
     rest = ", expandable_segments=True" if expandable_segments else ""
     return f"from vramlab import {', '.join(names)}, predict\n\n{text}print(predict(recipe, gpu={gpu!r}{rest}))"
 
 
 class Calculator:
-    """Controls, and below them the predicted peak of the recipe that they describe; text where a page cannot draw them.
+    """Controls, and below them the predicted peak of the recipe that they describe; text where a
+    page cannot draw them.
 
     Attributes:
         state: what each control says, by the names of CONTROLS.
-        recipe, report, card: of the last state that could be trained: its recipe, prediction, and GPU.
+        recipe, report, card: of the last state that could be trained: its recipe, prediction, and
+            GPU.
         error: why the present state cannot be trained, a RecipeError; None when it can.
     Raises:
-        ValueError: no such control. RecipeError, GpuError: the first state cannot be trained, or no such GPU is known.
+        ValueError: no such control. RecipeError, GpuError: the first state cannot be trained, or no
+            such GPU is known.
     """
 
     def __init__(self, **state: Any):
@@ -82,9 +112,13 @@ class Calculator:
             raise self.error
 
     def change(self, **state: Any) -> None:
-        """Set controls by name; what cannot be trained leaves the last valid picture and says why in `error`."""
+        """Set controls by name; what cannot be trained leaves the last valid picture and says why
+        in `error`.
+        """
         if unknown := ", ".join(sorted(state.keys() - CONTROLS.keys())):
-            raise ValueError(f"the calculator has no control {unknown}; it has {', '.join(CONTROLS)}.")
+            raise ValueError(
+                f"the calculator has no control {unknown}; it has {', '.join(CONTROLS)}."
+            )
         if "gpu" in state:
             state["gpu"] = find_gpu(state["gpu"]).name
         if not self._widgets:
@@ -100,7 +134,9 @@ class Calculator:
         self.state |= state
         try:
             recipe, card = recipe_in(self.state), find_gpu(self.state["gpu"])
-            report = predict(recipe, gpu=card, expandable_segments=self.state["expandable_segments"])
+            report = predict(
+                recipe, gpu=card, expandable_segments=self.state["expandable_segments"]
+            )
             self.recipe, self.card, self.report, self.error = recipe, card, report, None
         except RecipeError as error:
             self.error = error
@@ -114,14 +150,19 @@ class Calculator:
         report, split, total = self.report, dict(self.report.peak.items()), self.report.peak.total
         part, size = max(split.items(), key=lambda item: item[1])
         lines = [
-            f"{self.error} The picture is still that of: {self.recipe}." if self.error else str(self.recipe),
+            f"{self.error} The picture is still that of: {self.recipe}."
+            if self.error
+            else str(self.recipe),
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
             f"{report.verdict.capitalize()}: the process takes {report.process}, {self.card.name} has "
             f"{format_bytes(report.usable)}.",
             *(f"Note: {note}." for note in report.notes),
         ]
-        rows = [(label_of(key), in_unit(split[key]), f"{split[key] / total:.1%}") for key in used([split])]
+        rows = [
+            (label_of(key), in_unit(split[key]), f"{split[key] / total:.1%}")
+            for key in used([split])
+        ]
         table = [("at the peak", "GiB", "share"), *rows, ("total", in_unit(total), "100.0%")]
         return "\n".join([*lines, "", text_table(table)])
 
@@ -139,8 +180,12 @@ class Calculator:
             control.observe(self._moved, "value")
         self._picture = ipywidgets.Output()
         self._draw()
-        columns = ipywidgets.Layout(grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))", max_width="1000px")
-        return ipywidgets.VBox([ipywidgets.GridBox(list(self._widgets.values()), layout=columns), self._picture])
+        columns = ipywidgets.Layout(
+            grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))", max_width="1000px"
+        )
+        return ipywidgets.VBox(
+            [ipywidgets.GridBox(list(self._widgets.values()), layout=columns), self._picture]
+        )
 
     def _moved(self, change: Any) -> None:
         self._take({name: control.value for name, control in self._widgets.items()})
@@ -151,7 +196,9 @@ class Calculator:
         import matplotlib.pyplot as plt
 
         figure, self._picture.outputs = self.figure(), ()
-        self._picture.append_display_data(figure)  # and no print or display, which would reach the cell's own output
+        self._picture.append_display_data(
+            figure
+        )  # and no print or display, which would reach the cell's own output
         self._picture.append_stdout(str(self))
         plt.close(figure)
         for name, control in self._widgets.items():
@@ -163,7 +210,11 @@ def _widget(name: str, value: Any):
     import ipywidgets
 
     values = CONTROLS[name]
-    look = {"description": LABELS[name], "layout": {"width": "auto"}, "style": {"description_width": "110px"}}
+    look = {
+        "description": LABELS[name],
+        "layout": {"width": "auto"},
+        "style": {"description_width": "110px"},
+    }
     if not values:
         return ipywidgets.Text(value, continuous_update=False, **look)
     options = values if value in values else (*values, value)

@@ -15,10 +15,10 @@ class Traffic(NamedTuple):
 
     Attributes:
         calls: how many this rank took part in.
-        bytes: their payload: the whole tensor that is reduced, gathered (all shards together), scattered (before it is
-            divided) or sent. It does not depend on the number of ranks.
-        sent: bytes that this rank sends by a ring, the least for large tensors (Rajbhandari et al. 2020, section 7.1,
-            whose 2Ψ and 3Ψ leave out the factor (N−1)/N).
+        bytes: their payload: the whole tensor that is reduced, gathered (all shards together),
+            scattered (before it is divided) or sent. It does not depend on the number of ranks.
+        sent: bytes that this rank sends by a ring, the least for large tensors (Rajbhandari et al.
+            2020, section 7.1, whose 2Ψ and 3Ψ leave out the factor (N−1)/N).
     """
 
     calls: int = 0
@@ -26,13 +26,23 @@ class Traffic(NamedTuple):
     sent: float = 0.0
 
 
-KINDS = ("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "scatter", "gather", "reduce")
+KINDS = (
+    "reduce_scatter",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+)
 C10D_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 
 
 @cache
 def _kind(operator: str) -> tuple[str, int | None] | None:
-    """(kind, index of the argument that is the payload; None is the result) of an operator; None if no collective.
+    """(kind, index of the argument that is the payload; None is the result) of an operator; None if
+    no collective.
 
     `c10d::allreduce_` and its like are called by process groups, from Python and C++ alike,
     `_c10d_functional::all_reduce` and its like by DTensor.
@@ -40,7 +50,9 @@ def _kind(operator: str) -> tuple[str, int | None] | None:
     namespace, _, name = operator.partition("::")
     for short, long in C10D_NAMES.items():
         name = name.replace(short, long)
-    kind = next((kind for kind in (*KINDS, "send", "recv") if name.lstrip("_i").startswith(kind)), None)
+    kind = next(
+        (kind for kind in (*KINDS, "send", "recv") if name.lstrip("_i").startswith(kind)), None
+    )
     if kind is None or namespace not in ("c10d", "_c10d_functional"):
         return None
     if namespace == "c10d":
@@ -55,7 +67,8 @@ def ring_share(kind: str, ranks: int) -> float:
 
 
 class Collectives(TorchDispatchMode):
-    """While entered, counts this thread's collectives, also those that autograd and DDP's reducer issue.
+    """While entered, counts this thread's collectives, also those that autograd and DDP's reducer
+    issue.
 
     Attributes:
         seen: kind to `Traffic`.
@@ -75,7 +88,9 @@ class Collectives(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if found := _kind(func.name().split(".")[0]):
             kind, payload = found
-            self.add(kind, _bytes(result if payload is None else args[payload]), group_of(args).size())
+            self.add(
+                kind, _bytes(result if payload is None else args[payload]), group_of(args).size()
+            )
         return result
 
     def add(self, kind: str, size: int, ranks: int) -> None:

@@ -1,18 +1,23 @@
-"""Read the exercises of `data/exercises/NN.toml`: prose as it stands, answers as Python expressions.
+"""Read the exercises of `data/exercises/NN.toml`: prose as it stands, answers as Python
+expressions.
 
-A file has a table for each exercise and, before them, `[names]` for what its expressions share (name to expression,
-evaluated when first used) and `[imports]` (module to names). vramlab's public names are always there. Prose may quote
-a name as `{name}`. Each exercise has `question`, `difficulty`, `minutes`, `hints` and `kind`. The rest depends on `kind`:
+A file has a table for each exercise and, before them, `[names]` for what its expressions share
+(name to expression, evaluated when first used) and `[imports]` (module to names). vramlab's public
+names are always there. Prose may quote a name as `{name}`. Each exercise has `question`,
+`difficulty`, `minutes`, `hints` and `kind`. The rest depends on `kind`:
 
-    number      answer; unit, tolerance, right; mistakes: pairs of a wrong answer and what to say to it
-    table       the same with a table as answer; a mistake may leave out the entries that are right
-    function    the same with expressions over the arguments; cases: tables of arguments
+    number      answer; unit, tolerance, right; mistakes: pairs of a wrong answer and what to say to
+    it table       the same with a table as answer; a mistake may leave out the entries that are
+    right function    the same with expressions over the arguments; cases: tables of arguments
     choice      answer; options: each option and why it is right or wrong
-    conditions  conditions: pairs of an expression over `answer` and what to say where it is false or fails; right;
-                accepts, rejects: answers that test the check; names: more names, which may depend on `answer`
-    recipe      conditions on a Recipe for a `gpu`, with RECIPE_NAMES; solution: a Recipe for accepts and rejects
-    tensors     as function, for functions of tensors that return one; cases: tables of arguments
-    judge       judge: name of a function from the answer to its Feedback; accepts, rejects, or neither where a test of
+    conditions  conditions: pairs of an expression over `answer` and what to say where it is false
+    or fails; right;
+                accepts, rejects: answers that test the check; names: more names, which may depend
+                    on `answer`
+    recipe      conditions on a Recipe for a `gpu`, with RECIPE_NAMES; solution: a Recipe for
+    accepts and rejects tensors     as function, for functions of tensors that return one; cases:
+    tables of arguments judge       judge: name of a function from the answer to its Feedback;
+    accepts, rejects, or neither where a test of
                 the chapter tries it
 
 Python evaluates the expressions. The files are part of the package, like its code.
@@ -52,7 +57,9 @@ IS_RECIPE = ("isinstance(answer, Recipe)", "A Recipe was expected, not a {kind}.
 
 
 class BrokenPiece(Unclear):
-    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its result."""
+    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
+    result.
+    """
 
 
 class UnknownName(NameError):
@@ -60,9 +67,16 @@ class UnknownName(NameError):
 
 
 class Names(dict):
-    """Values by name: given `values`, `definitions` evaluated when first used, and what `outer` has."""
+    """Values by name: given `values`, `definitions` evaluated when first used, and what `outer`
+    has.
+    """
 
-    def __init__(self, definitions: Mapping[str, Any], outer: Mapping[str, Any], values: Mapping[str, Any] = {}):
+    def __init__(
+        self,
+        definitions: Mapping[str, Any],
+        outer: Mapping[str, Any],
+        values: Mapping[str, Any] = {},
+    ):
         super().__init__(values)
         self.definitions, self.outer = definitions, outer
 
@@ -73,7 +87,9 @@ class Names(dict):
         return self[name]
 
     def evaluate(self, thing: Any) -> Any:
-        """The value of an expression or of a table of expressions; anything else is a value already."""
+        """The value of an expression or of a table of expressions; anything else is a value
+        already.
+        """
         if isinstance(thing, Mapping):
             return {name: self.evaluate(part) for name, part in thing.items()}
         if not isinstance(thing, str):
@@ -104,7 +120,9 @@ class Imports(dict):
 
 
 def read_exercises(path: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a file by name, their text with names filled in and `check` made of what their kind needs."""
+    """The entries of a file by name, their text with names filled in and `check` made of what their
+    kind needs.
+    """
     stored = tomllib.loads(path.read_text(encoding="utf-8"))
     stored.pop("blanks", None)
     names = _shared_names(stored)
@@ -121,9 +139,11 @@ def read_exercises(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_blanks(path: Path) -> dict[str, dict[str, Any]]:
-    """The blanks of a file by name: `solution`, `hints`, `own` (makes the course's piece), `check` and `mistakes`.
+    """The blanks of a file by name: `solution`, `hints`, `own` (makes the course's piece), `check`
+    and `mistakes`.
 
-    `mistakes` are pairs of a maker of a wrong piece and the condition whose sentence it has to be told.
+    `mistakes` are pairs of a maker of a wrong piece and the condition whose sentence it has to be
+    told.
     """
     stored = tomllib.loads(path.read_text(encoding="utf-8"))
     blanks = stored.pop("blanks", {})
@@ -148,7 +168,9 @@ def _blank(name: str, entry: Mapping[str, Any], names: Names) -> dict[str, Any]:
     for condition in entry["conditions"]:
         for old, new in condition["mistakes"]:
             if old not in solution:
-                raise ValueError(f"blank {name}: its solution has no text {old!r} to make a mistake of.")
+                raise ValueError(
+                    f"blank {name}: its solution has no text {old!r} to make a mistake of."
+                )
             mistakes.append((partial(make, solution.replace(old, new)), condition["says"]))
     conditions = [(condition["must"], condition["says"]) for condition in entry["conditions"]]
     return {
@@ -172,7 +194,9 @@ def _number(entry: Mapping[str, Any], names: Names, check: type[Number] = Number
 def _function(entry: Mapping[str, Any], names: Names) -> Function:
     mistakes = [Mistake(names.function(wrong), text) for wrong, text in entry["mistakes"]]
     cases = [names.evaluate(case) for case in entry["cases"]]
-    return Function(names.function(entry["answer"]), cases=cases, mistakes=mistakes, **_options(entry))
+    return Function(
+        names.function(entry["answer"]), cases=cases, mistakes=mistakes, **_options(entry)
+    )
 
 
 def _choice(entry: Mapping[str, Any], names: Names) -> Choice:
@@ -186,14 +210,25 @@ def _judge(entry: Mapping[str, Any], names: Names) -> Judge:
 def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
     reference = names.function(entry["answer"])
     mistakes = [(names.function(wrong), text) for wrong, text in entry["mistakes"]]
-    told = {"cases": lambda: map(names.evaluate, entry["cases"]), "mistakes": mistakes, "right": entry["right"]}
+    told = {
+        "cases": lambda: map(names.evaluate, entry["cases"]),
+        "mistakes": mistakes,
+        "right": entry["right"],
+    }
     judge = partial(same_tensor, reference=reference, **told)
-    return Judge(judge, [reference], [wrong for wrong, _ in mistakes], [text for _, text in mistakes])
+    return Judge(
+        judge, [reference], [wrong for wrong, _ in mistakes], [text for _, text in mistakes]
+    )
 
 
-def _tried(entry: Mapping[str, Any], names: Names) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
+def _tried(
+    entry: Mapping[str, Any], names: Names
+) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
     """Makers of the answers that a check must accept, and of those it must reject."""
-    return tuple(lambda kind=kind: list(map(names.evaluate, entry.get(kind, []))) for kind in ("accepts", "rejects"))
+    return tuple(
+        lambda kind=kind: list(map(names.evaluate, entry.get(kind, [])))
+        for kind in ("accepts", "rejects")
+    )
 
 
 def _conditions(entry: Mapping[str, Any], names: Names) -> Judge:

@@ -1,12 +1,15 @@
-"""The notebooks' exercises: a question, two hints, and a check that says what kind of mistake an answer looks like.
+"""The notebooks' exercises: a question, two hints, and a check that says what kind of mistake an
+answer looks like.
 
     exercises.ask("02.1")               # the question in a box
     answer = 16 * 124_439_808
-    exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or False, never raises
-    exercises.hint("02.1")              # the first hint; called again, the second
-    exercises.certificate("02", "Ada")  # once all of the chapter's checks have passed in this session
+    exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or False,
+    never raises exercises.hint("02.1")              # the first hint; called again, the second
+    exercises.certificate("02", "Ada")  # once all of the chapter's checks have passed in this
+    session
 
-The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is written.
+The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is
+written.
 """
 
 import inspect
@@ -53,7 +56,11 @@ class Exercise:
     check: Check
 
     def __post_init__(self):
-        whole = re.fullmatch(r"\d\d\.[1-9]\d?", self.name) and self.difficulty in range(1, 6) and self.minutes > 0
+        whole = (
+            re.fullmatch(r"\d\d\.[1-9]\d?", self.name)
+            and self.difficulty in range(1, 6)
+            and self.minutes > 0
+        )
         if not (whole and self.question.strip() and len(self.hints) == 2 and all(self.hints)):
             needs = "a name like '02.1', a question, a difficulty of 1 to 5, minutes, and two hints"
             raise ValueError(f"exercise {self.name!r} needs {needs}.")
@@ -67,23 +74,32 @@ class Exercise:
 
 @cache
 def chapter(number: str) -> dict[str, Exercise]:
-    """The exercises of one chapter ("02") by name. Raises ExerciseError when the chapter has none."""
+    """The exercises of one chapter ("02") by name.
+
+    Raises ExerciseError when the chapter has none.
+    """
     path = data_path("exercises", f"{number}.toml")
     if not path.exists():
         raise ExerciseError(f"Chapter {number} has no exercises.")
     exercises = {name: Exercise(name, **entry) for name, entry in read_exercises(path).items()}
     if stray := [name for name in exercises if not name.startswith(number + ".")]:
-        raise ValueError(f"{path.name}: the names of its exercises start with {number + '.'!r}, not {stray[0]!r}.")
+        raise ValueError(
+            f"{path.name}: the names of its exercises start with {number + '.'!r}, not {stray[0]!r}."
+        )
     return exercises
 
 
 def find(name: str) -> Exercise:
     """The exercise called `name`, "02.1". Raises ExerciseError with the names that exist."""
     if not isinstance(name, str) or not re.fullmatch(r"\d\d\.\d+", name):
-        raise ExerciseError(f"An exercise is named by chapter and number, like '02.1', not {name!r}.")
+        raise ExerciseError(
+            f"An exercise is named by chapter and number, like '02.1', not {name!r}."
+        )
     exercises = chapter(name.split(".")[0])
     if name not in exercises:
-        raise ExerciseError(f"There is no exercise {name}: this chapter has {', '.join(exercises)}.")
+        raise ExerciseError(
+            f"There is no exercise {name}: this chapter has {', '.join(exercises)}."
+        )
     return exercises[name]
 
 
@@ -93,10 +109,11 @@ def ask(name: str) -> None:
 
 
 def check(name: str, answer: Any = None) -> bool:
-    """Print whether `answer` is right, or what kind of mistake it looks like; returns True only when it is right.
+    """Print whether `answer` is right, or what kind of mistake it looks like; returns True only
+    when it is right.
 
-    `...`, None and a function whose body is `...` are "not answered yet". No answer raises. Raises ExerciseError for an
-    unknown exercise.
+    `...`, None and a function whose body is `...` are "not answered yet". No answer raises. Raises
+    ExerciseError for an unknown exercise.
     """
     feedback = judge(find(name), answer)
     print(wrapped(f"{name}: {feedback}"))
@@ -117,7 +134,8 @@ def hint(name: str) -> None:
 
 
 def certificate(number: str, name: str) -> bool:
-    """Print a certificate of chapter `number` for `name`, or which checks have not passed in this session.
+    """Print a certificate of chapter `number` for `name`, or which checks have not passed in this
+    session.
 
     It is made and stays here: nothing is sent anywhere. Returns whether all have passed.
     """
@@ -136,7 +154,11 @@ def certificate(number: str, name: str) -> bool:
 
 def judge(exercise: Exercise, answer: Any) -> Feedback:
     """What `check` prints, as a value."""
-    return NOT_ANSWERED if answer is None or answer is ... or is_empty(answer) else exercise.check(answer)
+    return (
+        NOT_ANSWERED
+        if answer is None or answer is ... or is_empty(answer)
+        else exercise.check(answer)
+    )
 
 
 def is_empty(answer: Any) -> bool:

@@ -1,9 +1,11 @@
-"""Model of expandable segments (`expandable_segments:True`), after `c10/cuda/CUDACachingAllocator.cpp`.
+"""Model of expandable segments (`expandable_segments:True`), after
+`c10/cuda/CUDACachingAllocator.cpp`.
 
-Each pool has one range of addresses, longer than any card's memory, and maps memory to its pages (2 MiB in the small
-pool, 20 MiB in the large one) as far as needed. A request that finds no block extends the free block at the end of the
-mapped part, so remainders of different sizes are not stranded in segments of their own. Blocks are split from 512 bytes
-on. `empty_cache` unmaps every page that lies wholly in a free block.
+Each pool has one range of addresses, longer than any card's memory, and maps memory to its pages (2
+MiB in the small pool, 20 MiB in the large one) as far as needed. A request that finds no block
+extends the free block at the end of the mapped part, so remainders of different sizes are not
+stranded in segments of their own. Blocks are split from 512 bytes on. `empty_cache` unmaps every
+page that lies wholly in a free block.
 """
 
 from bisect import bisect_left
@@ -39,12 +41,16 @@ class ExpandablePool(Pool):
                 for rest in (start, first), (last, end):
                     if rest[0] < rest[1]:
                         self.give(rest)
-                before = [hole for hole, behind in self.holes.items() if behind == first]  # holes that touch are one
+                before = [
+                    hole for hole, behind in self.holes.items() if behind == first
+                ]  # holes that touch are one
                 self.holes[before[0] if before else first] = self.holes.pop(last, last)
         return made
 
     def _best_fit(self, size: int) -> int | None:
-        """As without expandable segments, but a block that can grow counts with its hole, so that it is taken last."""
+        """As without expandable segments, but a block that can grow counts with its hole, so that
+        it is taken last.
+        """
         best, least = None, 0
         for have in self.sizes[bisect_left(self.sizes, size) :]:
             for start in self.buckets[have]:
@@ -56,7 +62,9 @@ class ExpandablePool(Pool):
         return best
 
     def _run(self, size: int) -> tuple[int, list[tuple[int, int]]]:
-        """Return where the lowest run with room for `size` begins, and the pages to be mapped: (start, end) in each hole."""
+        """Return where the lowest run with room for `size` begins, and the pages to be mapped:
+        (start, end) in each hole.
+        """
         for hole in sorted(self.holes):
             before = self.starts.get(hole)
             start = at = before if self.free.get(before) == hole else hole
@@ -87,7 +95,10 @@ class ExpandablePool(Pool):
 
 
 class ExpandableAllocator(Allocator):
-    """The allocator with expandable segments. `mallocs` and `given_back` count ranges of pages mapped and unmapped."""
+    """The allocator with expandable segments.
+
+    `mallocs` and `given_back` count ranges of pages mapped and unmapped.
+    """
 
     kind = ExpandablePool
 

@@ -1,7 +1,8 @@
-"""Fine-tune the base model: one loop for full training and for adapters, and the records of long runs.
+"""Fine-tune the base model: one loop for full training and for adapters, and the records of long
+runs.
 
-Chapters train a few steps live. Scripts in `data/base_model` ran this loop for what takes an hour on a CPU:
-`quality.py` wrote `quality.json`, `quality_4bit.py` wrote `quality_4bit.json`.
+Chapters train a few steps live. Scripts in `data/base_model` ran this loop for what takes an hour
+on a CPU: `quality.py` wrote `quality.json`, `quality_4bit.py` wrote `quality_4bit.json`.
 """
 
 import json
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 ALPHA = 32  # lora_alpha of every adapter, as in source B: at rank r an update is scaled by 32 / r
 
 
-def adapted(model: "PreTrainedModel", r: int, targets: str | Sequence[str] = "all-linear", **options: Any):
+def adapted(
+    model: "PreTrainedModel", r: int, targets: str | Sequence[str] = "all-linear", **options: Any
+):
     """`model` with LoRA adapters of rank `r` in `targets` and all else frozen, a `PeftModel`."""
     from peft import LoraConfig, get_peft_model
 
@@ -29,16 +32,24 @@ def adapted(model: "PreTrainedModel", r: int, targets: str | Sequence[str] = "al
     return get_peft_model(model, LoraConfig(r=r, **options)).train(model.training)
 
 
-def batches(texts: Sequence[str], steps: int, batch_size: int, context: int, seed: int = 0) -> "Iterator[torch.Tensor]":
-    """`steps` tensors of `batch_size` × `context` tokens, cut at offsets that depend on the seed alone."""
+def batches(
+    texts: Sequence[str], steps: int, batch_size: int, context: int, seed: int = 0
+) -> "Iterator[torch.Tensor]":
+    """`steps` tensors of `batch_size` × `context` tokens, cut at offsets that depend on the seed
+    alone.
+    """
     import torch
 
     tokenizer = load_base_tokenizer()
-    rows = [[tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]] for text in texts]
+    rows = [
+        [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]] for text in texts
+    ]
     tokens = torch.tensor([token for row in rows for token in row])
     offsets, generator = torch.arange(context), torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        yield tokens[torch.randint(len(tokens) - context, (batch_size, 1), generator=generator) + offsets]
+        yield tokens[
+            torch.randint(len(tokens) - context, (batch_size, 1), generator=generator) + offsets
+        ]
 
 
 def finetune(
@@ -51,10 +62,11 @@ def finetune(
     seed: int = 0,
     autocast: bool = False,
 ) -> list[float]:
-    """Train the parameters of `model` that require gradients; returns the loss of each step in nats per token.
+    """Train the parameters of `model` that require gradients; returns the loss of each step in nats
+    per token.
 
-    AdamW without weight decay, gradients clipped at 1, linear warm-up over a tenth of the steps and linear decay to 0.
-    `autocast` computes in bf16.
+    AdamW without weight decay, gradients clipped at 1, linear warm-up over a tenth of the steps and
+    linear decay to 0. `autocast` computes in bf16.
     """
     import torch
 
@@ -82,12 +94,14 @@ def finetune(
 
 
 def recorded_sweep() -> SimpleNamespace:
-    """Full fine-tuning against LoRA by rank and by target, recorded. Raises RecordError if it has not been run.
+    """Full fine-tuning against LoRA by rank and by target, recorded. Raises RecordError if it has
+    not been run.
 
-    `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained parameters, best
-    learning_rate and those tried, means over the seeds of the bits per byte of `documentation` (trained on) and `programs`
-    (the base's domain), the standard deviation of the documentation's, and each seed's; `where`: hardware, versions,
-    date, recipe; `run(r, targets)`: one of the runs.
+    `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained
+        parameters, best
+    learning_rate and those tried, means over the seeds of the bits per byte of `documentation`
+    (trained on) and `programs` (the base's domain), the standard deviation of the documentation's,
+    and each seed's; `where`: hardware, versions, date, recipe; `run(r, targets)`: one of the runs.
     """
     facts = _record("quality")
     base, runs = facts.pop("base"), [SimpleNamespace(**run) for run in facts.pop("runs")]
@@ -103,21 +117,27 @@ def recorded_sweep() -> SimpleNamespace:
 
 
 def recorded_quality() -> dict[str, Any]:
-    """LoRA and QLoRA of the base model, on bases in 16 and 4 bits. Raises RecordError if it has not been run."""
+    """LoRA and QLoRA of the base model, on bases in 16 and 4 bits.
+
+    Raises RecordError if it has not been run.
+    """
     return _record("quality_4bit")
 
 
 def _record(name: str) -> dict[str, Any]:
     path = base_model_path(f"{name}.json")
     if not path.exists():
-        raise RecordError(f"{path.name} is missing: run data/base_model/{name}.py, which takes up to half an hour.")
+        raise RecordError(
+            f"{path.name} is missing: run data/base_model/{name}.py, which takes up to half an hour."
+        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def fresh(
     r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0, **options: Any
 ) -> "torch.nn.Module":
-    """The base model to train: whole (`r` None), or with adapters whose initial values depend on the seed alone.
+    """The base model to train: whole (`r` None), or with adapters whose initial values depend on
+    the seed alone.
 
     `options` are those of PEFT's LoraConfig.
     """

@@ -1,4 +1,5 @@
-"""Reserved against allocated over time: the requests of steps of many lengths, run through the allocator's model.
+"""Reserved against allocated over time: the requests of steps of many lengths, run through the
+allocator's model.
 
     from vramlab_course.expandable import ExpandableAllocator
     from vramlab_course.fragmentation import follow, requests_of
@@ -6,7 +7,8 @@
     requests = requests_of(Recipe("gpt2", batch_size=8), lengths)
     print(follow(requests, lengths, ExpandableAllocator()).peak_reserved)
 
-The requests are those of the real training step on fake tensors (`simulate`), so the result is simulated.
+The requests are those of the real training step on fake tensors (`simulate`), so the result is
+simulated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,9 +76,9 @@ class Followed:
 def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
     """Simulate what `recipe` asks for on CUDA when its batches have these lengths (tokens).
 
-    The training step runs on fake tensors with a batch of each length. A step's requests begin and end with only weights
-    and states alive, so steps can follow each other in any order: what the loop keeps (loss and batch, some KiB) is left
-    out.
+    The training step runs on fake tensors with a batch of each length. A step's requests begin and
+    end with only weights and states alive, so steps can follow each other in any order: what the
+    loop keeps (loss and batch, some KiB) is left out.
     """
     from vramlab.simulation.fakes import fake_world
     from vramlab.simulation.simulate import make_tracker
@@ -97,7 +99,9 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
     ends = [position for position, phase in tracker.marks if phase == "between_steps"]
     steps, backward = {}, {}
     for length, (start, end) in zip(distinct, pairwise(ends), strict=True):
-        middle = next(at for at, phase in tracker.marks if phase == "backward" and start < at <= end)
+        middle = next(
+            at for at, phase in tracker.marks if phase == "backward" and start < at <= end
+        )
         kept = _closed(tracker.log[start:end])
         steps[length] = [tracker.log[start + offset] for offset in kept]
         backward[length] = sum(start + offset < middle for offset in kept)
@@ -106,25 +110,33 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
 
 def _closed(log: Log) -> list[int]:
     """Positions of the events of storages that are both born and freed within `log`."""
-    born, freed = ({id(storage) for size, storage, _ in log if (size > 0) is birth} for birth in (True, False))
+    born, freed = (
+        {id(storage) for size, storage, _ in log if (size > 0) is birth} for birth in (True, False)
+    )
     closed = born & freed
     return [position for position, event in enumerate(log) if id(event[1]) in closed]
 
 
 def follow(
-    requests: Requests, lengths: Sequence[int], allocator: Allocator | None = None, empty_cache: str = ""
+    requests: Requests,
+    lengths: Sequence[int],
+    allocator: Allocator | None = None,
+    empty_cache: str = "",
 ) -> Followed:
-    """Run the load, then a step of each of `lengths`, through `allocator` (one with default settings if left out).
+    """Run the load, then a step of each of `lengths`, through `allocator` (one with default
+    settings if left out).
 
-    `empty_cache` calls `torch.cuda.empty_cache()` in each step "after step" or, as the Trainer does, "before backward".
-    Raises AllocatorError when the allocator's limit is too low.
+    `empty_cache` calls `torch.cuda.empty_cache()` in each step "after step" or, as the Trainer
+    does, "before backward". Raises AllocatorError when the allocator's limit is too low.
     """
     allocator = allocator or Allocator()
     blocks, allocated, reserved = {}, [], []
     ends, between, mallocs, given_back = [], [], [], []
     for length in (None, *lengths):
         log = requests.load if length is None else requests.steps[length]
-        empty_at = requests.backward[length] if length and empty_cache == "before backward" else len(log)
+        empty_at = (
+            requests.backward[length] if length and empty_cache == "before backward" else len(log)
+        )
         before = allocator.mallocs, allocator.given_back
         for number, (size, storage, _) in enumerate(log, 1):
             if size > 0:

@@ -1,12 +1,13 @@
 """Guesses: the reader names a number before the chapter shows it.
 
-    cost = guess("How much worse does the model get in 4 bits?", "%", mine=None)   # the reader's number for None
-    ...
+    cost = guess("How much worse does the model get in 4 bits?", "%", mine=None)   # the reader's
+    number for None ...
     cost.compare(11.2)      # found 11.2 % · your guess: 30 %, 2.7 times too high
     print(score())          # at the chapter's end: how many were close
 
-Left at None a guess changes nothing, so that a chapter prints the same for everybody who does not guess. The gate
-(`tests/tools/canonical.py`) refuses a chapter that gives the number away above the cell that compares.
+Left at None a guess changes nothing, so that a chapter prints the same for everybody who does not
+guess. The gate (`tests/tools/canonical.py`) refuses a chapter that gives the number away above the
+cell that compares.
 """
 
 import math
@@ -31,7 +32,10 @@ class Guess:
     found: float | None = None
 
     def compare(self, found: float, form: str = ",.3g", of_this_run: bool = False) -> None:
-        """Print what was found beside the guess. `form` formats numbers; `of_this_run`: a time, that no run repeats."""
+        """Print what was found beside the guess.
+
+        `form` formats numbers; `of_this_run`: a time, that no run repeats.
+        """
         self.found = float(found)
         said = "none" if self.mine is None else f"{self._shown(self.mine, ',g')}, {self.verdict()}"
         show = live if of_this_run else print
@@ -39,7 +43,9 @@ class Guess:
 
     @property
     def factor(self) -> float:
-        """How many times too high the guess is, under 1 if too low; infinite where one of the two is zero."""
+        """How many times too high the guess is, under 1 if too low; infinite where one of the two
+        is zero.
+        """
         if self.mine == self.found:
             return 1.0
         return self.mine / self.found if self.mine * self.found > 0 else math.inf
@@ -62,7 +68,9 @@ def guess(question: str, unit: str, mine: float | None = None) -> Guess:
     if mine is not None and (isinstance(mine, bool) or not isinstance(mine, Real)):
         print(wrapped(f"A guess is a number of {unit} or None, not {mine!r}."))
         mine = None
-    print(wrapped(f"{question} Your guess in {unit}: {'none yet' if mine is None else f'{mine:,g}'}."))
+    print(
+        wrapped(f"{question} Your guess in {unit}: {'none yet' if mine is None else f'{mine:,g}'}.")
+    )
     _guesses[question] = made = Guess(question, unit, mine)
     return made
 

@@ -1,4 +1,6 @@
-"""Functions that the exercises' expressions call: judges of readers' functions, and short algorithms."""
+"""Functions that the exercises' expressions call: judges of readers' functions, and short
+algorithms.
+"""
 
 import copy
 import itertools
@@ -16,11 +18,16 @@ SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # sampl
 def message_sizes(message: str) -> list[float]:
     """The sizes of an out-of-memory message in MiB, in their order."""
     unit = {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}
-    return [float(number) * unit[name] for number, name in re.findall(r"([\d.]+) ([KMG]iB)", message)]
+    return [
+        float(number) * unit[name] for number, name in re.findall(r"([\d.]+) ([KMG]iB)", message)
+    ]
 
 
-def largest_batch(model: str, gpu: str, seq_len: int, part: str = "value", named: bool = True) -> int:
-    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the card; 0 for none.
+def largest_batch(
+    model: str, gpu: str, seq_len: int, part: str = "value", named: bool = True
+) -> int:
+    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the
+    card; 0 for none.
 
     Without `named`, predict does not know the card: a mistake that readers make.
     """
@@ -62,7 +69,9 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
 
 
 def random_tensor(*shape: int, low: int | None = None, high: int = 2):
-    """A tensor of `shape`, the same in every call: normal numbers, or int32 from `low` to below `high`."""
+    """A tensor of `shape`, the same in every call: normal numbers, or int32 from `low` to below
+    `high`.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -71,22 +80,42 @@ def random_tensor(*shape: int, low: int | None = None, high: int = 2):
     return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
 
 
-def same_tensor(answer: Any, reference: Callable, cases: Callable, mistakes: Sequence, right: str) -> Feedback:
-    """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of function and text."""
+def same_tensor(
+    answer: Any, reference: Callable, cases: Callable, mistakes: Sequence, right: str
+) -> Feedback:
+    """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of
+    function and text.
+    """
     import torch
 
     for case in cases():
-        given = {name: value.clone() if hasattr(value, "clone") else value for name, value in case.items()}
+        given = {
+            name: value.clone() if hasattr(value, "clone") else value
+            for name, value in case.items()
+        }
         found, expected = called(answer, **given), reference(**case)
         if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
             size = " × ".join(map(str, expected.shape))
-            return Feedback(False, f"A tensor of {size} was expected, not {getattr(found, 'shape', kind_of(found))}.")
-        changed = [name for name, value in case.items() if hasattr(value, "clone") and not value.equal(given[name])]
+            return Feedback(
+                False,
+                f"A tensor of {size} was expected, not {getattr(found, 'shape', kind_of(found))}.",
+            )
+        changed = [
+            name
+            for name, value in case.items()
+            if hasattr(value, "clone") and not value.equal(given[name])
+        ]
         if changed:
-            return Feedback(False, f"Your function changes the {changed[0]} that it was given: make a new one.")
+            return Feedback(
+                False, f"Your function changes the {changed[0]} that it was given: make a new one."
+            )
         if not torch.allclose(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
             wrong = ((function(**case), text) for function, text in mistakes)
-            known = (text for w, text in wrong if w.shape == found.shape and torch.allclose(found, w, atol=1e-5))
+            known = (
+                text
+                for w, text in wrong
+                if w.shape == found.shape and torch.allclose(found, w, atol=1e-5)
+            )
             return Feedback(False, next(known, "The shape is right, the numbers are not."))
     return Feedback(True, f"Right: {right}")
 
@@ -105,7 +134,9 @@ def called(answer: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
-    """Whether `answer(model, batches)` lists the last token's logits of each batch and keeps nothing else alive."""
+    """Whether `answer(model, batches)` lists the last token's logits of each batch and keeps
+    nothing else alive.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -113,20 +144,29 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
     batches = [torch.randint(50, (2, tokens)) for tokens in (7, 8, 9)]
     found = answer(model, batches)
     if not isinstance(found, list) or len(found) != len(batches):
-        return Feedback(False, f"A list of {len(batches)} tensors was expected for {len(batches)} batches.")
+        return Feedback(
+            False, f"A list of {len(batches)} tensors was expected for {len(batches)} batches."
+        )
     for tensor, ids in zip(found, batches, strict=True):
         right = model(ids)[:, -1]
         if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
             return Feedback(False, "The numbers are not those of each batch's last token.")
         if (held := tensor.untyped_storage().nbytes()) > tensor.nbytes:
-            return Feedback(False, f"Each element keeps {held // tensor.nbytes} times its own bytes alive.")
+            return Feedback(
+                False, f"Each element keeps {held // tensor.nbytes} times its own bytes alive."
+            )
         if tensor.grad_fn:
-            return Feedback(False, "Each element remembers how it was made, and so keeps what backward would need.")
+            return Feedback(
+                False,
+                "Each element remembers how it was made, and so keeps what backward would need.",
+            )
     return Feedback(True, "Right: the list grows by what it shows.")
 
 
 def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
-    """Whether after `answer(model, lr)` backward alone trains by SGD, with one gradient alive at a time."""
+    """Whether after `answer(model, lr)` backward alone trains by SGD, with one gradient alive at a
+    time.
+    """
     import torch
 
     for lr, *widths in ((0.1, 4, 6, 3), (0.02, 5, 5, 5, 5)):
@@ -150,9 +190,14 @@ def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
             sgd.zero_grad()
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
             if not all(p.allclose(q, atol=1e-6) for p, q in pairs):
-                return Feedback(False, f"After step {step + 1} the weights are not those of SGD with lr={lr}.")
+                return Feedback(
+                    False, f"After step {step + 1} the weights are not those of SGD with lr={lr}."
+                )
         if any(p.grad is not None for p in model.parameters()):
             return Feedback(False, "After backward there are still gradients.")
         if most > 1:
             return Feedback(False, f"In backward, {most} gradients were alive at once.")
-    return Feedback(True, "Right: the same training, without the gradients' bytes. Clipping needs them all, though.")
+    return Feedback(
+        True,
+        "Right: the same training, without the gradients' bytes. Clipping needs them all, though.",
+    )

@@ -1,4 +1,6 @@
-"""Judges of chapter 01's exercises: what readers' functions do with numbers, gradients and 4-bit weights."""
+"""Judges of chapter 01's exercises: what readers' functions do with numbers, gradients and 4-bit
+weights.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,27 +17,47 @@ BITS, COST = 4.5, 0.0032  # of the project: bits a number, and how much more bit
 
 
 def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
-    """Whether `answer(network, optimizer, scale)` unscales, clips to a norm of 1, updates, and skips infinities."""
+    """Whether `answer(network, optimizer, scale)` unscales, clips to a norm of 1, updates, and
+    skips infinities.
+    """
     # Decay moves weights in any step, also in one whose gradients were set to zero.
-    for scale, large, broken in ((1024.0, 3.0, None), (64.0, 0.1, None), (4096.0, 3.0, torch.inf), (8.0, 1, torch.nan)):
+    for scale, large, broken in (
+        (1024.0, 3.0, None),
+        (64.0, 0.1, None),
+        (4096.0, 3.0, torch.inf),
+        (8.0, 1, torch.nan),
+    ):
         network = torch.nn.Linear(2, 1, bias=False)
         gradient = torch.tensor([[large, 4 / 3 * large]])
         before, network.weight.grad = network.weight.detach().clone(), gradient * scale
         if broken is not None:
             network.weight.grad[0, 0] = broken
         decay = 0.0 if broken is None else 0.1
-        found = answer(network, torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay), scale)
+        found = answer(
+            network, torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay), scale
+        )
         moved = before - network.weight.detach()
         if broken is not None:
             if not torch.equal(network.weight.detach(), before):
-                return Feedback(False, f"A gradient is {broken}, and the weights were changed all the same.")
+                return Feedback(
+                    False, f"A gradient is {broken}, and the weights were changed all the same."
+                )
             if found != scale / 2:
-                return Feedback(False, f"After a gradient of {broken} the scale should be half, and it is {found}.")
+                return Feedback(
+                    False,
+                    f"After a gradient of {broken} the scale should be half, and it is {found}.",
+                )
         elif found != scale:
-            return Feedback(False, f"All gradients were finite: the scale should stay {scale}, and it is {found}.")
+            return Feedback(
+                False,
+                f"All gradients were finite: the scale should stay {scale}, and it is {found}.",
+            )
         elif not moved.allclose(0.5 * gradient / max(1.0, gradient.norm().item()), rtol=1e-3):
             size = f"{moved.norm() / 0.5:.3g}"
-            return Feedback(False, f"A true gradient of norm {gradient.norm():.3g} was applied with norm {size}.")
+            return Feedback(
+                False,
+                f"A true gradient of norm {gradient.norm():.3g} was applied with norm {size}.",
+            )
     return Feedback(True, "Right: unscale, then clip, and let no infinity near the averages.")
 
 
@@ -58,15 +80,21 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
 
 
 def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback:
-    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double quantization.
+    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double
+    quantization.
 
     It is handed only what the question names, which is too little for bitsandbytes' own function.
     """
     for seed, shape in enumerate(((64, 128), (96, 640))):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + seed
-        packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+        packed, state = quantize_4bit(
+            weight, blocksize=64, quant_type="nf4", compress_statistics=True
+        )
         inner = SimpleNamespace(code=state.state2.code, absmax=state.state2.absmax, blocksize=256)
-        named = {name: getattr(state, name) for name in ("shape", "code", "absmax", "offset", "blocksize")}
+        named = {
+            name: getattr(state, name)
+            for name in ("shape", "code", "absmax", "offset", "blocksize")
+        }
         if (found := answer(packed, SimpleNamespace(**named, state2=inner))) is None:
             return NOT_ANSWERED
         right = dequantize_4bit(packed, state)
@@ -74,7 +102,9 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
             return Feedback(False, f"A tensor of {tuple(right.shape)} was expected.")
         if not found.allclose(right, atol=1e-6):
             off = (found - right).abs().max() / right.abs().max()
-            return Feedback(False, f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number.")
+            return Feedback(
+                False, f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number."
+            )
     return Feedback(True, "Right: that is all that a 4-bit layer does before its matrix product.")
 
 
@@ -85,7 +115,9 @@ def _base() -> tuple[Any, list[str], float]:
 
 
 def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]]) -> Feedback:
-    """Whether `answer(name, weight)`, restored numbers and bits a number, keeps the base model good within BITS."""
+    """Whether `answer(name, weight)`, restored numbers and bits a number, keeps the base model good
+    within BITS.
+    """
     if not callable(answer):
         return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
     model, texts, before = _base()
@@ -101,7 +133,9 @@ def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]
         cost = bits_per_byte(model, texts, stride=256) / before - 1
     finally:
         model.load_state_dict(trained, strict=False)
-    if same := next((name for name, (restored, _) in kept.items() if torch.equal(restored, matrices[name])), ""):
+    if same := next(
+        (name for name, (restored, _) in kept.items() if torch.equal(restored, matrices[name])), ""
+    ):
         return Feedback(False, f"{same} comes back unchanged, so nothing was rounded.")
     total = sum(weight.numel() for weight in matrices.values())
     bits = sum(bits * matrices[name].numel() for name, (_, bits) in kept.items()) / total

@@ -27,8 +27,12 @@ SLOWER = 1.25  # times the plan's seconds
 
 
 def front(points: Sequence[tuple]) -> list[tuple]:
-    """The points that no other beats: less memory at no less speed, or more speed at no more memory."""
-    return [p for p in set(points) if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
+    """The points that no other beats: less memory at no less speed, or more speed at no more
+    memory.
+    """
+    return [
+        p for p in set(points) if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)
+    ]
 
 
 def on_the_front(answer: Callable) -> Feedback:
@@ -38,9 +42,14 @@ def on_the_front(answer: Callable) -> Feedback:
         if not isinstance(found, list | tuple | set):
             return Feedback(False, f"A list of points was expected, not {kind_of(found)}.")
         if extra := sorted(set(found) - set(expected)):
-            return Feedback(False, f"Of {points}, {extra[0]} should not be there: another is as light and as fast.")
+            return Feedback(
+                False,
+                f"Of {points}, {extra[0]} should not be there: another is as light and as fast.",
+            )
         if missing := sorted(set(expected) - set(found)):
-            return Feedback(False, f"Of {points}, {missing[0]} is missing: nothing beats it in both.")
+            return Feedback(
+                False, f"Of {points}, {missing[0]} is missing: nothing beats it in both."
+            )
         if len(found) > len(expected):
             return Feedback(False, f"Of {points}, a point is there twice.")
     return Feedback(True, "Right: all others can be forgotten, whatever the card.")
@@ -57,14 +66,22 @@ def best_seconds(model: str, gpu: str, seq_len: int, global_batch: int) -> float
 
 
 def planned(answer: Callable[..., Any]) -> Feedback:
-    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest, and None where nothing is."""
+    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest, and None
+    where nothing is.
+    """
     for asked in ASKED:
         model, gpu, *_ = asked
         found = answer(*asked)
         if found is ... or (found is None and asked is ASKED[0]):
             return NOT_ANSWERED
         best, what = best_seconds(*asked), f"{model}, {gpu}: "
-        if wrong := (_wrong(found, asked, best) if found else "there is a recipe that is safe." if best else ""):
+        if wrong := (
+            _wrong(found, asked, best)
+            if found
+            else "there is a recipe that is safe."
+            if best
+            else ""
+        ):
             return Feedback(False, what + wrong)
     return Feedback(True, "Right: a planner. Ask it for your own model and card.")
 
@@ -77,7 +94,9 @@ def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
     if (recipe.name, recipe.num_layers, recipe.seq_len, step) != (model, None, seq_len, batch):
         return f"it has to be the whole model, {seq_len} tokens, and {batch} samples a step."
     adapters = recipe.lora
-    if recipe.sharding or (adapters and (adapters.r < RANK.r or adapters.target_modules != RANK.target_modules)):
+    if recipe.sharding or (
+        adapters and (adapters.r < RANK.r or adapters.target_modules != RANK.target_modules)
+    ):
         return "one card, nothing offloaded; adapters of rank 16 or more on all linear layers, or none."
     card = find_gpu(gpu)
     if why := card.why_not(recipe.precision):
@@ -86,4 +105,6 @@ def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
     if over > 0:
         return f"your recipe is not safe: its process may take {format_bytes(over)} more than there is."
     ratio = step_time(recipe, card).seconds / best
-    return f"it takes {ratio:.2f} times as long as the fastest that is safe." if ratio > SLOWER else ""
+    return (
+        f"it takes {ratio:.2f} times as long as the fastest that is safe." if ratio > SLOWER else ""
+    )

@@ -1,4 +1,6 @@
-"""Judges of projects that change a whole model: chapter 05 adapts it, chapter 06 puts it into 4 bits."""
+"""Judges of projects that change a whole model: chapter 05 adapts it, chapter 06 puts it into 4
+bits.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,7 +17,13 @@ def small_models() -> Iterator[Any]:
     """A Llama with a tied head and a GPT-NeoX with biases, none of them zero."""
     from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
-    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
+    sizes = dict(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     for config in (LlamaConfig(**sizes, tie_word_embeddings=True), GPTNeoXConfig(**sizes)):
         model = AutoModelForCausalLM.from_config(config).eval()
         for parameter in model.parameters():
@@ -31,16 +39,24 @@ def with_numbers(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]:
-    """Shapes of what autograd keeps for the backward of an adapted layer, the weights of its base left out."""
+    """Shapes of what autograd keeps for the backward of an adapted layer, the weights of its base
+    left out.
+    """
     base = {parameter.data_ptr() for parameter in layer.base.parameters()}
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         layer(x.clone().requires_grad_())  # as it is in a model, where backward goes on below
     return {tuple(tensor.shape) for tensor in kept if tensor.data_ptr() not in base}
 
 
 def _inner(model: Any) -> list[torch.nn.Linear]:
-    return [m for m in model.modules() if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()]
+    return [
+        m
+        for m in model.modules()
+        if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()
+    ]
 
 
 def adapted_model(answer: Callable) -> Feedback:
@@ -49,18 +65,27 @@ def adapted_model(answer: Callable) -> Feedback:
 
     ids = torch.arange(64).view(1, 64)
     for model, r, alpha in zip(small_models(), (4, 3), (8, 12), strict=True):
-        start, expected = model(ids).logits, sum(r * sum(layer.weight.shape) for layer in _inner(model))
-        theirs = get_peft_model(copy.deepcopy(model), LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"))
+        start, expected = (
+            model(ids).logits,
+            sum(r * sum(layer.weight.shape) for layer in _inner(model)),
+        )
+        theirs = get_peft_model(
+            copy.deepcopy(model), LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear")
+        )
         ours = called(answer, model, r, alpha)
         trained = [p for p in ours.parameters() if p.requires_grad]
-        found, same = sum(p.numel() for p in trained), torch.allclose(ours(ids).logits, start, atol=1e-5)
+        found, same = (
+            sum(p.numel() for p in trained),
+            torch.allclose(ours(ids).logits, start, atol=1e-5),
+        )
         zeros = sum(not p.any() for p in trained)
         for parameter in (*trained, *(p for p in theirs.parameters() if p.requires_grad)):
             parameter.data = random_tensor(*parameter.shape) / 8
         wrong = {
             f"{found:,} numbers are trained, not {expected:,}": found != expected,
             "before the first step it is not the base any more": not same,
-            "one half of the new matrices begins at zero, the other at random": 2 * zeros != len(trained),
+            "one half of the new matrices begins at zero, the other at random": 2 * zeros
+            != len(trained),
             "with the same A and B its logits are not PEFT's": not torch.allclose(
                 ours(ids).logits, theirs(ids).logits, atol=1e-3
             ),
@@ -76,7 +101,9 @@ def four_bit_model(answer: Callable) -> Feedback:
         if wrong := _wrong_model(answer, model, model.config.model_type):
             return Feedback(False, wrong)
     bits = bits_per_byte(answer(model), finetuning_texts("held_out", limit=4000))
-    return Feedback(True, f"Right: with your layers the base model needs {bits:.3f} bits per byte of prose.")
+    return Feedback(
+        True, f"Right: with your layers the base model needs {bits:.3f} bits per byte of prose."
+    )
 
 
 def _wrong_model(answer: Callable, model: Any, name: str) -> str:
@@ -87,7 +114,9 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     inner = _inner(expected)
     shapes = {tuple(layer.weight.shape) for layer in inner}
     for layer in inner:
-        layer.weight.data = dequantize_4bit(*quantize_4bit(layer.weight.data, quant_type="nf4")).view_as(layer.weight)
+        layer.weight.data = dequantize_4bit(
+            *quantize_4bit(layer.weight.data, quant_type="nf4")
+        ).view_as(layer.weight)
     model, ids = called(answer, copy.deepcopy(model)), torch.arange(64).view(1, 64)
     head = model.get_output_embeddings()
     left = _inner(model)
@@ -95,7 +124,9 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     held = sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
     most = 4 * whole - (4 - 4.5 / 8) * sum(layer.weight.numel() for layer in inner)
     embeds, kept = model.get_input_embeddings()(ids).detach().requires_grad_(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+    ):
         logits = model(inputs_embeds=embeds, use_cache=False).logits
     alike = torch.allclose(logits, expected(input_ids=ids).logits, atol=1e-3)
     wrong = {

@@ -5,9 +5,9 @@
     print(memory.snapshot.largest())    # what was alive at the peak, line by line
     print(memory.snapshot.left())       # what is still alive: after a whole step, nothing should be
 
-On a GPU the history is PyTorch's own (`torch.cuda.memory._record_memory_history`). Without one the tensors' storages are
-followed on the CPU, and addresses and segments are simulated by the model of the allocator. Both are dictionaries of the
-same form (`torch.cuda.memory._snapshot`).
+On a GPU the history is PyTorch's own (`torch.cuda.memory._record_memory_history`). Without one the
+tensors' storages are followed on the CPU, and addresses and segments are simulated by the model of
+the allocator. Both are dictionaries of the same form (`torch.cuda.memory._snapshot`).
 """
 
 import contextlib
@@ -27,13 +27,17 @@ class Snapshot(snapshot.Snapshot):
     `source`: "measured" for a GPU's own, "simulated" for one that was made without a GPU.
     """
 
-    def __init__(self, content: Mapping[str, Any], device: int | None = 0, source: str = "measured"):
+    def __init__(
+        self, content: Mapping[str, Any], device: int | None = 0, source: str = "measured"
+    ):
         super().__init__(content, device)
         self.source = source
         self.allocated = np.array(self.allocated, dtype=np.int64)
 
     def left(self, count: int = 6) -> snapshot.Groups:
-        """Return the lines whose blocks were never freed: leaks, if the history ends where a step does."""
+        """Return the lines whose blocks were never freed: leaks, if the history ends where a step
+        does.
+        """
         return self.largest(len(self.events), count)
 
 
@@ -46,7 +50,8 @@ class Recording:
 
 @contextlib.contextmanager
 def record(device: str | None = None, max_entries: int = 100_000) -> Iterator[Recording]:
-    """Record the memory history of what runs inside; afterwards it is `snapshot`, also if an error ended it.
+    """Record the memory history of what runs inside; afterwards it is `snapshot`, also if an error
+    ended it.
 
     What was made before is not in it.
 
@@ -84,7 +89,9 @@ def _start_on_cuda(max_entries: int) -> Callable[[], Snapshot]:
 
 
 def _start_on_cpu() -> Callable[[], Snapshot]:
-    """Start a tracker that keeps the stack of every birth; the returned function stops it and returns the snapshot."""
+    """Start a tracker that keeps the stack of every birth; the returned function stops it and
+    returns the snapshot.
+    """
     from vramlab.tracking.recorder import Recorder
 
     recorder = Recorder()
@@ -99,7 +106,9 @@ def _start_on_cpu() -> Callable[[], Snapshot]:
 
 
 def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, Any]]:
-    """A tracker's log in the form of `torch.cuda.memory._snapshot()`; the model of the allocator gives addresses."""
+    """A tracker's log in the form of `torch.cuda.memory._snapshot()`; the model of the allocator
+    gives addresses.
+    """
     allocator, blocks, events = Allocator(), {}, []
     for size, storage, _ in log:
         if size > 0:
@@ -107,7 +116,9 @@ def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, A
             block = blocks[id(storage)] = allocator.malloc(storage.asked)
             more = {"addr": block.address, "stream": 0, "frames": frames[id(storage)]}
             if allocator.reserved > before:
-                events.append({"action": "segment_alloc", "size": allocator.reserved - before, **more})
+                events.append(
+                    {"action": "segment_alloc", "size": allocator.reserved - before, **more}
+                )
             events.append({"action": "alloc", "size": block.size, **more})
         elif id(storage) in blocks:
             block = blocks.pop(id(storage))

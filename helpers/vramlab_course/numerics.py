@@ -5,10 +5,11 @@
     >>> FP16.decode(0b0_11110_1111111111)
     65504.0
 
-`Format` is one rule with two widths and a meaning of its highest codes. Sources: IEEE 754-2019 (section 3) for fp32, fp16
-and e5m2, the OCP 8-bit specification (2023) for e4m3fn, OCP microscaling (2023) for e2m1, NVIDIA's Ampere whitepaper
-(2020) for tf32. All round to the nearest number, ties to the even code. Python floats hold every value of these formats
-exactly; `rounded` works on tensors.
+`Format` is one rule with two widths and a meaning of its highest codes. Sources: IEEE 754-2019
+(section 3) for fp32, fp16 and e5m2, the OCP 8-bit specification (2023) for e4m3fn, OCP microscaling
+(2023) for e2m1, NVIDIA's Ampere whitepaper (2020) for tf32. All round to the nearest number, ties
+to the even code. Python floats hold every value of these formats exactly; `rounded` works on
+tensors.
 """
 
 import math
@@ -30,15 +31,18 @@ class NumericsError(VramLabError, ValueError):
 class Format:
     """A sign bit, an exponent and a fraction: (−1)^sign · 2^(exponent − bias) · 1.fraction.
 
-    With an exponent of zero it is 0.fraction times the power of two of the smallest normal number: the subnormals and zero.
+    With an exponent of zero it is 0.fraction times the power of two of the smallest normal number:
+    the subnormals and zero.
 
     Attributes:
         name: as PyTorch or the specification calls it.
         exponent_bits, fraction_bits: their widths.
-        top: what the highest codes mean: "ieee" (an exponent of all ones is infinity or not a number), "nan" (only the
-            code of all ones is not a number, there is no infinity) or "finite" (all are numbers).
-        saturates: whether overflow gives the largest number, not infinity or nan. The specification of e4m3fn allows
-            both; PyTorch saturates since 2.12 (pull request 178817) and gave nan before.
+        top: what the highest codes mean: "ieee" (an exponent of all ones is infinity or not a
+            number), "nan" (only the code of all ones is not a number, there is no infinity) or
+            "finite" (all are numbers).
+        saturates: whether overflow gives the largest number, not infinity or nan. The specification
+            of e4m3fn allows both; PyTorch saturates since 2.12 (pull request 178817) and gave nan
+            before.
         stored_bits: bits of a number in memory where these are more than the format's (tf32: 32).
     """
 
@@ -95,7 +99,10 @@ class Format:
         return 2.0**-self.fraction_bits
 
     def fields(self, code: int) -> tuple[int, int, int]:
-        """(sign, stored exponent, fraction) of a code. Raises NumericsError when the format has no such code."""
+        """(sign, stored exponent, fraction) of a code.
+
+        Raises NumericsError when the format has no such code.
+        """
         if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < 2**self.bits:
             raise NumericsError(f"{self.name} has codes 0 to {2**self.bits - 1}, not {code!r}.")
         exponent, fraction = divmod(code % 2 ** (self.bits - 1), 2**self.fraction_bits)
@@ -109,29 +116,34 @@ class Format:
         elif exponent == 0:
             number = math.ldexp(fraction, self.least_exponent - self.fraction_bits)
         else:
-            number = math.ldexp(2**self.fraction_bits + fraction, exponent - self.bias - self.fraction_bits)
+            number = math.ldexp(
+                2**self.fraction_bits + fraction, exponent - self.bias - self.fraction_bits
+            )
         return math.copysign(number, -1 if sign else 1)
 
     def encode(self, number: float) -> int:
         """The code of the nearest number, ties to even.
 
-        Overflow gives infinity, nan in a format without infinity, or the largest number in one that saturates. Raises
-        NumericsError for nan in a format without it.
+        Overflow gives infinity, nan in a format without infinity, or the largest number in one that
+        saturates. Raises NumericsError for nan in a format without it.
         """
         number = float(number)
         sign = 2 ** (self.bits - 1) if math.copysign(1, number) < 0 else 0
         if math.isnan(number):
             if self.top == "finite":
                 raise NumericsError(f"{self.name} has no code for nan.")
-            # IEEE's quiet nan has the fraction's first bit set; "nan" formats have one code for it, all ones.
+            # IEEE's quiet nan has the fraction's first bit set; "nan" formats have one code for it,
+            # all ones.
             return sign + (self._ones if self.top == "nan" else self._infinity | self._quiet)
         if number == 0 or math.isinf(number):
             return sign + (self._beyond if number else 0)
         size = abs(number)
         exponent = max(math.frexp(size)[1] - 1, self.least_exponent)
-        steps = round(math.ldexp(size, self.fraction_bits - exponent))  # Python rounds halves to even
-        # Steps of a normal number begin with a hidden 1, which lands in the exponent and adds one to it; rounding up
-        # to the next power of two carries over in the same way.
+        steps = round(
+            math.ldexp(size, self.fraction_bits - exponent)
+        )  # Python rounds halves to even
+        # Steps of a normal number begin with a hidden 1, which lands in the exponent and adds one
+        # to it; rounding up to the next power of two carries over in the same way.
         code = ((exponent - self.least_exponent) << self.fraction_bits) + steps
         return sign + (code if code <= self.max_code else self._beyond)
 
@@ -150,7 +162,13 @@ class Format:
     @property
     def _beyond(self) -> int:
         """The code of overflow, without its sign."""
-        return self.max_code if self.saturates else self._infinity if self.top == "ieee" else self._ones
+        return (
+            self.max_code
+            if self.saturates
+            else self._infinity
+            if self.top == "ieee"
+            else self._ones
+        )
 
     def round(self, number: float) -> float:
         """The nearest number of the format."""
@@ -164,20 +182,33 @@ class Format:
     def codes(self) -> Iterator[int]:
         """Every code. Raises NumericsError for formats of more than 16 bits."""
         if self.bits > 16:
-            raise NumericsError(f"{self.name} has {2**self.bits:,} codes, too many to list: allowed are 16 bits.")
+            raise NumericsError(
+                f"{self.name} has {2**self.bits:,} codes, too many to list: allowed are 16 bits."
+            )
         return iter(range(2**self.bits))
 
     def numbers(self) -> list[float]:
         """Every finite number, ascending, zero once."""
-        return sorted({number + 0.0 for number in map(self.decode, self.codes()) if math.isfinite(number)})
+        return sorted(
+            {number + 0.0 for number in map(self.decode, self.codes()) if math.isfinite(number)}
+        )
 
     def __post_init__(self):
-        if self.top not in ("ieee", "nan", "finite") or (self.top == "finite" and not self.saturates):
+        if self.top not in ("ieee", "nan", "finite") or (
+            self.top == "finite" and not self.saturates
+        ):
             raise NumericsError(
                 f"top is {self.top!r}, but allowed are 'ieee', 'nan', and 'finite' with saturates=True."
             )
-        if self.exponent_bits < 1 or self.fraction_bits < 1 or self.exponent_bits > 8 or self.fraction_bits > 23:
-            raise NumericsError(f"{self.name}: exponents have 1 to 8 bits and fractions 1 to 23, as fp32 does.")
+        if (
+            self.exponent_bits < 1
+            or self.fraction_bits < 1
+            or self.exponent_bits > 8
+            or self.fraction_bits > 23
+        ):
+            raise NumericsError(
+                f"{self.name}: exponents have 1 to 8 bits and fractions 1 to 23, as fp32 does."
+            )
 
     def __str__(self) -> str:
         return self.name
@@ -203,4 +234,6 @@ def rounded(tensor: "torch.Tensor", format: Format) -> "torch.Tensor":
     steps = torch.round(sizes * torch.exp2(-shifts)) * torch.exp2(shifts)
     beyond = format.max if format.saturates else math.inf if format.top == "ieee" else math.nan
     steps = torch.where(steps > format.max, beyond, steps)
-    return torch.copysign(torch.where(tensor.isnan(), math.nan, steps), tensor.double()).to(tensor.dtype)
+    return torch.copysign(torch.where(tensor.isnan(), math.nan, steps), tensor.double()).to(
+        tensor.dtype
+    )

@@ -1,7 +1,9 @@
-"""Training runs on real GPUs that other projects measured and published, from `data/published_runs.json`.
+"""Training runs on real GPUs that other projects measured and published, from
+`data/published_runs.json`.
 
-`as_run.simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)` simulates one. Nothing in the package is
-fitted to them: where a prediction was off, the missing mechanism was found in the library's source and added.
+`as_run.simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)` simulates one.
+Nothing in the package is fitted to them: where a prediction was off, the missing mechanism was
+found in the library's source and added.
 """
 
 import itertools
@@ -23,8 +25,10 @@ class Run:
 
     Attributes:
         recipe: what was trained; the loop is that of the source's own script.
-        allocated: `torch.cuda.max_memory_allocated()` in bytes; `reserved`: the same of segments, None if not published.
-        loaded: `torch.cuda.memory_allocated()` once the model was loaded, in bytes, None if not published.
+        allocated: `torch.cuda.max_memory_allocated()` in bytes; `reserved`: the same of segments,
+            None if not published.
+        loaded: `torch.cuda.memory_allocated()` once the model was loaded, in bytes, None if not
+            published.
         loading: the peak until then, None if not published.
         seconds: of one optimizer step, the mean of some after a warm-up; None if not published.
         as_run: what differed from the installed transformers, a name of `as_run.AS_RUN`, or None.
@@ -72,7 +76,9 @@ def runs() -> list[Run]:
 
 
 def results() -> dict:
-    """What `benchmarks/published_runs.py --write` stored: for each run, in their order, bytes of each witness."""
+    """What `benchmarks/published_runs.py --write` stored: for each run, in their order, bytes of
+    each witness.
+    """
     return json.loads(data_path("published_results.json").read_text(encoding="utf-8"))
 
 
@@ -83,9 +89,11 @@ def scatter_error(
     title: str = "Predicted against measured",
     names: tuple[str, str] = ("predicted", "measured"),
 ):
-    """Return a figure of each pair's first size over its second, both in bytes, and below it the relative error.
+    """Return a figure of each pair's first size over its second, both in bytes, and below it the
+    relative error.
 
-    Each name in `pairs` has a marker. `band` is drawn as good enough: 0.01 is ±1 %. `names` label the axes.
+    Each name in `pairs` has a marker. `band` is drawn as good enough: 0.01 is ±1 %. `names` label
+    the axes.
     """
     sizes = {name: [(a / GiB, b / GiB) for a, b in group] for name, group in pairs.items()}
     errors = {name: [a / b - 1 for a, b in group] for name, group in sizes.items()}
@@ -102,8 +110,17 @@ def scatter_error(
     below.axhspan(-band * 100, band * 100, color="#CCCCCC", linewidth=0)
     below.axhline(0, color=style.INK, linewidth=0.8)
     rows = [("GiB", *names, "error")]
-    for (name, group), (colour, marker, _) in zip(sizes.items(), itertools.cycle(style.LINES), strict=False):
-        look = {"marker": marker, "linestyle": "", "color": colour, "markersize": 6, "alpha": 0.85, "gid": "points"}
+    for (name, group), (colour, marker, _) in zip(
+        sizes.items(), itertools.cycle(style.LINES), strict=False
+    ):
+        look = {
+            "marker": marker,
+            "linestyle": "",
+            "color": colour,
+            "markersize": 6,
+            "alpha": 0.85,
+            "gid": "points",
+        }
         y, x = zip(*group, strict=True)
         above.plot(x, y, label=name, **look)
         below.plot(x, [error * 100 for error in errors[name]], **look)
@@ -116,4 +133,6 @@ def scatter_error(
     above.set(xlim=ends, ylim=ends, ylabel=f"{names[0]}, GiB")
     below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, GiB", ylabel="error, %")
     span = f"{min(every):.3g} to {max(every):.3g} GiB"
-    return style.finish(figure, rows, f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}.")
+    return style.finish(
+        figure, rows, f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}."
+    )

@@ -3,8 +3,8 @@
     >>> blockwise(torch.randn(4096), NF4, block_size=64).dequantize().shape
     torch.Size([4096])
 
-`absmax` has steps of one width. `quantile` and `blockwise` have a table of the numbers that codes stand for. Codes and
-maxima of NF4 equal those of bitsandbytes bit for bit.
+`absmax` has steps of one width. `quantile` and `blockwise` have a table of the numbers that codes
+stand for. Codes and maxima of NF4 equal those of bitsandbytes bit for bit.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .numerics import NumericsError
 
-# 1 − (1/32 + 1/30)/2, halfway between the outermost of 16 and of 15 equally likely bins (Yoshida 2023, arXiv
-# 2306.06965). bitsandbytes (`create_normal_map`) has these seven digits.
+# 1 − (1/32 + 1/30)/2, halfway between the outermost of 16 and of 15 equally likely bins (Yoshida
+# 2023, arXiv 2306.06965). bitsandbytes (`create_normal_map`) has these seven digits.
 NF4_OFFSET = 0.9677083
 
 
@@ -60,45 +60,58 @@ def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Qua
 
 
 def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Quantized:
-    """The nearest number of `table` (ascending, within −1 to 1) after scaling each block by its absolute maximum.
+    """The nearest number of `table` (ascending, within −1 to 1) after scaling each block by its
+    absolute maximum.
 
-    A number halfway between two takes the lower one. Raises NumericsError for an empty tensor, numbers that are not
-    finite, and a table that does not ascend within ±1.
+    A number halfway between two takes the lower one. Raises NumericsError for an empty tensor,
+    numbers that are not finite, and a table that does not ascend within ±1.
     """
     if len(table) < 2 or not bool((table[1:] > table[:-1]).all()) or float(table.abs().max()) > 1:
         raise NumericsError("A table has two or more ascending numbers from −1 to 1.")
     _check(numbers, (len(table) - 1).bit_length())
     size = numbers.numel() if block_size is None else block_size
     maxima = _maxima(numbers, size)
-    # Like bitsandbytes: multiply whole blocks by the reciprocal, divide the last, shorter one. It decides ties.
+    # Like bitsandbytes: multiply whole blocks by the reciprocal, divide the last, shorter one. It
+    # decides ties.
     flat, whole = numbers.flatten().float(), numbers.numel() // size * size
     inverse = 1 / maxima.clamp(min=1e-38)
     scaled = flat * inverse.repeat_interleave(size)[: len(flat)]
     scaled[whole:] = flat[whole:] / maxima[-1].clamp(min=1e-38)
     codes = torch.bucketize(scaled.clamp(-1, 1), (table[1:] + table[:-1]) / 2).to(torch.uint8)
-    return Quantized(codes.reshape(numbers.shape), maxima if block_size is not None else maxima[0], block_size, table)
+    return Quantized(
+        codes.reshape(numbers.shape),
+        maxima if block_size is not None else maxima[0],
+        block_size,
+        table,
+    )
 
 
 def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
-    """Codes that are used equally often: the table holds the middle of each of 2^bits equal shares of the numbers.
+    """Codes that are used equally often: the table holds the middle of each of 2^bits equal shares
+    of the numbers.
 
-    The table is stored with the codes, 4 · 2^bits bytes. Raises NumericsError when repeated numbers make shares coincide.
+    The table is stored with the codes, 4 · 2^bits bytes. Raises NumericsError when repeated numbers
+    make shares coincide.
     """
     _check(numbers, bits)
     ordered = numbers.flatten().sort().values
     middles = (torch.arange(2**bits) + 0.5) / 2**bits * len(ordered)
     table = ordered[middles.long().clamp(max=len(ordered) - 1)]
     if not bool((table[1:] > table[:-1]).all()):
-        raise NumericsError(f"There are fewer than {2**bits} different numbers at the quantiles: use fewer bits.")
+        raise NumericsError(
+            f"There are fewer than {2**bits} different numbers at the quantiles: use fewer bits."
+        )
     codes = torch.bucketize(numbers, (table[1:] + table[:-1]) / 2).to(torch.uint8)
     return Quantized(codes, torch.tensor(1.0), table=table)
 
 
 def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
-    """The table of NormalFloat (Dettmers et al. 2023, section 3): codes are equally likely for normal numbers.
+    """The table of NormalFloat (Dettmers et al. 2023, section 3): codes are equally likely for
+    normal numbers.
 
-    Quantiles of the normal distribution, evenly spaced from `offset` to one half: 2^(bits − 1) above zero, one fewer
-    below, zero itself, and all divided by the largest. The probabilities are fp32, as bitsandbytes has them.
+    Quantiles of the normal distribution, evenly spaced from `offset` to one half: 2^(bits − 1)
+    above zero, one fewer below, zero itself, and all divided by the largest. The probabilities are
+    fp32, as bitsandbytes has them.
     """
     half = 2 ** (bits - 1)
     above = [NormalDist().inv_cdf(p) for p in torch.linspace(offset, 0.5, half + 1).tolist()[:-1]]
@@ -113,7 +126,9 @@ NF4 = normal_float()
 def _maxima(numbers: Tensor, size: int) -> Tensor:
     """The absolute maximum of each block of `size` numbers; the last block may be shorter."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise NumericsError(f"block size is {size!r}, but allowed is a whole number of at least 1, or None.")
+        raise NumericsError(
+            f"block size is {size!r}, but allowed is a whole number of at least 1, or None."
+        )
     flat = numbers.flatten().float().abs()
     return torch.nn.functional.pad(flat, (0, -len(flat) % size)).reshape(-1, size).amax(1)
 
@@ -121,5 +136,9 @@ def _maxima(numbers: Tensor, size: int) -> Tensor:
 def _check(numbers: Tensor, bits: int) -> None:
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
         raise NumericsError(f"bits is {bits!r}, but allowed is a whole number from 2 to 16.")
-    if not numbers.is_floating_point() or numbers.numel() == 0 or not bool(numbers.isfinite().all()):
+    if (
+        not numbers.is_floating_point()
+        or numbers.numel() == 0
+        or not bool(numbers.isfinite().all())
+    ):
         raise NumericsError("A tensor to quantize has one finite floating-point number or more.")

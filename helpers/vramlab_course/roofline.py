@@ -1,7 +1,9 @@
-"""The roofline (Williams, Waterman and Patterson 2009): the best rate of a computation, by its intensity.
+"""The roofline (Williams, Waterman and Patterson 2009): the best rate of a computation, by its
+intensity.
 
-A kernel that does `i` operations per byte it moves runs at min(peak, i × bandwidth) at most. `best_seconds` times
-computations on this machine; `Gpu.flops` and `Gpu.bandwidth` have the datasheets' figures.
+A kernel that does `i` operations per byte it moves runs at min(peak, i × bandwidth) at most.
+`best_seconds` times computations on this machine; `Gpu.flops` and `Gpu.bandwidth` have the
+datasheets' figures.
 """
 
 import time
@@ -24,14 +26,18 @@ def attainable(intensity: float, peak: float, bandwidth: float) -> float:
 
 
 def best_seconds(work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the shortest time of each computation in seconds: on a GPU until it has finished, on a CPU on one core.
+    """Return the shortest time of each computation in seconds: on a GPU until it has finished, on a
+    CPU on one core.
 
-    On a CPU the clock stops while another program has the core, so that a busy machine gives nearly the same figures.
+    On a CPU the clock stops while another program has the core, so that a busy machine gives nearly
+    the same figures.
     """
     import torch
 
     cuda = torch.cuda.is_available()
-    wait, clock = (torch.cuda.synchronize, time.perf_counter) if cuda else (lambda: None, time.thread_time)
+    wait, clock = (
+        (torch.cuda.synchronize, time.perf_counter) if cuda else (lambda: None, time.thread_time)
+    )
     threads, best = torch.get_num_threads(), dict.fromkeys(work, float("inf"))
     torch.set_num_threads(1)
     try:

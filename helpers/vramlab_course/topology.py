@@ -1,8 +1,10 @@
-"""How the GPUs of a machine are connected (`nvidia-smi topo -m`), and how long the bytes of a training step take.
+"""How the GPUs of a machine are connected (`nvidia-smi topo -m`), and how long the bytes of a
+training step take.
 
     print(read_topology())  # or parse_topology(text) of a matrix that somebody sent you
 
-Bandwidths are bytes a second in one direction. Datasheets of NVLink add both directions: theirs are twice ours.
+Bandwidths are bytes a second in one direction. Datasheets of NVLink add both directions: theirs are
+twice ours.
 """
 
 import re
@@ -26,8 +28,9 @@ PATHS = {
 }
 NVLINK_CODE = re.compile(r"NV(\d+)")
 TITLES = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")  # of the columns after the devices'
-# Card: NVLink generation, links, bytes a second of one link in one direction. Whitepapers of NVIDIA's Pascal P100
-# (2016), Volta V100 (2017), Turing (2018), Ampere A100 (2020) and GA102 (2021), Hopper (2022), Blackwell HGX datasheet.
+# Card: NVLink generation, links, bytes a second of one link in one direction. Whitepapers of
+# NVIDIA's Pascal P100 (2016), Volta V100 (2017), Turing (2018), Ampere A100 (2020) and GA102
+# (2021), Hopper (2022), Blackwell HGX datasheet.
 NVLINK = {
     "P100": (1, 4, 20e9),
     "V100": (2, 6, 25e9),
@@ -37,8 +40,9 @@ NVLINK = {
     "H100 SXM": (4, 18, 25e9),
     "B200": (5, 18, 50e9),
 }
-# Rounds of a ring in a step; each sends (N − 1)/N of the gradients' bytes. An all-reduce is a reduce-scatter and an
-# all-gather; stage 3 also gathers parameters, for forward and for backward (Rajbhandari et al. 2020, section 7).
+# Rounds of a ring in a step; each sends (N − 1)/N of the gradients' bytes. An all-reduce is a
+# reduce-scatter and an all-gather; stage 3 also gathers parameters, for forward and for backward
+# (Rajbhandari et al. 2020, section 7).
 ROUNDS = {"DDP": 2, "ZeRO-1": 2, "ZeRO-2": 2, "ZeRO-3": 3}
 
 
@@ -50,7 +54,9 @@ def kind(code: str) -> str:
     """The entry of PATHS for a code of the matrix: "NV" for "NV18". Raises TopologyError."""
     found = "NV" if NVLINK_CODE.fullmatch(code) else code
     if found not in PATHS or code == "NV":
-        raise TopologyError(f"The matrix says {code!r}, but paths are X, NV#, PIX, PXB, PHB, NODE and SYS.")
+        raise TopologyError(
+            f"The matrix says {code!r}, but paths are X, NV#, PIX, PXB, PHB, NODE and SYS."
+        )
     return found
 
 
@@ -103,7 +109,9 @@ class Topology:
         codes = [self.codes[pair] for pair in combinations(self.gpus, 2)]
         rows = [("path", "pairs", "meaning")]
         for code in sorted(set(codes), key=_rank):
-            rows.append((code, str(codes.count(code)), PATHS[kind(code)].replace("#", str(_links(code)))))
+            rows.append(
+                (code, str(codes.count(code)), PATHS[kind(code)].replace("#", str(_links(code))))
+            )
         return text_table(rows) if codes else f"{len(self.gpus)} GPU: no path to speak of"
 
 
@@ -111,23 +119,34 @@ def parse_topology(text: str) -> Topology:
     """The matrix in what `nvidia-smi topo -m` printed, with or without legends, colours and tabs.
 
     Raises:
-        TopologyError: no matrix, a missing row or entry, an unknown path, or two entries that disagree.
+        TopologyError: no matrix, a missing row or entry, an unknown path, or two entries that
+            disagree.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     head = next((i for i, line in enumerate(lines) if re.match(r"\s*GPU0\s+(?!X\b)", line)), None)
     if head is None:
-        raise TopologyError("There is no matrix in this text: it has to have the line that begins with GPU0.")
+        raise TopologyError(
+            "There is no matrix in this text: it has to have the line that begins with GPU0."
+        )
     columns = re.split("|".join(TITLES), lines[head])[0].split()
-    rows = {row[0]: row[1:] for row in map(str.split, reversed(lines[head + 1 :])) if row and row[0] in columns}
+    rows = {
+        row[0]: row[1:]
+        for row in map(str.split, reversed(lines[head + 1 :]))
+        if row and row[0] in columns
+    }
     if missing := [name for name in columns if name not in rows]:
         raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
     codes = {}
     for name in columns:
         if len(rows[name]) < len(columns):
-            raise TopologyError(f"The row of {name} has {len(rows[name])} entries, but {len(columns)} are needed.")
+            raise TopologyError(
+                f"The row of {name} has {len(rows[name])} entries, but {len(columns)} are needed."
+            )
         for other, code in zip(columns, rows[name], strict=False):
             if (kind(code) == "X") != (name == other):
-                raise TopologyError(f"{name} to {other} is {code!r}, but X stands on the diagonal and nowhere else.")
+                raise TopologyError(
+                    f"{name} to {other} is {code!r}, but X stands on the diagonal and nowhere else."
+                )
             codes[name, other] = code
     for (a, b), code in codes.items():
         if codes[b, a] != code:
@@ -138,13 +157,19 @@ def parse_topology(text: str) -> Topology:
 def read_topology() -> Topology:
     """The matrix of this machine. Raises TopologyError where nvidia-smi is missing or fails."""
     if not shutil.which("nvidia-smi"):
-        raise TopologyError("There is no nvidia-smi on this machine, so no NVIDIA driver and no matrix.")
+        raise TopologyError(
+            "There is no nvidia-smi on this machine, so no NVIDIA driver and no matrix."
+        )
     try:
-        run = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
+        run = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TopologyError(f"nvidia-smi topo -m does not answer ({error}).") from None
     if run.returncode:
-        raise TopologyError(f"nvidia-smi topo -m fails: {(run.stderr or run.stdout).strip().splitlines()[:1]}.")
+        raise TopologyError(
+            f"nvidia-smi topo -m fails: {(run.stderr or run.stdout).strip().splitlines()[:1]}."
+        )
     return parse_topology(run.stdout)
 
 
@@ -156,10 +181,16 @@ def bytes_sent(method: str, size: int, world_size: int) -> float:
         size: bytes of the gradients.
     """
     if method not in ROUNDS or world_size < 1:
-        raise TopologyError(f"{method!r} on {world_size} GPUs is not known: methods are {', '.join(ROUNDS)}.")
+        raise TopologyError(
+            f"{method!r} on {world_size} GPUs is not known: methods are {', '.join(ROUNDS)}."
+        )
     return ROUNDS[method] * (world_size - 1) / world_size * size
 
 
-def run_seconds(steps: int, compute: float, sent: float, bandwidth: float, hidden: float = 0.0) -> float:
-    """Seconds of a run whose steps compute for `compute` s and overlap `hidden` s of it with sending `sent` bytes."""
+def run_seconds(
+    steps: int, compute: float, sent: float, bandwidth: float, hidden: float = 0.0
+) -> float:
+    """Seconds of a run whose steps compute for `compute` s and overlap `hidden` s of it with
+    sending `sent` bytes.
+    """
     return steps * (compute + max(0.0, sent / bandwidth - hidden))

@@ -1,13 +1,16 @@
-"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes. Copy this one file to use it.
+"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes. Copy this one
+file to use it.
 
     python train_anywhere.py                                                        # one process
     torchrun --standalone --nproc_per_node 4 train_anywhere.py                      # one node
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d \\
-        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # the same line on each node
+        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # the same line
+        on each node
 
-It needs torch, transformers, a model's folder (config.json, weights, tokenizer) and text; the defaults are the course's
-base model and the source code of Python's standard library. Any number of processes trains on the same global batches
-and can continue from any other number's checkpoint. Rank 0 prints a line of JSON per step.
+It needs torch, transformers, a model's folder (config.json, weights, tokenizer) and text; the
+defaults are the course's base model and the source code of Python's standard library. Any number of
+processes trains on the same global batches and can continue from any other number's checkpoint.
+Rank 0 prints a line of JSON per step.
 """
 
 import argparse
@@ -47,23 +50,67 @@ BASE_MODEL = next(  # in an installation or a checkout; a copy of this file else
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", type=Path, default=BASE_MODEL, help="folder with config.json, weights and tokenizer")
-    add("--from-scratch", action="store_true", help="random weights, the same on all ranks, instead of the folder's")
-    add("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder whose files are the text")
+    add(
+        "--model",
+        type=Path,
+        default=BASE_MODEL,
+        help="folder with config.json, weights and tokenizer",
+    )
+    add(
+        "--from-scratch",
+        action="store_true",
+        help="random weights, the same on all ranks, instead of the folder's",
+    )
+    add(
+        "--text",
+        type=Path,
+        default=Path(sysconfig.get_paths()["stdlib"]),
+        help="folder whose files are the text",
+    )
     add("--pattern", default="*.py", help="which files of it, in all its subfolders")
     add("--megabytes", type=float, default=2.0, help="of text at most")
-    add("--sharding", choices=["fsdp", "ddp"], default="fsdp", help="ZeRO stage 3 by FSDP2, or a replica on each rank")
-    add("--steps", type=int, default=20, help="optimizer steps in all, those before a restart included")
+    add(
+        "--sharding",
+        choices=["fsdp", "ddp"],
+        default="fsdp",
+        help="ZeRO stage 3 by FSDP2, or a replica on each rank",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=20,
+        help="optimizer steps in all, those before a restart included",
+    )
     add("--batch-size", type=int, default=8, help="rows of the global batch, over all ranks")
-    add("--micro-batch", type=int, default=None, help="rows at a time on a rank; default: all of its share")
+    add(
+        "--micro-batch",
+        type=int,
+        default=None,
+        help="rows at a time on a rank; default: all of its share",
+    )
     add("--context", type=int, default=128, help="tokens in a row")
     add("--lr", type=float, default=1e-3)
-    add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: computed in it, weights kept in fp32")
+    add(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="bf16: computed in it, weights kept in fp32",
+    )
     add("--checkpointing", action="store_true", help="recompute activations")
     add("--seed", type=int, default=0)
-    add("--checkpoint", type=Path, default=None, help="folder, seen by all nodes; training goes on from its newest")
+    add(
+        "--checkpoint",
+        type=Path,
+        default=None,
+        help="folder, seen by all nodes; training goes on from its newest",
+    )
     add("--save-every", type=int, default=10, help="steps")
-    add("--export", type=Path, default=None, help="folder for the trained model, as from_pretrained reads it")
+    add(
+        "--export",
+        type=Path,
+        default=None,
+        help="folder for the trained model, as from_pretrained reads it",
+    )
     return parser.parse_args()
 
 
@@ -79,13 +126,19 @@ def process_group() -> Iterator[tuple[torch.device, int, int]]:
         return
     dist.init_process_group("nccl" if cuda else "gloo")
     yield device, dist.get_rank(), dist.get_world_size()
-    gc.collect()  # DDP's reducer goes first: if it is the last to hold the group, gloo can wait for ever (torch 2.13)
+    # DDP's reducer goes first: if it is the last to hold the group, gloo can wait for ever (torch
+    # 2.13)
+    gc.collect()
     dist.destroy_process_group()  # not after an error: the others may wait in a collective
 
 
 def tokens_of(given: argparse.Namespace) -> torch.Tensor:
     """All text as one row of tokens. Every rank reads the same files in the same order."""
-    tokenizer, ids, room = AutoTokenizer.from_pretrained(given.model), [], int(given.megabytes * 1e6)
+    tokenizer, ids, room = (
+        AutoTokenizer.from_pretrained(given.model),
+        [],
+        int(given.megabytes * 1e6),
+    )
     for path in sorted(given.text.rglob(given.pattern)):
         if room <= 0 or not path.is_file():
             continue
@@ -99,7 +152,9 @@ def tokens_of(given: argparse.Namespace) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-def rows_of(tokens: torch.Tensor, step: int, given: argparse.Namespace, rank: int, world: int) -> torch.Tensor:
+def rows_of(
+    tokens: torch.Tensor, step: int, given: argparse.Namespace, rank: int, world: int
+) -> torch.Tensor:
     """This rank's rows of the global batch, which depends only on seed and step."""
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
     starts = torch.randint(len(tokens) - given.context, (given.batch_size, 1), generator=generator)
@@ -110,7 +165,9 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The model in fp32, sharded or replicated if there is a process group."""
     torch.manual_seed(given.seed)
     if given.from_scratch:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(given.model), dtype=torch.float32
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     model = model.to(device).train()
@@ -119,8 +176,12 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     if not dist.is_initialized():
         return model
     if given.sharding == "ddp":
-        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    half = torch.bfloat16 if given.precision == "bf16" else None  # gathered and computed in bf16, summed in fp32
+        return DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None
+        )
+    half = (
+        torch.bfloat16 if given.precision == "bf16" else None
+    )  # gathered and computed in bf16, summed in fp32
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
@@ -133,15 +194,21 @@ def train_step(model, optimizer, rows: torch.Tensor, given: argparse.Namespace) 
     """Run one optimizer step on this rank's rows; returns their mean loss."""
     parts = rows.split(given.micro_batch or len(rows))
     total = torch.zeros((), device=rows.device)
-    autocasts = given.precision == "bf16" and not hasattr(model, "set_requires_gradient_sync")  # FSDP has its own way
+    autocasts = given.precision == "bf16" and not hasattr(
+        model, "set_requires_gradient_sync"
+    )  # FSDP has its own way
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # gradients are averaged over ranks once, after the last
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(last)
-        quiet = model.no_sync() if hasattr(model, "no_sync") and not last else contextlib.nullcontext()
+        quiet = (
+            model.no_sync() if hasattr(model, "no_sync") and not last else contextlib.nullcontext()
+        )
         with quiet:
             with torch.autocast(rows.device.type, torch.bfloat16, enabled=autocasts):
-                loss = model(input_ids=part, labels=part, use_cache=False).loss * (len(part) / len(rows))
+                loss = model(input_ids=part, labels=part, use_cache=False).loss * (
+                    len(part) / len(rows)
+                )
             loss.backward()
         total += loss.detach()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -170,14 +237,18 @@ def load(model, optimizer, folder: Path) -> int:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     return int(folder.name[5:])
 
 
 def train(given: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
     """Train from the newest checkpoint, or from the start, to step `given.steps`."""
     if given.model is None or not (given.model / "config.json").exists():
-        raise SystemExit(f"--model must be a folder with config.json, weights and tokenizer, not {given.model}.")
+        raise SystemExit(
+            f"--model must be a folder with config.json, weights and tokenizer, not {given.model}."
+        )
     if given.batch_size % world:
         raise SystemExit(f"--batch-size {given.batch_size} cannot be divided among {world} ranks.")
     tokens, model = tokens_of(given), build(given, device)
@@ -186,18 +257,29 @@ def train(given: argparse.Namespace, device: torch.device, rank: int, world: int
     start = load(model, optimizer, found) if found else 0
     for step in range(start, given.steps):
         begun = time.perf_counter()
-        torch.manual_seed(given.seed + step * world + rank)  # of dropout: also the same after a restart
-        loss = train_step(model, optimizer, rows_of(tokens, step, given, rank, world).to(device), given)
+        torch.manual_seed(
+            given.seed + step * world + rank
+        )  # of dropout: also the same after a restart
+        loss = train_step(
+            model, optimizer, rows_of(tokens, step, given, rank, world).to(device), given
+        )
         if world > 1:
             dist.all_reduce(loss, op=dist.ReduceOp.SUM)
         if rank == 0:
             seconds = round(time.perf_counter() - begun, 4)
-            line = {"step": step + 1, "loss": loss.item() / world, "seconds": seconds, "world_size": world}
+            line = {
+                "step": step + 1,
+                "loss": loss.item() / world,
+                "seconds": seconds,
+                "world_size": world,
+            }
             print(json.dumps(line), flush=True)
         if given.checkpoint and ((step + 1) % given.save_every == 0 or step + 1 == given.steps):
             save(model, optimizer, step + 1, given.checkpoint, rank)
     if given.export:
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        whole = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         if rank == 0:
             getattr(model, "module", model).save_pretrained(given.export, state_dict=whole)
             AutoTokenizer.from_pretrained(given.model).save_pretrained(given.export)

@@ -1,4 +1,6 @@
-"""The course's base model: what is stored loads, predicts better than compressors, and can be made again."""
+"""The course's base model: what is stored loads, predicts better than compressors, and can be made
+again.
+"""
 
 import importlib.util
 import json
@@ -36,7 +38,9 @@ def model():
 def script():
     folder = str(data_path("base_model"))
     sys.path.insert(0, folder)  # where `python train.py` finds what lies beside it
-    spec = importlib.util.spec_from_file_location("train_base_model", data_path("base_model", "train.py"))
+    spec = importlib.util.spec_from_file_location(
+        "train_base_model", data_path("base_model", "train.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.path.remove(folder)
@@ -56,7 +60,12 @@ def test_loads_as_the_usual_llama(model):
     assert type(model).__name__ == "LlamaForCausalLM" and not model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    widths = {n for module in model.modules() if isinstance(module, torch.nn.Linear) for n in module.weight.shape}
+    widths = {
+        n
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+        for n in module.weight.shape
+    }
     assert all(width % 64 == 0 for width in widths)
     assert load_base_model("bfloat16").model.norm.weight.dtype == torch.bfloat16
 
@@ -74,7 +83,9 @@ def test_the_tokenizer_gives_every_text_back():
 
 
 def test_predicts_held_out_programs_better_than_compressors(model):
-    """Against the strongest setting that sees all of the held-out text as one piece, which favours the compressor."""
+    """Against the strongest setting that sees all of the held-out text as one piece, which favours
+    the compressor.
+    """
     texts = held_out(20 * KB)
     whole = "".join(texts).encode()
     ours = bits_per_byte(model, texts)
@@ -89,13 +100,18 @@ def test_the_card_says_what_is_there(model):
     assert card["model"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert card["held-out bytes"] == sum(len(text.encode()) for text in held_out())
     assert card["file bytes"] == (base_model_folder() / "model.safetensors").stat().st_size
-    assert f"{card['bits per byte']['this model, file by file']:.3f}" in (base_model_folder() / "README.md").read_text()
+    assert (
+        f"{card['bits per byte']['this model, file by file']:.3f}"
+        in (base_model_folder() / "README.md").read_text()
+    )
 
 
 def test_the_card_says_how_good_it_is(model):
     card = json.loads((base_model_folder() / "card.json").read_text())
     texts = finetuning_texts("held_out")
-    assert bits_per_byte(model, texts) == pytest.approx(card["documentation"]["this model, untuned"], rel=1e-3)
+    assert bits_per_byte(model, texts) == pytest.approx(
+        card["documentation"]["this model, untuned"], rel=1e-3
+    )
 
 
 def test_bits_per_byte_is_the_models_own_loss(model):
@@ -182,13 +198,26 @@ def _tiny_source(script, folder):
 
 
 def _arguments(source, folder, *more):
-    sizes = ["--batch-size", "1", "--context", "32", "--vocabulary", "300", "--hidden", "64", "--layers", "1"]
+    sizes = [
+        "--batch-size",
+        "1",
+        "--context",
+        "32",
+        "--vocabulary",
+        "300",
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+    ]
     return ["--source", str(source), "--folder", str(folder), "--steps", "3", *sizes, *more]
 
 
 @pytest.fixture(scope="module")
 def trained(script, tmp_path_factory):
-    """A folder with a source and the model that the script has trained on it, and the program that it held out."""
+    """A folder with a source and the model that the script has trained on it, and the program that
+    it held out.
+    """
     folder = tmp_path_factory.mktemp("trained")
     (folder / "source").mkdir()
     held = _tiny_source(script, folder / "source")
@@ -210,7 +239,10 @@ def test_stopped_and_continued_is_the_same_training(script, trained, tmp_path):
     source, saved = trained[0] / "source", str(tmp_path / "checkpoint")
     script.main(_arguments(source, tmp_path / "half", "--checkpoint", saved, "--stop-at", "2"))
     script.main(_arguments(source, tmp_path / "whole", "--checkpoint", saved))
-    once, whole = ((folder / "model.safetensors").read_bytes() for folder in (trained[0] / "model", tmp_path / "whole"))
+    once, whole = (
+        (folder / "model.safetensors").read_bytes()
+        for folder in (trained[0] / "model", tmp_path / "whole")
+    )
     assert once == whole
 
 
@@ -221,7 +253,9 @@ def test_the_script_refuses_a_folder_without_programs(script, tmp_path, capsys):
 
 
 def test_a_quantized_base_that_was_evaluated_can_still_be_trained():
-    """bitsandbytes repacks evaluated weights on some processors, for a kernel through which no gradient comes back."""
+    """bitsandbytes repacks evaluated weights on some processors, for a kernel through which no
+    gradient comes back.
+    """
 
     ids, gradients = torch.arange(64)[None], []
     for evaluated in (False, True):

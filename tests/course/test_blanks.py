@@ -58,7 +58,9 @@ def test_each_mistake_is_told_its_own_sentence_and_the_chapter_goes_on(name, ind
     assert blank.check(name, wrong) is not wrong
     said = " ".join(capsys.readouterr().out.split())
     pattern = re.sub(r"\\{.*?\\}", ".+", re.escape(" ".join(says.split())))
-    assert re.fullmatch(rf"{re.escape(name)}: {pattern} Until that is mended, .* the course's own\.", said)
+    assert re.fullmatch(
+        rf"{re.escape(name)}: {pattern} Until that is mended, .* the course's own\.", said
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -70,7 +72,11 @@ def test_nonsense_is_refused_and_never_raises(name, capsys):
 
 @pytest.mark.parametrize("number", [number for number in NUMBERS if blank.blanks(number)])
 def test_a_chapter_asks_for_each_of_its_blanks_once_and_in_their_order(number):
-    asked = [call.args[0].value for source in cells_with_blanks(number) for call in checks(ast.parse(source))]
+    asked = [
+        call.args[0].value
+        for source in cells_with_blanks(number)
+        for call in checks(ast.parse(source))
+    ]
     assert asked == list(blank.blanks(number))
 
 
@@ -86,13 +92,17 @@ def test_the_stub_has_the_solutions_signature_and_docstring(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_filled_cell_takes_the_readers_piece(name, capsys):
-    """With nothing but the imports of the cells above, as in the notebook: the solution needs no others."""
+    """With nothing but the imports of the cells above, as in the notebook: the solution needs no
+    others.
+    """
     above: list[str] = []
     for cell in notebook_of(name[:2]).cells:
         if cell.cell_type != "code" or "REPOSITORY" in cell.source:
             continue
         tree = ast.parse(cell.source)
-        above += [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        above += [
+            ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
         if f'blank.check("{name}"' in cell.source:
             wanted = ast.parse(filled(cell.source)).body
             checked = [node for node in wanted if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -103,7 +113,11 @@ def test_a_filled_cell_takes_the_readers_piece(name, capsys):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_solutions_notebook_has_the_piece(name):
-    cells = [cell.source for cell in notebook_of(name[:2], solutions=True).cells if cell.cell_type == "code"]
+    cells = [
+        cell.source
+        for cell in notebook_of(name[:2], solutions=True).cells
+        if cell.cell_type == "code"
+    ]
     mine = next(source for source in cells if f'blank.check("{name}"' in source)
     assert EVERY[name].solution in mine
 
@@ -126,11 +140,15 @@ def test_a_chapter_with_all_blanks_filled_prints_what_it_prints_without(number, 
 
 
 def printed(cell: nbformat.NotebookNode, rights: bool) -> list[str]:
-    """What a cell prints, without figures of this run and the lines about blanks, which say `rights` or not."""
+    """What a cell prints, without figures of this run and the lines about blanks, which say
+    `rights` or not.
+    """
     lines = "".join(output.get("text", "") for output in cell.get("outputs", [])).splitlines()
     about = [line for line in lines if re.match(r"\d\d\.[A-Za-z_]\w*[: ]", line)]
     assert all((": right" in line) == rights for line in about), about
-    return [line for line in lines if line not in about and not line.startswith(("live: ", "machine: "))]
+    return [
+        line for line in lines if line not in about and not line.startswith(("live: ", "machine: "))
+    ]
 
 
 # The machinery, on a chapter of its own
@@ -200,7 +218,10 @@ def empty(number): ...
 def test_left_blank_the_chapter_goes_on_with_the_courses_piece(small, answer, capsys):
     piece = blank.check("99.double", answer)
     assert piece(5) == 10
-    assert capsys.readouterr().out == "99.double is blank, so the chapter goes on with the course's own.\n"
+    assert (
+        capsys.readouterr().out
+        == "99.double is blank, so the chapter goes on with the course's own.\n"
+    )
 
 
 def test_a_right_piece_in_other_words_is_used(small, capsys):
@@ -225,7 +246,9 @@ def test_a_right_piece_in_other_words_is_used(small, capsys):
 def test_a_wrong_piece_is_told_why_and_replaced(small, wrong, said, capsys):
     assert blank.check("99.double", wrong)(5) == 10
     out = " ".join(capsys.readouterr().out.split())
-    assert said in out and out.endswith("Until that is mended, the chapter goes on with the course's own.")
+    assert said in out and out.endswith(
+        "Until that is mended, the chapter goes on with the course's own."
+    )
 
 
 def test_hints_come_one_by_one_and_the_solution_is_source(small, capsys):
@@ -233,9 +256,15 @@ def test_hints_come_one_by_one_and_the_solution_is_source(small, capsys):
         blank.hint("99.double")
     blank.solution("99.double")
     first, second, third, *source = capsys.readouterr().out.splitlines()
-    assert first == "99.double, hint 1 of 2: What is twice?" and second.endswith("Add it to itself.")
+    assert first == "99.double, hint 1 of 2: What is twice?" and second.endswith(
+        "Add it to itself."
+    )
     assert 'blank.solution("99.double")' in third
-    assert source == ["def double(number):", '    """Twice the number."""', "    return math.fsum([number, number])"]
+    assert source == [
+        "def double(number):",
+        '    """Twice the number."""',
+        "    return math.fsum([number, number])",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The calculator without a browser: what the controls say becomes a recipe, and the bar shows that recipe's bytes."""
+"""The calculator without a browser: what the controls say becomes a recipe, and the bar shows that
+recipe's bytes.
+"""
 
 import re
 import subprocess
@@ -18,10 +20,18 @@ from vramlab_course.calculator import CONTROLS, LABELS, START, UNSET, Calculator
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 STATES = st.fixed_dictionaries(
-    {key: st.sampled_from(values or ("", "all-linear", "nothing")) for key, values in CONTROLS.items()}
+    {
+        key: st.sampled_from(values or ("", "all-linear", "nothing"))
+        for key, values in CONTROLS.items()
+    }
 )
 QLORA = dict(
-    model="llama-3.1-8b", gpu="RTX 4090", precision="bf16-true", lora_r=16, quantization="nf4", double_quant=True
+    model="llama-3.1-8b",
+    gpu="RTX 4090",
+    precision="bf16-true",
+    lora_r=16,
+    quantization="nf4",
+    double_quant=True,
 )
 
 
@@ -41,8 +51,14 @@ def state(**changes):
             {"attn_implementation": "eager"},
             Recipe("polyglot-ko-1.3b", 4, 256, "fp16-true", attn_implementation="eager"),
         ),
-        ({"model": "vit-base", "optim": "sgd"}, Recipe("vit-base", 4, None, "fp16-true", optim="sgd")),
-        ({"lora_r": 8, "lora_target": " "}, Recipe("polyglot-ko-1.3b", 4, 256, "fp16-true", lora=LoRA(8))),
+        (
+            {"model": "vit-base", "optim": "sgd"},
+            Recipe("vit-base", 4, None, "fp16-true", optim="sgd"),
+        ),
+        (
+            {"lora_r": 8, "lora_target": " "},
+            Recipe("polyglot-ko-1.3b", 4, 256, "fp16-true", lora=LoRA(8)),
+        ),
         (
             {"model": "gpt2", "lora_r": 4, "lora_target": "c_attn, c_fc"},
             Recipe("gpt2", 4, 256, "fp16-true", lora=LoRA(4, target_modules=("c_attn", "c_fc"))),
@@ -80,7 +96,10 @@ def test_no_choice_of_controls_breaks_it(chosen):
         assert re.fullmatch(r"Recipe field '.+' is .+, but .+\.", str(shown.error))
     else:
         assert shown.recipe == calculator.recipe_in(chosen)
-        assert shown.report == predict(shown.recipe, gpu=chosen["gpu"]) and shown.card.name == chosen["gpu"]
+        assert (
+            shown.report == predict(shown.recipe, gpu=chosen["gpu"])
+            and shown.card.name == chosen["gpu"]
+        )
 
 
 @given(STATES)
@@ -99,7 +118,9 @@ def test_an_invalid_change_keeps_the_picture_and_says_why():
     before = str(shown)
     shown.change(lora_r=UNSET)
     assert "quantized weights cannot be trained: add lora=LoRA(...)." in str(shown.error)
-    assert str(shown.error) in str(shown) and "The picture is still that of: llama-3.1-8b" in str(shown)
+    assert str(shown.error) in str(shown) and "The picture is still that of: llama-3.1-8b" in str(
+        shown
+    )
     shown.change(lora_r=16)
     assert shown.error is None and str(shown) == before
 
@@ -107,7 +128,9 @@ def test_an_invalid_change_keeps_the_picture_and_says_why():
 def test_a_bad_beginning_is_refused():
     with pytest.raises(RecipeError, match="quantized weights cannot be trained"):
         Calculator(quantization="nf4")
-    with pytest.raises(ValueError, match="no control rank; it has model, gpu, expandable_segments, batch_size"):
+    with pytest.raises(
+        ValueError, match="no control rank; it has model, gpu, expandable_segments, batch_size"
+    ):
         Calculator(rank=8)
     with pytest.raises(RecipeError, match=r"sharding.stage.* is 4, but allowed are 0, 1, 2, 3"):
         Calculator(stage=4)
@@ -121,12 +144,22 @@ def sizes(shown: Calculator) -> list[float]:
 
 
 def test_the_sentences_name_total_largest_and_whether_it_fits():
-    small, tight, large = Calculator(model="gpt2", batch_size=1), Calculator(), Calculator(batch_size=64)
+    small, tight, large = (
+        Calculator(model="gpt2", batch_size=1),
+        Calculator(),
+        Calculator(batch_size=64),
+    )
     for shown, fits in ((small, "Safe"), (tight, "Tight"), (large, "Does not fit")):
         text, report = str(shown), shown.report
         part = max(dict(report.peak.items()), key=lambda key: getattr(report.peak, key))
-        assert f"Predicted peak {report.peak.total / GiB:,.3f} GiB, in phase {report.peak_phase}; " in text
-        assert f"; largest: {part.replace('_', ' ')}, {getattr(report.peak, part) / GiB:,.3f} GiB (" in text
+        assert (
+            f"Predicted peak {report.peak.total / GiB:,.3f} GiB, in phase {report.peak_phase}; "
+            in text
+        )
+        assert (
+            f"; largest: {part.replace('_', ' ')}, {getattr(report.peak, part) / GiB:,.3f} GiB ("
+            in text
+        )
         assert f"{fits}: the process takes {report.process}, T4 has 14.562 GiB." in text
     assert "Note: T4 has compute capability 7.5 and bf16" in str(Calculator(precision="bf16-true"))
     *parts, total = sizes(tight)
@@ -137,13 +170,18 @@ def test_the_bar_and_the_figure_to_keep_show_the_same(no_figure_stays):
     shown = Calculator(**QLORA)
     figure = shown.figure()
     assert [float(n) for n in figure.rows[1][1:]] == sizes(shown)
-    assert "RTX 4090" in figure.alt or any("RTX 4090" in t.get_text() for t in figure.legends[0].get_texts())
+    assert "RTX 4090" in figure.alt or any(
+        "RTX 4090" in t.get_text() for t in figure.legends[0].get_texts()
+    )
     assert figure.alt
 
 
 def text_of(shown: Calculator) -> str:
     """What the page shows below the controls, as text."""
-    return "".join(part["text"] if "text" in part else part["data"]["text/plain"] for part in shown._picture.outputs)
+    return "".join(
+        part["text"] if "text" in part else part["data"]["text/plain"]
+        for part in shown._picture.outputs
+    )
 
 
 def test_moving_a_control_moves_the_picture(capsys, no_figure_stays):
@@ -188,7 +226,9 @@ def test_a_page_gets_controls_and_everything_else_the_text(no_figure_stays):
     pytest.importorskip("ipywidgets")
     shown = Calculator()
     bundle = shown._repr_mimebundle_()
-    assert bundle[WIDGET]["model_id"] == shown.widget.model_id and bundle["text/plain"] == str(shown)
+    assert bundle[WIDGET]["model_id"] == shown.widget.model_id and bundle["text/plain"] == str(
+        shown
+    )
     assert "\n" in str(shown), "by which the notebook gate knows a widget that says what it shows"
 
 

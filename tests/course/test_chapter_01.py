@@ -1,4 +1,6 @@
-"""Chapter 01's own functions: the 4-bit formats that its cells write agree with their specifications, number by number."""
+"""Chapter 01's own functions: the 4-bit formats that its cells write agree with their
+specifications, number by number.
+"""
 
 import math
 
@@ -27,7 +29,9 @@ def ways():
 
 @pytest.fixture(params=[0, 1, 2])
 def numbers(request):
-    """Normal numbers, the same much smaller and with an outlier, and numbers halfway between two of fp4's."""
+    """Normal numbers, the same much smaller and with an outlier, and numbers halfway between two of
+    fp4's.
+    """
     drawn = torch.randn(64, 64, generator=torch.Generator().manual_seed(request.param))
     if request.param == 1:
         drawn = drawn / 1000
@@ -38,18 +42,25 @@ def numbers(request):
 
 
 def test_mxfp4_is_that_of_the_specification(ways, numbers):
-    """OCP MX 1.0, section 6.3: the scale is the largest power of two within the block's largest magnitude, divided by
-    the largest power of two of the elements' format; elements round to nearest, ties to even, and saturate."""
-    for block, found in zip(numbers.reshape(-1, 32), ways["mxfp4"](numbers).reshape(-1, 32), strict=True):
+    """OCP MX 1.0, section 6.3: the scale is the largest power of two within the block's largest
+    magnitude, divided by the largest power of two of the elements' format; elements round to
+    nearest, ties to even, and saturate."""
+    for block, found in zip(
+        numbers.reshape(-1, 32), ways["mxfp4"](numbers).reshape(-1, 32), strict=True
+    ):
         exponent = math.frexp(block.abs().max().item())[1] - 1
         scale = 2.0 ** (exponent - 2)
         assert found.tolist() == [E2M1.round(x / scale) * scale for x in block.tolist()]
 
 
 def test_nvfp4_has_scales_of_e4m3_within_one_of_fp32(ways, numbers):
-    """As Transformer Engine and torchao compute them: amax / (6 · 448) for the tensor, amax / 6 for a block in e4m3."""
+    """As Transformer Engine and torchao compute them: amax / (6 · 448) for the tensor, amax / 6 for
+    a block in e4m3.
+    """
     whole = numbers.abs().max() / (6 * 448)
-    for block, found in zip(numbers.reshape(-1, 16), ways["nvfp4"](numbers).reshape(-1, 16), strict=True):
+    for block, found in zip(
+        numbers.reshape(-1, 16), ways["nvfp4"](numbers).reshape(-1, 16), strict=True
+    ):
         fraction = (block.abs().max() / 6 / whole).item()
         scale = torch.tensor(E4M3FN.round(max(fraction, 2.0**-6))) * whole
         levels = [E2M1.round(x) for x in (block / scale).tolist()]
@@ -59,7 +70,9 @@ def test_nvfp4_has_scales_of_e4m3_within_one_of_fp32(ways, numbers):
 def test_fp8_uses_its_whole_range(ways, numbers):
     found = ways["fp8"](numbers)
     assert found.abs().max() == pytest.approx(numbers.abs().max().item(), rel=1e-6)
-    assert ((found - numbers).abs() <= numbers.abs() * 2**-4 + numbers.abs().max() * 2**-10 / 448).all()
+    assert (
+        (found - numbers).abs() <= numbers.abs() * 2**-4 + numbers.abs().max() * 2**-10 / 448
+    ).all()
 
 
 def test_nf4_is_that_of_bitsandbytes(ways, numbers):

@@ -1,4 +1,6 @@
-"""What chapter 04's cells share: ranks that run any function, collectives, and a step that is followed to the byte."""
+"""What chapter 04's cells share: ranks that run any function, collectives, and a step that is
+followed to the byte.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,14 @@ import torch.distributed as dist
 from vramlab import Recipe, Sharding, simulate
 from vramlab_course.base_model import base_model_path, load_base_model
 from vramlab_course.chapters import chapter_04, judges_04
-from vramlab_course.chapters.chapter_04 import RankFailed, all_gather, apart, followed, on_ranks, reduce_scatter
+from vramlab_course.chapters.chapter_04 import (
+    RankFailed,
+    all_gather,
+    apart,
+    followed,
+    on_ranks,
+    reduce_scatter,
+)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -1,5 +1,5 @@
-"""The claims: every verdict is computed, another figure in the source would get another, and the ledger refuses what
-cannot be tested."""
+"""The claims: every verdict is computed, another figure in the source would get another, and the
+ledger refuses what cannot be tested."""
 
 import dataclasses
 import functools
@@ -176,7 +176,9 @@ IN_A_CHAPTER = ("notebook-trained", "guide-empty-cache-oom")
 
 @pytest.fixture(scope="module", autouse=True)
 def small(no_records):
-    """Without records, with the allocator's runs on smaller models, whose lengths fill a smaller card."""
+    """Without records, with the allocator's runs on smaller models, whose lengths fill a smaller
+    card.
+    """
     with pytest.MonkeyPatch.context() as patch:
         recipe = Recipe("pythia-70m", batch_size=8, seq_len=1024, num_layers=1)
         lengths = [256, 512, 768, 1024, 128, 1024]
@@ -187,9 +189,15 @@ def small(no_records):
         most = chapter_07.run("none", None).peak_allocated
         patch.setattr(chapter_07, "room", lambda: int(1.4 * most))
         patch.setattr(chapter_03, "LENGTHS", (320, 832, 128, 448))
-        other = requests_of(Recipe("pythia-70m", batch_size=8, seq_len=1024, num_layers=1), chapter_03.LENGTHS)
+        other = requests_of(
+            Recipe("pythia-70m", batch_size=8, seq_len=1024, num_layers=1), chapter_03.LENGTHS
+        )
         patch.setattr(chapter_03, "requests", lambda: other)
-        patch.setitem(experiments.EXPERIMENTS, "compiled", functools.cache(experiments.EXPERIMENTS["compiled"]))
+        patch.setitem(
+            experiments.EXPERIMENTS,
+            "compiled",
+            functools.cache(experiments.EXPERIMENTS["compiled"]),
+        )
         for cached in (chapter_03.replayed, experiments.witness):
             cached.cache_clear()
         yield
@@ -202,7 +210,8 @@ def verdicts(small) -> dict[str, Verdict]:
     return {name: judge(claim) for name, claim in CLAIMS.items() if name not in IN_A_CHAPTER}
 
 
-# --- verdicts -----------------------------------------------------------------------------------------------------
+# --- verdicts
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_verdicts(verdicts):
@@ -214,11 +223,15 @@ def test_verdicts(verdicts):
 @pytest.mark.parametrize("name", IN_A_CHAPTER)
 def test_what_is_judged_in_its_chapter_stands_there(name):
     (page,) = NOTEBOOKS.glob(f"{CLAIMS[name].chapter}_*.ipynb")
-    assert re.search(rf"{re.escape(CLAIMS[name].claim)}.*\*\*{EXPECTED[name]}", page.read_text(encoding="utf-8"))
+    assert re.search(
+        rf"{re.escape(CLAIMS[name].claim)}.*\*\*{EXPECTED[name]}", page.read_text(encoding="utf-8")
+    )
 
 
 def test_another_figure_in_the_source_would_get_another_verdict(verdicts):
-    """In each case alone: what held does not hold with another figure, and what did not would hold with the right one."""
+    """In each case alone: what held does not hold with another figure, and what did not would hold
+    with the right one.
+    """
     for name, verdict in verdicts.items():
         claim = verdict.claim
         for case, found in verdict.findings.items():
@@ -226,7 +239,13 @@ def test_another_figure_in_the_source_would_get_another_verdict(verdicts):
                 continue
             told = claim.each[case].quoted
             middle = found.value.value if isinstance(found.value, Interval) else found.value
-            other = not told if claim.rule == "is" else told * 40 + 1 if case in verdict.holding else middle
+            other = (
+                not told
+                if claim.rule == "is"
+                else told * 40 + 1
+                if case in verdict.holding
+                else middle
+            )
             cases = {**claim.cases, case: {**claim.cases[case], "quoted": other}}
             changed = Verdict(dataclasses.replace(claim, cases=cases), verdict.findings)
             assert (case in changed.holding) is not (case in verdict.holding), f"{name}, {case}"
@@ -234,11 +253,16 @@ def test_another_figure_in_the_source_would_get_another_verdict(verdicts):
 
 def test_a_case_whose_library_is_not_installed_waits_for_it(monkeypatch):
     def stop(**arguments):
-        raise MissingExtra("sharding.engine='deepspeed' needs deepspeed: pip install 'vramlab[deepspeed]'")
+        raise MissingExtra(
+            "sharding.engine='deepspeed' needs deepspeed: pip install 'vramlab[deepspeed]'"
+        )
 
     monkeypatch.setitem(experiments.EXPERIMENTS, "two_ranks", stop)
     verdict = judge(load_claims("04")["article-zero2-after-step"])
-    assert (verdict.outcome, verdict.waits_for("DeepSpeed")) == (WAITS, "deepspeed: pip install 'vramlab[deepspeed]'")
+    assert (verdict.outcome, verdict.waits_for("DeepSpeed")) == (
+        WAITS,
+        "deepspeed: pip install 'vramlab[deepspeed]'",
+    )
 
 
 def test_only_what_a_gpu_has_to_say_waits(verdicts):
@@ -249,9 +273,13 @@ def test_only_what_a_gpu_has_to_say_waits(verdicts):
 
 def test_the_slips_are_found(verdicts):
     holding = {name: verdict.holding for name, verdict in verdicts.items()}
-    assert holding["hardware-samples"] == ["steps"] and holding["hardware-23-percent"] == ["less time"]
+    assert holding["hardware-samples"] == ["steps"] and holding["hardware-23-percent"] == [
+        "less time"
+    ]
     assert holding["lecture-model-copy"] == ["data parallel, under whose heading it stands"]
-    assert holding["lecture-qlora-second"] == ["the blocks' scales"] and holding["lecture-qlora-compute"] == ["L4"]
+    assert holding["lecture-qlora-second"] == ["the blocks' scales"] and holding[
+        "lecture-qlora-compute"
+    ] == ["L4"]
     assert holding["article-profile-call"] == ["torch.profiler"]
     assert verdicts["lecture-fifteen"].findings["rounded"].value == 223
 
@@ -259,21 +287,31 @@ def test_the_slips_are_found(verdicts):
 def test_what_newer_libraries_changed_was_so_until_then(verdicts, monkeypatch):
     assert verdicts["guide-default-optimizer"].text == "was so until transformers 4.53"
     monkeypatch.setitem(
-        experiments.EXPERIMENTS, "installed", lambda name, **_: Facts({"value": "cudnn" in name}, "measured", "")
+        experiments.EXPERIMENTS,
+        "installed",
+        lambda name, **_: Facts({"value": "cudnn" in name}, "measured", ""),
     )
     assert "; matrix products: was so until torch 1.11" in judge(CLAIMS["guide-tf32-default"]).text
     assert verdicts["guide-backends"].holding[:3] == ["eager", "aot_eager", "inductor"]
 
 
 def test_the_lectures_readings_are_explained_to_a_mebibyte(verdicts):
-    """Figures of the lecture, printed to 0.001 GiB, from bytes that were counted and tensors read off the old source."""
-    for name in ("lecture-loaded", "lecture-readings", "lecture-checkpointing-reading", "lecture-qlora-readings"):
+    """Figures of the lecture, printed to 0.001 GiB, from bytes that were counted and tensors read
+    off the old source.
+    """
+    for name in (
+        "lecture-loaded",
+        "lecture-readings",
+        "lecture-checkpointing-reading",
+        "lecture-qlora-readings",
+    ):
         verdict = verdicts[name]
         for case in verdict.holding:
             told = verdict.claim.each[case].quoted
             assert abs(verdict.findings[case].value - told) * GiB < 1.1 * MiB, f"{name}, {case}"
     with_, without = (
-        verdicts["lecture-qlora-readings"].findings[f"after the step, {x}"] for x in ("likewise", "in a fresh process")
+        verdicts["lecture-qlora-readings"].findings[f"after the step, {x}"]
+        for x in ("likewise", "in a fresh process")
     )
     assert 0.929 < with_.value - without.value < 0.930  # the model that an earlier cell left
 
@@ -283,10 +321,13 @@ def test_prediction_and_simulation_judge_alike():
     shallow = {"common": {"of": "lecture", "num_layers": 2}}
     given = [{**claim.given, **shallow, "by": by} for by in ("simulate", "predict")]
     simulated, predicted = (judge(dataclasses.replace(claim, given=each)) for each in given)
-    assert simulated.text == predicted.text and {f.witness for f in simulated.findings.values()} == {"simulated"}
+    assert simulated.text == predicted.text and {
+        f.witness for f in simulated.findings.values()
+    } == {"simulated"}
 
 
-# --- records ------------------------------------------------------------------------------------------------------
+# --- records
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio, outcome", [(0.5, HOLDS), (0.99, NOT), (2.0, NOT)])
@@ -307,7 +348,11 @@ def test_a_record_on_the_card_outweighs_the_formula(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "measurements_folder", lambda: tmp_path)
     recipe = experiments.make_recipe({"of": "lecture", "batch_size": 8})
     env = {"gpu": "Tesla T4", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-11-22"}
-    records.save(sample_reports.measured(recipe=recipe.to_dict(), title=str(recipe), environment=env, target="cuda"))
+    records.save(
+        sample_reports.measured(
+            recipe=recipe.to_dict(), title=str(recipe), environment=env, target="cuda"
+        )
+    )
     experiments.recorded_report.cache_clear()
     found = judge(CLAIMS["lecture-need"]).findings["batch 8, at the peak"]
     experiments.recorded_report.cache_clear()
@@ -332,7 +377,8 @@ def test_quality_follows_the_record(monkeypatch, tmp_path):
     assert judge(claim).outcome == WAITS
 
 
-# --- the ledger's form --------------------------------------------------------------------------------------------
+# --- the ledger's form
+# --------------------------------------------------------------------------------------------
 
 ENTRY = {
     "name": "lecture-test",
@@ -400,7 +446,9 @@ def test_an_expression_without_its_facts_names_the_claim(change):
 def test_a_page_shows_eight_claims_at_most_and_the_ledger_is_small():
     pages = Counter(claim.chapter for claim in CLAIMS.values() if claim.chapter_page)
     chapters = NOTEBOOKS.glob("[0-9]*.ipynb")
-    calling = {path.name[:2] for path in chapters if "chapter_page(" in path.read_text(encoding="utf-8")}
+    calling = {
+        path.name[:2] for path in chapters if "chapter_page(" in path.read_text(encoding="utf-8")
+    }
     # The other chapters tell two or three in their text; the site has them all.
     assert set(pages) == calling and max(pages.values()) <= ON_A_PAGE
     assert 110 <= len(CLAIMS) <= 130 and len(experiments.EXPERIMENTS) <= 20
@@ -410,12 +458,16 @@ def test_a_page_shows_eight_claims_at_most_and_the_ledger_is_small():
     assert not any(re.search(r"\b(eval|exec)\(", path.read_text()) for path in FOLDER.glob("*.py"))
 
 
-# --- outcomes, rules and expressions ------------------------------------------------------------------------------
+# --- outcomes, rules and expressions
+# ------------------------------------------------------------------------------
 
 
 def verdict_of(values: dict, **changes) -> Verdict:
     claim = Claim(**{**ENTRY, "cases": {name: {} for name in values}, **changes})
-    return Verdict(claim, {name: None if v is None else Finding(v, "derived", "") for name, v in values.items()})
+    return Verdict(
+        claim,
+        {name: None if v is None else Finding(v, "derived", "") for name, v in values.items()},
+    )
 
 
 def test_the_outcome_of_every_mixture_of_cases():
@@ -425,11 +477,18 @@ def test_the_outcome_of_every_mixture_of_cases():
     assert verdict_of({"a": None}).text == verdict_of({"a": 13, "b": None}).text == WAITS
     assert verdict_of({"a": 12, "b": None}).text == "holds under a"
     assert verdict_of({"a": 12, "b": 13}, some=True).text == "holds, for instance under a"
-    assert verdict_of({"a": 13}, some=True).text == UNSEEN  # "can be so" is not refuted by a case in which it is not
+    assert (
+        verdict_of({"a": 13}, some=True).text == UNSEEN
+    )  # "can be so" is not refuted by a case in which it is not
     assert verdict_of({"a": 13, "b": 13}, until="torch 2.2").text == "was so until torch 2.2"
-    assert verdict_of({"a": 12, "b": 13}, until="torch 2.2").text == "holds under a; b: was so until torch 2.2"
+    assert (
+        verdict_of({"a": 12, "b": 13}, until="torch 2.2").text
+        == "holds under a; b: was so until torch 2.2"
+    )
     assert verdict_of({"a": 12}, until="torch 2.2").text == HOLDS
-    assert verdict_of({"a": 13, "b": 13}, cases={"a": {"until": "torch 2.2"}, "b": {}}).outcome == NOT
+    assert (
+        verdict_of({"a": 13, "b": 13}, cases={"a": {"until": "torch 2.2"}, "b": {}}).outcome == NOT
+    )
 
 
 def test_the_rules():
@@ -445,12 +504,19 @@ def test_the_rules():
 
 
 def test_the_table_shows_condition_qualifier_figure_finding_and_verdict():
-    claim = Claim(**{**ENTRY, "unit": "GiB", "condition": "it rains", "qualifier": "may", "also": ["guide"]})
+    claim = Claim(
+        **{**ENTRY, "unit": "GiB", "condition": "it rains", "qualifier": "may", "also": ["guide"]}
+    )
     table = Ledger([Verdict(claim, {"n": Finding(12, "derived", "6 n")})])
-    said = 'the lecture and the guide: A thing is so. (on condition: it rains; the source says "may")'
+    said = (
+        'the lecture and the guide: A thing is so. (on condition: it rains; the source says "may")'
+    )
     assert said in " ".join(str(table).split()) and "→ holds" in str(table)
     lines = table._repr_markdown_().splitlines()
-    assert len(lines) == 3 and lines[2] == f"| {said} | 12.000 GiB | 12.000 GiB (derived) | **holds** |"
+    assert (
+        len(lines) == 3
+        and lines[2] == f"| {said} | 12.000 GiB | 12.000 GiB (derived) | **holds** |"
+    )
 
 
 def test_expressions_are_arithmetic_on_names():
@@ -478,7 +544,8 @@ def test_expressions_are_nothing_else(text):
         evaluate(text, {"a": {"b": 6}})
 
 
-# --- experiments that find the opposite ---------------------------------------------------------------------------
+# --- experiments that find the opposite
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -495,12 +562,16 @@ def test_expressions_are_nothing_else(text):
 )
 def test_other_facts_get_another_verdict(verdicts, monkeypatch, name, change):
     claim = CLAIMS[name]
-    monkeypatch.setitem(experiments.EXPERIMENTS, claim.experiment, lambda **_: Facts(change, "measured", ""))
+    monkeypatch.setitem(
+        experiments.EXPERIMENTS, claim.experiment, lambda **_: Facts(change, "measured", "")
+    )
     assert judge(claim).outcome != EXPECTED[name]
 
 
 def test_libraries_are_asked_and_others_are_not():
-    found = installed.installed("torch.cuda.memory._record_memory_history", takes={"entries": 1}).names
+    found = installed.installed(
+        "torch.cuda.memory._record_memory_history", takes={"entries": 1}
+    ).names
     assert found["exists"] and not found["takes"]
     assert not installed.installed("torch.no.such.thing").names["exists"]
     assert installed.installed("transformers.PreTrainedModel", item="save_pretrained").names["has"]
@@ -511,7 +582,10 @@ def test_libraries_are_asked_and_others_are_not():
 def test_workers_that_hide_nothing_would_be_seen(monkeypatch):
     monkeypatch.setattr(runs, "waited", lambda workers: (0.3, {1, 2}))
     assert runs.loaded().names == {"hidden": False, "processes": False}
-    assert runs.loaded(samples=12).names["times"] == 2 and runs.loaded(samples=13, sharded=True).names["times"] == 1
+    assert (
+        runs.loaded(samples=12).names["times"] == 2
+        and runs.loaded(samples=13, sharded=True).names["times"] == 1
+    )
 
 
 def test_python_calls_are_counted():
@@ -522,7 +596,9 @@ def test_runs_are_told_apart_by_their_losses(monkeypatch):
     claim = CLAIMS["guide-fp32-accuracy"]
     for mixed, outcome in ((3.01, HOLDS), (3.2, NOT)):
         monkeypatch.setattr(
-            trained, "loss_after", lambda learning_rate, precision="fp32", m=mixed: {"fp32": 3.0}.get(precision, m)
+            trained,
+            "loss_after",
+            lambda learning_rate, precision="fp32", m=mixed: {"fp32": 3.0}.get(precision, m),
         )
         assert judge(claim).outcome == outcome
     with pytest.raises(RecordError, match="Waits for a GPU"):
@@ -558,7 +634,8 @@ def test_four_bits_are_the_storages_of_bitsandbytes(numbers):
     assert sum(tensor.untyped_storage().nbytes() for tensor in found) == experiments._nf4(numbers)
 
 
-# --- the chapters' helpers ----------------------------------------------------------------------------------------
+# --- the chapters' helpers
+# ----------------------------------------------------------------------------------------
 
 
 def test_saved_bytes_are_those_of_the_storages():

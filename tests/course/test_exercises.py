@@ -1,4 +1,6 @@
-"""The exercise machinery: what is right, what each typical mistake is told, and that no answer stops a notebook."""
+"""The exercise machinery: what is right, what each typical mistake is told, and that no answer
+stops a notebook.
+"""
 
 import dataclasses
 import difflib
@@ -32,7 +34,10 @@ def without_scores(batch_size, seq_len):
 
 NUMBER = Number(
     lambda: 16 * PARAMETERS,
-    mistakes=[Mistake(lambda: 12 * PARAMETERS, "You left out the gradients."), Mistake(PARAMETERS * 8, "No states.")],
+    mistakes=[
+        Mistake(lambda: 12 * PARAMETERS, "You left out the gradients."),
+        Mistake(PARAMETERS * 8, "No states."),
+    ],
     right="four copies of 4 bytes each.",
 )
 TABLE = Table(
@@ -47,7 +52,10 @@ FUNCTION = Function(
     mistakes=[Mistake(without_scores, "You left out the attention scores.")],
     right="linear in the batch, quadratic in the sequence.",
 )
-CHOICE = Choice("backward", {"forward": "the logits come later.", "backward": "the logits' gradient is alive too."})
+CHOICE = Choice(
+    "backward",
+    {"forward": "the logits come later.", "backward": "the logits' gradient is alive too."},
+)
 
 
 def even(n):
@@ -59,7 +67,12 @@ CHECKS = {"number": NUMBER, "table": TABLE, "function": FUNCTION, "choice": CHOI
 
 
 def exercise(check=NUMBER, name="99.1", **changes) -> Exercise:
-    values = {"question": "How many bytes?", "difficulty": 2, "minutes": 5, "hints": ("Count.", "Copies are four.")}
+    values = {
+        "question": "How many bytes?",
+        "difficulty": 2,
+        "minutes": 5,
+        "hints": ("Count.", "Copies are four."),
+    }
     return Exercise(name, check=check, **{**values, **changes})
 
 
@@ -68,7 +81,9 @@ def chapter(monkeypatch):
     """A chapter 99 that exists for one test: its exercises may be added to."""
     found = {"99.1": exercise(), "99.2": exercise(FUNCTION, "99.2")}
     chapter = exercises.chapter
-    monkeypatch.setattr(exercises, "chapter", lambda number: found if number == "99" else chapter(number))
+    monkeypatch.setattr(
+        exercises, "chapter", lambda number: found if number == "99" else chapter(number)
+    )
     monkeypatch.setattr(exercises, "_hints_given", {})
     monkeypatch.setattr(exercises, "_passed", set())
     return found
@@ -147,7 +162,10 @@ def test_a_wrong_number_is_told_what_it_looks_like(factor, words):
 def test_gb_for_gib_is_told_apart_at_the_most_tolerant():
     check = Number(1.854, unit="GiB", tolerance=0.02)
     assert "it is in GB" in check(1.854 * GiB / 10**9).text
-    assert "it is in bytes: the answer is wanted in GiB (1,073,741,824 bytes)" in check(1.854 * GiB).text
+    assert (
+        "it is in bytes: the answer is wanted in GiB (1,073,741,824 bytes)"
+        in check(1.854 * GiB).text
+    )
     assert "it is in MiB" in check(1.854 * 1024).text
     small = Number(100, unit="KiB", tolerance=0.02)
     assert "it is in kB" in small(102.4).text
@@ -238,13 +256,20 @@ def test_a_table_says_how_many_are_right_and_what_is_wrong_with_the_first():
     right = {"fp32": 16, "fp16-mixed": 18, "fp16-true": 8}
     assert TABLE(right) == Feedback(True, "Right: each for its configuration.")
     assert TABLE({**right, "more": 3}).right
-    assert TABLE({**right, "fp16-mixed": 16}).text == "Mixed precision keeps a copy in half precision too."
-    assert TABLE({**right, "fp16-true": 4}).text.startswith("2 of 3 are right. fp16-true: That is half")
+    assert (
+        TABLE({**right, "fp16-mixed": 16}).text
+        == "Mixed precision keeps a copy in half precision too."
+    )
+    assert TABLE({**right, "fp16-true": 4}).text.startswith(
+        "2 of 3 are right. fp16-true: That is half"
+    )
     assert TABLE({**right, "fp32": 20}).text == "2 of 3 are right. fp32: 20 is 25.0% too high."
     assert TABLE({**right, "fp32": ...}).text == "Not answered yet for fp32."
     assert TABLE({**right, "fp32": "x"}).text == "fp32: A number was expected, not text."
     assert TABLE(dict.fromkeys(right)).text == TABLE({}).text == "not answered yet"
-    assert TABLE({name: 2 * n for name, n in right.items()}).text.startswith("That is twice the right amount")
+    assert TABLE({name: 2 * n for name, n in right.items()}).text.startswith(
+        "That is twice the right amount"
+    )
     sizes = Table({"a": GiB, "b": 3 * GiB})
     assert "it is in GB" in sizes({"a": GiB / 10**9, "b": 3 * GiB / 10**9}).text
 
@@ -256,14 +281,24 @@ def test_a_function_has_to_be_right_for_every_configuration():
     assert "it is in GiB" in FUNCTION(lambda **c: reference(**c) / GiB).text
     first_only = lambda batch_size, seq_len: reference(1, 128) * batch_size * seq_len / 128  # noqa: E731
     verdict = FUNCTION(first_only)
-    assert verdict.text.startswith("1 of 3 are right. batch_size=4, seq_len=256: ") and "too low" in verdict.text
+    assert (
+        verdict.text.startswith("1 of 3 are right. batch_size=4, seq_len=256: ")
+        and "too low" in verdict.text
+    )
 
 
 def test_a_function_that_fails_or_is_not_written_is_said():
-    assert FUNCTION(lambda batch_size, seq_len: ...).text == FUNCTION(lambda **_: None).text == "not answered yet"
+    assert (
+        FUNCTION(lambda batch_size, seq_len: ...).text
+        == FUNCTION(lambda **_: None).text
+        == "not answered yet"
+    )
     assert "fails with ZeroDivisionError" in FUNCTION(lambda **_: 1 / 0).text
     assert "fails with TypeError" in FUNCTION(lambda batch: 1).text
-    assert FUNCTION(lambda **_: "much").text == "batch_size=1, seq_len=128: A number was expected, not text."
+    assert (
+        FUNCTION(lambda **_: "much").text
+        == "batch_size=1, seq_len=128: A number was expected, not text."
+    )
     assert FUNCTION(17).text == "A function was expected, not an int."
 
 
@@ -299,7 +334,10 @@ def test_a_certificate_waits_for_all_checks_of_the_chapter(chapter, capsys):
     assert exercises.check("99.1", 16 * PARAMETERS) and not exercises.check("99.2", without_scores)
     capsys.readouterr()
     assert not exercises.certificate("99", "Ada")
-    assert capsys.readouterr().out == "Chapter 99: of 2 checks these have not passed in this session: 99.2.\n"
+    assert (
+        capsys.readouterr().out
+        == "Chapter 99: of 2 checks these have not passed in this session: 99.2.\n"
+    )
     assert exercises.check("99.2", reference)
     capsys.readouterr()
     assert exercises.certificate("99", "Ada")
@@ -395,7 +433,12 @@ def test_an_exercise_is_whole_or_refused(changes):
 
 
 @pytest.mark.parametrize(
-    "make", [Number, Table, lambda reference, tolerance: Function(len, cases=[{}] * 3, tolerance=tolerance)]
+    "make",
+    [
+        Number,
+        Table,
+        lambda reference, tolerance: Function(len, cases=[{}] * 3, tolerance=tolerance),
+    ],
 )
 @pytest.mark.parametrize("tolerance", [-0.1, 0.03, 1])
 def test_a_tolerance_that_hides_a_unit_is_refused(make, tolerance):
@@ -410,7 +453,10 @@ def test_a_function_is_not_checked_over_two_cases():
 
 def test_names_of_a_chapter_are_its_own(file):
     with pytest.raises(ValueError, match=r"start with '99\.', not '98\.1'"):
-        file(ENTRY.replace("99.1", "98.1").replace("{gpt2:,}", "1") + 'kind = "choice"\nanswer = "1"\noptions = {}')
+        file(
+            ENTRY.replace("99.1", "98.1").replace("{gpt2:,}", "1")
+            + 'kind = "choice"\nanswer = "1"\noptions = {}'
+        )
 
 
 def test_a_number_of_a_file_is_computed_from_its_names(file):
@@ -419,7 +465,10 @@ def test_a_number_of_a_file_is_computed_from_its_names(file):
         + ENTRY
         + 'kind = "number"\nanswer = "gpt2 + 1/2"\ntolerance = 0\nmistakes = [["gpt2 * 2", "Not twice."], [1, "One."]]'
     )["99.1"]
-    assert found.question == f"What is {PARAMETERS:,} and a half?" and found.check(PARAMETERS + 0.5).right
+    assert (
+        found.question == f"What is {PARAMETERS:,} and a half?"
+        and found.check(PARAMETERS + 0.5).right
+    )
     assert found.check(2 * PARAMETERS).text == "Not twice." and found.check(1).text == "One."
     assert found.check.problems() == []
 
@@ -457,25 +506,33 @@ rejects = ["2"]
 
 @pytest.mark.parametrize("name", ["os", "nowhere"])
 def test_an_expression_has_no_other_names(file, name):
-    found = file(ENTRY.replace("{gpt2:,}", "1") + f'kind = "number"\nanswer = "{name}"\nmistakes = []')["99.1"]
+    found = file(
+        ENTRY.replace("{gpt2:,}", "1") + f'kind = "number"\nanswer = "{name}"\nmistakes = []'
+    )["99.1"]
     assert name in found.check(1).text and not found.check(1).right
 
 
 CHAPTERS = sorted(path.stem for path in data_path("exercises").glob("*.toml"))
-EVERY = {name: exercise for number in CHAPTERS for name, exercise in exercises.chapter(number).items()}
+EVERY = {
+    name: exercise for number in CHAPTERS for name, exercise in exercises.chapter(number).items()
+}
 
 
 def test_every_chapter_has_exercises():
     assert [path.name[:2] for path in settings.chapters() if path.name[:2].isdigit()] == CHAPTERS
 
 
-@pytest.mark.parametrize("name", [name for name, each in EVERY.items() if type(each.check) is Number])
+@pytest.mark.parametrize(
+    "name", [name for name, each in EVERY.items() if type(each.check) is Number]
+)
 def test_no_mistake_is_told_the_answer(name):
     check = EVERY[name].check
     answer = check.reference()
     shown = "|".join(re.escape(text) for text in {f"{answer:,.6g}", f"{answer:.3g}"})
     for mistake in check.mistakes:
-        assert not re.search(rf"(?<![\d.,])({shown})(?![\d.,]*\d)", check(mistake.wrong()).text), mistake.text
+        assert not re.search(rf"(?<![\d.,])({shown})(?![\d.,]*\d)", check(mistake.wrong()).text), (
+            mistake.text
+        )
 
 
 @pytest.mark.parametrize("number", CHAPTERS)
@@ -500,7 +557,9 @@ def test_a_chapter_begins_easy_and_ends_hard(number):
 @pytest.mark.parametrize("path", settings.chapters(), ids=lambda path: path.stem)
 def test_a_chapter_says_how_long_its_exercises_take(path):
     """In the line of times at its top, to five minutes."""
-    said = re.search(r"\*\*Time:\*\* .* and (\d+) for the exercises", path.read_text(encoding="utf-8"))
+    said = re.search(
+        r"\*\*Time:\*\* .* and (\d+) for the exercises", path.read_text(encoding="utf-8")
+    )
     minutes = sum(exercise.minutes for exercise in exercises.chapter(path.name[:2]).values())
     assert said and abs(int(said[1]) - minutes) <= 3
 

@@ -1,4 +1,6 @@
-"""Chapter 00's exercises: right answers in other words are accepted, and what readers get wrong is told apart."""
+"""Chapter 00's exercises: right answers in other words are accepted, and what readers get wrong is
+told apart.
+"""
 
 import re
 
@@ -27,7 +29,9 @@ def halves(model, gpu, seq_len, told=True):
     low, high = 0, 10_000
     while high - low > 1:
         middle = (low + high) // 2
-        need = predict(Recipe(model, middle, seq_len, "fp16-mixed"), gpu=gpu if told else None).process
+        need = predict(
+            Recipe(model, middle, seq_len, "fp16-mixed"), gpu=gpu if told else None
+        ).process
         fits = need.value <= find_gpu(gpu).total
         low, high = (middle, high) if fits else (low, middle)
     return low
@@ -39,11 +43,23 @@ def halves(model, gpu, seq_len, told=True):
         ("00.1", missing),
         (
             "00.2",
-            Recipe("qwen3-0.6b", 1, 512, "fp16-mixed", gradient_accumulation_steps=4, gradient_checkpointing=True),
+            Recipe(
+                "qwen3-0.6b",
+                1,
+                512,
+                "fp16-mixed",
+                gradient_accumulation_steps=4,
+                gradient_checkpointing=True,
+            ),
         ),
         ("00.2", Recipe("qwen3-0.6b", 4, 512, "fp16-mixed", gradient_checkpointing=True)),
         ("00.3", "Gradients"),
-        ("00.4", lambda parameters, tokens, peak, bandwidth: parameters * (6 * tokens / peak + 28 / bandwidth)),
+        (
+            "00.4",
+            lambda parameters, tokens, peak, bandwidth: (
+                parameters * (6 * tokens / peak + 28 / bandwidth)
+            ),
+        ),
         ("00.5", halves),
     ],
 )
@@ -56,11 +72,23 @@ def test_right_answers_in_other_words(name, answer):
     [
         ("00.1", lambda message: missing(message, dict.fromkeys("KMG", 1)), "1 of 3 are right"),
         ("00.1", lambda message: -missing(message), "sign"),
-        ("00.2", Recipe("qwen3-0.6b", 2, 512, "fp16-mixed", gradient_accumulation_steps=2), "likely to take"),
+        (
+            "00.2",
+            Recipe("qwen3-0.6b", 2, 512, "fp16-mixed", gradient_accumulation_steps=2),
+            "likely to take",
+        ),
         ("00.2", Recipe("qwen3-0.6b", 2, 512, "fp16-mixed"), "has to see 4 texts"),
         ("00.3", "states", "there was none"),
-        ("00.4", lambda parameters, tokens, peak, bandwidth: 6 * parameters * tokens / peak, "update is missing"),
-        ("00.5", lambda model, gpu, seq_len: halves(model, gpu, seq_len) + 1, "first that does not fit"),
+        (
+            "00.4",
+            lambda parameters, tokens, peak, bandwidth: 6 * parameters * tokens / peak,
+            "update is missing",
+        ),
+        (
+            "00.5",
+            lambda model, gpu, seq_len: halves(model, gpu, seq_len) + 1,
+            "first that does not fit",
+        ),
         ("00.5", lambda model, gpu, seq_len: halves(model, gpu, seq_len, told=False), "gpu=gpu"),
         ("00.5", lambda model, gpu, seq_len: max(1, halves(model, gpu, seq_len)), "not even one"),
     ],

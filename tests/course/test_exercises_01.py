@@ -1,4 +1,6 @@
-"""Chapter 01's exercises: right answers in other words are accepted, and what readers get wrong is told apart."""
+"""Chapter 01's exercises: right answers in other words are accepted, and what readers get wrong is
+told apart.
+"""
 
 import numpy as np
 import pytest
@@ -51,12 +53,17 @@ def neighbours(numbers):
     """Down to a bf16 number, then up by a step with the right probability."""
     down = (numbers.view(torch.int32) & -65536).view(torch.float32)
     up = ((numbers.view(torch.int32) & -65536) + 65536).view(torch.float32)
-    return torch.where(torch.rand_like(numbers) < (numbers - down) / (up - down), up, down).bfloat16()
+    return torch.where(
+        torch.rand_like(numbers) < (numbers - down) / (up - down), up, down
+    ).bfloat16()
 
 
 def by_blocks(packed, state):
     rows = state.state2.code[state.absmax.int()].split(state.state2.blocksize)
-    scales = torch.cat([row * scale for row, scale in zip(rows, state.state2.absmax, strict=True)]) + state.offset
+    scales = (
+        torch.cat([row * scale for row, scale in zip(rows, state.state2.absmax, strict=True)])
+        + state.offset
+    )
     codes = torch.stack([packed.flatten() // 16, packed.flatten() % 16], 1).flatten()
     return (state.code[codes.int()].view(-1, 64) * scales.view(-1, 1)).view(state.shape)
 
@@ -90,7 +97,11 @@ def test_right_answers_in_other_words(name, answer):
         ("01.1", lambda *given: scaled(*given, order="clip"), "was applied with norm"),
         ("01.1", lambda *given: scaled(*given, order="divide"), "was applied with norm"),
         ("01.1", lambda *given: scaled(*given, skip=False), "changed all the same"),
-        ("01.1", lambda network, *rest: (zeroed(network), scaled(network, *rest))[1], "changed all the same"),
+        (
+            "01.1",
+            lambda network, *rest: (zeroed(network), scaled(network, *rest))[1],
+            "changed all the same",
+        ),
         ("01.1", lambda *given: scaled(*given, less=1), "should be half"),
         ("01.1", lambda *given: scaled(*given) / 2, "should stay"),
         ("01.2", lambda x: x.bfloat16(), "the mean of many"),

@@ -1,4 +1,6 @@
-"""Chapter 02's exercises: right answers in other words are accepted, and what readers get wrong is told apart."""
+"""Chapter 02's exercises: right answers in other words are accepted, and what readers get wrong is
+told apart.
+"""
 
 import pytest
 import torch
@@ -7,12 +9,23 @@ from vramlab_course import exercises
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("02")
-KEPT = {"x + 1": 0, "x * x": 4, "x.relu()": 4, "x * x.sigmoid()": 8, "silu(x)": 4, "x.softmax(-1)": 4}
+KEPT = {
+    "x + 1": 0,
+    "x * x": 4,
+    "x.relu()": 4,
+    "x * x.sigmoid()": 8,
+    "silu(x)": 4,
+    "x.softmax(-1)": 4,
+}
 
 
 def fitting(**changes):
-    fields = dict(batch_size=1, seq_len=1024, gradient_accumulation_steps=4, gradient_checkpointing=True)
-    return Recipe("gpt2-xl", **{**fields, "precision": "fp16-true", "optim": "adamw_bnb_8bit", **changes})
+    fields = dict(
+        batch_size=1, seq_len=1024, gradient_accumulation_steps=4, gradient_checkpointing=True
+    )
+    return Recipe(
+        "gpt2-xl", **{**fields, "precision": "fp16-true", "optim": "adamw_bnb_8bit", **changes}
+    )
 
 
 def test_there_are_six_with_two_hints_each():
@@ -62,7 +75,12 @@ def page(recipe, norms=True):
     """Three heights of a step, and Qwen3's two more norms."""
     s, tokens, e = recipe.shape, recipe.batch_size * recipe.seq_len, 2
     q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    layer = 2 * ((4 + 2 * e) * s.hidden_size + 4) + 2 * e * (q + kv) + 4 * s.num_heads + 4 * e * s.intermediate_size
+    layer = (
+        2 * ((4 + 2 * e) * s.hidden_size + 4)
+        + 2 * e * (q + kv)
+        + 4 * s.num_heads
+        + 4 * e * s.intermediate_size
+    )
     layer += (4 + e) * (q + kv) * (norms and s.family == "qwen3")
     kept = e * s.hidden_size if recipe.gradient_checkpointing else layer
     forward = tokens * (s.num_layers * kept + (4 + 2 * e) * s.hidden_size)
@@ -95,9 +113,21 @@ WRONG = [
     ("02.1", {**KEPT, "silu(x)": 8}, "one operator"),
     ("02.1", {"x + 1": 0}, "Not answered yet for"),
     ("02.2", lambda model, batches: [model(ids)[:, -1] for ids in batches], "times its own bytes"),
-    ("02.2", lambda model, batches: [model(ids)[:, -1].detach() for ids in batches], "times its own bytes"),
-    ("02.2", lambda model, batches: [model(ids)[:, -1].clone() for ids in batches], "remembers how it was made"),
-    ("02.2", lambda model, batches: [model(ids).clone().detach() for ids in batches], "not those of each"),
+    (
+        "02.2",
+        lambda model, batches: [model(ids)[:, -1].detach() for ids in batches],
+        "times its own bytes",
+    ),
+    (
+        "02.2",
+        lambda model, batches: [model(ids)[:, -1].clone() for ids in batches],
+        "remembers how it was made",
+    ),
+    (
+        "02.2",
+        lambda model, batches: [model(ids).clone().detach() for ids in batches],
+        "not those of each",
+    ),
     ("02.2", lambda model, batches: history(model, batches)[1:], "A list of 3"),
     ("02.2", "clone it", "cannot be checked"),
     ("02.3", lambda model, lr: None, "not answered yet"),
@@ -109,7 +139,11 @@ WRONG = [
     ("02.4", lambda model, seq_len: 4, "are right"),
     ("02.5", fitting(precision="fp32", optim="adamw_torch"), "does not fit"),
     ("02.5", fitting(precision="fp16-mixed"), "does not fit"),
-    ("02.5", fitting(gradient_checkpointing=False, batch_size=4, gradient_accumulation_steps=1), "activations"),
+    (
+        "02.5",
+        fitting(gradient_checkpointing=False, batch_size=4, gradient_accumulation_steps=1),
+        "activations",
+    ),
     ("02.5", fitting(gradient_accumulation_steps=1), "four sequences"),
     ("02.5", fitting(precision="bf16-true"), "take fp16"),
     ("02.5", fitting(seq_len=512), "1,024 tokens"),

@@ -1,4 +1,6 @@
-"""Chapter 03's exercises: what readers build is judged by what it does, and what goes wrong is named."""
+"""Chapter 03's exercises: what readers build is judged by what it does, and what goes wrong is
+named.
+"""
 
 import pytest
 from torch import cat, nn
@@ -33,7 +35,11 @@ def accumulating(weigh=True, clear=True, graph=False, joined=False, sums=False, 
         total, rows = 0.0, sum(len(x) for x, _ in parts)
         for x, y in parts:
             part = F.mse_loss(model(x), y, reduction="sum" if sums else "mean")
-            part = part / (rows * y.shape[1]) if sums else part * (len(x) / rows if weigh else 1 / len(parts))
+            part = (
+                part / (rows * y.shape[1])
+                if sums
+                else part * (len(x) / rows if weigh else 1 / len(parts))
+            )
             part.backward(retain_graph=graph)
             total = (part if graph else part.item()) + (0 if loss == "last" else total)
         return total
@@ -51,7 +57,9 @@ def checkpointing(reentrant=False, every=None, rest=True, own=False):
         for start in range(0, len(layers) if rest else len(layers) // size * size, size):
             segment = layers[start : start + size]
             if own:
-                x = checkpoint(lambda x, segment=segment: nn.Sequential(*segment)(x), x, use_reentrant=False)
+                x = checkpoint(
+                    lambda x, segment=segment: nn.Sequential(*segment)(x), x, use_reentrant=False
+                )
             else:
                 x = checkpoint(nn.Sequential(*segment), x, use_reentrant=reentrant)
         return x
@@ -77,7 +85,11 @@ def test_the_checks_reject_their_wrong_answers(name):
         ("03.1", accumulating(graph=True), "still holds its graph"),
         ("03.1", accumulating(joined=True), "more than one of them was in the model"),
         ("03.1", accumulating(loss="last"), "the loss returned is"),
-        ("03.2", checkpointing(reentrant=True), "an input that needs no gradient: the result has no gradient"),
+        (
+            "03.2",
+            checkpointing(reentrant=True),
+            "an input that needs no gradient: the result has no gradient",
+        ),
         ("03.2", checkpointing(every=0), "ran again in backward are none"),
         ("03.2", checkpointing(every=1), "ran again in backward are [4, 3, 2, 1, 0]"),
         ("03.2", checkpointing(rest=False), "the result is not that of the layers"),
@@ -86,10 +98,16 @@ def test_the_checks_reject_their_wrong_answers(name):
         ("03.4", lambda lengths, size: [[*range(len(lengths))]], "has 16 tokens"),
         ("03.5", LONG, "likely to take"),
         ("03.5", LONG.replace(use_liger_kernel=True), "does not know"),
-        ("03.6", lambda recipe, gpu: make_it_fit(recipe.replace(gradient_checkpointing=True), gpu), "before its turn"),
         (
             "03.6",
-            lambda recipe, gpu: (fit := make_it_fit(recipe, gpu)) and fit.replace(gradient_accumulation_steps=1),
+            lambda recipe, gpu: make_it_fit(recipe.replace(gradient_checkpointing=True), gpu),
+            "before its turn",
+        ),
+        (
+            "03.6",
+            lambda recipe, gpu: (
+                (fit := make_it_fit(recipe, gpu)) and fit.replace(gradient_accumulation_steps=1)
+            ),
             "no longer sees the same tokens",
         ),
         ("03.6", lambda recipe, gpu: recipe, "None"),

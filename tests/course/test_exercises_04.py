@@ -1,4 +1,6 @@
-"""Chapter 04's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
+"""Chapter 04's exercises: right answers in any form are accepted, and what readers get wrong is
+told apart.
+"""
 
 import pytest
 import torch
@@ -41,7 +43,9 @@ def root_and_layers(model, mesh):
 
 
 def by_share(gradients, tokens):
-    return torch.stack([g * (n / sum(tokens)) for g, n in zip(gradients, tokens, strict=True)]).sum(0)
+    return torch.stack([g * (n / sum(tokens)) for g, n in zip(gradients, tokens, strict=True)]).sum(
+        0
+    )
 
 
 @pytest.mark.parametrize(

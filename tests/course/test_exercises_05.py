@@ -43,11 +43,18 @@ def closest(update, r):
 
 def fitting(**changes):
     fields = {"precision": "bf16-mixed", "dtype": "bfloat16", "gradient_checkpointing": True}
-    return Recipe("mistral-7b", 1, 4096, **{**fields, "lora": LoRA(r=16, target_modules="all-linear"), **changes})
+    return Recipe(
+        "mistral-7b",
+        1,
+        4096,
+        **{**fields, "lora": LoRA(r=16, target_modules="all-linear"), **changes},
+    )
 
 
 def mixed(x, weight, A, B, scale, which):
-    return torch.stack([weight @ row + scale * B[i] @ A[i] @ row for row, i in zip(x, which, strict=True)])
+    return torch.stack(
+        [weight @ row + scale * B[i] @ A[i] @ row for row, i in zip(x, which, strict=True)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,9 +81,21 @@ def test_right_answers_are_accepted(name, answer):
         ("05.2", fitting(gradient_checkpointing=False), "does not fit"),
         ("05.3", lambda x, weight, A, B, scale, which: x @ weight.T, "numbers are not"),
         ("05.4", lambda model, r, alpha: model, "numbers are trained"),
-        ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, head=True), "numbers are trained"),
-        ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, frozen=False), "numbers are trained"),
-        ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, zero=False), "not the base any more"),
+        (
+            "05.4",
+            lambda model, r, alpha: add_lora(model, r, alpha, head=True),
+            "numbers are trained",
+        ),
+        (
+            "05.4",
+            lambda model, r, alpha: add_lora(model, r, alpha, frozen=False),
+            "numbers are trained",
+        ),
+        (
+            "05.4",
+            lambda model, r, alpha: add_lora(model, r, alpha, zero=False),
+            "not the base any more",
+        ),
         ("05.4", lambda model, r, alpha: add_lora(model, r, alpha, scale=1), "PEFT's"),
         ("05.4", lambda model, r, alpha: 1 / 0, "ZeroDivisionError"),
     ],

@@ -1,4 +1,6 @@
-"""Chapter 06's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
+"""Chapter 06's exercises: right answers in any form are accepted, and what readers get wrong is
+told apart.
+"""
 
 import pytest
 import torch
@@ -21,15 +23,24 @@ def block(most, nested):
 
 
 def groups(packed, scales, zeros, width=4):
-    codes = torch.tensor([[(int(n) >> shift) & 15 for shift in range(0, 8 * width, width)] for n in packed])
+    codes = torch.tensor(
+        [[(int(n) >> shift) & 15 for shift in range(0, 8 * width, width)] for n in packed]
+    )
     size = codes.numel() // len(scales)
     return (codes.flatten() - zeros.repeat_interleave(size)) * scales.repeat_interleave(size)
 
 
 def repaired(**changes):
-    fields = {"dtype": "bfloat16", "lora": LoRA(r=16, target_modules="all-linear"), "quantization": LEAN}
+    fields = {
+        "dtype": "bfloat16",
+        "lora": LoRA(r=16, target_modules="all-linear"),
+        "quantization": LEAN,
+    }
     return Recipe(
-        "llama-3.1-8b", 1, 4096, **{"precision": "bf16-mixed", "optim": "adamw_torch_fused", **fields, **changes}
+        "llama-3.1-8b",
+        1,
+        4096,
+        **{"precision": "bf16-mixed", "optim": "adamw_torch_fused", **fields, **changes},
     )
 
 
@@ -108,14 +119,26 @@ def test_right_answers_are_accepted(name, answer):
         ("06.1", lambda most, nested: block(most, nested) // 2, "take the next"),
         ("06.2", lambda packed, scales, zeros: packed, "A tensor of"),
         ("06.2", lambda packed, scales, zeros: groups(packed, scales, 0 * zeros), "group's zero"),
-        ("06.2", lambda packed, scales, zeros: groups(packed.zero_(), scales, zeros), "changes the packed"),
-        ("06.2", lambda packed, scales, zeros: groups(packed, scales, zeros) + 1, "numbers are not"),
+        (
+            "06.2",
+            lambda packed, scales, zeros: groups(packed.zero_(), scales, zeros),
+            "changes the packed",
+        ),
+        (
+            "06.2",
+            lambda packed, scales, zeros: groups(packed, scales, zeros) + 1,
+            "numbers are not",
+        ),
         ("06.2", lambda packed, scales, zeros: 1 / 0, "ZeroDivisionError"),
         ("06.2", lambda packed, scales, zeros: ..., "not answered yet"),
         ("06.3", repaired(quantization=Quantization("nf4", double=True)), "activations"),
         ("06.3", repaired(gradient_checkpointing=True), "Neither checkpointing"),
         ("06.3", repaired(quantization=None), "stays in NF4"),
-        ("06.4", lambda model: prepare_model_for_kbit_training(ready(model), False), "No parameter"),
+        (
+            "06.4",
+            lambda model: prepare_model_for_kbit_training(ready(model), False),
+            "No parameter",
+        ),
         ("06.4", cast, "fp32"),
         ("06.4", "ready", "function"),
         ("06.4", lambda model: ready(model, r=4), "157,696"),

@@ -1,4 +1,6 @@
-"""Chapter 07's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
+"""Chapter 07's exercises: right answers in any form are accepted, and what readers get wrong is
+told apart.
+"""
 
 import random
 
@@ -29,7 +31,9 @@ def marks(intervals):
 
 
 def dealt(samples, rank, ranks, worker, workers):
-    return (sample for i, sample in enumerate(samples) if i % (ranks * workers) == worker * ranks + rank)
+    return (
+        sample for i, sample in enumerate(samples) if i % (ranks * workers) == worker * ranks + rank
+    )
 
 
 def detached(model, optimizer, batches):
@@ -47,7 +51,9 @@ def detached(model, optimizer, batches):
 
 def without_checkpoints(model, batch, seconds, peak):
     """The flags of the layers, and not the mode."""
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers = [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
     for layer in layers:
         layer.gradient_checkpointing = False
     counter = FlopCounterMode(display=False)
@@ -75,7 +81,10 @@ def grouped(lengths, size, seed):
     """Sorted within random groups, the longest first."""
     draw = random.Random(seed)
     order = draw.sample(range(len(lengths)), len(lengths))
-    groups = [sorted(order[at : at + 16 * size], key=lengths.__getitem__) for at in range(0, len(order), 16 * size)]
+    groups = [
+        sorted(order[at : at + 16 * size], key=lengths.__getitem__)
+        for at in range(0, len(order), 16 * size)
+    ]
     flat = sorted((i for group in groups for i in group), key=lengths.__getitem__, reverse=True)
     cut = [flat[at : at + size] for at in range(0, len(flat), size)]
     first, rest = cut[0], cut[1:]
@@ -125,11 +134,23 @@ def gives_up(step, batch):
     "name, answer, said",
     [
         ("07.1", lambda intervals: sum(end - start for start, end in intervals), "more than once"),
-        ("07.1", lambda intervals: max(e for _, e in intervals) - min(s for s, _ in intervals), "gaps"),
+        (
+            "07.1",
+            lambda intervals: max(e for _, e in intervals) - min(s for s, _ in intervals),
+            "gaps",
+        ),
         ("07.1", 4, "A function was expected"),
         ("07.1", lambda intervals: None, "not answered yet"),
-        ("07.2", lambda samples, rank, ranks, worker, workers: samples[worker::workers], "comes 2 times"),
-        ("07.2", lambda samples, rank, ranks, worker, workers: samples[rank::ranks], "comes 2 times"),
+        (
+            "07.2",
+            lambda samples, rank, ranks, worker, workers: samples[worker::workers],
+            "comes 2 times",
+        ),
+        (
+            "07.2",
+            lambda samples, rank, ranks, worker, workers: samples[rank::ranks],
+            "comes 2 times",
+        ),
         ("07.2", lambda samples, rank, ranks, worker, workers: samples[:1], "never comes"),
         ("07.2", lambda samples: samples, "fails with TypeError"),
         ("07.2", lambda *given: ..., "not answered yet"),

@@ -1,4 +1,6 @@
-"""Chapter 08's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
+"""Chapter 08's exercises: right answers in any form are accepted, and what readers get wrong is
+told apart.
+"""
 
 import itertools
 
@@ -29,21 +31,43 @@ def fitting(**changes):
 
 def candidates(model, card, seq_len, batch):
     half = "bf16" if card.supports("bf16-true") else "fp16"
-    bases = (None, Quantization("nf4", prepare=False), Quantization("nf4", double=True, prepare=False))
+    bases = (
+        None,
+        Quantization("nf4", prepare=False),
+        Quantization("nf4", double=True, prepare=False),
+    )
     attention, sizes = ("sdpa", "eager"), [n for n in range(1, batch + 1) if batch % n == 0]
-    for base, lora, checkpoint, kernel, n in itertools.product(bases, (None, RANK), (False, True), attention, sizes):
+    for base, lora, checkpoint, kernel, n in itertools.product(
+        bases, (None, RANK), (False, True), attention, sizes
+    ):
         if (base and not lora) or (half == "fp16" and not lora):
             continue
         optim, dtype = "adamw_torch_fused" if lora else "paged_adamw_8bit", None
         precision = f"{half}-mixed" if lora else f"{half}-true"
         if lora and not base:
             dtype = "bfloat16" if half == "bf16" else "float16"
-        more = dict(gradient_accumulation_steps=batch // n, gradient_checkpointing=checkpoint, lora=lora, dtype=dtype)
-        yield Recipe(model, n, seq_len, precision, optim, quantization=base, attn_implementation=kernel, **more)
+        more = dict(
+            gradient_accumulation_steps=batch // n,
+            gradient_checkpointing=checkpoint,
+            lora=lora,
+            dtype=dtype,
+        )
+        yield Recipe(
+            model,
+            n,
+            seq_len,
+            precision,
+            optim,
+            quantization=base,
+            attn_implementation=kernel,
+            **more,
+        )
 
 
 def planner(end="high", order=min, **changes):
-    """An answer to 08.6: the first by `order` of the seconds whose process's `end` is within the card."""
+    """An answer to 08.6: the first by `order` of the seconds whose process's `end` is within the
+    card.
+    """
 
     def answer(model, gpu, seq_len, global_batch):
         card = find_gpu(gpu)
@@ -81,12 +105,20 @@ def test_right_answers_are_accepted(name, answer):
     "name,answer,said",
     [
         ("08.1", lambda global_batch, gpus, most: global_batch // (gpus * most), "global_batch"),
-        ("08.1", lambda global_batch, gpus, most: -(-global_batch // (gpus * most)), "another batch"),
+        (
+            "08.1",
+            lambda global_batch, gpus, most: -(-global_batch // (gpus * most)),
+            "another batch",
+        ),
         ("08.2", lambda points: points, "as light and as fast"),
         ("08.2", lambda points: front(points)[1:], "missing"),
         ("08.2", lambda points: front(points) * 2, "twice"),
         ("08.2", lambda points: points[9], "IndexError"),
-        ("08.3", lambda operations, written, kernels, peak, bandwidth: operations / (0.425 * peak), "operations"),
+        (
+            "08.3",
+            lambda operations, written, kernels, peak, bandwidth: operations / (0.425 * peak),
+            "operations",
+        ),
         ("08.3", lambda **_: 1 / 0, "ZeroDivisionError"),
         ("08.4", "gradients", "twice as large"),
         ("08.5", fitting(optim="adamw_torch_fused"), "The process may take"),

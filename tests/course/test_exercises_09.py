@@ -1,4 +1,6 @@
-"""Chapter 09's exercises: right answers in other words are accepted, and what readers get wrong is told apart."""
+"""Chapter 09's exercises: right answers in other words are accepted, and what readers get wrong is
+told apart.
+"""
 
 import math
 from itertools import pairwise, permutations
@@ -50,12 +52,20 @@ def test_right_answers_in_other_words(name, answer):
     [
         ("09.1", lambda rank, step, gpus: (rank + step) % gpus, "from a lower one"),
         ("09.2", 112.5, "both directions"),
-        ("09.3", {"pairs of GPUs": 12, "pairs with NVLink": 1, "pairs across NUMA nodes": 3}, "counted twice"),
+        (
+            "09.3",
+            {"pairs of GPUs": 12, "pairs with NVLink": 1, "pairs across NUMA nodes": 3},
+            "counted twice",
+        ),
         ("09.4", lambda watts: math.ceil(watts / 150), "slot gives 75 W"),
         ("09.5", lambda parameters, read, write: 8 * parameters / read, "go back too"),
         ("09.6", "ZeRO-1", "as many bytes as DDP"),
         ("09.7", lambda rates, size: by_ring(rates, size) / 2, "half the right amount"),
-        ("09.7", lambda rates, size: 1.5 * size / min(rates[a][a - 1] for a in range(len(rates))), ""),
+        (
+            "09.7",
+            lambda rates, size: 1.5 * size / min(rates[a][a - 1] for a in range(len(rates))),
+            "",
+        ),
         ("09.7", greedy, ""),
     ],
 )

@@ -1,4 +1,6 @@
-"""Expandable segments and a full card: invariants under any sequence, and sequences worked out by hand from the C++."""
+"""Expandable segments and a full card: invariants under any sequence, and sequences worked out by
+hand from the C++.
+"""
 
 import pytest
 from hardware.test_allocator import ACTIONS, check_pool, living
@@ -15,7 +17,11 @@ def test_invariants(actions, limit):
     for alive in living(allocator, actions):
         mapped = 0
         for index, pool in allocator.pools.items():
-            page, start, holes = (2 if pool.small else 20) * MiB, ADDRESSES * (index + 1), pool.holes
+            page, start, holes = (
+                (2 if pool.small else 20) * MiB,
+                ADDRESSES * (index + 1),
+                pool.holes,
+            )
             check_pool(pool, {start: start + ADDRESSES}, alive, holes)
             assert not set(holes) & set(holes.values()), "holes that touch are one"
             assert all(start % page == end % page == 0 for start, end in holes.items())
@@ -41,7 +47,9 @@ def test_one_request(size, allocated, reserved):
 
 
 def test_growing_requests_share_one_stretch():
-    """Each a page more than the last, and gone before the next: the classic case, in one segment and in many."""
+    """Each a page more than the last, and gone before the next: the classic case, in one segment
+    and in many.
+    """
     grown, many = ExpandableAllocator(), Allocator()
     for pages in range(1, 11):
         for allocator in (grown, many):
@@ -76,7 +84,10 @@ def test_a_full_card_gives_back_what_is_unused_and_then_refuses():
     assert allocator.reserved == 62 * MiB and allocator.given_back == 0
     allocator.free(allocator.malloc(31 * MiB))  # only by giving back the 30
     assert allocator.reserved == 64 * MiB and (allocator.mallocs, allocator.given_back) == (3, 1)
-    with pytest.raises(AllocatorError, match=r"out of memory: 0\.039 GiB more beside 0\.031 GiB allocated, of 0\.062"):
+    with pytest.raises(
+        AllocatorError,
+        match=r"out of memory: 0\.039 GiB more beside 0\.031 GiB allocated, of 0\.062",
+    ):
         allocator.malloc(40 * MiB)
     assert allocator.allocated == kept.size == 32 * MiB
 

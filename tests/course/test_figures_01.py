@@ -13,7 +13,9 @@ def test_a_format_reaches_from_its_smallest_to_its_largest_number():
     figure = figures_01.ranges()
     subnormal, normal = figure.axes[0].patches[::2], figure.axes[0].patches[1::2]
     for f, low, high, label in zip(FORMATS, subnormal, normal, figure.axes[0].texts, strict=True):
-        assert low.get_x() == pytest.approx(f.smallest) and high.get_x() == pytest.approx(f.smallest_normal)
+        assert low.get_x() == pytest.approx(f.smallest) and high.get_x() == pytest.approx(
+            f.smallest_normal
+        )
         assert high.get_x() + high.get_width() == pytest.approx(f.max)
         assert label.get_text().strip() == f"1/{2**f.fraction_bits:,}"
     assert "fp16 1 + 5 + 10 6.0e-08 6.55e+04 1/1,024" in " ".join(plot.table(figure).split())

@@ -17,7 +17,10 @@ def test_the_flow_names_the_sizes_of_each_matrix():
 
 
 def test_marks_are_simulated_and_lines_predicted():
-    predicted = {"all": {2048: GiB, 4096: 2 * GiB, 32768: 8 * GiB}, "LoRA": {2048: 0, 4096: GiB, 32768: 7 * GiB}}
+    predicted = {
+        "all": {2048: GiB, 4096: 2 * GiB, 32768: 8 * GiB},
+        "LoRA": {2048: 0, 4096: GiB, 32768: 7 * GiB},
+    }
     simulated = {"all": {2048: GiB, 32768: 8 * GiB}, "LoRA": {2048: 0, 32768: 6 * GiB}}
     figure = figures_05.over_length(predicted, simulated, "A title", "about")
     lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
@@ -30,5 +33,7 @@ def test_every_seed_is_a_point_and_every_setting_a_row():
     figure = figures_05.compared(sweep, "A title")
     dots = {bits for line in figure.axes[0].lines for bits in line.get_xdata()}
     assert dots >= {bits for run in sweep.runs for bits in run.seeds["documentation"]}
-    assert len(figure.rows) == 2 + len(sweep.runs) and "all weights" in [row[0] for row in figure.rows]
+    assert len(figure.rows) == 2 + len(sweep.runs) and "all weights" in [
+        row[0] for row in figure.rows
+    ]
     assert [row[3] for row in figure.rows[2:]] == sorted(row[3] for row in figure.rows[2:])

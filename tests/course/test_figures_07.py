@@ -1,4 +1,6 @@
-"""Drawings of chapter 07: what a trace says, the lines of a history, segments, and where reserved memory climbs."""
+"""Drawings of chapter 07: what a trace says, the lines of a history, segments, and where reserved
+memory climbs.
+"""
 
 from types import SimpleNamespace
 
@@ -19,27 +21,49 @@ def event(name, start, end, device="CPU"):
 
 
 def seen(*events):
-    """The trace of events (name, start, end), or those with their device; the last waiting finds no batch."""
+    """The trace of events (name, start, end), or those with their device; the last waiting finds no
+    batch.
+    """
     last = max(end for _, _, end, *_ in events)
     given = [*events, (WAIT, last, last + 0.5)]
     return figures_07.traced(SimpleNamespace(events=lambda: [event(*one) for one in given]))
 
 
 def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
-    found = seen((WAIT, 1, 4), ("forward", 4, 5), ("aten::mm", 4, 5), ("forward", 4, 5, "CUDA"), ("update", 5, 7))
-    assert found.labels == {"waiting for data": [(1, 3)], "forward": [(4, 1)], "backward": [], "update": [(5, 2)]}
+    found = seen(
+        (WAIT, 1, 4),
+        ("forward", 4, 5),
+        ("aten::mm", 4, 5),
+        ("forward", 4, 5, "CUDA"),
+        ("update", 5, 7),
+    )
+    assert found.labels == {
+        "waiting for data": [(1, 3)],
+        "forward": [(4, 1)],
+        "backward": [],
+        "update": [(5, 2)],
+    }
     assert (found.seconds, found.share("waiting for data"), found.total("update")) == (6, 0.5, 2)
     assert (found.computing("waiting for data"), found.computing("forward")) == (0, 1)
-    assert table(figures_07.loops({"a loop": found}, "title", "about")).split()[-2:] == ["6.0", "50%"]
+    assert table(figures_07.loops({"a loop": found}, "title", "about")).split()[-2:] == [
+        "6.0",
+        "50%",
+    ]
 
 
 def test_operators_that_overlap_are_one_span_and_kernels_have_a_row():
     kernels = [("gemm", 4.2, 4.4, "CUDA"), ("gemm", 4.4, 4.5, "CUDA")]
-    found = seen((WAIT, 1, 4), ("aten::linear", 4, 5), ("aten::mm", 4.1, 4.9), ("aten::add", 6, 7), *kernels)
+    found = seen(
+        (WAIT, 1, 4), ("aten::linear", 4, 5), ("aten::mm", 4.1, 4.9), ("aten::add", 6, 7), *kernels
+    )
     assert found.lanes["operators"] == [(4, 1), (6, 1)]
     assert found.lanes["GPU kernels"] == [pytest.approx((4.2, 0.3))]
     figure = figures_07.trace(found, "title", "about")
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["labels", "operators", "GPU kernels"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "labels",
+        "operators",
+        "GPU kernels",
+    ]
     assert "100%" in table(figure)
 
 
@@ -56,7 +80,10 @@ def test_a_history_ends_where_its_snapshot_does():
     snapshot = Snapshot({"device_traces": [events]})
     figure = figures_07.histories({"one": snapshot, "the same": snapshot}, "title", "about")
     assert table(figure).splitlines()[-1].split() == ["the", "same", "3.0", "1.0"]
-    tops = [max(path.vertices[:, 1].max() for path in band.get_paths()) for band in figure.axes[0].collections]
+    tops = [
+        max(path.vertices[:, 1].max() for path in band.get_paths())
+        for band in figure.axes[0].collections
+    ]
     assert max(tops) == 3
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names[:2] == ["gone.py:3", "kept.py:3"]
@@ -73,7 +100,10 @@ def test_segments_show_what_is_free():
 
 def test_a_layers_times_stand_beside_the_least():
     figure = figures_07.layer_times({1: 0.001, 8: 0.002}, {1: 0.0015, 8: 0.002}, "title", "about")
-    assert [line.split() for line in table(figure).splitlines()[2:]] == [["1", "1.00", "1.50"], ["8", "2.00", "2.00"]]
+    assert [line.split() for line in table(figure).splitlines()[2:]] == [
+        ["1", "1.00", "1.50"],
+        ["8", "2.00", "2.00"],
+    ]
 
 
 def test_a_climb_names_the_tokens_of_its_step():

@@ -1,4 +1,6 @@
-"""What the drawings of chapters 00 and 09 show as tables: the peaks of both steps, and the links of a ring."""
+"""What the drawings of chapters 00 and 09 show as tables: the peaks of both steps, and the links of
+a ring.
+"""
 
 from types import SimpleNamespace
 
@@ -24,11 +26,20 @@ def run(*moments: Bytes):
 
 
 def test_the_second_step_starts_with_the_states_of_the_first():
-    first = run(Bytes(parameters=GiB), Bytes(parameters=GiB, activations=3 * GiB), Bytes(GiB, optimizer_states=2 * GiB))
-    second = run(Bytes(GiB, optimizer_states=2 * GiB), Bytes(GiB, optimizer_states=2 * GiB, activations=3 * GiB))
+    first = run(
+        Bytes(parameters=GiB),
+        Bytes(parameters=GiB, activations=3 * GiB),
+        Bytes(GiB, optimizer_states=2 * GiB),
+    )
+    second = run(
+        Bytes(GiB, optimizer_states=2 * GiB),
+        Bytes(GiB, optimizer_states=2 * GiB, activations=3 * GiB),
+    )
     figure = figures_00.two_steps(first, second, 5 * GiB, "a title", "about")
     assert figure.rows[1:] == [("1", "0.00", "4.00"), ("2", "2.00", "6.00")]
-    assert {"4.0 GiB", "6.0 GiB", "AdamW's states: 2.0 GiB"} <= {text.get_text() for text in figure.axes[0].texts}
+    assert {"4.0 GiB", "6.0 GiB", "AdamW's states: 2.0 GiB"} <= {
+        text.get_text() for text in figure.axes[0].texts
+    }
 
 
 def test_every_pair_is_in_the_table_and_the_ring_is_marked():

@@ -1,4 +1,6 @@
-"""Fine-tuning the base model: the loop trains what it should, and the record's script runs end to end."""
+"""Fine-tuning the base model: the loop trains what it should, and the record's script runs end to
+end.
+"""
 
 import importlib.util
 import json
@@ -9,7 +11,14 @@ from vramlab.report.data import data_path
 from vramlab.report.errors import RecordError
 from vramlab_course import finetuning
 from vramlab_course.base_model import bits_per_byte, finetuning_texts
-from vramlab_course.finetuning import adapted, batches, finetune, fresh, recorded_quality, recorded_sweep
+from vramlab_course.finetuning import (
+    adapted,
+    batches,
+    finetune,
+    fresh,
+    recorded_quality,
+    recorded_sweep,
+)
 
 
 def test_the_loop_learns_and_leaves_frozen_weights_alone():
@@ -19,7 +28,9 @@ def test_the_loop_learns_and_leaves_frozen_weights_alone():
     before = bits_per_byte(model, texts, stride=256)
     losses = finetune(model, texts, steps=12, learning_rate=3e-3, batch_size=4, context=128)
     assert len(losses) == 12 and bits_per_byte(model, texts, stride=256) < 0.98 * before
-    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    assert all(
+        torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen
+    )
     assert not model.training
 
 
@@ -32,7 +43,9 @@ def test_a_start_depends_on_the_seed_alone():
 
 def test_adapters_go_where_they_are_told():
     names = {
-        n.split(".lora_")[0].rsplit(".", 1)[1] for n, p in fresh(1, ["q_proj"]).named_parameters() if p.requires_grad
+        n.split(".lora_")[0].rsplit(".", 1)[1]
+        for n, p in fresh(1, ["q_proj"]).named_parameters()
+        if p.requires_grad
     }
     assert names == {"q_proj"}
     assert fresh(None).get_parameter("model.norm.weight").requires_grad
@@ -59,7 +72,9 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
     spec.loader.exec_module(script)
     monkeypatch.setattr(script, "FIRST", {"full": (1,), "LoRA": (3, 4)})
     monkeypatch.setattr(script, "BATCH_SIZE", 1)
-    monkeypatch.setattr(script, "finetuning_texts", lambda split: [text[:800] for text in finetuning_texts(split)])
+    monkeypatch.setattr(
+        script, "finetuning_texts", lambda split: [text[:800] for text in finetuning_texts(split)]
+    )
     rates = {
         1e-2: 1.5,
         3e-2: 1.7,
@@ -96,15 +111,21 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
 
 
 def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("quality_4bit", data_path("base_model", "quality_4bit.py"))
+    spec = importlib.util.spec_from_file_location(
+        "quality_4bit", data_path("base_model", "quality_4bit.py")
+    )
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    monkeypatch.setattr(script, "finetuning_texts", lambda split: [finetuning_texts(split)[0][:1500]])
+    monkeypatch.setattr(
+        script, "finetuning_texts", lambda split: [finetuning_texts(split)[0][:1500]]
+    )
     monkeypatch.setattr(script, "CONTEXT", 64)
     script.main(["--steps", "2", "--hardware", "a test", "--out", str(tmp_path / "facts.json")])
     facts, recorded = json.loads((tmp_path / "facts.json").read_text()), recorded_quality()
     assert facts.keys() == recorded.keys() and facts["runs"].keys() == recorded["runs"].keys()
-    befores = [run["before"] for run in facts["runs"].values()]  # of four bases, near to each other, one used twice
+    befores = [
+        run["before"] for run in facts["runs"].values()
+    ]  # of four bases, near to each other, one used twice
     assert len({*befores}) == 4 and len(befores) == 5 and max(befores) < 1.05 * min(befores)
     assert all(run["after"] != run["before"] for run in facts["runs"].values())
 

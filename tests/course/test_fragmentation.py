@@ -1,4 +1,6 @@
-"""Requests of a real step at several lengths: they close, they follow each other, and the order of lengths matters."""
+"""Requests of a real step at several lengths: they close, they follow each other, and the order of
+lengths matters.
+"""
 
 import pytest
 from vramlab import Recipe
@@ -46,6 +48,9 @@ def test_the_second_time_round_asks_for_nothing(requests):
 def test_a_small_card_makes_it_give_back_or_refuses(requests):
     free = follow(requests, sorted(LENGTHS))
     tight = follow(requests, sorted(LENGTHS), Allocator(limit=int(free.peak_allocated * 1.25)))
-    assert sum(tight.given_back) > 0 and tight.peak_reserved <= free.peak_allocated * 1.25 < free.peak_reserved
+    assert (
+        sum(tight.given_back) > 0
+        and tight.peak_reserved <= free.peak_allocated * 1.25 < free.peak_reserved
+    )
     with pytest.raises(AllocatorError, match="out of memory"):
         follow(requests, sorted(LENGTHS), Allocator(limit=free.peak_allocated // 2))

@@ -1,4 +1,6 @@
-"""Guesses: the reader's number stands beside what was found, and without one nothing differs from run to run."""
+"""Guesses: the reader's number stands beside what was found, and without one nothing differs from
+run to run.
+"""
 
 import pytest
 from vramlab_course import guesses
@@ -21,7 +23,10 @@ def test_the_question_asks_for_a_number_until_there_is_one(capsys):
     guess("How much?", "GiB")
     guess("How much?", "GiB", mine=12.5)
     asked, given = capsys.readouterr().out.splitlines()
-    assert asked == "How much? Your guess in GiB: none yet." and given == "How much? Your guess in GiB: 12.5."
+    assert (
+        asked == "How much? Your guess in GiB: none yet."
+        and given == "How much? Your guess in GiB: 12.5."
+    )
 
 
 @pytest.mark.parametrize("mine", ["12", True, [12]])
@@ -49,7 +54,10 @@ def test_what_was_found_stands_beside_the_guess(mine, found, said, capsys):
 
 
 def test_a_time_is_tagged_as_one_of_this_run(capsys):
-    assert compared(None, 1234.5, capsys, form=",.0f", of_this_run=True) == "live: found 1,234 GiB · your guess: none\n"
+    assert (
+        compared(None, 1234.5, capsys, form=",.0f", of_this_run=True)
+        == "live: found 1,234 GiB · your guess: none\n"
+    )
 
 
 def test_the_score_counts_how_many_are_close():
@@ -65,7 +73,10 @@ def test_the_score_counts_how_many_are_close():
 
 def test_the_score_without_guesses_is_the_same_in_every_run():
     guess("Question?", "GiB").compare(10)
-    assert score() == "You guessed none of the 1 numbers. Put yours in place of None, and run the cells again."
+    assert (
+        score()
+        == "You guessed none of the 1 numbers. Put yours in place of None, and run the cells again."
+    )
 
 
 def test_a_cell_that_runs_again_replaces_its_guess():

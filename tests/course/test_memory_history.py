@@ -1,4 +1,6 @@
-"""Memory histories: a hand-made one in torch's form, and real code recorded on the CPU, leaks included."""
+"""Memory histories: a hand-made one in torch's form, and real code recorded on the CPU, leaks
+included.
+"""
 
 import json
 
@@ -11,7 +13,11 @@ from vramlab.report.report import MiB
 from vramlab_course.memory_history import Snapshot, record
 
 FRAMES = [
-    {"filename": "/env/lib/python3.11/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"},
+    {
+        "filename": "/env/lib/python3.11/site-packages/torch/nn/functional.py",
+        "line": 9,
+        "name": "linear",
+    },
     {"filename": "/home/ann/train.py", "line": 12, "name": "step"},
     {"filename": "/home/ann/main.py", "line": 3, "name": "main"},
 ]
@@ -39,7 +45,9 @@ HAND = {
 
 def test_over_time_by_hand():
     snapshot = Snapshot(HAND)
-    mib = np.array([4, 4, 12, 16, 16, 8, 10, 9]) * MiB  # 4 MiB were alive before: the segments say 9 at the end
+    mib = (
+        np.array([4, 4, 12, 16, 16, 8, 10, 9]) * MiB
+    )  # 4 MiB were alive before: the segments say 9 at the end
     assert (snapshot.allocated == mib).all()
     assert snapshot.peak == 3 and snapshot.source == "measured"
 
@@ -60,7 +68,9 @@ def test_blocks_and_lines_by_hand():
 def test_a_line_in_a_library_only_when_there_is_no_other():
     assert user_line(FRAMES[:1]).file == "functional.py"
     assert user_line([]) == UNKNOWN
-    assert user_line([{"filename": "/tmp/ipykernel_7/123.py", "line": 4, "name": "f"}]).file == "cell"
+    assert (
+        user_line([{"filename": "/tmp/ipykernel_7/123.py", "line": 4, "name": "f"}]).file == "cell"
+    )
     course = {
         "filename": "/env/lib/python3.11/site-packages/vramlab_course/chapters/tiny_gpt.py",
         "line": 4,
@@ -100,7 +110,10 @@ def test_uncleared_gradients_are_left_with_their_line():
         model(x).square().mean().backward()  # the line that is looked for
     (group,) = memory.snapshot.left()
     assert group.size == sum(p.nbytes for p in model.parameters()) and group.count == 4
-    assert group.line.file == "test_memory_history.py" and "the line that is looked for" in group.line.text
+    assert (
+        group.line.file == "test_memory_history.py"
+        and "the line that is looked for" in group.line.text
+    )
 
 
 def test_a_loss_in_a_list_keeps_its_graph_only_without_backward():
@@ -147,7 +160,9 @@ def test_an_error_inside_comes_out_as_it_is():
 def test_on_a_gpu_the_history_is_torchs_own(monkeypatch):
     """With torch's functions replaced: what is asked of them, and in which order."""
     asked = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options)
+    )
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: HAND)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

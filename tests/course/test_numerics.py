@@ -1,4 +1,6 @@
-"""Formats equal torch's dtypes bit for bit, quantizers equal bitsandbytes'; both keep the promises that rounding makes."""
+"""Formats equal torch's dtypes bit for bit, quantizers equal bitsandbytes'; both keep the promises
+that rounding makes.
+"""
 
 import dataclasses
 import math
@@ -51,21 +53,31 @@ def codes_of(numbers: torch.Tensor, format: Format) -> list[int]:
 
 def same(a: float, b: float) -> bool:
     """Equal, and with the same sign where they are zero; nan equals nan."""
-    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    return (math.isnan(a) and math.isnan(b)) or (
+        a == b and math.copysign(1, a) == math.copysign(1, b)
+    )
 
 
 def awkward(format: Format) -> list[float]:
-    """Every number of a format, every tie between two, and what lies just beside; for 16 bits, every 37th."""
-    numbers = [*[n for n in format.numbers() if n >= 0][:: 37 if format.bits > 8 else 1], format.max]
+    """Every number of a format, every tie between two, and what lies just beside; for 16 bits,
+    every 37th.
+    """
+    numbers = [
+        *[n for n in format.numbers() if n >= 0][:: 37 if format.bits > 8 else 1],
+        format.max,
+    ]
     ties = [(a + format.decode(format.encode(a) + 1)) / 2 for a in numbers if a < format.max]
     last = format.max - format.decode(format.max_code - 1)
-    found = torch.tensor([*numbers, *ties, format.max + last / 2, format.max + last, 1e-45, 3e38, math.inf, 0.0])
+    found = torch.tensor(
+        [*numbers, *ties, format.max + last / 2, format.max + last, 1e-45, 3e38, math.inf, 0.0]
+    )
     beside = [torch.nextafter(found, torch.tensor(end)) for end in (-math.inf, math.inf)]
     found = torch.cat([found, *beside])
     return torch.cat([found, -found]).tolist()
 
 
-# --- formats ------------------------------------------------------------------------------------------------------
+# --- formats
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", TORCH, ids=str)
@@ -86,7 +98,11 @@ def test_every_code_is_its_numbers_code(format):
 def test_awkward_numbers_encode_as_torch_casts_them(format):
     numbers = awkward(format)
     expected = codes_of(torch.tensor(numbers), format)
-    wrong = [(n, format.encode(n), code) for n, code in zip(numbers, expected, strict=True) if format.encode(n) != code]
+    wrong = [
+        (n, format.encode(n), code)
+        for n, code in zip(numbers, expected, strict=True)
+        if format.encode(n) != code
+    ]
     assert not wrong
     assert len({code for code in expected}) > 100
 
@@ -96,7 +112,9 @@ def test_awkward_numbers_encode_as_torch_casts_them(format):
 def test_any_number_encodes_as_torch_casts_it(format, number):
     expected = codes_of(torch.tensor([number]), format)[0]
     if math.isnan(number):  # payloads differ from kernel to kernel: both are nan
-        assert math.isnan(format.decode(format.encode(number))) and math.isnan(format.decode(expected))
+        assert math.isnan(format.decode(format.encode(number))) and math.isnan(
+            format.decode(expected)
+        )
     else:
         assert format.encode(number) == expected
 
@@ -115,7 +133,9 @@ def test_fp32_rounds_doubles_as_the_machine_does(number):
 
 @given(number=finite)
 def test_tf32_keeps_the_upper_bits_of_fp32(number):
-    """The nearest of the fp32 numbers whose last 13 bits are zero, by whole-number arithmetic on the bits."""
+    """The nearest of the fp32 numbers whose last 13 bits are zero, by whole-number arithmetic on
+    the bits.
+    """
     code = FP32.encode(number)
     kept, rest = divmod(code, 2**13)
     up = rest > 2**12 or (rest == 2**12 and kept % 2)
@@ -126,7 +146,11 @@ def test_e2m1_holds_the_sixteen_numbers_of_its_specification():
     """OCP Microscaling Formats 1.0, table 5: ±0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     assert [E2M1.decode(code) for code in E2M1.codes()] == sizes + [-size for size in sizes]
-    assert E2M1.round(1e9) == E2M1.round(math.inf) == 6 and E2M1.round(5) == 4 and E2M1.round(0.25) == 0
+    assert (
+        E2M1.round(1e9) == E2M1.round(math.inf) == 6
+        and E2M1.round(5) == 4
+        and E2M1.round(0.25) == 0
+    )
 
 
 @pytest.mark.parametrize("format", TORCH, ids=str)
@@ -158,7 +182,9 @@ def test_tensors_are_rounded_as_numbers_are(format):
     numbers = torch.randn(3000, generator=generator) * torch.exp2(
         torch.randint(-150, 127, (3000,), generator=generator)
     )
-    numbers = torch.cat([numbers, torch.tensor(awkward(BF16)[::11]), torch.tensor([0.0, -0.0, math.inf, -math.inf])])
+    numbers = torch.cat(
+        [numbers, torch.tensor(awkward(BF16)[::11]), torch.tensor([0.0, -0.0, math.inf, -math.inf])]
+    )
     expected = [format.round(n) for n in numbers.tolist()]
     assert all(same(a, b) for a, b in zip(rounded(numbers, format).tolist(), expected, strict=True))
     assert rounded(torch.tensor([math.nan]), format).isnan().all()
@@ -191,7 +217,10 @@ def test_bits_read_as_they_are_written():
         (lambda: absmax(torch.randn(4), bits=1), "bits is 1"),
         (lambda: absmax(torch.tensor([]), bits=8), "one finite floating-point number or more"),
         (lambda: absmax(torch.tensor([1, 2])), "one finite floating-point number or more"),
-        (lambda: blockwise(torch.tensor([1.0, math.nan]), NF4), "one finite floating-point number or more"),
+        (
+            lambda: blockwise(torch.tensor([1.0, math.nan]), NF4),
+            "one finite floating-point number or more",
+        ),
         (lambda: blockwise(torch.randn(4), NF4.flip(0)), "ascending numbers"),
         (lambda: blockwise(torch.randn(4), 2 * NF4), "from −1 to 1"),
         (lambda: quantile(torch.ones(99), 4), "fewer than 16 different numbers"),
@@ -204,7 +233,8 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(wrong, said):
         wrong()
 
 
-# --- quantizers against bitsandbytes ------------------------------------------------------------------------------
+# --- quantizers against bitsandbytes
+# ------------------------------------------------------------------------------
 
 
 def random(count: int, seed: int = 0) -> torch.Tensor:
@@ -239,21 +269,28 @@ def test_four_bit_codes_are_those_of_bitsandbytes(block_size, dtype):
         assert torch.equal(ours.scales, state.absmax.float())
         theirs = unpacked(packed, count)
         assert torch.equal(ours.codes.long(), theirs)
-        if block_size < 2048:  # above, some CPUs take a kernel that torch.compile makes first, in half a minute
+        if (
+            block_size < 2048
+        ):  # above, some CPUs take a kernel that torch.compile makes first, in half a minute
             back = bnb.dequantize_4bit(packed, state).flatten().float()
-            assert (back - ours.dequantize()).abs().max() <= torch.finfo(dtype).eps * numbers.abs().max()
+            assert (back - ours.dequantize()).abs().max() <= torch.finfo(
+                dtype
+            ).eps * numbers.abs().max()
 
 
 def test_rowwise_absmax_is_that_of_bitsandbytes():
     rows = random(64 * 128).reshape(64, 128)
     codes, maxima, _ = bnb.int8_vectorwise_quant(rows.half())
     ours = absmax(rows.half().float(), 8, block_size=128)
-    assert torch.equal(127 * ours.scales, maxima) or torch.allclose(127 * ours.scales, maxima, rtol=1e-6)
+    assert torch.equal(127 * ours.scales, maxima) or torch.allclose(
+        127 * ours.scales, maxima, rtol=1e-6
+    )
     assert (codes.int() - ours.codes).abs().max() <= 1  # it multiplies in fp16
     assert (codes.int() != ours.codes).float().mean() < 0.02
 
 
-# --- what every quantizer promises --------------------------------------------------------------------------------
+# --- what every quantizer promises
+# --------------------------------------------------------------------------------
 
 data = st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=300).map(torch.tensor)
 many = st.integers(0, 2**31).map(lambda seed: random(400, seed))
@@ -262,7 +299,9 @@ many = st.integers(0, 2**31).map(lambda seed: random(400, seed))
 @given(numbers=data, bits=st.integers(2, 8), block_size=st.sampled_from([None, 1, 7, 64]))
 def test_absmax_is_half_a_step_off_at_most(numbers, bits, block_size):
     small = absmax(numbers, bits, block_size)
-    steps = small.scales.repeat_interleave(block_size)[: len(numbers)] if block_size else small.scales
+    steps = (
+        small.scales.repeat_interleave(block_size)[: len(numbers)] if block_size else small.scales
+    )
     assert bool(((small.dequantize() - numbers).abs() <= steps / 2 * 1.0001 + 1e-37).all())
     assert small.codes.abs().max() <= 2 ** (bits - 1) - 1
     assert torch.equal(absmax(-numbers, bits, block_size).codes, -small.codes)
@@ -297,7 +336,8 @@ def test_order_is_kept_within_a_block(numbers):
 @given(numbers=many, bits=st.integers(2, 5))
 def test_quantile_codes_are_used_equally(numbers, bits):
     used = torch.bincount(quantile(numbers, bits).codes.long(), minlength=2**bits)
-    # borders lie halfway between two middles, not at the share's end: no code has more than a few shares
+    # borders lie halfway between two middles, not at the share's end: no code has more than a few
+    # shares
     assert used.min() >= 1 and used.max() <= 3 * len(numbers) / 2**bits + 1
 
 
@@ -305,9 +345,14 @@ def test_more_bits_and_smaller_blocks_mean_less_error():
     numbers = random(64 * 256)
     usual = numbers[numbers.abs() < 4]  # a table of quantiles has no place for outliers
     for quantizer in (absmax, quantile):
-        errors = [(quantizer(usual, bits).dequantize() - usual).square().mean() for bits in (3, 4, 6, 8)]
+        errors = [
+            (quantizer(usual, bits).dequantize() - usual).square().mean() for bits in (3, 4, 6, 8)
+        ]
         assert errors == sorted(errors, reverse=True) and errors[-1] < 0.05 * errors[0]
-    errors = [(blockwise(numbers, NF4, size).dequantize() - numbers).square().mean() for size in (4096, 512, 64, 32)]
+    errors = [
+        (blockwise(numbers, NF4, size).dequantize() - numbers).square().mean()
+        for size in (4096, 512, 64, 32)
+    ]
     assert errors == sorted(errors, reverse=True)
 
 

@@ -1,4 +1,6 @@
-"""The roofline's arithmetic against the GPU table, and that a measurement takes the best of its turns."""
+"""The roofline's arithmetic against the GPU table, and that a measurement takes the best of its
+turns.
+"""
 
 import pytest
 from vramlab.hardware.gpu import find_gpu
@@ -24,7 +26,9 @@ def test_figures_that_no_roofline_has(wrong):
 def test_each_computation_has_the_best_of_its_turns(monkeypatch):
     """With a clock that says how long each turn took; the first run of each is not timed."""
     runs, turns = [], {"a": [5, 2, 9], "b": [7, 8, 6]}
-    ticks = iter(tick for pair in zip(*turns.values(), strict=True) for took in pair for tick in (0, took))
+    ticks = iter(
+        tick for pair in zip(*turns.values(), strict=True) for took in pair for tick in (0, took)
+    )
     for clock in ("perf_counter", "thread_time"):  # a GPU's and a CPU's
         monkeypatch.setattr(roofline.time, clock, lambda: next(ticks))
     monkeypatch.setattr(roofline, "ROUNDS", 3)

@@ -17,14 +17,20 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def fitted_runs():
     """`benchmarks/fitted_runs.py` as a module."""
-    spec = importlib.util.spec_from_file_location("fitted_runs", ROOT / "benchmarks" / "fitted_runs.py")
+    spec = importlib.util.spec_from_file_location(
+        "fitted_runs", ROOT / "benchmarks" / "fitted_runs.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def archives(folder: Path, facts: dict, roles: dict[str, str] | None = None, quoted: bool = True) -> None:
-    """Write what the two source distributions hold of who was fitted to what, after `facts`; `roles` renames roles."""
+def archives(
+    folder: Path, facts: dict, roles: dict[str, str] | None = None, quoted: bool = True
+) -> None:
+    """Write what the two source distributions hold of who was fitted to what, after `facts`;
+    `roles` renames roles.
+    """
     own = [run for run in facts["runs"] if run["source"] == "fitcheck-llm"]
     rows = [{"measured": {"peak_allocated_mib": run["allocated"] / 2**20}} for run in own]
     manifest = []
@@ -92,21 +98,35 @@ def test_the_readme_says_who_was_fitted_to_what(fitted_runs):
     facts = fitted_runs.stored()
     roles = Counter(run.get("role") for run in facts["runs"] if run["source"] == "fitcheck-llm")
     assert roles == {"calibration": 49, "holdout": 12, "excluded": 10}
-    fitcheck, vramcalc = (fitted_runs.set_constants_of(tool, facts) for tool in ("fitcheck-llm", "vramcalc"))
+    fitcheck, vramcalc = (
+        fitted_runs.set_constants_of(tool, facts) for tool in ("fitcheck-llm", "vramcalc")
+    )
     assert (sum(fitcheck), sum(vramcalc)) == (32, 13)
     assert not any(fitted_runs.set_constants_of("vramlab predict", facts))
-    assert plain(facts, fitcheck, "fitcheck-llm") == (41, 23) and plain(facts, vramcalc, "vramcalc") == (1, 0)
+    assert plain(facts, fitcheck, "fitcheck-llm") == (41, 23) and plain(
+        facts, vramcalc, "vramcalc"
+    ) == (1, 0)
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     text = " ".join(readme.split())
-    assert "vramcalc's 13 runs set two of its constants, and 32 of fitcheck-llm's 71 its counts of activations" in text
+    assert (
+        "vramcalc's 13 runs set two of its constants, and 32 of fitcheck-llm's 71 its counts of activations"
+        in text
+    )
     assert "The 49 that it fitted its allowance" in text
     cells = {}
     for line in readme.splitlines():
         if line.startswith(("| vramcalc", "| fitcheck-llm", "| `vramlab.predict`")):
             row = [cell.strip() for cell in line.strip("|").split("|")]
-            cells[re.sub(r"[`| ].*", "", row[0].lstrip("`"))] = int(row[1]), int(row[3]), int(row[5])
-    others = {"vramcalc": 13, "fitcheck-llm": 11}  # plain runs of other projects that it answers for
+            cells[re.sub(r"[`| ].*", "", row[0].lstrip("`"))] = (
+                int(row[1]),
+                int(row[3]),
+                int(row[5]),
+            )
+    others = {
+        "vramcalc": 13,
+        "fitcheck-llm": 11,
+    }  # plain runs of other projects that it answers for
     for tool, seen in (("vramcalc", vramcalc), ("fitcheck-llm", fitcheck)):
         own, unseen = plain(facts, seen, tool)
         assert cells[tool][1:] == (own + others[tool], unseen + others[tool])
@@ -114,8 +134,14 @@ def test_the_readme_says_who_was_fitted_to_what(fitted_runs):
 
 
 def test_states_alone_are_asked_in_the_precision_that_ran(fitted_runs):
-    """accelerate's 16-bit figures and all of DeepSpeed's are of mixed precision: two of the seven full runs."""
-    full = [run["recipe"]["precision"] for run in fitted_runs.stored()["runs"] if not run["recipe"].get("lora")]
+    """accelerate's 16-bit figures and all of DeepSpeed's are of mixed precision: two of the seven
+    full runs.
+    """
+    full = [
+        run["recipe"]["precision"]
+        for run in fitted_runs.stored()["runs"]
+        if not run["recipe"].get("lora")
+    ]
     assert Counter(full) == {"bf16-true": 5, "bf16-mixed": 2}
     rows = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     asked = [line.split("|")[2].strip() for line in rows if "states only" in line]

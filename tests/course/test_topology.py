@@ -1,4 +1,6 @@
-"""The matrix of nvidia-smi topo -m: source E's two, harder ones, and broken ones; links, rings and seconds."""
+"""The matrix of nvidia-smi topo -m: source E's two, harder ones, and broken ones; links, rings and
+seconds.
+"""
 
 import pytest
 from vramlab.hardware.gpu import find_gpu
@@ -32,7 +34,8 @@ NIC Legend:
   NIC0: mlx5_0
   NIC1: mlx5_bond_0
 """
-# The hybrid cube mesh of eight V100 (DGX-1): one link or two to four neighbours, PCIe to the other three.
+# The hybrid cube mesh of eight V100 (DGX-1): one link or two to four neighbours, PCIe to the other
+# three.
 V100_MESH = """\
 	GPU0	GPU1	GPU2	GPU3	GPU4	GPU5	GPU6	GPU7	CPU Affinity	NUMA Affinity
 GPU0	 X 	NV1	NV1	NV2	NV2	SYS	SYS	SYS	0-19,40-59	0
@@ -54,18 +57,26 @@ GPU3	SYS	NODE	NV4	 X 	16-31	1
 
 
 def nvswitch() -> str:
-    """Eight GPUs behind NVSwitch on two NUMA nodes, two network cards, as a terminal gets it: coloured, with tabs."""
+    """Eight GPUs behind NVSwitch on two NUMA nodes, two network cards, as a terminal gets it:
+    coloured, with tabs.
+    """
     gpus, nics = [f"GPU{i}" for i in range(8)], ["NIC0", "NIC1"]
     near = {"NIC0": 0, "NIC1": 4}
     head = "\t".join(["", *gpus, *nics, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
     lines = [f"\x1b[4m{head}\x1b[0m"]
     for i, gpu in enumerate(gpus):
         links = [" X " if other == gpu else "NV18" for other in gpus]
-        cards = ["PIX" if near[n] == i else "NODE" if near[n] // 4 == i // 4 else "SYS" for n in nics]
+        cards = [
+            "PIX" if near[n] == i else "NODE" if near[n] // 4 == i // 4 else "SYS" for n in nics
+        ]
         node = i // 4
-        lines.append("\t".join([gpu, *links, *cards, f"{node * 48}-{node * 48 + 47}", f"{node}\t", "N/A"]))
+        lines.append(
+            "\t".join([gpu, *links, *cards, f"{node * 48}-{node * 48 + 47}", f"{node}\t", "N/A"])
+        )
     for n in nics:
-        cells = ["PIX" if near[n] == i else "NODE" if near[n] // 4 == i // 4 else "SYS" for i in range(8)]
+        cells = [
+            "PIX" if near[n] == i else "NODE" if near[n] // 4 == i // 4 else "SYS" for i in range(8)
+        ]
         lines.append("\t".join([n, *cells, *(" X " if m == n else "SYS" for m in nics)]))
     return "\n".join(lines) + "\n" + LEGEND
 
@@ -95,7 +106,11 @@ def test_a_mesh_is_one_island_with_slow_pairs():
     found = parse_topology(V100_MESH + LEGEND)
     assert found.islands() == [found.gpus]  # through one another
     assert sum(found.nvlinks("GPU0", other) for other in found.gpus) == NVLINK["V100"][1]
-    assert [line.split()[:2] for line in str(found).splitlines()[2:]] == [["NV2", "8"], ["NV1", "8"], ["SYS", "12"]]
+    assert [line.split()[:2] for line in str(found).splitlines()[2:]] == [
+        ["NV2", "8"],
+        ["NV1", "8"],
+        ["SYS", "12"],
+    ]
 
 
 def test_columns_that_a_driver_leaves_out():
@@ -113,7 +128,11 @@ def test_two_bridged_pairs_are_two_islands():
 def test_fewer_links_are_the_slower_path():
     text = "GPU0 GPU1 GPU2\nGPU0 X NV12 NV2\nGPU1 NV12 X NV4\nGPU2 NV2 NV4 X"
     found = parse_topology(text)
-    assert [line.split()[0] for line in str(found).splitlines()[2:]] == ["NV12", "NV4", "NV2"]  # as numbers, best first
+    assert [line.split()[0] for line in str(found).splitlines()[2:]] == [
+        "NV12",
+        "NV4",
+        "NV2",
+    ]  # as numbers, best first
 
 
 @pytest.mark.parametrize(
@@ -143,7 +162,9 @@ def test_a_machine_without_nvidia_smi_says_so(monkeypatch):
         topology.read_topology()
 
 
-@pytest.mark.parametrize("script, said", [(f"cat <<'.'\n{E_NVLINK}.", None), ("echo no driver; exit 9", "no driver")])
+@pytest.mark.parametrize(
+    "script, said", [(f"cat <<'.'\n{E_NVLINK}.", None), ("echo no driver; exit 9", "no driver")]
+)
 def test_the_machine_is_asked(tmp_path, monkeypatch, script, said):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -168,7 +189,9 @@ def test_pcie_by_its_line_rate():
 
 
 def ring(size: int, world_size: int, rounds: int) -> list[int]:
-    """Bytes each rank sends, counted by passing the pieces round: a piece to the next rank, N − 1 times a round."""
+    """Bytes each rank sends, counted by passing the pieces round: a piece to the next rank, N − 1
+    times a round.
+    """
     piece, sent = size // world_size, [0] * world_size
     for _ in range(rounds * (world_size - 1)):
         for rank in range(world_size):

@@ -1,4 +1,6 @@
-"""The command line builds the recipe asked for, prints what the witnesses return, and fails in one sentence."""
+"""The command line builds the recipe asked for, prints what the witnesses return, and fails in one
+sentence.
+"""
 
 import inspect
 import json
@@ -32,12 +34,16 @@ def report(source="predicted", recipe=None, target="cuda", total=GiB, status="ok
     split = Bytes(parameters=total // 2, activations=total - total // 2)
     phases = {"forward": Phase(split, split)} if status == "ok" else {}
     title = str(recipe) if recipe else "a recipe"
-    return Report(source, recipe and recipe.to_dict(), title, target, phases, split, "forward", status, **more)
+    return Report(
+        source, recipe and recipe.to_dict(), title, target, phases, split, "forward", status, **more
+    )
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Puts a function in the place of a module's: `stand_in("predict", function)` for that of the same name."""
+    """Puts a function in the place of a module's: `stand_in("predict", function)` for that of the
+    same name.
+    """
 
     rooms = {"predict": "formulas", "simulate": "simulation", "measure": "faces"}
 
@@ -50,18 +56,26 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def asked(stand_in):
-    """Witnesses that only note what they were asked: what the options mean is looked at apart from the answers."""
+    """Witnesses that only note what they were asked: what the options mean is looked at apart from
+    the answers.
+    """
     seen = SimpleNamespace(recipes=[], options=[])
 
     def witness(source):
         def answer(recipe, **options):
             seen.recipes.append(recipe)
             seen.options.append((source, options))
-            return report(source, recipe, options.get("target", "cpu" if source == "measured" else "cuda"))
+            return report(
+                source, recipe, options.get("target", "cpu" if source == "measured" else "cuda")
+            )
 
         return answer
 
-    for name, source in (("predict", "predicted"), ("simulate", "simulated"), ("measure", "measured")):
+    for name, source in (
+        ("predict", "predicted"),
+        ("simulate", "simulated"),
+        ("measure", "measured"),
+    ):
         stand_in(name, witness(source))
     return seen
 
@@ -86,7 +100,8 @@ WORDS = [
     ("--lora-r 8 --quantization fp4 --double-quant",
      {"lora": LoRA(), "quantization": Quantization("fp4", double=True)}),
     ("--lora-r 8 --double-quant", {"lora": LoRA(), "quantization": Quantization("nf4", double=True)}),
-    ("--trainer sft --lora-r 8 --quantization nf4 --precision bf16-mixed",  # TRL does not prepare the base
+    # TRL does not prepare the base
+    ("--trainer sft --lora-r 8 --quantization nf4 --precision bf16-mixed",
      {"lora": LoRA(), "quantization": Quantization("nf4", prepare=False), "precision": "bf16-mixed", "trainer": "sft"}),
     ("--stage 2 --world-size 4", {"sharding": Sharding(2, 4)}),
     ("--world-size 8 --engine deepspeed --offload optimizer", {"sharding": Sharding(3, 8, "deepspeed", "optimizer")}),
@@ -119,7 +134,14 @@ def test_model_by_path(asked, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(
         json.dumps(
-            {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64}
+            {
+                "model_type": "gpt2",
+                "n_embd": 64,
+                "n_layer": 2,
+                "n_head": 4,
+                "vocab_size": 100,
+                "n_positions": 64,
+            }
         )
     )
     assert run("predict", str(path)).exit_code == 0
@@ -132,7 +154,15 @@ def test_witnesses_get_their_options(asked):
     run("measure", "gpt2", "--repeats", "2")
     assert asked.options == [
         ("predicted", {"gpu": find_gpu("T4"), "other_memory": 0, "expandable_segments": False}),
-        ("simulated", {"target": "cpu", "gpu": find_gpu("L4"), "other_memory": 0, "expandable_segments": False}),
+        (
+            "simulated",
+            {
+                "target": "cpu",
+                "gpu": find_gpu("L4"),
+                "other_memory": 0,
+                "expandable_segments": False,
+            },
+        ),
         ("measured", {"repeats": 2}),
     ]
 
@@ -171,7 +201,10 @@ def test_text_is_the_reports_own(asked):
 )
 def test_verdict_on_a_gpu(stand_in, needs, answer):
     stand_in("predict", lambda recipe, gpu, **granted: report(recipe=recipe, **needs))
-    shown, code = run("predict", "gpt2", "--gpu", "T4"), 1 if answer.startswith("does not fit") else 0
+    shown, code = (
+        run("predict", "gpt2", "--gpu", "T4"),
+        1 if answer.startswith("does not fit") else 0,
+    )
     assert shown.stdout.splitlines()[-1].startswith(answer) and shown.exit_code == code
     shown = run("predict", "gpt2", "--gpu", "T4", "--json")
     found = Report.from_json(shown.stdout)
@@ -206,14 +239,21 @@ def test_options_make_the_question(monkeypatch, words, fields):
     monkeypatch.setitem(sys.modules, "vramlab.planning.plan", module)
     result = run("plan", "gpt2", "--gpu", "T4", *words.split())
     assert result.exit_code == 0, result.output
-    usual = {"gpus": 1, "global_batch": 16, "method": "any", "offload": True, "trainer": "transformers"}
+    usual = {
+        "gpus": 1,
+        "global_batch": 16,
+        "method": "any",
+        "offload": True,
+        "trainer": "transformers",
+    }
     usual["liger"] = True
     usual["expandable_segments"] = True
     assert asked == [{"model": "gpt2", "gpu": "T4", "confirm": True, **usual, **fields}]
     Question("gpt2", "T4", **{**usual, **fields})
 
 
-# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what goes wrong
+# ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 WRONG = [
     ("gpt9", "", "did you mean 'gpt2'"),
@@ -245,7 +285,9 @@ WRONG = [
 def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
     result = run("predict", model, *words.split())
     assert result.exit_code == 2 and result.stdout == ""
-    assert why in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+    assert (
+        why in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+    )
     assert asked.recipes == [], "refused before anything was computed"
 
 
@@ -274,13 +316,19 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
         ("plan gpt2 --gpu T4 --gpus two", "--gpus is 'two', but it must be a whole number"),
         ("plan gpt2 --gpu T4 --write .", "--write is '.', but it must be the name of a file"),
         ("plan gpt2 --gpu T4 --write none/train.py", "in a folder that can be written to"),
-        ("run --gpu T4 --report none/report.json -- python train.py", "--report is 'none/report.json'"),
+        (
+            "run --gpu T4 --report none/report.json -- python train.py",
+            "--report is 'none/report.json'",
+        ),
         ("evaluate gpt2 --samples few", "--samples is 'few'"),
         ("evaluate gpt2 --target gpu", "allowed are 'cuda' and 'cpu'"),
         ("measure gpt2 --repeats 0", "--repeats is 0"),
         ("explain gpt2 --fp16", "say --precision"),
         ("explain alone.json", "MODEL is ''"),
-        ("explain gpt2 arguments.json", "'training_arguments' is {'per_device_train_batch_size': 4, 'optim': 'best'}"),
+        (
+            "explain gpt2 arguments.json",
+            "'training_arguments' is {'per_device_train_batch_size': 4, 'optim': 'best'}",
+        ),
         ("explain none.py gpt2", "'script' is 'none.py'"),
     ],
 )
@@ -293,10 +341,14 @@ def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkey
     assert why in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["doctor --fp16", "share --optim sgd", "plan gpt2 --per-device-train-batch-size 4"])
+@pytest.mark.parametrize(
+    "words", ["doctor --fp16", "share --optim sgd", "plan gpt2 --per-device-train-batch-size 4"]
+)
 def test_an_option_of_other_commands_is_not_advised(words):
     result = run(*words.split())
-    assert result.exit_code == 2 and "No such option" in result.stderr and " say " not in result.stderr
+    assert (
+        result.exit_code == 2 and "No such option" in result.stderr and " say " not in result.stderr
+    )
 
 
 def test_an_empty_quantization_is_no_quantization_that_is_left_out(asked):
@@ -304,7 +356,16 @@ def test_an_empty_quantization_is_no_quantization_that_is_left_out(asked):
     assert result.exit_code == 2 and "'nf4'" in result.stderr and asked.recipes == []
 
 
-GARBAGE = ["", "{", "[1, 2]", "null", "[" * 100_000, "\x00", '[{"model": null}]', '[{"model": "gpt2", "lora": 5}]']
+GARBAGE = [
+    "",
+    "{",
+    "[1, 2]",
+    "null",
+    "[" * 100_000,
+    "\x00",
+    '[{"model": null}]',
+    '[{"model": "gpt2", "lora": 5}]',
+]
 
 
 @pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
@@ -312,10 +373,16 @@ def test_a_garbage_list_is_one_sentence(text, tmp_path):
     (tmp_path / "list.json").write_text(text)
     result = run("record", str(tmp_path / "list.json"), "--dry-run", "--folder", str(tmp_path))
     assert result.exit_code == 2 and result.stdout == ""
-    assert "list.json" in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+    assert (
+        "list.json" in result.stderr
+        and result.stderr.count("\n") == 1
+        and "Traceback" not in result.output
+    )
 
 
-@pytest.mark.parametrize("error", [MeasurementError("The child was killed."), RecordError("There is no record.")])
+@pytest.mark.parametrize(
+    "error", [MeasurementError("The child was killed."), RecordError("There is no record.")]
+)
 def test_the_packages_own_errors_are_sentences(stand_in, error):
     def fail(recipe, **options):
         raise error
@@ -340,7 +407,9 @@ def test_unknown_option_is_refused(asked):
 
 @pytest.mark.parametrize(("status", "code"), [("oom", 1), ("error", 1), ("ok", 0)])
 @pytest.mark.parametrize("style", [[], ["--json"]])
-def test_status_of_the_report_is_the_exit_status_and_the_report_is_shown(stand_in, status, code, style):
+def test_status_of_the_report_is_the_exit_status_and_the_report_is_shown(
+    stand_in, status, code, style
+):
     ran = report("measured", status=status, message="asked for 2 GiB, 1 GiB was free")
     stand_in("measure", lambda recipe, repeats: ran)
     result = run("measure", "gpt2", *style)
@@ -361,10 +430,15 @@ vramlab.faces.cli.app(prog_name="vramlab")
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
+@pytest.mark.skipif(
+    os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included"
+)
 def test_ctrl_c_stops_cleanly():
     child = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", INTERRUPTED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert child.stdout.readline() == "started\n"
@@ -392,9 +466,13 @@ runpy.run_module("vramlab", run_name="__main__")
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
+@pytest.mark.skipif(
+    os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included"
+)
 def test_ctrl_c_while_it_loads_is_no_traceback():
-    child = subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert child.stdout.readline() == "started\n"
         child.send_signal(signal.SIGINT)
@@ -404,7 +482,8 @@ def test_ctrl_c_while_it_loads_is_no_traceback():
     assert (child.returncode, out, err) == (130, "", "Stopped.\n")
 
 
-# ── the other commands ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the other commands
+# ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
@@ -417,7 +496,10 @@ def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
     lacks = [Check("torch", "missing", "none", "pip install torch", required=True)]
     monkeypatch.setattr(doctor, "LOOKS", {"x": lambda: lacks})
     result = run("doctor", "--json")
-    assert result.exit_code == 1 and json.loads(result.stdout)["checks"][0]["advice"] == "pip install torch"
+    assert (
+        result.exit_code == 1
+        and json.loads(result.stdout)["checks"][0]["advice"] == "pip install torch"
+    )
 
 
 def test_record_hands_everything_on(monkeypatch):
@@ -484,7 +566,9 @@ print(*sorted(name for name in sys.modules if not name.startswith("_")), file=sy
     ids=lambda value: value[0],
 )
 def test_commands_load_only_what_they_need(command, unwanted):
-    done = subprocess.run([sys.executable, "-c", LOADED, *command], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *command], capture_output=True, text=True, check=True
+    )
     assert done.stdout and not set(unwanted) & set(done.stderr.split())
 
 
@@ -493,7 +577,9 @@ def test_doctor_loads_no_torch_where_no_gpu_is():
 
     if may_have_gpu():
         pytest.skip("torch is asked about the GPU of this machine")
-    done = subprocess.run([sys.executable, "-c", LOADED, "doctor"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, "doctor"], capture_output=True, text=True, check=True
+    )
     assert "torch build" in done.stdout and not {"torch", "bitsandbytes"} & set(done.stderr.split())
 
 
@@ -504,11 +590,17 @@ def test_a_card_is_asked_for_in_a_sentence_and_a_dry_run_lists_what_is_left(tmp_
 
     listed = run("card", str(tmp_path / "list.json"), "--dry-run", "--folder", str(tmp_path))
     assert listed.exit_code == 0
-    assert listed.stdout.splitlines()[:2] == ["    15 s  context · loaded bare", "    15 s  context · loaded cuBLAS"]
+    assert listed.stdout.splitlines()[:2] == [
+        "    15 s  context · loaded bare",
+        "    15 s  context · loaded cuBLAS",
+    ]
     if may_have_gpu():
         pytest.skip("torch is asked about the GPU of this machine")
     refused = run("card", str(tmp_path / "list.json"))
-    assert (refused.exit_code, refused.stdout) == (2, "") and "there is no CUDA device here" in refused.stderr
+    assert (refused.exit_code, refused.stdout) == (
+        2,
+        "",
+    ) and "there is no CUDA device here" in refused.stderr
 
 
 def test_help_names_every_command_and_costs_no_torch():
@@ -521,7 +613,8 @@ def test_help_names_every_command_and_costs_no_torch():
         assert run(command, "-h").exit_code == 0
 
 
-# ── the real witnesses ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the real witnesses
+# ──────────────────────────────────────────────────────────────────────────────────────────────
 
 SMALL = ["gpt2", "--num-layers", "2", "--batch-size", "2", "--seq-len", "32"]
 RECIPE = Recipe("gpt2", num_layers=2, batch_size=2, seq_len=32)
@@ -532,7 +625,9 @@ def test_real_simulation_equals_the_function():
 
     shown = Report.from_json(run("simulate", *SMALL, "--target", "cpu", "--json").stdout)
     assert (shown.source, shown.target, shown.title) == ("simulated", "cpu", str(RECIPE))
-    assert shown.peak == simulate(RECIPE, target="cpu").peak and shown.peak.parameters > 4 * 50_000_000
+    assert (
+        shown.peak == simulate(RECIPE, target="cpu").peak and shown.peak.parameters > 4 * 50_000_000
+    )
 
 
 def test_real_prediction_equals_the_function():
@@ -542,14 +637,18 @@ def test_real_prediction_equals_the_function():
     assert shown.source == "predicted" and shown.peak == predict(RECIPE).peak
     assert run("predict", *SMALL, "--gpu", "T4").stdout.splitlines()[-1].startswith("safe: T4")
     too_much = run("predict", "llama-3.1-70b", "--gpu", "T4")
-    assert too_much.exit_code == 1 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
+    assert too_much.exit_code == 1 and too_much.stdout.splitlines()[-1].startswith(
+        "does not fit: T4"
+    )
 
 
 def test_real_measurement_on_this_machine(tmp_path, monkeypatch):
     """In this process: tests/measurement/test_measure.py has the one of its own."""
     from vramlab.measurement import worker
 
-    monkeypatch.setattr("vramlab.measurement.measure.run_here", lambda order, *_: worker.run(**order))
+    monkeypatch.setattr(
+        "vramlab.measurement.measure.run_here", lambda order, *_: worker.run(**order)
+    )
     model = tmp_path / "config.json"
     model.write_text(json.dumps(config("gpt2")))
     result = run("measure", str(model), *SMALL[1:], "--repeats", "1", "--json")
@@ -561,7 +660,9 @@ def test_real_measurement_on_this_machine(tmp_path, monkeypatch):
 
 def test_models_and_cards_are_listed_by_a_filter():
     found = json.loads(run("models", "llama-3.3", "--json").output)["models"]
-    assert [one["name"] for one in found] == ["llama-3.1-70b"] and found[0]["parameters"] == 70_553_706_496
+    assert [one["name"] for one in found] == ["llama-3.1-70b"] and found[0][
+        "parameters"
+    ] == 70_553_706_496
     assert "llama-3.3-70b" in run("models", "llama-3.1-70b").output
     found = json.loads(run("gpus", "a100 80", "--json").output)["gpus"]
     assert [one["name"] for one in found] == ["A100 80GB", "A100 80GB PCIe"]
@@ -584,9 +685,15 @@ def test_a_shared_architecture_is_said_and_leaves_json_alone():
         ("predict gpt9", "MODEL is 'gpt9', but no model"),
         ("plan gpt2 --gpu T4 --global-batch 0", "--global-batch is 0"),
         ("plan gpt2 --gpu 24GB --memory 24GB", "--gpu is '24GB', but it is a size"),
-        ("evaluate gpt2 --compute-metrics", "--samples is None, but with compute_metrics all of them"),
+        (
+            "evaluate gpt2 --compute-metrics",
+            "--samples is None, but with compute_metrics all of them",
+        ),
         ("predict gpt2 --gpu T4 --other-memory x", "--other-memory is 'x'"),
-        ("plan gpt2 --gpu T4 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
+        (
+            "plan gpt2 --gpu T4 --trainer grpo",
+            "--trainer is 'grpo', but it generates while it trains",
+        ),
         ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
     ],
 )
@@ -597,14 +704,27 @@ def test_an_error_names_the_flag(line, said):
 
 
 def test_flags_are_said_as_people_say_them(tmp_path):
-    whole = run("predict", "qwen3-0.6b", "--tokens", "8k", "--precision", "bf16", "--attention", "eager")
+    whole = run(
+        "predict", "qwen3-0.6b", "--tokens", "8k", "--precision", "bf16", "--attention", "eager"
+    )
     assert "8192 tokens · bf16-mixed · adamw_torch · eager" in whole.output
     card = run("predict", "gpt2", "--gpu", "24GB")
-    assert "24GB is taken as L4, the table's least card" in card.stderr and "safe: L4 has" in card.stdout
+    assert (
+        "24GB is taken as L4, the table's least card" in card.stderr
+        and "safe: L4 has" in card.stdout
+    )
     options = ("--seq-len", "64", "--no-confirm", "--json")
     by_size = run("plan", "gpt2", "--gpu", "24GB", *options)
     assert by_size.stdout == run("plan", "gpt2", "--memory", "24GB", *options).stdout
-    wanted = ("--attn-implementation", "eager", "--no-use-liger-kernel", "--precision", "bf16", "--method", "full")
+    wanted = (
+        "--attn-implementation",
+        "eager",
+        "--no-use-liger-kernel",
+        "--precision",
+        "bf16",
+        "--method",
+        "full",
+    )
     answer = json.loads(run("plan", "gpt2", "--gpu", "RTX 4090", *wanted, *options).stdout)
     recipe = answer["choices"][0]["recipe"]
     assert recipe["attn_implementation"] == "eager" and recipe["precision"] == "bf16-mixed"
@@ -621,13 +741,20 @@ def test_predict_and_plan_take_the_same_lengths(tmp_path, monkeypatch):
     said = [run("predict", "gpt2", flag, str(file)).output for flag in ("--lengths", "--dataset")]
     assert said[0] == said[1] and "over the run: 4 micro-batches" in said[0]
     plans = [
-        run("plan", "gpt2", "--gpu", "T4", "--no-confirm", f, str(file)).output for f in ("--lengths", "--dataset")
+        run("plan", "gpt2", "--gpu", "T4", "--no-confirm", f, str(file)).output
+        for f in ("--lengths", "--dataset")
     ]
     assert plans[0] == plans[1] and "gpt2" in plans[0]
 
 
 def test_a_record_says_first_whose_figures_it_has(stand_in):
-    seen = {"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.23.0", "driver": "580.1", "date": "2026-11-01"}
+    seen = {
+        "gpu": "NVIDIA H200",
+        "torch": "2.11.0",
+        "transformers": "5.23.0",
+        "driver": "580.1",
+        "date": "2026-11-01",
+    }
     stand_in("measure", lambda recipe, repeats: report("recorded", environment=seen))
     first = run("measure", "gpt2").stdout.splitlines()[0]
     words = "recorded on NVIDIA H200, torch 2.11.0, transformers 5.23.0, driver 580.1, 2026-11-01"
@@ -637,7 +764,9 @@ def test_a_record_says_first_whose_figures_it_has(stand_in):
 
 
 def test_the_verdict_says_what_host_memory_it_supposes():
-    shown = run("predict", "llama-3.2-1b", "--gpu", "RTX 4090", "--precision", "bf16-true").stdout.splitlines()[-1]
+    shown = run(
+        "predict", "llama-3.2-1b", "--gpu", "RTX 4090", "--precision", "bf16-true"
+    ).stdout.splitlines()[-1]
     assert "RTX 4090 has" in shown and shown.endswith(", and 2.3 GiB of host memory are free")
     assert "host memory" not in run("predict", *SMALL, "--gpu", "T4").stdout
 

@@ -1,4 +1,6 @@
-"""The doctor finds what is wrong on machines that are not this one, says what to do, and never raises."""
+"""The doctor finds what is wrong on machines that are not this one, says what to do, and never
+raises.
+"""
 
 import json
 import platform
@@ -24,14 +26,18 @@ def run(look):
 
 
 def sensors(**changes):
-    values = dict(name="Tesla T4", driver="580.65.06", total=15 * GiB, used=GiB, free=14 * GiB, process=GiB)
+    values = dict(
+        name="Tesla T4", driver="580.65.06", total=15 * GiB, used=GiB, free=14 * GiB, process=GiB
+    )
     return Sensors(True, **{**values, **changes})
 
 
 def machine_with(monkeypatch, cuda="13.0", available=True, nvml=NO_NVML, card=("Tesla T4", 7, 5)):
     """A pretended torch build, GPU and driver."""
     name, major, minor = card
-    seen = SimpleNamespace(name=name, total_memory=15 * GiB, major=major, minor=minor, multi_processor_count=40)
+    seen = SimpleNamespace(
+        name=name, total_memory=15 * GiB, major=major, minor=minor, multi_processor_count=40
+    )
     monkeypatch.setattr(torch.version, "cuda", cuda)
     for call, answer in {
         "is_available": available,
@@ -51,7 +57,9 @@ def test_doctor_runs_here_and_agrees_with_the_installed_versions():
     found = {check.name: check for check in report.checks}
     assert found["torch"].value == metadata.version("torch")
     assert found["python"].value == platform.python_version() and found["python"].status == "ok"
-    assert found["torch build"].value == (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only")
+    assert found["torch build"].value == (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    )
     assert {"RAM", "CPU cores"} <= found.keys()
     assert all(c.status in ("ok", "warn", "missing") and c.value for c in report.checks)
     assert json.loads(json.dumps(report.to_dict()))["ok"] == report.ok
@@ -94,14 +102,18 @@ def test_package_against_its_floor(monkeypatch, installed, status, advice):
 def test_old_torch_is_never_told_to_be_replaced_in_place(monkeypatch):
     monkeypatch.setattr(checks, "requirements", lambda *_: [("torch", ">=99")])
     check = run(checks.packages)["torch"]
-    assert check.status == "warn" and "fresh environment" in check.advice and "pip" not in check.advice
+    assert (
+        check.status == "warn" and "fresh environment" in check.advice and "pip" not in check.advice
+    )
 
 
 def test_t4_is_told_about_bf16(monkeypatch):
     machine_with(monkeypatch, nvml=sensors())
     found = run(checks.gpus)
     assert "Tesla T4" in found["GPU 0"].value and found["GPU 0"].status == "ok"
-    assert (found["bf16"].status, found["bf16"].value) == ("warn", "no") and "fp16" in found["bf16"].advice
+    assert (found["bf16"].status, found["bf16"].value) == ("warn", "no") and "fp16" in found[
+        "bf16"
+    ].advice
     assert found["tf32"].status == "warn" and found["fp8"].status == "ok"
     assert found["torch build"].value == "CUDA 13.0"
 
@@ -109,7 +121,10 @@ def test_t4_is_told_about_bf16(monkeypatch):
 def test_h100_has_all_precisions(monkeypatch):
     machine_with(monkeypatch, nvml=sensors(), card=("NVIDIA H100 80GB HBM3", 9, 0))
     found = run(checks.gpus)
-    assert all(found[form].status == "ok" and found[form].value == "yes" for form in ("bf16", "tf32", "fp8"))
+    assert all(
+        found[form].status == "ok" and found[form].value == "yes"
+        for form in ("bf16", "tf32", "fp8")
+    )
 
 
 def test_cpu_build_beside_a_gpu(monkeypatch):
@@ -121,11 +136,15 @@ def test_cpu_build_beside_a_gpu(monkeypatch):
 def test_a_hidden_gpu_is_no_missing_one(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     machine_with(
-        monkeypatch, available=False, nvml=Sensors(False, reason="(CUDA_VISIBLE_DEVICES='' lets no GPU through)")
+        monkeypatch,
+        available=False,
+        nvml=Sensors(False, reason="(CUDA_VISIBLE_DEVICES='' lets no GPU through)"),
     )
     check = run(checks.gpus)["GPU"]
     assert (
-        check.status == "warn" and check.value == "none (CUDA_VISIBLE_DEVICES='' hides it)" and "unset" in check.advice
+        check.status == "warn"
+        and check.value == "none (CUDA_VISIBLE_DEVICES='' hides it)"
+        and "unset" in check.advice
     )
     assert "no GPU (CUDA_VISIBLE_DEVICES='' hides it)" in environment_stamp()
 
@@ -138,7 +157,11 @@ def test_driver_too_old_for_the_build(monkeypatch):
 
 @pytest.mark.parametrize(
     ("key", "advice"),
-    [(None, "predict and simulate need none"), ("COLAB_GPU", "Runtime >"), ("KAGGLE_KERNEL_RUN_TYPE", "T4")],
+    [
+        (None, "predict and simulate need none"),
+        ("COLAB_GPU", "Runtime >"),
+        ("KAGGLE_KERNEL_RUN_TYPE", "T4"),
+    ],
 )
 def test_no_gpu_says_what_still_works_and_where_to_get_one(monkeypatch, key, advice):
     machine_with(monkeypatch, cuda=None, available=False)
@@ -165,7 +188,11 @@ def test_quiet_card(monkeypatch):
 def test_memory_held_by_others(monkeypatch):
     machine_with(monkeypatch, nvml=sensors(used=6 * GiB, free=9 * GiB, process=500 * MiB))
     check = run(checks.nvml)["GPU 0 memory"]
-    assert check.status == "warn" and "nvidia-smi" in check.advice and check.value == "9.00 GiB free of 15.00 GiB"
+    assert (
+        check.status == "warn"
+        and "nvidia-smi" in check.advice
+        and check.value == "9.00 GiB free of 15.00 GiB"
+    )
 
 
 def test_without_nvml(monkeypatch):
@@ -193,7 +220,9 @@ def test_containers_limit_counts(monkeypatch):
     files = {"/sys/fs/cgroup/memory.max": str(2 * GiB), "/sys/fs/cgroup/memory.current": str(GiB)}
     real = builtins.open
     monkeypatch.setattr(
-        builtins, "open", lambda path, *a, **k: io.StringIO(files[path]) if path in files else real(path, *a, **k)
+        builtins,
+        "open",
+        lambda path, *a, **k: io.StringIO(files[path]) if path in files else real(path, *a, **k),
     )
     assert host.memory() == (2 * GiB, GiB)
     files["/sys/fs/cgroup/memory.max"] = "max\n"
@@ -208,13 +237,20 @@ def test_doctor_survives_every_look_that_breaks(monkeypatch):
     monkeypatch.setattr(checks, "LOOKS", {"bus": broken, "host": checks.machine})
     report = doctor()
     assert [c.name for c in report.checks][:3] == ["half", "bus", "CPU cores"]
-    assert report.checks[1].status == "warn" and "OSError: sensor bus on fire" in report.checks[1].advice
+    assert (
+        report.checks[1].status == "warn"
+        and "OSError: sensor bus on fire" in report.checks[1].advice
+    )
     assert "sensor bus on fire" in str(report) and report.ok
 
 
 def test_advice_stands_under_its_check():
     text = str(Doctor((Check("disk", "warn", "1 GiB", "free some"), Check("python", "ok", "3.12"))))
-    assert text.splitlines() == ["disk    warn     1 GiB", "                 → free some", "python  ok       3.12"]
+    assert text.splitlines() == [
+        "disk    warn     1 GiB",
+        "                 → free some",
+        "python  ok       3.12",
+    ]
 
 
 def test_stamp_lines_can_be_ignored_by_their_marker(monkeypatch):
@@ -226,7 +262,9 @@ def test_stamp_lines_can_be_ignored_by_their_marker(monkeypatch):
 
 def test_stamp_names_every_gpu(monkeypatch):
     monkeypatch.setattr(
-        sys.modules["vramlab.faces.doctor"], "all_sensors", lambda: iter([sensors(), sensors(name="NVIDIA L4")])
+        sys.modules["vramlab.faces.doctor"],
+        "all_sensors",
+        lambda: iter([sensors(), sensors(name="NVIDIA L4")]),
     )
     assert "Tesla T4 + NVIDIA L4 · " in environment_stamp()
 
@@ -248,6 +286,11 @@ def test_versions_outside_the_tested_range_are_named(monkeypatch):
     found = run(checks.packages)
     newest = versions.version_ranges()["torch"].newest
     assert (found["torch"].status, found["torch"].value) == ("warn", "99.1.0")
-    assert found["torch"].advice.startswith(f"torch 99.1.0 is newer than {newest}, the newest tested: ")
-    assert found["deepspeed"].status == "warn" and "0.18.2 is older than 0.19.8" in found["deepspeed"].advice
+    assert found["torch"].advice.startswith(
+        f"torch 99.1.0 is newer than {newest}, the newest tested: "
+    )
+    assert (
+        found["deepspeed"].status == "warn"
+        and "0.18.2 is older than 0.19.8" in found["deepspeed"].advice
+    )
     assert found["transformers"].status == "ok" and Doctor(tuple(found.values())).ok

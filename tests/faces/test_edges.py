@@ -1,4 +1,6 @@
-"""The command line at its edges: odd files, outputs that cannot be written, odd ways to start Python. One sentence each."""
+"""The command line at its edges: odd files, outputs that cannot be written, odd ways to start
+Python. One sentence each.
+"""
 
 import os
 import pickle
@@ -11,7 +13,9 @@ from vramlab.faces.cli import app
 from vramlab.planning.plan import plan
 from vramlab.report.errors import FileError, RecipeError
 
-POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has no FIFO, and no shell for these lines")
+POSIX = pytest.mark.skipif(
+    os.name == "nt", reason="Windows has no FIFO, and no shell for these lines"
+)
 
 
 def run(*words, **more):
@@ -25,7 +29,8 @@ def refused(result, *said):
     assert result.stderr.count("\n") == 1 and not result.stderr.endswith("..\n")
 
 
-# --- what is read -------------------------------------------------------------------------------------------------------
+# --- what is read
+# -------------------------------------------------------------------------------------------------------
 
 READERS = [
     "predict {}",
@@ -68,7 +73,12 @@ FOREIGN = {
 
 
 LENGTHS = "predict gpt2 --lengths {}"  # a number or a list is a sample
-PAIRS = [(w, name) for w in READERS for name in FOREIGN if (w, name[:4]) not in ((LENGTHS, "numb"), (LENGTHS, "list"))]
+PAIRS = [
+    (w, name)
+    for w in READERS
+    for name in FOREIGN
+    if (w, name[:4]) not in ((LENGTHS, "numb"), (LENGTHS, "list"))
+]
 
 
 @pytest.mark.parametrize(("words", "name"), PAIRS)
@@ -80,7 +90,10 @@ def test_a_foreign_file_is_one_sentence(words, name, tmp_path, monkeypatch):
 
 def test_a_report_with_an_unknown_field_names_it(tmp_path):
     (tmp_path / "r.json").write_text('{"phases": {}, "colour": 5}')
-    refused(run("diff", str(tmp_path / "r.json"), "gpt2"), "Report field 'colour' is unknown: known there are source, ")
+    refused(
+        run("diff", str(tmp_path / "r.json"), "gpt2"),
+        "Report field 'colour' is unknown: known there are source, ",
+    )
 
 
 def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path):
@@ -100,7 +113,14 @@ def test_text_that_is_longer_than_any_file_name_is_one_sentence():
 
 
 def test_a_terminals_orders_in_foreign_files_are_shown_as_text(tmp_path):
-    frames = [{"filename": "/home/\x1b]0;owned\x07/\x1b[31mtrain.py", "line": 3, "name": "f\x9b2J", "text": "\x1b[2Jx"}]
+    frames = [
+        {
+            "filename": "/home/\x1b]0;owned\x07/\x1b[31mtrain.py",
+            "line": 3,
+            "name": "f\x9b2J",
+            "text": "\x1b[2Jx",
+        }
+    ]
     events = [{"action": "alloc", "addr": 1, "size": 512, "frames": frames}]
     (tmp_path / "m.pickle").write_bytes(pickle.dumps({"device_traces": [events], "segments": []}))
     shown = run("explain", str(tmp_path / "m.pickle")).stdout
@@ -119,17 +139,28 @@ def test_a_terminals_orders_in_foreign_files_are_shown_as_text(tmp_path):
 def test_a_snapshot_names_no_file_that_is_read_but_python(tmp_path):
     """Its names are anybody's: a device would have no end, and a secret would be shown."""
     (tmp_path / "secret.txt").write_text("password\n")
-    names = ["/dev/zero", str(tmp_path / "secret.txt"), str(tmp_path / "secret.txt>"), "/x/ipykernel_1/../../dev/zero"]
+    names = [
+        "/dev/zero",
+        str(tmp_path / "secret.txt"),
+        str(tmp_path / "secret.txt>"),
+        "/x/ipykernel_1/../../dev/zero",
+    ]
     (tmp_path / "zero.py").symlink_to("/dev/zero")
-    frames = [{"filename": name, "line": 1, "name": "f"} for name in (*names, str(tmp_path / "zero.py"))]
-    events = [{"action": "alloc", "addr": i, "size": 512, "frames": [frame]} for i, frame in enumerate(frames)]
+    frames = [
+        {"filename": name, "line": 1, "name": "f"} for name in (*names, str(tmp_path / "zero.py"))
+    ]
+    events = [
+        {"action": "alloc", "addr": i, "size": 512, "frames": [frame]}
+        for i, frame in enumerate(frames)
+    ]
     (tmp_path / "m.pickle").write_bytes(pickle.dumps({"device_traces": [events], "segments": []}))
     result = run("explain", str(tmp_path / "m.pickle"))
     assert result.exit_code == 0 and "password" not in result.stdout
 
 
 @pytest.mark.parametrize(
-    "change", [{"size": "large"}, {"frames": [{"line": 1}]}, {"frames": 5}, {"size": None}, {"action": None}]
+    "change",
+    [{"size": "large"}, {"frames": [{"line": 1}]}, {"frames": 5}, {"size": None}, {"action": None}],
 )
 def test_a_snapshot_with_a_broken_event_is_one_sentence(change, tmp_path):
     event = {"action": "alloc", "addr": 1, "size": 512, "frames": []} | change
@@ -137,18 +168,35 @@ def test_a_snapshot_with_a_broken_event_is_one_sentence(change, tmp_path):
     refused(run("explain", str(tmp_path / "m.pickle")))
 
 
-# --- what is written ----------------------------------------------------------------------------------------------------
+# --- what is written
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_program_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    text = '"""Train.\n\nWritten by vramlab 1"""\n'  # as the real ones begin: making one loads torch
+    text = (
+        '"""Train.\n\nWritten by vramlab 1"""\n'  # as the real ones begin: making one loads torch
+    )
     monkeypatch.setattr("vramlab.planning.plan.scripts", lambda recipe, name, said: {name: text})
-    words = ["plan", "gpt2", "--gpu", "T4", "--method", "lora", "--no-confirm", "--write", str(tmp_path / "train.py")]
+    words = [
+        "plan",
+        "gpt2",
+        "--gpu",
+        "T4",
+        "--method",
+        "lora",
+        "--no-confirm",
+        "--write",
+        str(tmp_path / "train.py"),
+    ]
     first = run(*words)
     assert first.exit_code == 0 and "wrote " in first.stderr
     before = (tmp_path / "train.py").read_text()
     again = run(*words)
-    assert again.exit_code == 0 and "replaced " in again.stderr and (tmp_path / "train.py").read_text() == before
+    assert (
+        again.exit_code == 0
+        and "replaced " in again.stderr
+        and (tmp_path / "train.py").read_text() == before
+    )
 
     def full(_):
         raise OSError(28, "No space left on device")
@@ -159,18 +207,28 @@ def test_a_program_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert result.exit_code == 2 and result.stderr.endswith(
         "train.py could not be written (No space left on device); it is as it was before.\n"
     )
-    assert (tmp_path / "train.py").read_text() == before and [*tmp_path.iterdir()] == [tmp_path / "train.py"]
+    assert (tmp_path / "train.py").read_text() == before and [*tmp_path.iterdir()] == [
+        tmp_path / "train.py"
+    ]
 
 
 def test_a_file_of_others_is_not_written_over(tmp_path, monkeypatch):
     monkeypatch.setattr("vramlab.planning.plan.scripts", lambda recipe, name, said: {name: "text"})
     mine = tmp_path / "train.py"
     mine.write_text("print('mine')\n")
-    refused(run("plan", "gpt2", "--gpu", "T4", "--write", str(mine)), "vramlab did not write the file that is there")
+    refused(
+        run("plan", "gpt2", "--gpu", "T4", "--write", str(mine)),
+        "vramlab did not write the file that is there",
+    )
     for name in ("--report", "--snapshot"):
-        refused(run("run", "--gpu", "T4", name, str(mine), "--", "python", "x.py"), "vramlab did not write the file")
+        refused(
+            run("run", "--gpu", "T4", name, str(mine), "--", "python", "x.py"),
+            "vramlab did not write the file",
+        )
     found = plan("gpt2", "T4", method="lora", confirm=False)
-    with pytest.raises(RecipeError, match=r"train\.py', but vramlab did not write the file that is there"):
+    with pytest.raises(
+        RecipeError, match=r"train\.py', but vramlab did not write the file that is there"
+    ):
         found.write(mine)
     assert mine.read_text() == "print('mine')\n" and [*tmp_path.iterdir()] == [mine]
 
@@ -190,19 +248,40 @@ def test_what_goes_with_a_program_is_not_written_over_either(tmp_path, monkeypat
         assert found.write(tmp_path / "train.py") == [tmp_path / name for name in texts]
 
 
-# --- how it is started --------------------------------------------------------------------------------------------------
+# --- how it is started
+# --------------------------------------------------------------------------------------------------
 
 STARTS = {
     "cp1252": ("PYTHONIOENCODING=cp1252 {} predict gpt2", 0, "gpt2 · batch 1", ""),
     "ascii": ("PYTHONIOENCODING=iso8859-5 {} predict gpt2", 0, "gpt2 - batch 1 - 512 tokens", ""),
     "ascii help": ("PYTHONIOENCODING=ascii {} predict --help", 0, "Memory by formula", ""),
-    "closed": ("{} predict gpt2 >&-", 2, "", "The output could not be written (standard output is closed).\n"),
+    "closed": (
+        "{} predict gpt2 >&-",
+        2,
+        "",
+        "The output could not be written (standard output is closed).\n",
+    ),
     "closed errors": ("{} predict gpt2 2>&-", 0, "peak ", ""),
-    "full": ("{} predict gpt2 > /dev/full", 2, "", "The output could not be written (No space left on device).\n"),
-    "full help": ("{} --help > /dev/full", 2, "", "The output could not be written (No space left on device).\n"),
+    "full": (
+        "{} predict gpt2 > /dev/full",
+        2,
+        "",
+        "The output could not be written (No space left on device).\n",
+    ),
+    "full help": (
+        "{} --help > /dev/full",
+        2,
+        "",
+        "The output could not be written (No space left on device).\n",
+    ),
     "head": ("{} predict gpt2 --json | true; exit $((PIPESTATUS[0] > 1))", 0, "", ""),
     "-OO": ("{python} -OO -m vramlab predict gpt2", 2, "", "leave out -OO, or say -O.\n"),
-    "folder": ("mkdir x; cd x; rmdir ../x; {} predict gpt2", 2, "", "The working directory was removed, "),
+    "folder": (
+        "mkdir x; cd x; rmdir ../x; {} predict gpt2",
+        2,
+        "",
+        "The working directory was removed, ",
+    ),
     "pipe": ("head -c 70M /dev/zero | {} explain -", 2, "", "this is no out-of-memory message"),
     "closed input": ("{} explain - <&-", 2, "", "standard input is closed"),
 }
@@ -222,4 +301,6 @@ def test_it_is_started_in_odd_ways(name, tmp_path):
 
 
 def test_an_order_of_samples_without_samples_is_refused():
-    refused(run("predict", "gpt2", "--train-sampling-strategy", "sequential"), "name their file too")
+    refused(
+        run("predict", "gpt2", "--train-sampling-strategy", "sequential"), "name their file too"
+    )

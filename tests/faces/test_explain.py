@@ -1,4 +1,6 @@
-"""Out-of-memory messages as PyTorch writes them, recipes and snapshots, explained; and the command line that does so."""
+"""Out-of-memory messages as PyTorch writes them, recipes and snapshots, explained; and the command
+line that does so.
+"""
 
 import json
 import pickle
@@ -30,7 +32,9 @@ def message(**changes):
 def test_the_figures_of_a_message():
     text = "Traceback …\n" + message(asked="1.00 GiB") + "\n" + message().replace(". ", ".\n")
     found = read_message(text).bytes
-    assert found["asked"] == 22 * MiB and found["total"] == int(23.65 * GiB)  # the last one, and over several lines
+    assert found["asked"] == 22 * MiB and found["total"] == int(
+        23.65 * GiB
+    )  # the last one, and over several lines
     assert found["lack"] == 22 * MiB - int(11.06 * MiB)
     assert found["context"] == int(23.60 * GiB) - int(22.90 * GiB) - int(194.87 * MiB)
     assert found["others"] == int(23.65 * GiB) - int(11.06 * MiB) - int(23.60 * GiB)
@@ -46,12 +50,26 @@ WITHOUT_PROCESS = (
 @pytest.mark.parametrize(
     ("text", "verdict"),
     [
-        (message(), "a real lack: the tensors fill the card; of it all, only 194.87 MiB are fragments"),
-        (message(asked="2.00 GiB", unallocated="3.00 GiB", allocated="20.00 GiB"), "fragmentation: 3.00 GiB would do"),
-        (message(asked="2.00 GiB"), "a real lack: at least 1.80 GiB are missing"),
-        (message(asked="2.00 GiB", process="18.00 GiB", allocated="17 GiB"), "another process is on the card"),
         (
-            message(more="1.00 GiB allowed; ", allocated="0.99 GiB", unallocated="2.00 MiB", free="20 GiB"),
+            message(),
+            "a real lack: the tensors fill the card; of it all, only 194.87 MiB are fragments",
+        ),
+        (
+            message(asked="2.00 GiB", unallocated="3.00 GiB", allocated="20.00 GiB"),
+            "fragmentation: 3.00 GiB would do",
+        ),
+        (message(asked="2.00 GiB"), "a real lack: at least 1.80 GiB are missing"),
+        (
+            message(asked="2.00 GiB", process="18.00 GiB", allocated="17 GiB"),
+            "another process is on the card",
+        ),
+        (
+            message(
+                more="1.00 GiB allowed; ",
+                allocated="0.99 GiB",
+                unallocated="2.00 MiB",
+                free="20 GiB",
+            ),
             "a real lack",
         ),
         (WITHOUT_PROCESS, "fragmentation: 2.30 GiB would do"),
@@ -66,7 +84,8 @@ def test_what_a_message_means(text, verdict):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "exit code 1", "RuntimeError: CUDA error: an illegal memory access was encountered"]
+    "text",
+    ["", "exit code 1", "RuntimeError: CUDA error: an illegal memory access was encountered"],
 )
 def test_what_is_no_message_is_said(text):
     with pytest.raises(MessageError, match="no out-of-memory message"):
@@ -80,7 +99,13 @@ def test_a_message_of_an_issue_is_read(case):
     assert found.kind == case["kind"]
     assert {name: found.bytes.get(name) for name in case["bytes"]} == case["bytes"]
     assert any(case["says"] in line for line in found.lines), found.lines
-    remedies = ("to make room", "set PYTORCH_ALLOC_CONF", "ask for more of it", "end the other process", "who holds")
+    remedies = (
+        "to make room",
+        "set PYTORCH_ALLOC_CONF",
+        "ask for more of it",
+        "end the other process",
+        "who holds",
+    )
     assert any(remedy in line for line in found.lines for remedy in remedies)
     assert "say MODEL with its options" in found.lines[-1]
 
@@ -94,7 +119,10 @@ def test_a_bare_model_is_trained_as_the_message_says():
     """Llama 3.1 8B by fp32 AdamW keeps 90 GiB: nobody held 23 of them."""
     found = explain(message(asked="7.83 GiB"), "llama-3.1-8b")
     text = str(found)
-    assert "7.83 GiB is the size of the logits in fp32, 32 × 512 tokens × 128,256 words" in found.request
+    assert (
+        "7.83 GiB is the size of the logits in fp32, 32 × 512 tokens × 128,256 words"
+        in found.request
+    )
     assert "taken from the message: LoRA over bf16 weights, because full training" in text
     assert "gradient_checkpointing, without which the layers had kept" in text
     assert found.contradictions == []
@@ -121,11 +149,16 @@ def test_a_recipe_that_contradicts_the_message_is_named():
     assert "the message's card has 23.65 GiB, T4 has 14.56 GiB" in other_card
     assert found.missing == explain(message()).missing, "what the message says is missing"
     loading = explain(message(asked="1.00 GiB", allocated="10.00 GiB"), Recipe("llama-3.1-8b"))
-    assert "the recipe's weights take 29.92 GiB, but 10.00 GiB were allocated" in loading.contradictions[0]
+    assert (
+        "the recipe's weights take 29.92 GiB, but 10.00 GiB were allocated"
+        in loading.contradictions[0]
+    )
 
 
 def test_a_killed_process_is_told_what_the_host_has_to_hold():
-    text = str(explain("exits with return code = -9", Recipe("llama-3.1-8b", precision="bf16-mixed")))
+    text = str(
+        explain("exits with return code = -9", Recipe("llama-3.1-8b", precision="bf16-mixed"))
+    )
     assert "all ranks together need" in text and "of it for weights while they load" in text
 
 
@@ -142,7 +175,9 @@ def test_a_message_and_its_recipe_are_both_explained():
     assert len(lines) == head + 4 and all(": −" in line for line in lines[head + 1 :])
     lines = explain(message(asked="1.00 MiB", allocated="0.50 GiB", free="11.00 MiB"), RECIPE).lines
     lack = (peak - int(0.5 * GiB) - 11 * MiB) / MiB
-    assert f"the cheapest changes, {lack:,.2f} MiB being missing:" in lines, "what the rest of the step lacks"
+    assert f"the cheapest changes, {lack:,.2f} MiB being missing:" in lines, (
+        "what the rest of the step lacks"
+    )
 
 
 def test_an_exception_is_read_as_its_text():
@@ -151,7 +186,10 @@ def test_an_exception_is_read_as_its_text():
 
 def test_a_recipe_is_explained_and_what_predict_refuses_is_simulated():
     said = str(explain(RECIPE, gpu="T4"))
-    assert said.startswith(f"predicted: {RECIPE}\npeak in ") and "safe: T4 has 14.562 GiB, the process needs" in said
+    assert (
+        said.startswith(f"predicted: {RECIPE}\npeak in ")
+        and "safe: T4 has 14.562 GiB, the process needs" in said
+    )
     assert "the cheapest changes:\n  " in said
     offloaded = RECIPE.replace(loop="plain", optim="sgd", optim_args="momentum=0.9")
     assert str(explain(offloaded)).split(":")[0] in ("predicted", "simulated")
@@ -162,18 +200,43 @@ def run(*words, text=None):
 
 
 def test_the_command_takes_text_files_snapshots_and_recipes(tmp_path):
-    file, snapshot, recipe = (tmp_path / name for name in ("oom.txt", "memory.pickle", "recipe.json"))
+    file, snapshot, recipe = (
+        tmp_path / name for name in ("oom.txt", "memory.pickle", "recipe.json")
+    )
     file.write_text(message(asked="50.00 MiB"))
-    snapshot.write_bytes(pickle.dumps({"device_traces": [[{"action": "alloc", "addr": 1, "size": MiB}]]}))
+    snapshot.write_bytes(
+        pickle.dumps({"device_traces": [[{"action": "alloc", "addr": 1, "size": MiB}]]})
+    )
     recipe.write_text(RECIPE.replace(precision="bf16-mixed").to_json())
-    assert run(text=message()).output == run("-", text=message()).output == str(explain(message())) + "\n"
+    assert (
+        run(text=message()).output
+        == run("-", text=message()).output
+        == str(explain(message())) + "\n"
+    )
     assert run(message()).output == run(text=message()).output, "longer than a file's name may be"
-    words = ("gpt2", "--batch-size", "2", "--seq-len", "128", "--num-layers", "2", "--precision", "bf16-mixed")
+    words = (
+        "gpt2",
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "128",
+        "--num-layers",
+        "2",
+        "--precision",
+        "bf16-mixed",
+    )
     assert run(str(file), *words).output == run(str(file), str(recipe)).output
     assert "T4 has 14.562 GiB" in run(str(file), *words, "--gpu", "T4").output
     assert run(str(snapshot)).output.startswith("peak: 1.000 MiB allocated")
-    assert run(*words).output == run(str(recipe)).output == str(explain(RECIPE.replace(precision="bf16-mixed"))) + "\n"
-    assert run(str(file), "llama-3.1-8b").output == str(explain(message(asked="50.00 MiB"), "llama-3.1-8b")) + "\n"
+    assert (
+        run(*words).output
+        == run(str(recipe)).output
+        == str(explain(RECIPE.replace(precision="bf16-mixed"))) + "\n"
+    )
+    assert (
+        run(str(file), "llama-3.1-8b").output
+        == str(explain(message(asked="50.00 MiB"), "llama-3.1-8b")) + "\n"
+    )
     assert json.loads(run("-", "--json", text=message()).output)["bytes"]["asked"] == 22 * MiB
 
 
@@ -196,7 +259,11 @@ def test_arguments_of_trl_are_told_and_foreign_names_noted(tmp_path):
     assert json.loads(run("gpt2", str(file), "--json").output)["notes"] == [note]
     file.write_text(json.dumps({"num_generations": 8, "per_device_train_batch_size": 2}))
     found = run("gpt2", str(file))
-    assert found.exit_code == 2 and "GRPOConfig" in found.output and "only transformers' own" in found.output
+    assert (
+        found.exit_code == 2
+        and "GRPOConfig" in found.output
+        and "only transformers' own" in found.output
+    )
     file.write_text("[1]")
     assert "must hold a JSON object" in run("gpt2", str(file)).output
 
@@ -248,7 +315,10 @@ def test_a_script_is_read_without_running_it(tmp_path):
     assert found.output.endswith(f"note: {note}\n")
     assert json.loads(run(str(path), "--json").output)["notes"] == [note]
     assert explain(path).notes == [note] and str(explain(path)) + "\n" == found.output
-    assert "batch 8 · 16 tokens" in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
+    assert (
+        "batch 8 · 16 tokens"
+        in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
+    )
     for said, other, field in (
         ("r=32", "init_lora_weights='pissa'", "init_lora_weights"),
         ("4bit", "8bit", "load_in_8bit"),
@@ -264,7 +334,9 @@ def test_a_script_is_read_without_running_it(tmp_path):
 def test_a_script_of_trl_says_how_its_model_is_loaded(tmp_path):
     path = tmp_path / "sft.py"
     options = "bf16=True, max_length=64, model_init_kwargs={'dtype': torch.bfloat16}"
-    path.write_text(f"trainer = SFTTrainer('gpt2', SFTConfig('out', {options}), peft_config=LoraConfig(r=4))")
+    path.write_text(
+        f"trainer = SFTTrainer('gpt2', SFTConfig('out', {options}), peft_config=LoraConfig(r=4))"
+    )
     found = run(str(path), "gpt2").output
     assert "LoRA r=4 · bfloat16 weights · SFTTrainer" in found and "not read" not in found
 
@@ -272,7 +344,9 @@ def test_a_script_of_trl_says_how_its_model_is_loaded(tmp_path):
 def test_a_program_of_plan_is_read_as_its_recipe(tmp_path):
     from vramlab import plan
 
-    for number, asked in enumerate(({"method": "qlora"}, {"method": "full", "gpus": 2, "engines": "fsdp"})):
+    for number, asked in enumerate(
+        ({"method": "qlora"}, {"method": "full", "gpus": 2, "engines": "fsdp"})
+    ):
         found = plan("llama-3.2-1b", "RTX 4090", seq_len=64, confirm=False, offload=False, **asked)
         script = found.write(tmp_path / f"train{number}.py")[0]
         assert f"predicted: {found.best.recipe}\n" in run(str(script)).output

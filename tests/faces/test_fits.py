@@ -1,4 +1,6 @@
-"""`assert_fits`, the marker and the budgets: what fits passes, what does not says why, and a run may rewrite budgets."""
+"""`assert_fits`, the marker and the budgets: what fits passes, what does not says why, and a run
+may rewrite budgets.
+"""
 
 import dataclasses
 import json
@@ -20,20 +22,30 @@ def test_the_tier_says_which_end_has_to_fit(tier, fits):
     if fits:
         assert assert_fits(report, "T4", tier) is report
     else:
-        with pytest.raises(AssertionError, match=rf"does not fit T4 \({tier}\): it needs .*too much"):
+        with pytest.raises(
+            AssertionError, match=rf"does not fit T4 \({tier}\): it needs .*too much"
+        ):
             assert_fits(report, "T4", tier)
 
 
 def test_the_largest_parts_are_named():
     with pytest.raises(AssertionError) as error:
         assert_fits(predict(Recipe("gpt2-xl", batch_size=8)), gpu="T4")
-    assert "gpt2-xl" in str(error.value) and "activations" in str(error.value) and "by " in str(error.value)
+    assert (
+        "gpt2-xl" in str(error.value)
+        and "activations" in str(error.value)
+        and "by " in str(error.value)
+    )
 
 
 def test_recipes_and_modules_are_simulated():
     assert assert_fits(SMALL, tier="safe").source == "simulated"
     model, batch = torch.nn.Linear(8, 8), torch.zeros(4, 8)
-    given = {"batch": batch, "optimizer": torch.optim.SGD(model.parameters()), "loss": lambda out, _: out.sum()}
+    given = {
+        "batch": batch,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "loss": lambda out, _: out.sum(),
+    }
     report = assert_fits(model, "T4", **given)
     assert report.peak == assert_fits({"model": model, **given}).peak and report.title == "Linear"
 
@@ -81,7 +93,10 @@ def test_the_marker_and_the_budgets(pytester):
         ["*gpt2 · batch 64 * does not fit T4 (likely)*", "*has no memory budget for test_budget*"]
     )
     run(pytester, 2, "--update-memory-budgets").assert_outcomes(passed=2, failed=1)
-    assert json.loads(file.read_text())["test_budget"]["total"] == predict(Recipe("gpt2", batch_size=2)).peak.total
+    assert (
+        json.loads(file.read_text())["test_budget"]["total"]
+        == predict(Recipe("gpt2", batch_size=2)).peak.total
+    )
     run(pytester, 2).assert_outcomes(passed=2, failed=1)
     run(pytester, 1).assert_outcomes(passed=2, failed=1)  # less is no failure
     text = file.read_text()

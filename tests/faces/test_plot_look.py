@@ -1,4 +1,6 @@
-"""The figures: that no words touch, that a category looks the same everywhere, that notebooks show them once."""
+"""The figures: that no words touch, that a category looks the same everywhere, that notebooks show
+them once.
+"""
 
 import itertools
 import subprocess
@@ -56,15 +58,25 @@ def boxes(figure) -> dict[str, object]:
     axes = [*figure.axes, *(child for ax in figure.axes for child in ax.child_axes)]
     found = {"heading": figure._suptitle}
     for i, ax in enumerate(axes):
-        found |= {f"{i} left title": ax._left_title, f"{i} x": ax.xaxis.label, f"{i} y": ax.yaxis.label}
+        found |= {
+            f"{i} left title": ax._left_title,
+            f"{i} x": ax.xaxis.label,
+            f"{i} y": ax.yaxis.label,
+        }
         found |= {f"{i} text {k} {text.get_text()}": text for k, text in enumerate(ax.texts)}
         for name, axis in (("x", ax.xaxis), ("y", ax.yaxis)):
             low, high = sorted(axis.get_view_interval())
             span = 1e-9 * (high - low)
             ticks = [
-                t for t in axis.get_major_ticks() if low - span <= t.get_loc() <= high + span and axis.get_visible()
+                t
+                for t in axis.get_major_ticks()
+                if low - span <= t.get_loc() <= high + span and axis.get_visible()
             ]
-            found |= {f"{i} tick {name} {t.label1.get_text()}": t.label1 for t in ticks if t.label1.get_visible()}
+            found |= {
+                f"{i} tick {name} {t.label1.get_text()}": t.label1
+                for t in ticks
+                if t.label1.get_visible()
+            }
     found |= {f"legend {t.get_text()}": t for legend in figure.legends for t in legend.get_texts()}
     return {name: text.get_window_extent() for name, text in found.items() if text.get_text()}
 
@@ -80,7 +92,12 @@ def test_no_words_touch_none_leave_the_page_and_the_figure_says_itself(name):
         shared = type(box_a).intersection(box_a, box_b)
         assert shared is None or min(shared.width, shared.height) < 1, f"{a!r} touches {b!r}"
     for label, box in found.items():
-        inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
+        inside = (
+            box.x0 >= -1
+            and box.y0 >= -1
+            and box.x1 <= figure.bbox.x1 + 1
+            and box.y1 <= figure.bbox.y1 + 1
+        )
         assert inside, f"{label!r} leaves the page"
     for legend, ax in itertools.product(figure.legends, figure.axes):
         box = type(figure.bbox).intersection(legend.get_window_extent(), ax.get_window_extent())
@@ -89,7 +106,11 @@ def test_no_words_touch_none_leave_the_page_and_the_figure_says_itself(name):
 
 def test_every_category_has_one_colour_and_one_hatch_of_its_own():
     assert tuple(LOOK) == CATEGORIES
-    assert len({colour for colour, _ in LOOK.values()}) == len({hatch for _, hatch in LOOK.values()}) == len(CATEGORIES)
+    assert (
+        len({colour for colour, _ in LOOK.values()})
+        == len({hatch for _, hatch in LOOK.values()})
+        == len(CATEGORIES)
+    )
     peak = measured().peak
     patches = {}
     for figure in (
@@ -100,9 +121,17 @@ def test_every_category_has_one_colour_and_one_hatch_of_its_own():
             patches.setdefault(c.get_label().lstrip("_"), set()).add(
                 (to_hex(c[0].get_facecolor()), c[0].get_hatch() or "")
             )
-    for c in plot.timeline(measured(timeline=[Moment(i, "step", peak) for i in (0, 1)])).axes[0].collections:
-        patches.setdefault(c.get_label().lstrip("_"), set()).add((to_hex(c.get_facecolor()[0]), c.get_hatch() or ""))
-    assert patches == {name.replace("_", " "): {(colour.lower(), hatch)} for name, (colour, hatch) in LOOK.items()}
+    for c in (
+        plot.timeline(measured(timeline=[Moment(i, "step", peak) for i in (0, 1)]))
+        .axes[0]
+        .collections
+    ):
+        patches.setdefault(c.get_label().lstrip("_"), set()).add(
+            (to_hex(c.get_facecolor()[0]), c.get_hatch() or "")
+        )
+    assert patches == {
+        name.replace("_", " "): {(colour.lower(), hatch)} for name, (colour, hatch) in LOOK.items()
+    }
 
 
 def test_the_recipe_stands_in_the_figure():
@@ -120,7 +149,10 @@ def test_the_readers_own_settings_are_left_alone():
     assert dict(plt.rcParams) == before
     plt.rcParams["font.family"] = ["serif"]
     figure = plot.timeline(report())
-    fonts = {t.get_fontname() for t in [*figure.axes[0].get_xticklabels(), figure._suptitle, *figure.axes[0].texts]}
+    fonts = {
+        t.get_fontname()
+        for t in [*figure.axes[0].get_xticklabels(), figure._suptitle, *figure.axes[0].texts]
+    }
     assert fonts == set(RC["font.family"])
     plt.rcdefaults()
 
@@ -131,24 +163,40 @@ def test_matplotlib_loads_with_the_first_figure_only():
 
 
 def test_figures_do_not_hide_the_function_behind_the_module_of_its_name():
-    code = (
-        "from vramlab import plot; plot.compare; from vramlab import compare; assert not hasattr(compare, '__path__')"
-    )
+    code = "from vramlab import plot; plot.compare; from vramlab import compare; assert not hasattr(compare, '__path__')"
     subprocess.run([sys.executable, "-c", f"{code}; assert callable(compare), compare"], check=True)
 
 
 def test_a_notebook_shows_each_figure_once_with_its_alt_text(tmp_path, monkeypatch):
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel would inherit it in place of its own
+    monkeypatch.delenv(
+        "MPLBACKEND", raising=False
+    )  # the kernel would inherit it in place of its own
     path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})"
     start = f"{path}\nimport matplotlib.pyplot as plt\nfrom vramlab import plot\nfrom sample_reports import *"
     figure = "plot.compare(report(), measured())"
-    cells = [start, f"{figure}\nplt.show()", figure, f"{figure};", f"{figure}\nplot.bars(['a'], [split()])\nplt.show()"]
+    cells = [
+        start,
+        f"{figure}\nplt.show()",
+        figure,
+        f"{figure};",
+        f"{figure}\nplot.bars(['a'], [split()])\nplt.show()",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    pictures = [[o for o in cell.outputs if "image/png" in o.get("data", {})] for cell in notebook.cells]
+    nbclient.NotebookClient(
+        notebook, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    pictures = [
+        [o for o in cell.outputs if "image/png" in o.get("data", {})] for cell in notebook.cells
+    ]
     assert [len(found) for found in pictures] == [0, 1, 1, 1, 2]
-    assert all(len(cell.outputs) == len(found) for cell, found in zip(notebook.cells, pictures, strict=True))
+    assert all(
+        len(cell.outputs) == len(found)
+        for cell, found in zip(notebook.cells, pictures, strict=True)
+    )
     assert pictures[1][0].metadata["image/png"]["alt"] == plot.compare(report(), measured()).alt
     for output in itertools.chain(*pictures):
         assert output.metadata["image/png"]["alt"]
-        assert output.data["text/plain"].startswith("<Figure: Memory ") and "13" not in output.data["text/plain"]
+        assert (
+            output.data["text/plain"].startswith("<Figure: Memory ")
+            and "13" not in output.data["text/plain"]
+        )

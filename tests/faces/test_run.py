@@ -1,4 +1,6 @@
-"""`vramlab run`: what is missing is said in a sentence, what the command's processes leave is reported; and real scripts."""
+"""`vramlab run`: what is missing is said in a sentence, what the command's processes leave is
+reported; and real scripts.
+"""
 
 import importlib.util
 import json
@@ -48,11 +50,16 @@ def test_a_missing_part_is_a_sentence(tmp_path, parts, why):
 
 
 def test_nothing_but_linux_and_no_torch_and_no_compiler(tmp_path, monkeypatch):
-    with pytest.raises(StandInError, match="needs Linux, whose LD_PRELOAD puts libraries in place, and this is darwin"):
+    with pytest.raises(
+        StandInError,
+        match="needs Linux, whose LD_PRELOAD puts libraries in place, and this is darwin",
+    ):
         require("darwin", tmp_path)
     with pytest.raises(StandInError, match="needs PyTorch's build for CUDA 13"):
         require("linux", tmp_path)
-    monkeypatch.setattr(stand_in.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}")
+    monkeypatch.setattr(
+        stand_in.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}"
+    )
     with pytest.raises(StandInError, match=r"needs g\+\+ to build: apt install"):
         require("linux", installed(tmp_path))
 
@@ -69,7 +76,11 @@ def test_wrong_requests_are_sentences():
 
 def test_a_card_is_said_to_the_stand_in():
     said = variables(find_gpu("RTX 5090"), 2)
-    assert (said["STAND_IN_CAPABILITY"], said["STAND_IN_MULTIPROCESSORS"], said["STAND_IN_COUNT"]) == (
+    assert (
+        said["STAND_IN_CAPABILITY"],
+        said["STAND_IN_MULTIPROCESSORS"],
+        said["STAND_IN_COUNT"],
+    ) == (
         "120",
         "170",
         "2",
@@ -81,7 +92,9 @@ def test_a_card_is_said_to_the_stand_in():
 
 FRAMES = [{"filename": "/site-packages/torch/nn.py", "line": 1, "name": "forward"}]
 FRAMES += [{"filename": f"{Path(run.__file__).parent}/watch.py", "line": 2, "name": "seen"}]
-FRAMES += [{"filename": "/home/x/train.py", "line": 7, "name": "step", "text": "loss = model(batch)"}]
+FRAMES += [
+    {"filename": "/home/x/train.py", "line": 7, "name": "step", "text": "loss = model(batch)"}
+]
 EVENTS = [
     {"action": "segment_alloc", "addr": 0, "size": 20 * MiB},
     {"action": "alloc", "addr": 0, "size": 6 * MiB, "frames": FRAMES},
@@ -103,15 +116,25 @@ sys.exit(int(sys.argv[3]))
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """`left(status, *processes)`: the words of a command whose processes leave that, and its exit status."""
+    """`left(status, *processes)`: the words of a command whose processes leave that, and its exit
+    status.
+    """
     monkeypatch.setattr(run, "libraries", lambda: [tmp_path / "libcuda.so.1"])
     files = [tmp_path / name for name in ("script.py", "left.json", "history.pickle")]
     files[0].write_text(SCRIPT)
     files[2].write_bytes(pickle.dumps({"segments": [], "device_traces": [EVENTS]}))
 
     def words(status, *processes):
-        usual = {"allocated": 7 * MiB, "reserved": 20 * MiB, "rank": 0, "failed_requests": 0, "report": None}
-        files[1].write_text(json.dumps({str(i): usual | process for i, process in enumerate(processes)}))
+        usual = {
+            "allocated": 7 * MiB,
+            "reserved": 20 * MiB,
+            "rank": 0,
+            "failed_requests": 0,
+            "report": None,
+        }
+        files[1].write_text(
+            json.dumps({str(i): usual | process for i, process in enumerate(processes)})
+        )
         return ["run", "--gpu", "T4", "--", sys.executable, *map(str, files), str(status)]
 
     return words
@@ -135,7 +158,10 @@ def test_the_report_says_peaks_lines_and_why_it_ended(left, tmp_path):
         assert text in result.stdout
     report = Report.from_json(files[0].read_text())
     assert (report.source, report.status, report.allocated) == ("emulated", "oom", 7 * MiB)
-    assert report.peak.total == report.peak.unexplained == 7 * MiB and report.environment["gpu"] == "T4"
+    assert (
+        report.peak.total == report.peak.unexplained == 7 * MiB
+        and report.environment["gpu"] == "T4"
+    )
     assert pickle.loads(files[1].read_bytes())["device_traces"] == [EVENTS]
 
 
@@ -166,7 +192,9 @@ def test_what_runs_on_a_stand_in_is_not_measured(monkeypatch):
 def test_a_module_is_changed_when_the_script_loads_it(tmp_path, monkeypatch):
     (tmp_path / "loaded_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    finder = in_script.AfterImport({"loaded_later": lambda module: setattr(module, "value", module.value + 1)})
+    finder = in_script.AfterImport(
+        {"loaded_later": lambda module: setattr(module, "value", module.value + 1)}
+    )
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     assert importlib.util.find_spec("loaded_later") and "loaded_later" not in sys.modules
     assert importlib.import_module("loaded_later").value == 2
@@ -182,7 +210,9 @@ def test_what_is_changed_in_libraries_is_there():
 
     module = types.SimpleNamespace(DeepSpeedZeroOptimizer=Optimizer)
     in_script.step_always(module)
-    assert not Optimizer().has_overflow(partition_gradients=False) and not module.is_invalid_grad_norm(-1.0)
+    assert not Optimizer().has_overflow(
+        partition_gradients=False
+    ) and not module.is_invalid_grad_norm(-1.0)
     assert hasattr(torch.nn.init, "_no_grad_trunc_normal_")
     if folder := importlib.util.find_spec("deepspeed"):
         for name, words in {
@@ -190,14 +220,20 @@ def test_what_is_changed_in_libraries_is_there():
             "stage3": "DeepSpeedZeroOptimizer_Stage3(",
         }.items():
             text = (Path(folder.origin).parent / "runtime" / "zero" / f"{name}.py").read_text()
-            assert all(each in text for each in (f"class {words}", "def has_overflow(", "is_invalid_grad_norm("))
+            assert all(
+                each in text
+                for each in (f"class {words}", "def has_overflow(", "is_invalid_grad_norm(")
+            )
 
 
 def test_a_killed_child_is_said_to_be_killed(left):
     result = CliRunner().invoke(app, left(137, {}))
     assert result.exit_code == 137
     assert result.stdout.splitlines()[2] == run.killed(137)
-    assert "killed by signal 9 (SIGKILL); mostly Linux's, because the machine's own memory ran out" in run.killed(137)
+    assert (
+        "killed by signal 9 (SIGKILL); mostly Linux's, because the machine's own memory ran out"
+        in run.killed(137)
+    )
     assert [run.killed(status) for status in (0, 1, 130)] == ["", "", ""]
 
 
@@ -224,7 +260,9 @@ def test_a_loop_without_a_trainer_has_its_phases(monkeypatch):
     found = watcher.report
     assert found.title == "step 2 of the loop: Sequential"
     assert set(found.phases) == {"load", "forward", "backward", "step", "between_steps"}
-    values = sum(each.numel() for each in (torch.ones(8, 4), torch.ones(4), torch.ones(4, 2), torch.ones(2)))
+    values = sum(
+        each.numel() for each in (torch.ones(8, 4), torch.ones(4), torch.ones(4, 2), torch.ones(2))
+    )
     assert found.phases["step"].peak.gradients == found.phases["load"].peak.parameters == 4 * values
     assert found.phases["step"].peak.optimizer_states >= 8 * values
 
@@ -250,7 +288,8 @@ def test_a_process_ends_after_the_steps_asked_for():
     assert end.value.code == 0 and in_script.end_after(0) is None
 
 
-# ── on PyTorch's CUDA build ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on PyTorch's CUDA build
+# ─────────────────────────────────────────────────────────────────────────────────────────
 
 TRAINER = """
 from transformers import Trainer, TrainingArguments
@@ -305,23 +344,44 @@ def test_a_trainers_script_holds_what_simulate_says(folder):
     (folder / "train.py").write_text(TRAINER)
     found = run.run([sys.executable, "train.py"], find_gpu("T4"))
     (report,) = found.reports
-    recipe = Recipe(str(folder / "config.json"), 4, seq_len=256, precision="fp16-mixed", optim="adamw_torch_fused")
+    recipe = Recipe(
+        str(folder / "config.json"),
+        4,
+        seq_len=256,
+        precision="fp16-mixed",
+        optim="adamw_torch_fused",
+    )
     simulated = simulate(recipe, gpu="T4")
-    assert found.status == 0 and report.source == "emulated" and {"forward", "backward", "step"} <= report.phases.keys()
+    assert (
+        found.status == 0
+        and report.source == "emulated"
+        and {"forward", "backward", "step"} <= report.phases.keys()
+    )
     assert report.allocated == pytest.approx(simulated.allocated, rel=0.01)
 
 
 @pytest.mark.slow
 def test_ranks_hold_what_simulate_says(folder):
-    """DDP's first buckets are gone when the second step's are there, as on a GPU, where a step takes its time."""
+    """DDP's first buckets are gone when the second step's are there, as on a GPU, where a step
+    takes its time.
+    """
     from tiny_models import config
 
     (folder / "config.json").write_text(json.dumps(config("llama")))
     (folder / "ddp.py").write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "ddp.py",
+    ]
     found = run.run(command, find_gpu("T4"), 2)
     two = Sharding(stage=0, world_size=2, engine="ddp")
-    simulated = simulate(Recipe(str(folder / "config.json"), 4, 256, loop="plain", sharding=two), gpu="T4")
+    simulated = simulate(
+        Recipe(str(folder / "config.json"), 4, 256, loop="plain", sharding=two), gpu="T4"
+    )
     assert found.status == 0 and [report.environment["rank"] for report in found.reports] == [0, 1]
     assert found.reports[1].allocated == pytest.approx(simulated.allocated, rel=0.01)
 
@@ -333,7 +393,8 @@ def test_memory_runs_out_in_pytorchs_words(folder, capfd):
     said = capfd.readouterr().err
     assert found.status == 1 and found.reports[0].status == "oom"
     assert (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity" in said
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity"
+        in said
     )
     assert run.run([sys.executable, "full.py"], find_gpu("RTX 4090")).status == 0
     assert os.environ.get("LD_PRELOAD", "") == ""

@@ -19,7 +19,16 @@ ASKED = {
     "simulate": ("simulate", *SMALL),
     "evaluate": ("evaluate", *SMALL),
     "plan": ("plan", "gpt2", "--seq-len", "16", "--gpu", "T4", "--no-confirm"),
-    "plan without": ("plan", "llama-3.1-70b", "--gpu", "T4", "--no-confirm", "--method", "full", "--no-offload"),
+    "plan without": (
+        "plan",
+        "llama-3.1-70b",
+        "--gpu",
+        "T4",
+        "--no-confirm",
+        "--method",
+        "full",
+        "--no-offload",
+    ),
     "explain": ("explain", MESSAGE, *SMALL),
     "explain alone": ("explain", MESSAGE),
     "doctor": ("doctor",),
@@ -34,7 +43,9 @@ def run(*words):
 
 
 def cases():
-    """Yield the names in ASKED; what steps on fake tensors is a Report as the prediction is, and slow."""
+    """Yield the names in ASKED; what steps on fake tensors is a Report as the prediction is, and
+    slow.
+    """
     for name in ASKED:
         marks = [pytest.mark.slow] if name in ("simulate", "evaluate") else []
         yield pytest.param(name, marks=marks)
@@ -59,11 +70,15 @@ def test_a_field_that_is_missing_or_of_another_kind_does_not_pass():
     for wrong in ({"peak": {}}, {"title": 3}, {"status": None}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(answer | wrong, schema_of("predict"))
-    assert Report.from_dict(answer).title == answer["title"], "the version does not keep a report from being read"
+    assert Report.from_dict(answer).title == answer["title"], (
+        "the version does not keep a report from being read"
+    )
 
 
 def test_the_published_file_is_the_derived_one():
-    """data/schema.json is in the wheel and on the site; `vramlab schema > data/schema.json` writes it."""
+    """data/schema.json is in the wheel and on the site; `vramlab schema > data/schema.json` writes
+    it.
+    """
     assert json.loads(data_path("schema.json").read_text(encoding="utf-8")) == schemas()
     assert json.loads(run("schema").stdout) == schemas()
     assert json.loads(run("schema", "plan").stdout) == schema_of("plan")

@@ -1,4 +1,6 @@
-"""A script is read line by line: each line is in the recipe, moves no memory, or is named; nothing is executed."""
+"""A script is read line by line: each line is in the recipe, moves no memory, or is named; nothing
+is executed.
+"""
 
 import json
 import time
@@ -43,7 +45,10 @@ trainer.save_model("final")
 """
 LORA = "model = get_peft_model(model, LoraConfig(r=16))"
 SFT = [
-    ("import Trainer, TrainerCallback, TrainingArguments", "import AutoModel\nfrom trl import SFTConfig, SFTTrainer")
+    (
+        "import Trainer, TrainerCallback, TrainingArguments",
+        "import AutoModel\nfrom trl import SFTConfig, SFTTrainer",
+    )
 ]
 SFT += [
     ("Trainer(model=model", "SFTTrainer(model=model"),
@@ -78,7 +83,9 @@ def recipe_of(tmp_path, changes=(), text=BASE):
 
 
 PEFT = "model = get_peft_model(model, {}(task_type='CAUSAL_LM'))"
-SUBCLASS = "class Mine(Trainer):\n    def compute_loss(self, model, inputs, **more):\n        return 0"
+SUBCLASS = (
+    "class Mine(Trainer):\n    def compute_loss(self, model, inputs, **more):\n        return 0"
+)
 ROWS = """class Rows(torch.utils.data.Dataset):
     def __init__(self, rows):
         self.rows = rows
@@ -457,9 +464,15 @@ ENDLESS = {
     "text": "bs = 'a' * 10**9 * 20",
     "power": "bs = 9**9**9",
     "shift": "bs = 1 << 10**12",
-    "doubled": "\n".join(["b0 = 'aaaaaaaaaa'", *(f"b{i + 1} = b{i} + b{i}" for i in range(60)), "bs = b60"]),
-    "tuples": "\n".join(["b0 = 4", *(f"b{i + 1} = (b{i},) * 9 + (b{i}, b{i})" for i in range(39)), "bs = b39"]),
-    "choices": "\n".join(["b0 = 4", *(f"b{i + 1} = b{i} if ask else b{i}" for i in range(60)), "bs = b60"]),
+    "doubled": "\n".join(
+        ["b0 = 'aaaaaaaaaa'", *(f"b{i + 1} = b{i} + b{i}" for i in range(60)), "bs = b60"]
+    ),
+    "tuples": "\n".join(
+        ["b0 = 4", *(f"b{i + 1} = (b{i},) * 9 + (b{i}, b{i})" for i in range(39)), "bs = b39"]
+    ),
+    "choices": "\n".join(
+        ["b0 = 4", *(f"b{i + 1} = b{i} if ask else b{i}" for i in range(60)), "bs = b60"]
+    ),
     "circle": "def f():\n    return g()\ndef g():\n    return f()\nbs = f()",
     "itself": "if bs:\n    bs = 4",
     "format": "bs = f'{1:>999999999}'",
@@ -476,7 +489,13 @@ def test_constants_are_computed_within_bounds(case, base, tmp_path):
 
 def test_a_script_that_is_no_script_is_refused(tmp_path):
     path = tmp_path / "train.py"
-    for text in ("x = " + "(" * 5000, "x = " + "-" * 90_000 + "1", "\0", "x = " + "1+" * 20_000 + "1", "#" * 3_000_000):
+    for text in (
+        "x = " + "(" * 5000,
+        "x = " + "-" * 90_000 + "1",
+        "\0",
+        "x = " + "1+" * 20_000 + "1",
+        "#" * 3_000_000,
+    ):
         path.write_text(text)
         with pytest.raises(VramLabError) as caught:
             recipe_of_script(path)
@@ -496,8 +515,12 @@ def test_notes_are_in_text_json_and_python(tmp_path, monkeypatch):
     note = "without line 12: `model.resize_token_embeddings(len(tokenizer))`"
     assert found.notes == [note]
     runner = CliRunner()
-    assert runner.invoke(app, ["explain", str(path)]).output == f"{found}\n" and str(found).endswith(f"note: {note}")
-    assert json.loads(runner.invoke(app, ["explain", str(path), "--json"]).output)["notes"] == [note]
+    assert runner.invoke(app, ["explain", str(path)]).output == f"{found}\n" and str(
+        found
+    ).endswith(f"note: {note}")
+    assert json.loads(runner.invoke(app, ["explain", str(path), "--json"]).output)["notes"] == [
+        note
+    ]
     monkeypatch.setattr("vramlab.faces.explain.report_of", lambda recipe, target: predict(recipe))
     small = f"gpt2 '{path}' --num-layers 1 --seq-len 8"
     both = runner.invoke(app, ["diff", small, f"{small} --batch-size 2"])

@@ -44,12 +44,15 @@ def phases(watcher: watch) -> list[str]:
 
 STEP = ["forward", "backward", "step", "between_steps"]
 
-# --- to the byte -----------------------------------------------------------------------------------------------------
-# Each loop is written as its users write it. What it holds at the end is handed back, so that it outlives the block.
+# --- to the byte
+# ----------------------------------------------------------------------------------------------------- Each loop is written as its users write it. What it holds at the end is handed back, so that it
+# outlives the block.
 
 
 def tutorial(model, batch, optimizer, loss_of=lambda outputs: outputs.loss):
-    """The loop of PyTorch's tutorials: clear, forward, loss, backward, step; outputs and loss are variables."""
+    """The loop of PyTorch's tutorials: clear, forward, loss, backward, step; outputs and loss are
+    variables.
+    """
     for _ in range(2):
         optimizer.zero_grad()
         outputs = model(**batch) if isinstance(batch, dict) else model(batch)
@@ -128,8 +131,9 @@ LOOPS = {
 }
 
 
-# One fp32 number counts in a neighbouring phase: phases begin and end with backward() here, and train_step's "backward"
-# also scales the loss first (in_fp16) and afterwards drops the last step's loss for the new one (tidy).
+# One fp32 number counts in a neighbouring phase: phases begin and end with backward() here, and
+# train_step's "backward" also scales the loss first (in_fp16) and afterwards drops the last step's
+# loss for the new one (tidy).
 SCALAR = {"tidy": 4, "in_fp16": 4}
 
 
@@ -143,12 +147,18 @@ def test_a_hand_written_loop_is_what_simulate_says_to_the_byte(name):
     report, simulated = seen.report(), simulate(wanted, target="cpu", full=True)
     for phase, split in simulated.phases.items():
         for moment in ("peak", "end"):
-            real, said = dict(getattr(report.phases[phase], moment).items()), dict(getattr(split, moment).items())
+            real, said = (
+                dict(getattr(report.phases[phase], moment).items()),
+                dict(getattr(split, moment).items()),
+            )
             differences = [abs(real[category] - said[category]) for category in CATEGORIES]
             assert max(differences) <= SCALAR.get(name, 0), (phase, moment, differences)
     assert (report.peak, report.peak_phase) == (simulated.peak, simulated.peak_phase)
     micro = wanted.gradient_accumulation_steps
-    assert phases(seen) == ["load", *[*["forward", "backward"] * micro, "step", "between_steps"] * 2]
+    assert phases(seen) == [
+        "load",
+        *[*["forward", "backward"] * micro, "step", "between_steps"] * 2,
+    ]
     del kept
 
 
@@ -156,13 +166,17 @@ def test_a_hand_written_loop_is_what_simulate_says_to_the_byte(name):
 def test_any_module_is_what_simulate_says_to_the_byte(kind):
     model = mlp()
     optimizer = kind(model.parameters(), lr=0.1)
-    simulated = simulate(model=model, batch=(X,), optimizer=optimizer, loss=entropy, target="cpu", loop="plain")
+    simulated = simulate(
+        model=model, batch=(X,), optimizer=optimizer, loss=entropy, target="cpu", loop="plain"
+    )
     with watch(model, optimizer, batch=X) as seen:
         kept = tutorial(model, X, optimizer, entropy)
     assert seen.report().phases == simulated.phases and seen.report().peak == simulated.peak
     # the loss is made and differentiated outside the model, and still in the right phases
     assert seen.report().phases["forward"].end.activations >= 4 * (32 * 256 + 32 * 10)
-    assert seen.report().phases["step"].end.gradients == 4 * sum(p.numel() for p in model.parameters())
+    assert seen.report().phases["step"].end.gradients == 4 * sum(
+        p.numel() for p in model.parameters()
+    )
     del kept
 
 
@@ -176,11 +190,14 @@ def test_a_tensor_that_outlives_the_step_is_seen():
             entropy(hoard[-1]).backward()
             optimizer.step()
             optimizer.zero_grad()
-    live = [seen.history.live[end] for name, _, end in seen.history.stretches if name == "between_steps"]
+    live = [
+        seen.history.live[end] for name, _, end in seen.history.stretches if name == "between_steps"
+    ]
     assert live[2] - live[1] == live[1] - live[0] == 4 * 32 * 10
 
 
-# --- phases ----------------------------------------------------------------------------------------------------------
+# --- phases
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Reentrant(torch.nn.Module):
@@ -188,7 +205,11 @@ class Reentrant(torch.nn.Module):
 
     def __init__(self, reentrant: bool = True):
         super().__init__()
-        self.reentrant, self.first, self.blocks = reentrant, torch.nn.Linear(64, 64), torch.nn.ModuleList([mlp()])
+        self.reentrant, self.first, self.blocks = (
+            reentrant,
+            torch.nn.Linear(64, 64),
+            torch.nn.ModuleList([mlp()]),
+        )
         self.last = torch.nn.Linear(10, 10)
 
     def forward(self, x):
@@ -208,15 +229,20 @@ def test_a_recomputed_forward_pass_is_backward(reentrant, part):
             entropy(model(X)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    if part and reentrant:  # its first forward runs without gradients: only the recomputation could be recognised
+    if (
+        part and reentrant
+    ):  # its first forward runs without gradients: only the recomputation could be recognised
         assert phases(seen) == ["load", *["backward", "step", "between_steps"] * 2]
     else:
         assert phases(seen) == ["load", *STEP * 2]
-        highest = {  # by phase, over all moments: the phases' peaks come at moments when gradients weigh more
+        # by phase, over all moments: the phases' peaks come at moments when gradients weigh more
+        highest = {
             name: max(seen.history.split(p).activations for p in range(start, end + 1))
             for name, start, end in seen.history.last_step
         }
-        assert highest["forward"] < 4 * 32 * 256 < highest["backward"], "the ReLU's result is made again in there"
+        assert highest["forward"] < 4 * 32 * 256 < highest["backward"], (
+            "the ReLU's result is made again in there"
+        )
 
 
 def test_the_optimizer_is_found_and_its_states_are_named():
@@ -227,7 +253,9 @@ def test_the_optimizer_is_found_and_its_states_are_named():
             tutorial(model, X, optimizer, entropy)
         numbers = sum(p.numel() for p in model.parameters())
         assert seen.report().phases["step"].end.optimizer_states == 8 * numbers + 4 * 4
-    assert seen.report().phases["load"].end.optimizer_states == 8 * numbers + 4 * 4, "it had them before the block"
+    assert seen.report().phases["load"].end.optimizer_states == 8 * numbers + 4 * 4, (
+        "it had them before the block"
+    )
 
 
 def test_another_models_optimizer_is_nobodys_step():
@@ -260,7 +288,9 @@ def test_without_any_update_there_is_no_step():
         for _ in range(2):
             entropy(model(X)).backward()
     assert phases(seen) == ["load", *["forward", "backward"] * 2, "between_steps"]
-    assert seen.report().phases["between_steps"].end.gradients == 4 * sum(p.numel() for p in model.parameters())
+    assert seen.report().phases["between_steps"].end.gradients == 4 * sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def test_evaluation_and_a_second_model_call_begin_nothing():
@@ -273,7 +303,9 @@ def test_evaluation_and_a_second_model_call_begin_nothing():
         with torch.no_grad():
             model(X)
     assert phases(seen) == ["load", *STEP]
-    assert seen.report().phases["forward"].end.activations >= 2 * 4 * 32 * 256, "both calls' activations"
+    assert seen.report().phases["forward"].end.activations >= 2 * 4 * 32 * 256, (
+        "both calls' activations"
+    )
 
 
 def test_a_step_inside_the_backward_pass_stays_there_and_its_gradients_have_a_name():
@@ -289,7 +321,9 @@ def test_a_step_inside_the_backward_pass_stays_there_and_its_gradients_have_a_na
     with watch(model) as seen:
         for _ in range(2):
             entropy(model(X)).backward()
-    assert seen.report().phases["backward"].end.optimizer_states == 4 * sum(p.numel() for p in model.parameters())
+    assert seen.report().phases["backward"].end.optimizer_states == 4 * sum(
+        p.numel() for p in model.parameters()
+    )
     splits = [seen.history.split(p).gradients for p in range(len(seen.history.log))]
     assert 0 < max(splits) < 4 * sum(p.numel() for p in model.parameters()), "one at a time"
 
@@ -300,10 +334,14 @@ def test_part_of_a_model_and_a_watch_inside_a_watch():
     with watch(model) as outer, watch(model[1]) as inner:
         tutorial(model, X, optimizer, entropy)
     assert phases(outer) == phases(inner) == ["load", *STEP * 2]
-    assert inner.report().peak.total == outer.report().peak.total, "the step touches the rest of the model too"
+    assert inner.report().peak.total == outer.report().peak.total, (
+        "the step touches the rest of the model too"
+    )
     assert inner.report().peak.parameters == 4 * sum(p.numel() for p in model.parameters())
     gradients = [seen.report().phases["backward"].end.gradients for seen in (inner, outer)]
-    assert gradients == [4 * sum(p.numel() for p in part.parameters()) for part in (model[1], model)]
+    assert gradients == [
+        4 * sum(p.numel() for p in part.parameters()) for part in (model[1], model)
+    ]
 
 
 def test_inputs_are_what_the_model_is_called_with():
@@ -316,12 +354,20 @@ def test_inputs_are_what_the_model_is_called_with():
     assert seen.report().phases["backward"].peak.inputs == 4 * 32 * 64 + Y.nbytes
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults
+# ----------------------------------------------------------------------------------------------------------
 
 
 def untouched(model: torch.nn.Module, backward) -> bool:
-    hooks = [model._forward_pre_hooks, *(p._post_accumulate_grad_hooks or () for p in model.parameters())]
-    return _get_current_dispatch_mode() is None and torch.autograd.backward is backward and not any(hooks)
+    hooks = [
+        model._forward_pre_hooks,
+        *(p._post_accumulate_grad_hooks or () for p in model.parameters()),
+    ]
+    return (
+        _get_current_dispatch_mode() is None
+        and torch.autograd.backward is backward
+        and not any(hooks)
+    )
 
 
 class Broken(Exception):
@@ -351,7 +397,12 @@ def test_an_error_in_the_block_gets_out_and_the_report_says_what_ran(where):
     for handle in handles:
         handle.remove()
     assert untouched(model, backward)
-    last = {"forward": ["forward"], "backward": ["forward", "backward"], "step": STEP[:3], "block": []}[where]
+    last = {
+        "forward": ["forward"],
+        "backward": ["forward", "backward"],
+        "step": STEP[:3],
+        "block": [],
+    }[where]
     assert phases(seen) == ["load", *STEP * 2, *last, *(["between_steps"] if last else [])]
     assert seen.report().peak.parameters == 4 * sum(p.numel() for p in model.parameters())
 
@@ -382,7 +433,10 @@ def test_wrong_uses_are_sentences():
 
 def test_sparse_gradients_are_refused():
     model = torch.nn.Embedding(50, 8, sparse=True)
-    with watch(model), pytest.raises(VramLabError, match=r"neither simulate nor watch follows torch\.sparse_coo"):
+    with (
+        watch(model),
+        pytest.raises(VramLabError, match=r"neither simulate nor watch follows torch\.sparse_coo"),
+    ):
         model(torch.arange(6)).sum().backward()
 
 
@@ -392,7 +446,9 @@ def test_a_compiled_model_is_said_to_have_run_eagerly():
     for model in (wrapper, method):
         with watch(model) as seen:
             entropy(model(X)).backward()
-        assert any(note.startswith("torch.compile: a watched model") for note in seen.report().notes)
+        assert any(
+            note.startswith("torch.compile: a watched model") for note in seen.report().notes
+        )
     with watch(mlp()) as plain:
         entropy(plain.model(X)).backward()
     assert not any("torch.compile" in note for note in plain.report().notes)
@@ -403,7 +459,8 @@ def test_lazy_parameters_are_refused_in_a_sentence():
         watch(torch.nn.LazyLinear(4))
 
 
-# --- %%watch ---------------------------------------------------------------------------------------------------------
+# --- %%watch
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -413,7 +470,9 @@ def shell():
     shell = InteractiveShell()  # not the singleton: other tests may look for one
     shell.run_line_magic("load_ext", "vramlab")
     model = mlp()
-    shell.user_ns.update(model=model, optimizer=adamw(model), box=SimpleNamespace(model=model), x=X, entropy=entropy)
+    shell.user_ns.update(
+        model=model, optimizer=adamw(model), box=SimpleNamespace(model=model), x=X, entropy=entropy
+    )
     return shell
 
 
@@ -444,7 +503,9 @@ def test_the_magic_shows_an_error_once_and_the_report_before_it(shell, cell, kin
     assert run(shell, "1 / 0")[1].count("ZeroDivisionError") >= 1, "the shell shows errors again"
 
 
-@pytest.mark.parametrize(("line", "kind", "why"), [("modle", NameError, "modle"), ("x", VramLabError, "is a Tensor")])
+@pytest.mark.parametrize(
+    ("line", "kind", "why"), [("modle", NameError, "modle"), ("x", VramLabError, "is a Tensor")]
+)
 def test_the_magic_refuses_in_a_sentence(shell, line, kind, why):
     result, _ = run(shell, f"%%watch {line}\nran = 1")
     assert isinstance(result.error_in_exec, kind) and why in str(result.error_in_exec)

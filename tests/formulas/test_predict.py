@@ -29,7 +29,8 @@ def simulated(recipe: Recipe) -> Report:
     return simulate(recipe)
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+# --- the report
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_it_needs_no_torch():
@@ -58,7 +59,10 @@ def test_a_report_is_whole_for_every_model(name):
         assert all(getattr(split, c) >= 0 for split in (phase.peak, phase.end) for c in CATEGORIES)
     assert isinstance(report.reserved, Interval) and isinstance(report.process, Interval)
     assert report.peak.total <= report.reserved.value <= report.reserved.high < report.process.high
-    assert report.largest[0].size * report.largest[0].count >= report.largest[-1].size * report.largest[-1].count
+    assert (
+        report.largest[0].size * report.largest[0].count
+        >= report.largest[-1].size * report.largest[-1].count
+    )
     assert sum(t.size * t.count for t in report.largest) <= report.peak.total
     assert Report.from_json(report.to_json()).to_dict() == report.to_dict()
 
@@ -68,8 +72,13 @@ def test_the_largest_tensors_are_those_of_the_simulation():
     assert report.peak_phase == truth.peak_phase
     named = {(t.category, t.shape): t.size * t.count for t in report.largest}
     first = truth.largest[0]
-    states = 2 if first.category == "optimizer_states" else 1  # one entry here, exp_avg and exp_avg_sq there
-    assert named[first.category, first.shape] in (first.size * first.count, states * first.size * first.count)
+    states = (
+        2 if first.category == "optimizer_states" else 1
+    )  # one entry here, exp_avg and exp_avg_sq there
+    assert named[first.category, first.shape] in (
+        first.size * first.count,
+        states * first.size * first.count,
+    )
 
 
 def test_the_card_changes_what_depends_on_it():
@@ -82,9 +91,13 @@ def test_the_card_changes_what_depends_on_it():
         predict(LLAMA, "A1000")
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)]
+)
 def test_embedded_tokens_do_not_add_up_with_depth(precision):
-    """At full depth: grids have two or three layers, where a block that every layer keeps hardly shows."""
+    """At full depth: grids have two or three layers, where a block that every layer keeps hardly
+    shows.
+    """
     recipe = Recipe("llama-3.1-8b", batch_size=8, seq_len=512, precision=precision)
     assert predict(recipe).peak.total == pytest.approx(simulated(recipe).peak.total, rel=1e-5)
 
@@ -100,13 +113,19 @@ def test_embedded_tokens_do_not_add_up_with_depth(precision):
     ids=str,
 )
 def test_a_trained_copy_of_a_tied_table_unties_it(saved, settings):
-    """PEFT copies the module that `modules_to_save` names; the other one goes on with the frozen matrix."""
+    """PEFT copies the module that `modules_to_save` names; the other one goes on with the frozen
+    matrix.
+    """
     lora = LoRA(modules_to_save=saved)
-    recipe = Recipe("llama-3.2-1b", num_layers=2, seq_len=64, precision="bf16-true", lora=lora, **settings)
+    recipe = Recipe(
+        "llama-3.2-1b", num_layers=2, seq_len=64, precision="bf16-true", lora=lora, **settings
+    )
     assert recipe.shape.tied
     predicted, truth = predict(recipe), simulated(recipe)
     for phase in PHASES:
-        assert predicted.phases[phase].peak.total == pytest.approx(truth.phases[phase].peak.total, rel=0.002), phase
+        assert predicted.phases[phase].peak.total == pytest.approx(
+            truth.phases[phase].peak.total, rel=0.002
+        ), phase
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
@@ -116,14 +135,20 @@ def test_copies_that_no_formula_places_are_refused(engine):
         predict(recipe)
 
 
-WRITTEN_OUT = [(name, gpu) for name in ("bert-large", "pythia-410m", "falcon-7b") for gpu in ("T4", "V100")]
+WRITTEN_OUT = [
+    (name, gpu) for name in ("bert-large", "pythia-410m", "falcon-7b") for gpu in ("T4", "V100")
+]
 
 
-@pytest.mark.parametrize(("name", "gpu"), params(WRITTEN_OUT, [("bert-large", "V100"), ("falcon-7b", "T4")]))
+@pytest.mark.parametrize(
+    ("name", "gpu"), params(WRITTEN_OUT, [("bert-large", "V100"), ("falcon-7b", "T4")])
+)
 def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):
     from vramlab.simulation.simulate import simulate
 
-    recipe = Recipe(name, batch_size=4, seq_len=256, precision="bf16-mixed", optim="sgd", num_layers=2)
+    recipe = Recipe(
+        name, batch_size=4, seq_len=256, precision="bf16-mixed", optim="sgd", num_layers=2
+    )
     predicted, truth = predict(recipe, gpu), simulate(recipe, gpu=gpu)
     kept, really = (report.phases["forward"].end.activations for report in (predicted, truth))
     assert kept == pytest.approx(really, rel=0.001)
@@ -131,7 +156,12 @@ def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):
 
 
 def with_activation(name: str, precision: str) -> Recipe:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    }
     config = {"model_type": "gpt_neox", "hidden_act": name, "vocab_size": 96, **sizes}
     return Recipe(config, batch_size=4, seq_len=256, precision=precision)
 
@@ -148,7 +178,9 @@ def test_activations_are_counted_as_simulated(name, precision):
 ACTIVATIONS = {*operators.OF_RESULT, *operators.OF_INPUT, *operators.WRITTEN_OUT}
 
 
-@pytest.mark.parametrize("name", sorted({"gelu_10", "laplace", "prelu", "xielu", "zzz"} - ACTIVATIONS))
+@pytest.mark.parametrize(
+    "name", sorted({"gelu_10", "laplace", "prelu", "xielu", "zzz"} - ACTIVATIONS)
+)
 def test_activations_that_are_not_written_down_are_refused(name):
     with pytest.raises(RecipeError, match=r"model.activation.*ask simulate"):
         predict(with_activation(name, "fp32"))
@@ -174,21 +206,31 @@ def test_depth_costs_nothing():
             best.append((time.process_time() - start) / 20)
         return min(best)
 
-    shallow, deep = cpu_seconds(Recipe("llama-3.1-8b", num_layers=2)), cpu_seconds(Recipe("llama-3.1-405b"))
+    shallow, deep = (
+        cpu_seconds(Recipe("llama-3.1-8b", num_layers=2)),
+        cpu_seconds(Recipe("llama-3.1-405b")),
+    )
     assert deep < 3 * shallow
     assert deep < 0.01  # a millisecond on an idle core, with room for a busy machine
 
 
 def test_reserved_counts_what_one_layer_recomputes_once():
-    recipe = Recipe("gpt2-xl", batch_size=4, seq_len=1024, precision="fp16-true", optim="adamw_bnb_8bit")
+    recipe = Recipe(
+        "gpt2-xl", batch_size=4, seq_len=1024, precision="fp16-true", optim="adamw_bnb_8bit"
+    )
     recipe = recipe.replace(gradient_checkpointing=True)
-    assert predict(recipe, "T4").reserved.value == pytest.approx(simulated(recipe).reserved.value, rel=0.1)
+    assert predict(recipe, "T4").reserved.value == pytest.approx(
+        simulated(recipe).reserved.value, rel=0.1
+    )
 
 
-# --- what stays ---------------------------------------------------------------------------------------------------
+# --- what stays
+# ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert-base", "pythia-410m", "llama-3.2-1b", "vit-base", "opt-125m"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-base", "pythia-410m", "llama-3.2-1b", "vit-base", "opt-125m"]
+)
 @pytest.mark.parametrize("precision,width", [("fp32", 4), ("bf16-mixed", 4), ("bf16-true", 2)])
 def test_parameters_and_gradients_are_the_shapes_numbers(name, precision, width):
     recipe = Recipe(name, precision=precision)
@@ -200,18 +242,26 @@ def test_parameters_and_gradients_are_the_shapes_numbers(name, precision, width)
 
 def test_lora_counts_what_peft_counts():
     shape = read_shape("polyglot-ko-1.3b")
-    recipe = Recipe("polyglot-ko-1.3b", precision="fp16-true", lora=LoRA(r=8, target_modules=("query_key_value",)))
+    recipe = Recipe(
+        "polyglot-ko-1.3b",
+        precision="fp16-true",
+        lora=LoRA(r=8, target_modules=("query_key_value",)),
+    )
     trained = [row for row in model_states.parameter_table(recipe) if row.trained]
     assert sum(row.count * prod(row.shape) for row in trained) == 1_572_864
     assert model_states.gradient_bytes(recipe) == 4 * 1_572_864
     assert (
-        model_states.parameter_bytes(recipe) - model_states.parameter_bytes(recipe.replace(lora=None)) == 4 * 1_572_864
+        model_states.parameter_bytes(recipe)
+        - model_states.parameter_bytes(recipe.replace(lora=None))
+        == 4 * 1_572_864
     )
     assert round(100 * 1_572_864 / shape.num_parameters, 3) == 0.118
 
 
 def test_four_bits_are_four_and_a_half_and_four_point_127():
-    plain, double = (sum(tensor_sizes.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
+    plain, double = (
+        sum(tensor_sizes.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True)
+    )
     assert abs(8 * plain / 4096**2 - 4.5) < 0.001
     assert abs(8 * double / 4096**2 - 4.127) < 0.001
 
@@ -228,22 +278,32 @@ def test_four_bits_are_four_and_a_half_and_four_point_127():
 )
 def test_states_per_number(optim, arguments, per_number):
     recipe = GPT2.replace(optim=optim, optim_args=arguments)
-    assert model_states.optimizer_state_bytes(recipe) == per_number * model_states.gradient_bytes(recipe) // 4
+    assert (
+        model_states.optimizer_state_bytes(recipe)
+        == per_number * model_states.gradient_bytes(recipe) // 4
+    )
 
 
 def test_the_trainer_keeps_embeddings_out_of_eight_bits():
-    trainer, plain = (GPT2.replace(optim="adamw_bnb_8bit", loop=loop) for loop in ("trainer", "plain"))
+    trainer, plain = (
+        GPT2.replace(optim="adamw_bnb_8bit", loop=loop) for loop in ("trainer", "plain")
+    )
     embeddings = 2 * (50257 + 1024) * 768
-    difference = model_states.optimizer_state_bytes(trainer) - model_states.optimizer_state_bytes(plain)
+    difference = model_states.optimizer_state_bytes(trainer) - model_states.optimizer_state_bytes(
+        plain
+    )
     assert abs(difference - (3 - 4 / 256) * embeddings) < 4096
 
 
-# --- what a layer keeps -------------------------------------------------------------------------------------------
+# --- what a layer keeps
+# -------------------------------------------------------------------------------------------
 
 
 def kept_by_a_layer(recipe: Recipe) -> int:
     """Bytes of activations that one layer more adds at the end of the forward pass."""
-    deep, shallow = (predict(recipe.replace(num_layers=n)).phases["forward"].end.activations for n in (4, 3))
+    deep, shallow = (
+        predict(recipe.replace(num_layers=n)).phases["forward"].end.activations for n in (4, 3)
+    )
     return deep - shallow
 
 
@@ -262,7 +322,9 @@ def test_a_gpt2_layer_by_hand_and_by_simulation():
     by_hand = sum(kept.values())
     by_formula = kept_by_a_layer(GPT2)
     assert abs(by_formula - by_hand) <= 0.001 * by_hand
-    deep, shallow = (simulated(GPT2.replace(num_layers=n)).phases["forward"].end.activations for n in (3, 2))
+    deep, shallow = (
+        simulated(GPT2.replace(num_layers=n)).phases["forward"].end.activations for n in (3, 2)
+    )
     assert abs(by_formula - (deep - shallow)) <= 0.001 * by_hand
 
 
@@ -278,7 +340,9 @@ THREE = [
 
 @pytest.mark.parametrize("recipe", params(THREE, THREE[:3]), ids=str)
 def test_a_layer_keeps_what_the_simulated_one_keeps(recipe):
-    deep, shallow = (simulated(recipe.replace(num_layers=n)).phases["forward"].end.activations for n in (4, 3))
+    deep, shallow = (
+        simulated(recipe.replace(num_layers=n)).phases["forward"].end.activations for n in (4, 3)
+    )
     assert abs(kept_by_a_layer(recipe) - (deep - shallow)) <= 0.002 * (deep - shallow)
 
 
@@ -315,7 +379,9 @@ def test_scores_grow_with_the_square_of_the_tokens_only_when_written_out():
 
     assert kept(2048, "sdpa") == pytest.approx(4 * kept(512, "sdpa"), rel=0.001)
     heads, scores = 32, 2048**2 - 4 * 512**2
-    assert kept(2048, "eager") - 4 * kept(512, "eager") == pytest.approx(2 * heads * scores * (4 + 2), rel=0.001)
+    assert kept(2048, "eager") - 4 * kept(512, "eager") == pytest.approx(
+        2 * heads * scores * (4 + 2), rel=0.001
+    )
 
 
 def test_logits():
@@ -324,11 +390,14 @@ def test_logits():
     assert names[(64 * 512, 128256), "float32"] == 4 * 64 * 512 * 128256
 
 
-# --- what is asked of it ------------------------------------------------------------------------------------------
+# --- what is asked of it
+# ------------------------------------------------------------------------------------------
 
 
 @given(
-    st.sampled_from(["gpt2", "llama-3.2-1b", "bert-base", "pythia-70m", "gemma-2-2b", "mixtral-8x7b"]),
+    st.sampled_from(
+        ["gpt2", "llama-3.2-1b", "bert-base", "pythia-70m", "gemma-2-2b", "mixtral-8x7b"]
+    ),
     st.sampled_from(PRECISIONS),
     st.integers(1, 16),
     st.integers(16, 400),
@@ -356,16 +425,27 @@ def test_more_never_takes_less(name, precision, batch, tokens, checkpointing):
 def test_zero_divides_what_its_stage_says():
     full = Recipe("llama-3.1-8b", precision="bf16-true", gradient_checkpointing=True)
     whole = predict(full).phases["between_steps"].end
-    for stage, engine, n in ((1, "deepspeed", 8), (2, "deepspeed", 8), (3, "fsdp", 8), (3, "deepspeed", 64)):
+    for stage, engine, n in (
+        (1, "deepspeed", 8),
+        (2, "deepspeed", 8),
+        (3, "fsdp", 8),
+        (3, "deepspeed", 64),
+    ):
         rank = predict(full.replace(sharding=Sharding(stage, n, engine)))
         split, rest = rank.phases["step"].peak, rank.phases["between_steps"].end
-        fp32 = 3 if engine == "deepspeed" else 1  # it updates a copy of the weights in fp32, with states in fp32
+        fp32 = (
+            3 if engine == "deepspeed" else 1
+        )  # it updates a copy of the weights in fp32, with states in fp32
         assert rest.optimizer_states == pytest.approx(fp32 * whole.optimizer_states / n, rel=1e-4)
-        assert split.parameters == pytest.approx(whole.parameters / (n if stage == 3 else 1), rel=1e-4)
+        assert split.parameters == pytest.approx(
+            whole.parameters / (n if stage == 3 else 1), rel=1e-4
+        )
         assert any(f"rank 0 of {n}" in note for note in rank.notes)
     gradients = predict(full.replace(sharding=Sharding(3, 8))).phases["step"].peak.gradients
     assert gradients == pytest.approx(model_states.gradient_bytes(full) / 8, rel=1e-4)
-    alone, two, many = (predict(full.replace(sharding=Sharding(3, n))).peak.total for n in (1, 2, 64))
+    alone, two, many = (
+        predict(full.replace(sharding=Sharding(3, n))).peak.total for n in (1, 2, 64)
+    )
     assert alone == predict(full).peak.total and many < two < alone
     offloaded = predict(full.replace(sharding=Sharding(3, 8, "deepspeed", offload="optimizer")))
     assert offloaded.phases["step"].peak.optimizer_states == 0
@@ -378,10 +458,18 @@ def test_torch_compile_is_noted():
     assert any("eager step" in note for note in predict(GPT2.replace(torch_compile=True)).notes)
 
 
-# --- what nobody wrote out ----------------------------------------------------------------------------------------
+# --- what nobody wrote out
+# ----------------------------------------------------------------------------------------
 
 SIZES = dict(hidden_size=512, num_hidden_layers=2, vocab_size=8000)
-DENSE = dict(SIZES, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536, head_dim=64, pad_token_id=0)
+DENSE = dict(
+    SIZES,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=1536,
+    head_dim=64,
+    pad_token_id=0,
+)
 
 
 @pytest.mark.parametrize("family", ["stablelm", "lfm2", "roberta"])
@@ -402,13 +490,16 @@ def test_what_predict_refuses_is_measured_all_the_same():
     assert too_much(Recipe({"model_type": "lfm2", **DENSE}, 1, 16)) == ""
 
 
-# --- nonsense -----------------------------------------------------------------------------------------------------
+# --- nonsense
+# -----------------------------------------------------------------------------------------------------
 
 NONSENSE = [-1, 0, 1, 3, 7, 64, 10**7, 2.5, "4", None, True]
 
 
 def sometimes(values: list, nonsense: list = NONSENSE) -> st.SearchStrategy:
-    """One of `values`, and nonsense about once in sixty times, so that a good part of the recipes stand."""
+    """One of `values`, and nonsense about once in sixty times, so that a good part of the recipes
+    stand.
+    """
     return st.sampled_from(values * (60 * len(nonsense) // len(values) + 1) + nonsense)
 
 
@@ -447,9 +538,28 @@ LOOPS = st.builds(
     optimizer_in_backward=st.booleans(),
 )
 CONFIGS = [
-    dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100),
-    dict(model_type="llama", hidden_size=63, num_hidden_layers=2, num_attention_heads=4, vocab_size=100),
-    dict(model_type="falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=9, bias=True),
+    dict(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=100,
+    ),
+    dict(
+        model_type="llama",
+        hidden_size=63,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=100,
+    ),
+    dict(
+        model_type="falcon",
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=9,
+        bias=True,
+    ),
     dict(model_type="gpt2", n_embd=-4),
     dict(model_type="t5", d_model=64, d_ff=32, num_layers=1, num_heads=2, d_kv=8, vocab_size=50),
     dict(hidden_size=64),
@@ -470,7 +580,9 @@ RECIPES = st.builds(
     lora=st.one_of(st.none(), LORAS, LORAS, sometimes([None])),
     quantization=st.one_of(st.none(), st.none(), st.none(), QUANTIZATIONS),
     sharding=st.one_of(st.none(), st.none(), st.none(), SHARDINGS),
-    loop=st.one_of(st.sampled_from(["trainer", "plain", "optimizer_in_backward", "plain", "endless"]), LOOPS),
+    loop=st.one_of(
+        st.sampled_from(["trainer", "plain", "optimizer_in_backward", "plain", "endless"]), LOOPS
+    ),
     num_layers=sometimes([None, 1, 2, 3, 80]),
     task=sometimes([None] * 9 + ["causal-lm", "sequence-classification", "masked-lm"]),
 )
@@ -490,13 +602,32 @@ def test_any_recipe_is_a_report_or_a_recipe_error(fields, gpu):
 IN_BACKWARD = GPT2.replace(loop="optimizer_in_backward", optim="rmsprop")
 DEEPSPEED = LLAMA.replace(precision="bf16-true", sharding=Sharding(3, 8, "deepspeed", "optimizer"))
 CHANGES = [
-    *((GPT2, change) for change in (dict(batch_size=3), dict(seq_len=96), dict(precision="bf16-mixed"))),
-    *((GPT2, change) for change in (dict(attn_implementation="eager"), dict(gradient_checkpointing=True))),
-    *((GPT2, change) for change in (dict(num_layers=1), dict(task="sequence-classification"), dict(model="opt-125m"))),
-    *((GPT2, change) for change in (dict(lora=LoRA()), dict(loop="plain"), dict(gradient_accumulation_steps=2))),
+    *(
+        (GPT2, change)
+        for change in (dict(batch_size=3), dict(seq_len=96), dict(precision="bf16-mixed"))
+    ),
+    *(
+        (GPT2, change)
+        for change in (dict(attn_implementation="eager"), dict(gradient_checkpointing=True))
+    ),
+    *(
+        (GPT2, change)
+        for change in (
+            dict(num_layers=1),
+            dict(task="sequence-classification"),
+            dict(model="opt-125m"),
+        )
+    ),
+    *(
+        (GPT2, change)
+        for change in (dict(lora=LoRA()), dict(loop="plain"), dict(gradient_accumulation_steps=2))
+    ),
     (GPT2.replace(lora=LoRA()), dict(lora=LoRA(r=9))),
     (GPT2.replace(lora=LoRA()), dict(quantization=Quantization())),
-    *((DEEPSPEED, dict(sharding=Sharding(3, *way))) for way in ((2, "deepspeed", "optimizer"), (8, "deepspeed"))),
+    *(
+        (DEEPSPEED, dict(sharding=Sharding(3, *way)))
+        for way in ((2, "deepspeed", "optimizer"), (8, "deepspeed"))
+    ),
     (IN_BACKWARD, dict(optim="sgd")),
     (IN_BACKWARD, dict(optim_args="weight_decay=0.1")),
 ]
@@ -530,7 +661,10 @@ def test_predictions_leave_nothing_to_the_garbage_collector():
     import gc
 
     recipes = [IN_BACKWARD, GPT2.replace(lora=LoRA(), gradient_checkpointing=True), LLAMA]
-    recipes += [LLAMA.replace(sharding=sharding) for sharding in (Sharding(3, 8), Sharding(2, 8, "deepspeed"))]
+    recipes += [
+        LLAMA.replace(sharding=sharding)
+        for sharding in (Sharding(3, 8), Sharding(2, 8, "deepspeed"))
+    ]
     for recipe in recipes:
         predict(recipe)
     account.cached_account.cache_clear()
@@ -564,10 +698,16 @@ def test_a_written_out_stack_equals_the_multiplied_one():
     short = account.Account(recipe)
     assert len(every(recipe.shape)) > len(model_states.first_layers(recipe.shape))
     parameters._settings.cache_clear()
-    with patch.object(model.Model, "stack", whole), patch.object(model_states, "first_layers", every):
+    with (
+        patch.object(model.Model, "stack", whole),
+        patch.object(model_states, "first_layers", every),
+    ):
         long = account.Account(recipe)
     parameters._settings.cache_clear()
     for phase in ("forward", "backward"):
-        (split,), (other,) = short.splits([short.moments[phase]]), long.splits([long.moments[phase]])
+        (split,), (other,) = (
+            short.splits([short.moments[phase]]),
+            long.splits([long.moments[phase]]),
+        )
         assert sum(split.values()) == sum(other.values())
         assert {k: n for k, n in split.items() if n} == {k: n for k, n in other.items() if n}

@@ -1,4 +1,6 @@
-"""The recipes that `python tests/drawn_recipes.py SEED COUNT` holds: the same each time, and one line each."""
+"""The recipes that `python tests/drawn_recipes.py SEED COUNT` holds: the same each time, and one
+line each.
+"""
 
 import pytest
 from drawn_recipes import Outcome, drawn, held, line, main, smaller
@@ -119,14 +121,22 @@ def test_no_draw_shows_a_fault(first):
 
 
 def test_a_draw_is_the_same_each_time_and_is_read_from_its_line():
-    names = {"Recipe": Recipe, "Loop": Loop, "LoRA": LoRA, "Sharding": Sharding, "Quantization": Quantization}
+    names = {
+        "Recipe": Recipe,
+        "Loop": Loop,
+        "LoRA": LoRA,
+        "Sharding": Sharding,
+        "Quantization": Quantization,
+    }
     for number in range(8):
         recipe = drawn(SEED, number)
         assert recipe == drawn(SEED, number) == eval(line(recipe), names)
 
 
 def test_a_failing_recipe_is_made_smaller():
-    recipe = Recipe("gpt2", batch_size=4, optim="sgd", precision="bf16-true", gradient_checkpointing=True)
+    recipe = Recipe(
+        "gpt2", batch_size=4, optim="sgd", precision="bf16-true", gradient_checkpointing=True
+    )
     found = smaller(recipe, lambda one: one.optim == "sgd")
     assert found == Recipe("gpt2", optim="sgd", seq_len=recipe.seq_len)
 
@@ -134,4 +144,6 @@ def test_a_failing_recipe_is_made_smaller():
 def test_the_script_counts_what_it_draws(capsys, monkeypatch):
     monkeypatch.setattr("drawn_recipes.held", lambda recipe: Outcome(recipe, "", 0.01))
     main(SEED, 2)
-    assert capsys.readouterr().out == "2 drawn, 2 comparable, mean 1.000 %, worst 1.00 %, 0 faults\n"
+    assert (
+        capsys.readouterr().out == "2 drawn, 2 comparable, mean 1.000 %, worst 1.00 %, 0 faults\n"
+    )

@@ -1,4 +1,6 @@
-"""predict against simulate on four hundred recipes over all models that it knows, and at full depth on some."""
+"""predict against simulate on four hundred recipes over all models that it knows, and at full depth
+on some.
+"""
 
 import pytest
 from predict_grid import assert_still_said, grid, simulated, stored
@@ -8,14 +10,23 @@ from vramlab.formulas.predict import predict
 
 BOUND, MEAN = 0.03, 0.002  # of the simulated peak: for each recipe, and on average
 PHASE_BOUND = 0.05  # for each phase of each recipe
-UNSPLIT = 5 << 20  # bytes of blocks that the allocator does not split, which may be more than BOUND of a small model
+UNSPLIT = (
+    5 << 20
+    # bytes of blocks that the allocator does not split, which may be more than BOUND of a small model
+)
 GRID = grid()
 SAMPLE = 100  # the quick suite simulates one recipe in 100
 FULL_DEPTH = [
     Recipe("gpt2", batch_size=8, seq_len=512),
     Recipe("polyglot-ko-1.3b", batch_size=4, seq_len=256, precision="fp16-true"),
     Recipe("polyglot-ko-1.3b", batch_size=8, seq_len=256, precision="fp16-true", loop="plain"),
-    Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-true", gradient_checkpointing=True),
+    Recipe(
+        "polyglot-ko-1.3b",
+        batch_size=16,
+        seq_len=256,
+        precision="fp16-true",
+        gradient_checkpointing=True,
+    ),
     Recipe("bert-large", batch_size=4, seq_len=512),
     Recipe("llama-3.1-8b", batch_size=2, seq_len=1024, precision="bf16-true", lora=LoRA(r=16)),
     Recipe(
@@ -33,9 +44,13 @@ FULL_DEPTH = [
 
 @pytest.fixture(scope="module")
 def pairs():
-    """(recipe, predicted, simulated) for the grid; what was simulated is stored, and held by the tests of the sample."""
+    """(recipe, predicted, simulated) for the grid; what was simulated is stored, and held by the
+    tests of the sample.
+    """
     truths = stored("grid.jsonl")
-    assert truths.keys() >= {recipe.key for recipe in GRID}, "another catalogue: run python tests/predict_grid.py"
+    assert truths.keys() >= {recipe.key for recipe in GRID}, (
+        "another catalogue: run python tests/predict_grid.py"
+    )
     return [(recipe, predict(recipe), truths[recipe.key]) for recipe in GRID]
 
 
@@ -51,25 +66,38 @@ def error(predicted: int, truth: int) -> float:
 
 def worst(rows: list[tuple[float, str]], count: int = 10) -> str:
     """The rows furthest off, as text."""
-    return "\n".join(f"{100 * e:+7.2f} %  {text}" for e, text in sorted(rows, key=lambda row: -abs(row[0]))[:count])
+    return "\n".join(
+        f"{100 * e:+7.2f} %  {text}"
+        for e, text in sorted(rows, key=lambda row: -abs(row[0]))[:count]
+    )
 
 
 def test_the_grid_is_large_and_covers_the_catalogue(pairs):
     recipes = [recipe for recipe, _, _ in pairs]
     assert len({recipe.key for recipe in recipes}) >= 300
     for setting in ("precision", "optim", "gradient_checkpointing", "attn_implementation"):
-        assert len({(recipe.shape.family, getattr(recipe, setting)) for recipe in recipes}) > 20, setting
+        assert len({(recipe.shape.family, getattr(recipe, setting)) for recipe in recipes}) > 20, (
+            setting
+        )
     assert sum(recipe.lora is not None for recipe in recipes) > 100
     assert sum(recipe.quantization is not None for recipe in recipes) > 50
 
 
 def test_the_peak_is_within_three_percent(pairs):
     for kind in (True, False):  # weights in a format of their own under autocast, and all others
-        rows = [(error(p.peak.total, t["peak"]), str(r)) for r, p, t in pairs if (r.dtype is not None) is kind]
+        rows = [
+            (error(p.peak.total, t["peak"]), str(r))
+            for r, p, t in pairs
+            if (r.dtype is not None) is kind
+        ]
         mean = sum(abs(e) for e, _ in rows) / len(rows)
         print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
         assert mean <= MEAN and max(abs(e) for e, _ in rows) <= PHASE_BOUND
-    far = [str(r) for r, p, t in pairs if abs(p.peak.total - t["peak"]) > max(BOUND * t["peak"], UNSPLIT)]
+    far = [
+        str(r)
+        for r, p, t in pairs
+        if abs(p.peak.total - t["peak"]) > max(BOUND * t["peak"], UNSPLIT)
+    ]
     assert not far, far
 
 
@@ -91,9 +119,16 @@ def test_the_phase_of_the_peak_is_right_unless_two_are_level(pairs):
 
 def test_reserved_is_inside_its_interval_nearly_always(pairs):
     rows = [(p.reserved, t["reserved"], str(recipe)) for recipe, p, t in pairs]
-    under = [f"{interval} against {truth:,}: {text}" for interval, truth, text in rows if truth > interval.high]
+    under = [
+        f"{interval} against {truth:,}: {text}"
+        for interval, truth, text in rows
+        if truth > interval.high
+    ]
     middle = sum(interval.value < truth for interval, truth, _ in rows)
-    print(f"\nunder-estimated {len(under)} of {len(rows)}; the likely figure {middle}\n" + "\n".join(under))
+    print(
+        f"\nunder-estimated {len(under)} of {len(rows)}; the likely figure {middle}\n"
+        + "\n".join(under)
+    )
     assert all(interval.low <= truth for interval, truth, _ in rows)
     assert len(under) <= 0.03 * len(rows)
 
@@ -106,7 +141,14 @@ def test_full_depth_is_within_three_percent(recipe):
 
 RECOMPUTED = [
     Recipe("bert-base", batch_size=32, num_layers=3, gradient_checkpointing=True, trainer="reward"),
-    Recipe("gpt2", batch_size=16, num_layers=3, gradient_checkpointing=True, trainer="sft", precision="bf16-mixed"),
+    Recipe(
+        "gpt2",
+        batch_size=16,
+        num_layers=3,
+        gradient_checkpointing=True,
+        trainer="sft",
+        precision="bf16-mixed",
+    ),
     Recipe("gpt2", seq_len=32, num_layers=3, lora=LoRA(bias="all")),
     Recipe("bert-base", seq_len=32, num_layers=3, lora=LoRA(bias="lora_only")),
 ]
@@ -114,7 +156,9 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize("recipe", params(RECOMPUTED, RECOMPUTED[::2]), ids=str)
 def test_what_a_checkpoint_and_a_trained_bias_hold(recipe):
-    """What is recomputed goes before a bias's gradient is summed up; and "all" biases are those of norms too."""
+    """What is recomputed goes before a bias's gradient is summed up; and "all" biases are those of
+    norms too.
+    """
     predicted, truth = predict(recipe), simulated(recipe)
     for name, size in truth["phases"].items():
         assert abs(predicted.phases[name].peak.total - size) <= max(0.003 * size, UNSPLIT), name

@@ -1,4 +1,6 @@
-"""predict against simulate with Liger's kernels: a recipe of every model whose family predict knows them in."""
+"""predict against simulate with Liger's kernels: a recipe of every model whose family predict knows
+them in.
+"""
 
 import pytest
 from predict_grid import assert_still_said, liger_grid, simulated, stored
@@ -18,7 +20,10 @@ def test_simulate_still_says_what_is_stored(recipe):
 
 def test_the_peak_is_what_simulate_says():
     truths = stored("liger_grid.jsonl")
-    rows = [(error(predict(recipe).peak.total, truths[recipe.key]["peak"]), str(recipe)) for recipe in GRID]
+    rows = [
+        (error(predict(recipe).peak.total, truths[recipe.key]["peak"]), str(recipe))
+        for recipe in GRID
+    ]
     mean = sum(abs(e) for e, _ in rows) / len(rows)
     print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
     assert len(rows) > 20 and mean <= 0.002

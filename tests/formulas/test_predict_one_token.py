@@ -1,4 +1,6 @@
-"""predict and simulate where a batch is as small as it gets: one token, no label, a head without a single tile."""
+"""predict and simulate where a batch is as small as it gets: one token, no label, a head without a
+single tile.
+"""
 
 import pytest
 from predict_grid import written_down
@@ -16,7 +18,10 @@ SMALLEST = [  # models of few layers whose vocabularies take hundreds of megabyt
     ("llama-3.1-8b", {"seq_len": 1}),
     ("llama-3.1-8b", {"seq_len": 1, "use_liger_kernel": True, "precision": "bf16-mixed"}),
     ("qwen3-0.6b", {"seq_len": 1, "gradient_checkpointing": True, "lora": LoRA()}),
-    (config("llama", vocab_size=90), {"seq_len": 8, "use_liger_kernel": True, "precision": "bf16-mixed"}),
+    (
+        config("llama", vocab_size=90),
+        {"seq_len": 8, "use_liger_kernel": True, "precision": "bf16-mixed"},
+    ),
     ("gpt-oss-20b", {"seq_len": 1, "precision": "bf16-true"}),
     ("deepseek-v3", {"seq_len": 1, "precision": "bf16-true"}),
     ("gpt2", {"seq_len": 2, **SFT}),
@@ -58,5 +63,7 @@ def test_a_plan_for_one_token():
 
 
 def test_a_sample_without_any_label_is_refused():
-    with pytest.raises(RecipeError, match="'completion_lengths' is 0, but it must be a whole number from 1"):
+    with pytest.raises(
+        RecipeError, match="'completion_lengths' is 0, but it must be a whole number from 1"
+    ):
         Recipe("gpt2", seq_len=4, trainer="sft", completion_lengths=(0,))

@@ -1,4 +1,6 @@
-"""predict against simulate for TRL's trainers that learn from preferences: a recipe of every causal family and size."""
+"""predict against simulate for TRL's trainers that learn from preferences: a recipe of every causal
+family and size.
+"""
 
 import gc
 
@@ -35,7 +37,9 @@ def test_the_peak_is_what_simulate_says():
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_so_is_that_of_the_whole_depth(model, fields, trainer, checkpointing):
-    sizes = dict(batch_size=4, seq_len=1024, precision="bf16-mixed", gradient_checkpointing=checkpointing)
+    sizes = dict(
+        batch_size=4, seq_len=1024, precision="bf16-mixed", gradient_checkpointing=checkpointing
+    )
     recipe = Recipe(model, trainer=trainer, **sizes, **fields)
     said, truth = predict(recipe), simulate(recipe)
     assert abs(error(said.peak.total, truth.peak.total)) <= 0.014
@@ -45,7 +49,11 @@ def test_so_is_that_of_the_whole_depth(model, fields, trainer, checkpointing):
     "model, fields, field",
     [
         ("mixtral-8x7b", {}, "trainer"),
-        ("falcon-7b", {"attn_implementation": "eager", "batch_size": 2, "trainer": "kto"}, "attn_implementation"),
+        (
+            "falcon-7b",
+            {"attn_implementation": "eager", "batch_size": 2, "trainer": "kto"},
+            "attn_implementation",
+        ),
     ],
 )
 def test_what_it_does_not_know_names_simulate(model, fields, field):
@@ -55,18 +63,34 @@ def test_what_it_does_not_know_names_simulate(model, fields, field):
 
 
 def test_adapters_need_no_second_model():
-    """The reference is the policy without its adapters; precomputed, it is gone in full fine-tuning too."""
-    full = Recipe("llama-3.1-8b", 4, 1024, "bf16-mixed", dtype="bfloat16", trainer="dpo", gradient_checkpointing=True)
+    """The reference is the policy without its adapters; precomputed, it is gone in full fine-tuning
+    too.
+    """
+    full = Recipe(
+        "llama-3.1-8b",
+        4,
+        1024,
+        "bf16-mixed",
+        dtype="bfloat16",
+        trainer="dpo",
+        gradient_checkpointing=True,
+    )
     weights = predict(full.replace(trainer="sft", batch_size=8)).peak.parameters
-    parameters = [predict(r).peak.parameters for r in (full, full.replace(precompute_ref_log_probs=True))]
+    parameters = [
+        predict(r).peak.parameters for r in (full, full.replace(precompute_ref_log_probs=True))
+    ]
     assert parameters == [2 * weights, weights]
     adapted = predict(full.replace(lora=LoRA(r=16)))
     assert 0 < adapted.peak.parameters - weights < weights / 100
 
 
-@pytest.mark.parametrize("changes", [{"trainer": "sft"}, {"trainer": "dpo"}, {"use_liger_kernel": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"trainer": "sft"}, {"trainer": "dpo"}, {"use_liger_kernel": True}], ids=str
+)
 def test_a_prediction_leaves_no_cycles(changes):
-    """A head that referred to its own result kept what it had saved to the end of the backward pass."""
+    """A head that referred to its own result kept what it had saved to the end of the backward
+    pass.
+    """
     recipe = Recipe("qwen2.5-0.5b", batch_size=2, seq_len=64, precision="bf16-mixed", **changes)
     predict(recipe)
     cached_account.cache_clear()

@@ -1,4 +1,6 @@
-"""predict against simulate for TRL's SFTTrainer: a recipe of every causal family and size that is written down."""
+"""predict against simulate for TRL's SFTTrainer: a recipe of every causal family and size that is
+written down.
+"""
 
 import itertools
 
@@ -27,7 +29,10 @@ def test_simulate_still_says_what_is_stored(recipe, file):
 
 def test_the_peak_of_packed_and_padded_samples_is_what_simulate_says():
     truths = stored("packed_grid.jsonl")
-    rows = [(error(predict(recipe).peak.total, truths[recipe.key]["peak"]), str(recipe)) for recipe in PACKED]
+    rows = [
+        (error(predict(recipe).peak.total, truths[recipe.key]["peak"]), str(recipe))
+        for recipe in PACKED
+    ]
     mean = sum(abs(e) for e, _ in rows) / len(rows)
     print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
     assert len(rows) > 35 and mean <= 0.0016
@@ -81,10 +86,18 @@ def test_the_peak_of_a_rank_is_what_simulate_says(engine, method, checkpointing,
 
 def test_no_logits_are_predicted():
     """Full logits are most of a checkpointed step of a small model with a large vocabulary."""
-    recipe = Recipe("qwen3-0.6b", batch_size=8, seq_len=2048, precision="bf16-mixed", gradient_checkpointing=True)
+    recipe = Recipe(
+        "qwen3-0.6b",
+        batch_size=8,
+        seq_len=2048,
+        precision="bf16-mixed",
+        gradient_checkpointing=True,
+    )
     plain, fused = predict(recipe), predict(recipe.replace(trainer="sft"))
     assert plain.peak.total > 3 * fused.peak.total
-    assert fused.peak.total == pytest.approx(simulate(recipe.replace(trainer="sft")).peak.total, rel=1e-3)
+    assert fused.peak.total == pytest.approx(
+        simulate(recipe.replace(trainer="sft")).peak.total, rel=1e-3
+    )
 
 
 def test_tokens_without_a_label_are_not_computed():
@@ -98,7 +111,10 @@ def test_tokens_without_a_label_are_not_computed():
     "model, fields",
     [
         ("mixtral-8x7b", {}),
-        ("gpt2", {"precision": "fp16-true", "lora": LoRA(), "quantization": Quantization(prepare=False)}),
+        (
+            "gpt2",
+            {"precision": "fp16-true", "lora": LoRA(), "quantization": Quantization(prepare=False)},
+        ),
     ],
 )
 def test_what_it_does_not_know_names_simulate(model, fields):

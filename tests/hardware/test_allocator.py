@@ -1,4 +1,6 @@
-"""The allocator's model: invariants under any sequence, sequences worked out by hand from the C++, and speed."""
+"""The allocator's model: invariants under any sequence, sequences worked out by hand from the C++,
+and speed.
+"""
 
 import time
 from itertools import pairwise
@@ -17,16 +19,26 @@ ACTIONS = st.lists(st.one_of(MALLOC, FREE, st.just(("empty_cache", 0, 0))), max_
 
 
 def check_pool(pool, stretches: dict[int, int], alive: list, more: dict[int, int]) -> None:
-    """The pool's blocks, free blocks and `more` tile its stretches of addresses; what is free is merged and found."""
+    """The pool's blocks, free blocks and `more` tile its stretches of addresses; what is free is
+    merged and found.
+    """
     free, blocks = pool.free, [(b.address, b.address + b.size) for b in alive if b.pool is pool]
     spans = sorted([*blocks, *free.items(), *more.items()])
     for begin, behind in sorted(stretches.items()):
         inside = [spans.pop(0) for start, _ in list(spans) if start < behind]
-        assert [begin, *(end for _, end in inside)] == [*(start for start, _ in inside), behind], "no gap, no overlap"
-        assert not any(a in free and b in free for (a, _), (b, _) in pairwise(inside)), "free neighbours merge"
+        assert [begin, *(end for _, end in inside)] == [*(start for start, _ in inside), behind], (
+            "no gap, no overlap"
+        )
+        assert not any(a in free and b in free for (a, _), (b, _) in pairwise(inside)), (
+            "free neighbours merge"
+        )
     assert not spans and all(pool.starts[end] == start for start, end in free.items())
-    assert pool.sizes == sorted(pool.buckets) and all(starts == sorted(starts) for starts in pool.buckets.values())
-    assert sorted((a, a + size) for size, starts in pool.buckets.items() for a in starts) == sorted(free.items())
+    assert pool.sizes == sorted(pool.buckets) and all(
+        starts == sorted(starts) for starts in pool.buckets.values()
+    )
+    assert sorted((a, a + size) for size, starts in pool.buckets.items() for a in starts) == sorted(
+        free.items()
+    )
 
 
 def living(allocator: Allocator, actions: list):
@@ -37,17 +49,25 @@ def living(allocator: Allocator, actions: list):
             try:
                 alive.append(allocator.malloc(number, stream))
                 block, size = alive[-1], -(-number // 512) * 512
-                assert block.size % 512 == block.address % 512 == 0 and block.pool.small == (size <= MiB)
+                assert block.size % 512 == block.address % 512 == 0 and block.pool.small == (
+                    size <= MiB
+                )
                 assert block.pool is allocator.pools[2 * stream + block.pool.small]
                 assert 0 <= block.size - size <= (0 if block.pool.small else MiB)
             except AllocatorError as error:
-                assert limit and (error.allocated, error.reserved) == (allocator.allocated, allocator.reserved)
+                assert limit and (error.allocated, error.reserved) == (
+                    allocator.allocated,
+                    allocator.reserved,
+                )
         elif what == "empty_cache":
             allocator.empty_cache()
         elif alive:
             allocator.free(alive.pop(number % len(alive)))
         assert allocator.allocated == sum(block.size for block in alive) <= allocator.reserved
-        assert allocator.peak_allocated >= allocator.allocated and allocator.peak_reserved >= allocator.reserved
+        assert (
+            allocator.peak_allocated >= allocator.allocated
+            and allocator.peak_reserved >= allocator.reserved
+        )
         assert limit is None or allocator.peak_reserved <= limit
         yield alive
 
@@ -58,14 +78,23 @@ def test_invariants(actions, limit):
     for alive in living(allocator, actions):
         for pool in allocator.pools.values():
             check_pool(pool, pool.segments, alive, {})
-        segments = [end - start for pool in allocator.pools.values() for start, end in pool.segments.items()]
-        assert (sum(segments), len(segments)) == (allocator.reserved, allocator.mallocs - allocator.given_back)
+        segments = [
+            end - start for pool in allocator.pools.values() for start, end in pool.segments.items()
+        ]
+        assert (sum(segments), len(segments)) == (
+            allocator.reserved,
+            allocator.mallocs - allocator.given_back,
+        )
         assert not any(size % (2 * MiB) for size in segments)
     for block in alive:
         allocator.free(block)
-    assert all(pool.free == pool.segments for pool in allocator.pools.values()), "all merged back to whole segments"
+    assert all(pool.free == pool.segments for pool in allocator.pools.values()), (
+        "all merged back to whole segments"
+    )
     allocator.empty_cache()
-    assert allocator.allocated == allocator.reserved == 0 and allocator.mallocs == allocator.given_back
+    assert (
+        allocator.allocated == allocator.reserved == 0 and allocator.mallocs == allocator.given_back
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,10 +106,18 @@ def test_invariants(actions, limit):
         (MiB, MiB, 2 * MiB),  # kSmallSize: the last request that the small pool takes
         (MiB + 1, MiB + 512, 20 * MiB),  # kLargeBuffer
         (10 * MiB - 512, 10 * MiB - 512, 20 * MiB),
-        (10 * MiB, 10 * MiB, 10 * MiB),  # kMinLargeAlloc: from here on segments fit, rounded up to 2 MiB
+        (
+            10 * MiB,
+            10 * MiB,
+            10 * MiB,
+        ),  # kMinLargeAlloc: from here on segments fit, rounded up to 2 MiB
         (10 * MiB + 1, 10 * MiB + 512, 12 * MiB),
         (11 * MiB - 512, 11 * MiB - 512, 12 * MiB),  # left: 1 MiB + 512, over kSmallSize: split off
-        (11 * MiB, 12 * MiB, 12 * MiB),  # left: 1 MiB exactly, not over it: not split off, counts as allocated
+        (
+            11 * MiB,
+            12 * MiB,
+            12 * MiB,
+        ),  # left: 1 MiB exactly, not over it: not split off, counts as allocated
     ],
 )
 def test_one_request(size, allocated, reserved):
@@ -142,7 +179,9 @@ def test_neighbours_merge_from_both_sides():
 
 
 def log_of(*sizes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A log that makes a storage of each positive size, of one number after the other, and frees the n-th one for -n."""
+    """A log that makes a storage of each positive size, of one number after the other, and frees
+    the n-th one for -n.
+    """
     made, log = [], []
     for size in sizes:
         if size > 0:
@@ -159,7 +198,9 @@ def test_replay_says_what_blocks_hold_beyond_the_request():
 
 @given(ACTIONS, st.sampled_from([None, 60 * MiB, 100 * MiB]))
 def test_replay_is_the_allocator(actions, limit):
-    """The same events one by one, through an allocator with the limit, and without one where that fails."""
+    """The same events one by one, through an allocator with the limit, and without one where that
+    fails.
+    """
     log, alive = [], []
     for what, size, stream in actions:
         if what == "malloc":  # a number that was freed is born again
@@ -174,15 +215,24 @@ def test_replay_is_the_allocator(actions, limit):
         blocks, beyond, live = {}, [0], 0
         try:
             for size, key, stream in log:
-                blocks[key] = allocator.malloc(size, stream) if size > 0 else allocator.free(blocks[key])
+                blocks[key] = (
+                    allocator.malloc(size, stream) if size > 0 else allocator.free(blocks[key])
+                )
                 live += size
                 beyond.append(allocator.allocated - live)
             break
         except AllocatorError as error:
             failed = replayed.failed
-            assert (failed.event, failed.allocated, str(failed)) == (len(beyond) - 1, error.allocated, str(error))
+            assert (failed.event, failed.allocated, str(failed)) == (
+                len(beyond) - 1,
+                error.allocated,
+                str(error),
+            )
     assert (replayed.failed is None) == (allocator.limit == limit)
-    assert (replayed.reserved, replayed.internal_fragmentation.tolist()) == (allocator.peak_reserved, beyond)
+    assert (replayed.reserved, replayed.internal_fragmentation.tolist()) == (
+        allocator.peak_reserved,
+        beyond,
+    )
 
 
 def test_replay_takes_a_hundred_thousand_events_in_seconds():
@@ -207,7 +257,11 @@ def test_replay_on_a_card_gives_back_unused_segments_before_it_fails():
     assert (replay(*log, 64 * MiB).reserved, replay(*log, 64 * MiB).failed) == (40 * MiB, None)
     assert replay(*log, 70 * MiB).reserved == 70 * MiB
     too_small = replay(*log, 39 * MiB)
-    assert (too_small.failed.event, too_small.failed.limit, too_small.reserved) == (2, 39 * MiB, 70 * MiB)
+    assert (too_small.failed.event, too_small.failed.limit, too_small.reserved) == (
+        2,
+        39 * MiB,
+        70 * MiB,
+    )
     assert (too_small.internal_fragmentation == replay(*log).internal_fragmentation).all()
 
 

@@ -1,4 +1,6 @@
-"""What a process holds outside torch's allocator: each reading has a source, and a card takes its own or its like's."""
+"""What a process holds outside torch's allocator: each reading has a source, and a card takes its
+own or its like's.
+"""
 
 import json
 
@@ -11,7 +13,9 @@ from vramlab.recipe.process_context import context_of, room_on
 from vramlab.report.data import data_path
 from vramlab.report.report import Interval
 
-USUAL = [one for one in readings() if one.loaded not in (*LESS, CONVOLUTIONS) and one.gpu in gpu_names()]
+USUAL = [
+    one for one in readings() if one.loaded not in (*LESS, CONVOLUTIONS) and one.gpu in gpu_names()
+]
 
 
 def test_each_reading_has_a_source_and_follows_from_its_message():
@@ -35,7 +39,13 @@ def test_likely_is_low_in_about_half_of_the_readings_and_high_in_none():
 
 @pytest.mark.parametrize(
     ("card", "value", "high"),
-    [("T4", 135, 160), ("RTX 4090", 476, 515), ("RTX 5090", 594, 630), ("A100 80GB", 510, 535), ("H100 SXM", 750, 760)],
+    [
+        ("T4", 135, 160),
+        ("RTX 4090", 476, 515),
+        ("RTX 5090", 594, 630),
+        ("A100 80GB", 510, 535),
+        ("H100 SXM", 750, 760),
+    ],
 )
 def test_a_card_with_readings_takes_its_own(card, value, high):
     needs = context_on(find_gpu(card))
@@ -55,7 +65,9 @@ def test_what_is_loaded_and_how_many_ranks_there_are_count():
     fields = {"model": "gpt2", "batch_size": 1, "seq_len": 64}
     plain = context_of(Recipe(**fields, precision="fp32"), h100)
     flash = context_of(Recipe(**fields, precision="bf16-mixed"), h100)
-    four_bits = Recipe(**fields, precision="bf16-mixed", lora=LoRA(r=8), quantization=Quantization("nf4"))
+    four_bits = Recipe(
+        **fields, precision="bf16-mixed", lora=LoRA(r=8), quantization=Quantization("nf4")
+    )
     assert plain.value == context_of(four_bits, h100).value < flash.value
     pair = Recipe(**fields, sharding=Sharding(3, 2, "fsdp"))
     assert context_of(pair, rtx).high > 1.5 * GiB > context_of(Recipe(**fields), rtx).high

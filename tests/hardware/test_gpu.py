@@ -1,4 +1,6 @@
-"""The GPU table holds together, names are found, arithmetic is what the cards have, and NVML's gaps are answers."""
+"""The GPU table holds together, names are found, arithmetic is what the cards have, and NVML's gaps
+are answers.
+"""
 
 import json
 import os
@@ -19,7 +21,9 @@ from vramlab.report.errors import RecipeError
 from vramlab.report.report import GiB, MiB
 
 ASKED = """T4; V100; RTX 2080 Ti; RTX 3060 12GB; RTX 3090; RTX 4060 Ti 16GB; RTX 4070; RTX 4090; RTX 5090; A10;
-A10G; L4; L40S; A6000; A100 40GB; A100 80GB; H100 SXM; H100 PCIe; H200; B200""".replace("\n", " ").split("; ")
+A10G; L4; L40S; A6000; A100 40GB; A100 80GB; H100 SXM; H100 PCIe; H200; B200""".replace(
+    "\n", " "
+).split("; ")
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -77,7 +81,8 @@ def test_gpu_passes_through():
 @pytest.mark.parametrize("name", gpu_names())
 def test_figures_are_consistent(name):
     gpu = find_gpu(name)
-    # A reading is under the box's figure in GiB (driver and ECC take a part), and never far under the same in GB.
+    # A reading is under the box's figure in GiB (driver and ECC take a part), and never far under
+    # the same in GB.
     assert 0.9 * gpu.memory_gb * 1e9 < gpu.total <= gpu.memory_gb * GiB
     assert 5e12 < gpu.peak["fp32"] < 2e14 and 2e11 < gpu.bandwidth < 1e13 and 50 <= gpu.tdp <= 1200
     order = [gpu.peak[f] for f in ("fp32", "tf32", "bf16", "fp8") if f in gpu.peak]
@@ -93,7 +98,8 @@ def test_figures_are_consistent(name):
 @pytest.mark.parametrize(
     ("name", "precision", "tera"),
     [
-        # Figures everybody can check: datasheets, and for GeForce the whitepapers' rate with fp32 accumulation.
+        # Figures everybody can check: datasheets, and for GeForce the whitepapers' rate with fp32
+        # accumulation.
         ("T4", "fp16-mixed", 65),
         ("A100 80GB", "bf16-true", 312),
         ("A100 80GB", "tf32", 156),
@@ -109,7 +115,12 @@ def test_peak_is_dense_with_fp32_accumulation(name, precision, tera):
 
 @pytest.mark.parametrize(
     ("name", "cores", "mhz"),
-    [("RTX 3060 12GB", 3584, 1777), ("RTX 3090", 10496, 1695), ("RTX 4070", 5888, 2475), ("RTX 4090", 16384, 2520)],
+    [
+        ("RTX 3060 12GB", 3584, 1777),
+        ("RTX 3090", 10496, 1695),
+        ("RTX 4070", 5888, 2475),
+        ("RTX 4090", 16384, 2520),
+    ],
 )
 def test_fp32_peak_is_cores_times_clock(name, cores, mhz):
     assert find_gpu(name).peak["fp32"] == pytest.approx(2 * cores * mhz * 1e6, rel=0.01)
@@ -125,7 +136,9 @@ def test_t4_has_no_bf16_and_the_sentence_says_what_to_do():
     assert [p for p in PRECISIONS if t4.supports(p)] == ["fp32", "fp16-mixed", "fp16-true"]
     why = t4.why_not("bf16-mixed")
     assert all(part in why for part in ("T4", "7.5", "8.0", "emulates", "fp16"))
-    with pytest.raises(RecipeError, match=r"'precision' is 'bf16-mixed', but T4 has compute capability 7\.5"):
+    with pytest.raises(
+        RecipeError, match=r"'precision' is 'bf16-mixed', but T4 has compute capability 7\.5"
+    ):
         t4.require("bf16-mixed")
     assert t4.why_not("fp16-mixed") == "" and t4.require("fp16-mixed") is None
 
@@ -145,7 +158,11 @@ def test_unknown_precision_is_refused(wrong):
 @pytest.mark.parametrize(
     ("capability", "release", "size"),
     [
-        ((7, 5), (2, 13), 8_519_680),  # as seen in memory snapshots of matmuls: discuss.pytorch.org/t/178671
+        (
+            (7, 5),
+            (2, 13),
+            8_519_680,
+        ),  # as seen in memory snapshots of matmuls: discuss.pytorch.org/t/178671
         ((8, 0), (2, 11), 8_519_680),
         ((9, 0), (2, 11), 32 * MiB),
         ((9, 0), (2, 13), 32 * MiB),
@@ -181,12 +198,15 @@ def test_gpu_is_a_plain_value():
     assert str(gpu) == "L4 · 22.03 GiB · 300 GB/s · 121 TFLOP/s bf16 · compute capability 8.9"
 
 
-# ── this machine ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── this machine
+# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fake_cuda(monkeypatch, name, total, major, minor):
     torch = pytest.importorskip("torch")
-    seen = SimpleNamespace(name=name, total_memory=total, multi_processor_count=40, major=major, minor=minor)
+    seen = SimpleNamespace(
+        name=name, total_memory=total, multi_processor_count=40, major=major, minor=minor
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
@@ -200,7 +220,9 @@ def test_current_device_without_cuda(monkeypatch):
 
 
 def test_current_device_is_matched_and_keeps_its_own_memory(monkeypatch):
-    fake_cuda(monkeypatch, "Tesla T4", 15_102 * MiB, 7, 5)  # an older driver leaves more than the table says
+    fake_cuda(
+        monkeypatch, "Tesla T4", 15_102 * MiB, 7, 5
+    )  # an older driver leaves more than the table says
     device = current_device()
     assert (device.kind, device.gpu.name, device.gpu.total) == ("cuda", "T4", 15_102 * MiB)
     assert device.gpu.bandwidth == 320e9 and device.gpu.total_known
@@ -214,7 +236,8 @@ def test_current_device_that_nobody_knows(monkeypatch):
     assert "64.00 GiB" in str(gpu)
 
 
-# ── NVML ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── NVML
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class NVMLError(Exception):
@@ -350,7 +373,8 @@ def test_gpu_that_is_not_there(nvml):
 
 
 @pytest.mark.parametrize(
-    ("visible", "index", "asked"), [("1,0", 0, 1), ("1,0", 1, 0), ("GPU-8f6d", 0, "GPU-8f6d"), ("0, 1", 1, 1)]
+    ("visible", "index", "asked"),
+    [("1,0", 0, 1), ("1,0", 1, 0), ("GPU-8f6d", 0, "GPU-8f6d"), ("0, 1", 1, 1)],
 )
 def test_visible_devices_are_honoured(nvml, monkeypatch, visible, index, asked):
     fake = nvml()

@@ -1,4 +1,6 @@
-"""Memory snapshots in torch's form: what was alive at the peak, by line; files are read, and never executed."""
+"""Memory snapshots in torch's form: what was alive at the peak, by line; files are read, and never
+executed.
+"""
 
 import pickle
 
@@ -13,14 +15,26 @@ LAYER = {
 }
 FRAMES = [
     {"filename": "/pytorch/c10/cuda/CUDACachingAllocator.cpp", "line": 1, "name": "malloc"},
-    {"filename": "/env/lib/python3.11/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"},
+    {
+        "filename": "/env/lib/python3.11/site-packages/torch/nn/functional.py",
+        "line": 9,
+        "name": "linear",
+    },
     LAYER,
     {"filename": "/home/ann/train.py", "line": 12, "name": "step"},
 ]
 
 
 def event(action, addr=0, size=0, frames=(), **more):
-    return {"action": action, "addr": addr, "size": size, "stream": 0, "frames": list(frames), "time_us": 0, **more}
+    return {
+        "action": action,
+        "addr": addr,
+        "size": size,
+        "stream": 0,
+        "frames": list(frames),
+        "time_us": 0,
+        **more,
+    }
 
 
 def block(size, state="active_allocated", **more):
@@ -53,7 +67,13 @@ CONTENT = {
             "allocated_size": 6 * MiB,
             "blocks": [block(6 * MiB, address=1)],
         },
-        {"device": 1, "address": 9, "total_size": 2 * MiB, "allocated_size": 0, "blocks": [block(2 * MiB, "inactive")]},
+        {
+            "device": 1,
+            "address": 9,
+            "total_size": 2 * MiB,
+            "allocated_size": 0,
+            "blocks": [block(2 * MiB, "inactive")],
+        },
         {"device": 0, "address": 7, "total_size": 2 * MiB, "allocated_size": 2 * MiB, "blocks": []},
     ],
     "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1},
@@ -67,7 +87,11 @@ def dumped(path, content, write=pickle.dumps):
 
 def test_a_snapshot_is_explained_without_running_it(tmp_path):
     snapshot = read_snapshot(dumped(tmp_path / "memory.pickle", CONTENT))
-    assert (snapshot.peak, max(snapshot.allocated), max(snapshot.reserved)) == (3, 16 * MiB, 28 * MiB)
+    assert (snapshot.peak, max(snapshot.allocated), max(snapshot.reserved)) == (
+        3,
+        16 * MiB,
+        28 * MiB,
+    )
     assert [(group.size // MiB, group.line.file) for group in snapshot.largest()] == [
         (8, "modeling_gpt2.py"),
         (6, BEFORE.file),

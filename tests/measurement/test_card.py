@@ -1,4 +1,6 @@
-"""`vramlab card`: the list and its order; whatever happens in the middle loses only the piece that it hits."""
+"""`vramlab card`: the list and its order; whatever happens in the middle loses only the piece that
+it hits.
+"""
 
 import errno
 import json
@@ -21,7 +23,14 @@ from vramlab.measurement.facts import ASKED, FOUND, LOADED, Fact
 from vramlab.measurement.record import COURSE_LIST, read_list
 from vramlab.measurement.records import add, load, read_records
 
-FOUR = [{"kind": "context", "worth": 1, "why": "a test", "loaded": ["bare", "cuBLAS", "cuDNN", "training"]}]
+FOUR = [
+    {
+        "kind": "context",
+        "worth": 1,
+        "why": "a test",
+        "loaded": ["bare", "cuBLAS", "cuDNN", "training"],
+    }
+]
 FILE = "tesla-t4-torch2.13-transformers5.23.json"
 
 
@@ -37,13 +46,17 @@ def four(tmp_path) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine with a T4, on which all is found at once: `gpu.ran` are the titles, `gpu.answers` what a key gives."""
+    """A machine with a T4, on which all is found at once: `gpu.ran` are the titles, `gpu.answers`
+    what a key gives.
+    """
     seen = SimpleNamespace(ran=[], answers={}, now=0.0, take=0.0)
 
     def fake(piece, launcher, timeout):
         seen.ran.append(piece.asked.get("loaded") or piece.title)
         seen.now += seen.take
-        answer = seen.answers.get(seen.ran[-1], card_faults.context(piece.asked.get("loaded", "bare")))
+        answer = seen.answers.get(
+            seen.ran[-1], card_faults.context(piece.asked.get("loaded", "bare"))
+        )
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -59,7 +72,13 @@ def gpu(monkeypatch):
 def on_a_t4(monkeypatch) -> None:
     here = Device("cuda", "Tesla T4", find_gpu("T4"))
     monkeypatch.setattr(module, "current_device", lambda: here)
-    versions = {"torch": "2.13.0", "transformers": "5.23.0", "peft": None, "bitsandbytes": None, "accelerate": None}
+    versions = {
+        "torch": "2.13.0",
+        "transformers": "5.23.0",
+        "peft": None,
+        "bitsandbytes": None,
+        "accelerate": None,
+    }
     monkeypatch.setattr(module, "environment", lambda **more: versions | more)
 
 
@@ -71,7 +90,8 @@ def quiet(line: str) -> None:
     pass
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- the list
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_has_what_the_chapters_ask_and_every_recipe_that_the_stand_in_ran_for_a_later_ability():
@@ -102,9 +122,15 @@ def test_the_list_has_each_kind_of_fact_and_each_way_to_load_a_context():
     [
         ({}, "is no list of pieces: it is not a list"),
         ([{"kind": "context", "worth": 1, "why": ""}], "entry 1: .*a context has other fields"),
-        ([{"kind": "generation", "worth": 1, "why": ""}], "entry 1: .*kinds are recipe, list, context"),
+        (
+            [{"kind": "generation", "worth": 1, "why": ""}],
+            "entry 1: .*kinds are recipe, list, context",
+        ),
         ([{"kind": "context", "loaded": "bare", "why": ""}], "entry 1: 'worth'"),
-        ([*FOUR, {"kind": "recipe", "worth": 1, "why": "", "recipe": {"batch_size": 1}}], "entry 2: .*a model"),
+        (
+            [*FOUR, {"kind": "recipe", "worth": 1, "why": "", "recipe": {"batch_size": 1}}],
+            "entry 2: .*a model",
+        ),
     ],
 )
 def test_a_bad_list_names_its_entry(tmp_path, entries, why):
@@ -112,17 +138,25 @@ def test_a_bad_list_names_its_entry(tmp_path, entries, why):
         read_pieces(written(tmp_path / "list.json", entries))
 
 
-# --- the order --------------------------------------------------------------------------------------------------------
+# --- the order
+# --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_worth_most_a_second_comes_first_and_what_is_known_of_such_a_card_last(gpu, tmp_path, monkeypatch):
+def test_what_is_worth_most_a_second_comes_first_and_what_is_known_of_such_a_card_last(
+    gpu, tmp_path, monkeypatch
+):
     own = tmp_path / "records"
     add(card_faults.context("bare"), own / "of-another-version.json")
     monkeypatch.setattr(module, "measurements_folder", lambda: own)
     entries = [
         {"kind": "context", "worth": 30, "why": "", "loaded": ["bare", "cuDNN"]},
         {"kind": "context", "worth": 40, "why": "", "loaded": "training"},
-        {"kind": "out_of_memory", "worth": 60, "why": "", "recipe": {"model": "gpt2"}},  # 45 seconds, not 15
+        {
+            "kind": "out_of_memory",
+            "worth": 60,
+            "why": "",
+            "recipe": {"model": "gpt2"},
+        },  # 45 seconds, not 15
         {"kind": "context", "worth": 10, "why": "", "loaded": ["NCCL", "cuDNN"]},
     ]
     done = run_card([written(tmp_path / "list.json", entries)], dry_run=True, folder=tmp_path)
@@ -138,18 +172,38 @@ def test_what_a_card_cannot_do_or_hold_is_left_out_with_the_reason(gpu, tmp_path
             "why": "",
             "loaded": ["flash attention", "cuDNN attention", "efficient attention"],
         },
-        {"kind": "recipe", "worth": 1, "why": "", "recipe": {"model": "gpt2", "precision": ["bf16-mixed", "fp32"]}},
-        {"kind": "recipe", "worth": 1, "why": "", "recipe": {"model": "llama-3.1-70b", "precision": "fp16-true"}},
+        {
+            "kind": "recipe",
+            "worth": 1,
+            "why": "",
+            "recipe": {"model": "gpt2", "precision": ["bf16-mixed", "fp32"]},
+        },
+        {
+            "kind": "recipe",
+            "worth": 1,
+            "why": "",
+            "recipe": {"model": "llama-3.1-70b", "precision": "fp16-true"},
+        },
     ]
     path = written(tmp_path / "list.json", entries)
     size = {"gpt2": 2**30, "llama-3.1-70b": 2**40}
-    done = run_card([path], dry_run=True, folder=tmp_path, estimate=lambda recipe: size[recipe.model])
-    assert {piece.title for piece, _ in done.left} == {"context · loaded efficient attention", str(Recipe("gpt2"))}
+    done = run_card(
+        [path], dry_run=True, folder=tmp_path, estimate=lambda recipe: size[recipe.model]
+    )
+    assert {piece.title for piece, _ in done.left} == {
+        "context · loaded efficient attention",
+        str(Recipe("gpt2")),
+    }
     reasons = [reason for _, reason in done.not_here]
-    assert len(reasons) == 4 and "bf16 starts at 8.0" in reasons[2] and "is larger than Tesla T4" in reasons[3]
+    assert (
+        len(reasons) == 4
+        and "bf16 starts at 8.0" in reasons[2]
+        and "is larger than Tesla T4" in reasons[3]
+    )
 
 
-# --- what happens in the middle ---------------------------------------------------------------------------------------
+# --- what happens in the middle
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypatch):
@@ -174,13 +228,20 @@ def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypa
 def test_a_second_call_goes_on(gpu, four, tmp_path):
     gpu.answers["cuBLAS"] = MeasurementError("The child\ncrashed.")
     first = run_card([four], folder=tmp_path, progress=quiet)
-    assert gpu.ran == ["bare", "cuBLAS", "cuDNN", "training"] and "failed: context · loaded cuBLAS: The child" in str(
-        first
-    )
+    assert gpu.ran == [
+        "bare",
+        "cuBLAS",
+        "cuDNN",
+        "training",
+    ] and "failed: context · loaded cuBLAS: The child" in str(first)
     gpu.ran.clear()
     del gpu.answers["cuBLAS"]
     second = run_card([four], folder=tmp_path, progress=quiet)
-    assert gpu.ran == ["cuBLAS"] and second.before == 3 and found(tmp_path) == {"bare", "cuBLAS", "cuDNN", "training"}
+    assert (
+        gpu.ran == ["cuBLAS"]
+        and second.before == 3
+        and found(tmp_path) == {"bare", "cuBLAS", "cuDNN", "training"}
+    )
 
 
 def test_a_disk_that_is_full_for_a_moment_loses_one_piece(gpu, four, tmp_path, monkeypatch):
@@ -197,10 +258,16 @@ def test_a_disk_that_is_full_for_a_moment_loses_one_piece(gpu, four, tmp_path, m
     done = run_card([four], folder=tmp_path, progress=quiet)
     assert found(tmp_path) == {"bare", "cuDNN", "training"}
     ((piece, why),) = done.failed
-    assert piece.asked["loaded"] == "cuBLAS" and "No space left on device" in why and "as it was before" in why
+    assert (
+        piece.asked["loaded"] == "cuBLAS"
+        and "No space left on device" in why
+        and "as it was before" in why
+    )
 
 
-def test_a_disk_that_is_full_when_a_process_starts_loses_one_piece(gpu, four, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_when_a_process_starts_loses_one_piece(
+    gpu, four, tmp_path, monkeypatch
+):
     starts = []
 
     def start(piece):
@@ -215,7 +282,9 @@ def test_a_disk_that_is_full_when_a_process_starts_loses_one_piece(gpu, four, tm
 
 
 def test_the_program_itself_is_killed(four, tmp_path):
-    """The second piece ends this very program without a word; what was saved before is there, whole."""
+    """The second piece ends this very program without a word; what was saved before is there,
+    whole.
+    """
     program = f"""
 import os, sys
 sys.path[:0] = {[str(ROOT / "tests"), str(ROOT / "tests" / "tools")]!r}
@@ -234,7 +303,9 @@ card.Piece.start = lambda piece: None
 card.IDLE_CORES = 10**6
 card.run_card([{str(four)!r}], folder={str(tmp_path)!r})
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == -9, ended.stderr
     assert found(tmp_path) == {"bare"} and not list(tmp_path.glob("*.part"))
 
@@ -247,7 +318,9 @@ def test_a_kind_that_fails_again_and_again_leaves_the_time_to_others(gpu, tmp_pa
     ]
     gpu.answers |= dict.fromkeys(names, MeasurementError("its process was killed by SIGSEGV"))
     done = run_card([written(tmp_path / "list.json", entries)], folder=tmp_path, progress=quiet)
-    assert gpu.ran == [*names[:5], str(Recipe("gpt2"))] and len(done.left) == 2, "what was not tried is left"
+    assert gpu.ran == [*names[:5], str(Recipe("gpt2"))] and len(done.left) == 2, (
+        "what was not tried is left"
+    )
 
 
 def test_ctrl_c_keeps_what_was_found(gpu, four, tmp_path):
@@ -259,11 +332,23 @@ def test_ctrl_c_keeps_what_was_found(gpu, four, tmp_path):
 
 def test_the_time_is_kept_and_what_is_shorter_still_goes_in(gpu, tmp_path):
     entries = [
-        {"kind": "out_of_memory", "worth": 900, "why": "", "recipe": {"model": "gpt2"}},  # 45 s are estimated
-        {"kind": "context", "worth": 10, "why": "", "loaded": ["bare", "cuBLAS", "cuDNN"]},  # 15 s each
+        {
+            "kind": "out_of_memory",
+            "worth": 900,
+            "why": "",
+            "recipe": {"model": "gpt2"},
+        },  # 45 s are estimated
+        {
+            "kind": "context",
+            "worth": 10,
+            "why": "",
+            "loaded": ["bare", "cuBLAS", "cuDNN"],
+        },  # 15 s each
     ]
     gpu.take = 14.0
-    done = run_card([written(tmp_path / "list.json", entries)], minutes=0.5, folder=tmp_path, progress=quiet)
+    done = run_card(
+        [written(tmp_path / "list.json", entries)], minutes=0.5, folder=tmp_path, progress=quiet
+    )
     assert gpu.ran == ["bare", "cuBLAS"] and len(done.left) == 2, "2 s of 30 are left then"
     assert "2 left, about 1 minutes at most: run it again to go on" in str(done)
 
@@ -275,7 +360,8 @@ def test_what_no_reader_would_take_is_not_written(gpu, four, tmp_path):
     assert "its reserved is -1, which cannot be" in done.failed[0][1]
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------
+# --- facts
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_card_it_is_a_sentence(monkeypatch, four):
@@ -290,8 +376,12 @@ def test_what_a_stand_in_says_is_no_record(gpu, four, tmp_path, monkeypatch):
         gpu.answers[name] = card_faults.context(name, "emulated")
     done = run_card([four], folder=tmp_path / "out", progress=quiet)
     assert len(done.done) == 4 and done.file.name == f"emulated-{FILE}"
-    assert run_card([four], folder=tmp_path / "out", progress=quiet).before == 4, "it goes on all the same"
-    with pytest.raises(RecordError, match="it is a fact that was emulated, but records are measured"):
+    assert run_card([four], folder=tmp_path / "out", progress=quiet).before == 4, (
+        "it goes on all the same"
+    )
+    with pytest.raises(
+        RecordError, match="it is a fact that was emulated, but records are measured"
+    ):
         load(done.file)
     with pytest.raises(RecordError, match="was emulated"):
         share(tmp_path / "out")
@@ -313,7 +403,10 @@ GOOD = card_faults.context("bare").to_dict()
         ({"found": {**GOOD["found"], "allocated": True}}, "its allocated is True"),
         ({"found": {**GOOD["found"], "mood": 1}}, "what it found must be used_before"),
         ({"note": "hello"}, "it is no fact"),
-        ({"environment": {**GOOD["environment"], "driver": "<b>"}}, "its environment's driver is '<b>'"),
+        (
+            {"environment": {**GOOD["environment"], "driver": "<b>"}},
+            "its environment's driver is '<b>'",
+        ),
     ],
 )
 def test_a_fact_that_is_none_is_refused_in_one_sentence(tmp_path, change, why):
@@ -325,7 +418,9 @@ def test_a_fact_that_is_none_is_refused_in_one_sentence(tmp_path, change, why):
 
 def test_a_fact_under_anothers_key_is_refused(tmp_path):
     with pytest.raises(RecordError, match="it is another fact: context"):
-        read_records(written(tmp_path / "file.json", {"reports": {}, "facts": {"context {}": GOOD}}))
+        read_records(
+            written(tmp_path / "file.json", {"reports": {}, "facts": {"context {}": GOOD}})
+        )
 
 
 def test_a_fact_comes_back_as_it_was():
@@ -333,4 +428,7 @@ def test_a_fact_comes_back_as_it_was():
     with pytest.raises(ReportError):
         Fact.from_dict([GOOD])
     assert card_faults.context("bare").outside == card_faults.CONTEXT
-    assert card_faults.context("bare", process=card_faults.CONTEXT).outside == card_faults.CONTEXT - 2 * 2**20
+    assert (
+        card_faults.context("bare", process=card_faults.CONTEXT).outside
+        == card_faults.CONTEXT - 2 * 2**20
+    )

@@ -1,4 +1,6 @@
-"""`measure` runs the real step in a process of its own; whatever happens there comes back as a report or a sentence."""
+"""`measure` runs the real step in a process of its own; whatever happens there comes back as a
+report or a sentence.
+"""
 
 import ast
 import re
@@ -45,7 +47,8 @@ def measured() -> Report:
     return report
 
 
-# --- what it says ----------------------------------------------------------------------------------------------------
+# --- what it says
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_tracked_phases_are_those_of_simulate_to_the_byte(measured):
@@ -53,7 +56,9 @@ def test_the_tracked_phases_are_those_of_simulate_to_the_byte(measured):
     assert (measured.source, simulated.source) == ("measured", "simulated")
     assert measured.phases == simulated.phases
     assert (measured.peak, measured.peak_phase) == (simulated.peak, simulated.peak_phase)
-    highest = [max(moment.bytes.total for moment in report.timeline) for report in (measured, simulated)]
+    highest = [
+        max(moment.bytes.total for moment in report.timeline) for report in (measured, simulated)
+    ]
     assert highest[0] == highest[1] == measured.peak.total and measured.largest == simulated.largest
     assert measured.allocated == measured.peak.total > 4 * measured.peak.parameters
 
@@ -65,7 +70,9 @@ def test_speed_is_that_of_the_repeats(measured):
 
 
 def test_rss_is_the_childs_own(measured):
-    assert measured.peak.total < measured.rss < BALLAST, "a large parent's peak would be over the ballast"
+    assert measured.peak.total < measured.rss < BALLAST, (
+        "a large parent's peak would be over the ballast"
+    )
 
 
 def test_the_report_names_what_it_was_made_with(measured):
@@ -73,7 +80,11 @@ def test_the_report_names_what_it_was_made_with(measured):
 
     version = torch.__version__.split("+")[0]  # the distribution's name may lack the build's tag
     assert measured.environment["torch"].split("+")[0] == version
-    assert measured.recipe == TINY.to_dict() and measured.title == str(TINY) and measured.target == "cpu"
+    assert (
+        measured.recipe == TINY.to_dict()
+        and measured.title == str(TINY)
+        and measured.target == "cpu"
+    )
     assert Report.from_json(measured.to_json()).to_dict() == measured.to_dict()
 
 
@@ -82,7 +93,14 @@ def test_the_report_names_what_it_was_made_with(measured):
     [
         ("bert", {"precision": "bf16-mixed"}),
         ("gpt2", {"precision": "fp16-mixed"}),
-        ("llama", {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "optim": "adafactor"}),
+        (
+            "llama",
+            {
+                "gradient_checkpointing": True,
+                "gradient_accumulation_steps": 2,
+                "optim": "adafactor",
+            },
+        ),
         ("t5", {"precision": "bf16-true", "optim": "sgd", "loop": "plain"}),
     ],
 )
@@ -97,7 +115,8 @@ def test_other_recipes_agree_too(family, fields):
     assert report.speed is truth.speed and report.rss == truth.rss
 
 
-# --- out of memory ---------------------------------------------------------------------------------------------------
+# --- out of memory
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_out_of_memory_is_a_report_that_says_what_was_asked_for(small_machine, monkeypatch):
@@ -107,7 +126,9 @@ def test_out_of_memory_is_a_report_that_says_what_was_asked_for(small_machine, m
     report = measure_here(recipe, device="cpu", recorded=False)
     assert (report.source, report.status, report.recipe) == ("measured", "oom", recipe.to_dict())
     asked = format_bytes(8 * 2**36)  # token numbers
-    assert re.fullmatch(rf"RAM ran out: it asked for {asked} more, and [\d.]+ GiB were free\.", report.message)
+    assert re.fullmatch(
+        rf"RAM ran out: it asked for {asked} more, and [\d.]+ GiB were free\.", report.message
+    )
     assert report.environment["torch"] and "oom" in str(report) and asked in str(report)
 
 
@@ -149,17 +170,21 @@ def test_a_child_that_somebody_kills_is_an_error_and_no_report(monkeypatch, coun
 
 
 def test_ram_that_runs_out_says_nothing_of_a_gpu():
-    assert worker.out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "cuda") == ""
-    assert worker.out_of_memory(MemoryError(), "cuda") == "" and "RAM" in worker.out_of_memory(MemoryError(), "cpu")
+    assert (
+        worker.out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "cuda")
+        == ""
+    )
+    assert worker.out_of_memory(MemoryError(), "cuda") == "" and "RAM" in worker.out_of_memory(
+        MemoryError(), "cpu"
+    )
 
 
-# --- children that fail ----------------------------------------------------------------------------------------------
+# --- children that fail
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_child_that_ends_early_is_quoted(monkeypatch):
-    ending = (
-        "ended in the middle with exit status 1, without an exception; its last output:\nfirst\nSegmentation imagined"
-    )
+    ending = "ended in the middle with exit status 1, without an exception; its last output:\nfirst\nSegmentation imagined"
     with pytest.raises(MeasurementError, match=ending) as caught:
         child(monkeypatch, "import sys; print('first'); sys.exit('Segmentation imagined')")
     assert str(TINY) in str(caught.value)
@@ -180,14 +205,19 @@ ranks.main()
 @pytest.mark.slow  # ranks' errors go the same way
 def test_the_text_of_another_modules_exception_comes(monkeypatch):
     """The class may not exist here."""
-    with pytest.raises(MeasurementError, match="could not be measured: its process failed: ZeroDivisionError: by zero"):
+    with pytest.raises(
+        MeasurementError,
+        match="could not be measured: its process failed: ZeroDivisionError: by zero",
+    ):
         child(monkeypatch, RAISING.format(error="ZeroDivisionError('by zero')"))
 
 
 @pytest.mark.slow  # so does theirs: tests/training/test_sharding_faults.py
 def test_the_packages_own_exception_in_the_child_is_one_here(monkeypatch):
     error = "RecipeError('optim_args', 'beta=1', 'sgd does not take it')"
-    with pytest.raises(RecipeError, match="'optim_args' is 'beta=1', but sgd does not take it") as caught:
+    with pytest.raises(
+        RecipeError, match="'optim_args' is 'beta=1', but sgd does not take it"
+    ) as caught:
         child(monkeypatch, RAISING.format(error=error))
     assert caught.value.field == "optim_args"
 
@@ -210,13 +240,16 @@ def wait_for(path, seconds: float = 60) -> list[int]:
 
 def test_a_timeout_is_a_sentence_and_leaves_no_process(monkeypatch, tmp_path):
     begun = time.monotonic()
-    with pytest.raises(MeasurementError, match=r"it took over 3 s, so all was ended: raise timeout="):
+    with pytest.raises(
+        MeasurementError, match=r"it took over 3 s, so all was ended: raise timeout="
+    ):
         child(monkeypatch, GRANDCHILD.format(path=str(tmp_path / "pids")), timeout=3)
     assert time.monotonic() - begun < 20
     assert gone(wait_for(tmp_path / "pids"))
 
 
-# --- recipes that this machine does not run --------------------------------------------------------------------------
+# --- recipes that this machine does not run
+# --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -239,17 +272,35 @@ SLOW = Recipe("gpt2", batch_size=32, seq_len=1024)
     [
         (BIG, r"it needs about [\d,.]+ GiB and [\d,.]+ GiB of RAM are free"),
         (SLOW, r"it would take this CPU about [\d,]+ minutes"),
-        (TINY.replace(precision="bf16-true", attn_implementation="flash_attention_2"), "flash-attention needs a GPU"),
-        (TINY.replace(sharding=Sharding(3, 8)), r"it needs 8 processes and measure\(\) starts 4 at most on a CPU"),
+        (
+            TINY.replace(precision="bf16-true", attn_implementation="flash_attention_2"),
+            "flash-attention needs a GPU",
+        ),
+        (
+            TINY.replace(sharding=Sharding(3, 8)),
+            r"it needs 8 processes and measure\(\) starts 4 at most on a CPU",
+        ),
     ],
 )
-def test_what_does_not_fit_is_one_sentence_with_the_reason_and_the_way_out(records, monkeypatch, recipe, why):
-    monkeypatch.setattr("vramlab.hardware.host.memory", lambda: (10**12, 10**12) if recipe is SLOW else (2**34, 2**33))
+def test_what_does_not_fit_is_one_sentence_with_the_reason_and_the_way_out(
+    records, monkeypatch, recipe, why
+):
+    monkeypatch.setattr(
+        "vramlab.hardware.host.memory",
+        lambda: (10**12, 10**12) if recipe is SLOW else (2**34, 2**33),
+    )
     with pytest.raises(MeasurementError, match=why) as caught:
         measure_here(recipe, device="cpu")
     text = str(caught.value)
-    assert text.startswith(f"{recipe} was not measured here because ") and text.endswith(".") and "\n" not in text
-    assert "there is no recorded measurement of it" in text and "simulate() and predict() describe it anywhere" in text
+    assert (
+        text.startswith(f"{recipe} was not measured here because ")
+        and text.endswith(".")
+        and "\n" not in text
+    )
+    assert (
+        "there is no recorded measurement of it" in text
+        and "simulate() and predict() describe it anywhere" in text
+    )
 
 
 def test_what_does_not_fit_comes_from_the_records(records, measured):
@@ -259,7 +310,11 @@ def test_what_does_not_fit_comes_from_the_records(records, measured):
     found.environment = {**found.environment, "gpu": "NVIDIA T4"}
     save(found, records)
     seen = measure_here(BIG, device="cpu")
-    assert seen.source == "recorded" and seen.environment["gpu"] == "NVIDIA T4" and seen.phases == measured.phases
+    assert (
+        seen.source == "recorded"
+        and seen.environment["gpu"] == "NVIDIA T4"
+        and seen.phases == measured.phases
+    )
     assert measure_here(BIG, recorded=True).source == "recorded"
     with pytest.raises(MeasurementError, match=r"needs 8 processes .* records were not to be used"):
         measure_here(TINY.replace(sharding=Sharding(3, 8)), recorded=False)
@@ -267,13 +322,18 @@ def test_what_does_not_fit_comes_from_the_records(records, measured):
 
 def test_recorded_only_never_runs(records, monkeypatch):
     monkeypatch.setattr(measure, "run_here", lambda *args: pytest.fail("it ran"))
-    with pytest.raises(MeasurementError, match="recorded=True asks for no run, and there is no recorded measurement"):
+    with pytest.raises(
+        MeasurementError,
+        match="recorded=True asks for no run, and there is no recorded measurement",
+    ):
         measure_here(TINY, recorded=True)
 
 
 def test_a_broken_record_is_named(records):
     (records / "nvidia-t4-torch2.13-transformers5.23.json").write_text("{")
-    with pytest.raises(MeasurementError, match=r"nvidia-t4-torch2\.13-transformers5\.23\.json cannot be read"):
+    with pytest.raises(
+        MeasurementError, match=r"nvidia-t4-torch2\.13-transformers5\.23\.json cannot be read"
+    ):
         measure_here(BIG, device="cpu")
 
 
@@ -307,18 +367,26 @@ def test_wrong_arguments_are_sentences(arguments, why):
 
 
 CHANGES_SOURCE = {
-    ("records.py", "find_record", "recorded"),  # dataclasses.replace(a report that load() found to be measured, …)
+    (
+        "records.py",
+        "find_record",
+        "recorded",
+    ),  # dataclasses.replace(a report that load() found to be measured, …)
 }
 
 
 def test_no_path_gives_a_report_another_source():
-    """But measured to recorded, in `find_record`. `{**report, "source": …}`, `replace(…, source=…)` and `x.source = …`
-    anywhere else in the package fail here."""
+    """But measured to recorded, in `find_record`. `{**report, "source": …}`, `replace(…, source=…)`
+    and `x.source = …` anywhere else in the package fail here."""
     found = set()
     for path in Path(vramlab.__file__).parent.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
-                found |= {(path.name, function.name, value) for node in ast.walk(function) for value in changed(node)}
+                found |= {
+                    (path.name, function.name, value)
+                    for node in ast.walk(function)
+                    for value in changed(node)
+                }
     assert found == CHANGES_SOURCE
 
 
@@ -332,9 +400,16 @@ def changed(node: ast.AST) -> list[str]:
         texts = [getattr(each, "value", None) for each in node.args]
         values += node.args[-1:] if "source" in texts else []
     elif isinstance(node, ast.Dict) and None in node.keys:  # {**other, "source": value}
-        values = [v for k, v in zip(node.keys, node.values, strict=True) if getattr(k, "value", None) == "source"]
+        values = [
+            v
+            for k, v in zip(node.keys, node.values, strict=True)
+            if getattr(k, "value", None) == "source"
+        ]
     elif isinstance(node, ast.Assign):
-        targets = [getattr(each, "attr", getattr(getattr(each, "slice", None), "value", None)) for each in node.targets]
+        targets = [
+            getattr(each, "attr", getattr(getattr(each, "slice", None), "value", None))
+            for each in node.targets
+        ]
         values = [node.value] if "source" in targets and not is_own(node) else []
     else:
         return []

@@ -1,4 +1,6 @@
-"""Records are written whole or not at all, name what is wrong with them, and are made from lists of recipes."""
+"""Records are written whole or not at all, name what is wrong with them, and are made from lists of
+recipes.
+"""
 
 import dataclasses
 import datetime
@@ -18,19 +20,38 @@ import pytest
 import sample_reports
 from quick import params
 from tiny_models import config
-from vramlab import MeasurementError, Recipe, RecipeError, RecordError, Report, find_gpu, find_record
+from vramlab import (
+    MeasurementError,
+    Recipe,
+    RecipeError,
+    RecordError,
+    Report,
+    find_gpu,
+    find_record,
+)
 from vramlab.hardware.gpu import Device
 from vramlab.measurement import records
 from vramlab.measurement.records import file_name, load, save
 from vramlab.report.data import data_path
 
-H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu128", "transformers": "5.17.2", "date": "2026-11-22"}
+H200 = {
+    "gpu": "NVIDIA H200",
+    "torch": "2.11.0+cu128",
+    "transformers": "5.17.2",
+    "date": "2026-11-22",
+}
 H200_FILE = "nvidia-h200-torch2.11-transformers5.17.json"
 SMALL, OTHER, LARGE = (Recipe("gpt2", batch_size=n) for n in (1, 2, 4))
 
 
 def measured(recipe: Recipe = SMALL, **changes) -> Report:
-    values = {"recipe": recipe.to_dict(), "title": str(recipe), "environment": dict(H200), "target": "cuda", **changes}
+    values = {
+        "recipe": recipe.to_dict(),
+        "title": str(recipe),
+        "environment": dict(H200),
+        "target": "cuda",
+        **changes,
+    }
     return dataclasses.replace(sample_reports.measured(), **values)
 
 
@@ -50,13 +71,17 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in files}
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_found(folder):
     assert save(measured(SMALL)) == save(measured(OTHER)) == folder / H200_FILE
     found = find_record(SMALL)
-    assert found.source == "recorded" and found.to_dict() == {**measured(SMALL).to_dict(), "source": "recorded"}
+    assert found.source == "recorded" and found.to_dict() == {
+        **measured(SMALL).to_dict(),
+        "source": "recorded",
+    }
     assert set(load(folder / H200_FILE)) == {SMALL.key, OTHER.key}
     with pytest.raises(RecordError, match=r"there is no recorded measurement of it$"):
         find_record(LARGE)
@@ -77,8 +102,14 @@ def test_a_new_measurement_replaces_the_old_one_and_other_versions_stay():
     ("environment", "name"),
     [
         (H200, H200_FILE),
-        ({**H200, "gpu": "NVIDIA GeForce RTX 4090"}, "nvidia-geforce-rtx-4090-torch2.11-transformers5.17.json"),
-        ({"gpu": None, "torch": "2.13.0+cpu", "transformers": "5.23.0"}, "cpu-torch2.13-transformers5.23.json"),
+        (
+            {**H200, "gpu": "NVIDIA GeForce RTX 4090"},
+            "nvidia-geforce-rtx-4090-torch2.11-transformers5.17.json",
+        ),
+        (
+            {"gpu": None, "torch": "2.13.0+cpu", "transformers": "5.23.0"},
+            "cpu-torch2.13-transformers5.23.json",
+        ),
     ],
 )
 def test_a_file_is_named_by_card_and_versions(environment, name):
@@ -97,7 +128,10 @@ def test_a_file_can_be_read_by_all_and_its_timelines_are_short(folder):
 @pytest.mark.parametrize(
     ("report", "why"),
     [
-        (measured(source="predicted"), "only measured reports of a recipe are recorded, and this one is predicted"),
+        (
+            measured(source="predicted"),
+            "only measured reports of a recipe are recorded, and this one is predicted",
+        ),
         (measured(source="recorded"), "this one is recorded"),
         (dataclasses.replace(measured(), recipe=None), "only measured reports of a recipe"),
     ],
@@ -112,7 +146,9 @@ def test_a_cpus_figures_never_land_among_the_courses(monkeypatch, tmp_path):
     monkeypatch.undo()  # the real folder
     ours = Path(data_path("measurements"))
     before = contents(ours)
-    report = measured(target="cpu", environment={"gpu": None, "torch": "2.13.0", "transformers": "5.23.0"})
+    report = measured(
+        target="cpu", environment={"gpu": None, "torch": "2.13.0", "transformers": "5.23.0"}
+    )
     for folder in (None, ours, str(ours), ours / ".." / "measurements"):
         with pytest.raises(RecordError, match="measured on a CPU: name another folder"):
             save(report, folder)
@@ -140,7 +176,11 @@ def test_four_writers_lose_nothing(folder, saves):
     words = [sys.executable, "-c", WRITER, os.path.dirname(os.path.dirname(__file__)), str(folder)]
     writers = [subprocess.Popen([*words, str(who), str(saves)]) for who in range(4)]
     assert [writer.wait(600) for writer in writers] == [0] * 4
-    expected = {Recipe("gpt2", batch_size=1 + who, seq_len=1 + n).key for who in range(4) for n in range(saves)}
+    expected = {
+        Recipe("gpt2", batch_size=1 + who, seq_len=1 + n).key
+        for who in range(4)
+        for n in range(saves)
+    }
     assert keys(folder) == expected and len(expected) == 4 * saves
     assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == [".json"]
 
@@ -158,18 +198,23 @@ def test_a_lock_that_is_never_given_back_is_a_sentence(folder, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(folder):
     folder.write_text("a file")
-    with pytest.raises(RecordError, match=rf"{H200_FILE} could not be written \(.*\); it is as it was before"):
+    with pytest.raises(
+        RecordError, match=rf"{H200_FILE} could not be written \(.*\); it is as it was before"
+    ):
         save(measured())
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- faults
+# -----------------------------------------------------------------------------------------------------------
 
 
 def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(("place", "name"), [(os, "fsync"), (Path, "replace")], ids=["fsync", "replace"])
+@pytest.mark.parametrize(
+    ("place", "name"), [(os, "fsync"), (Path, "replace")], ids=["fsync", "replace"]
+)
 def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, place, name):
     save(measured(SMALL))
     before = contents(folder)
@@ -177,7 +222,10 @@ def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, pl
     with pytest.raises(RecordError) as caught:
         save(measured(OTHER))
     monkeypatch.undo()
-    assert str(caught.value) == f"{H200_FILE} could not be written (No space left on device); it is as it was before."
+    assert (
+        str(caught.value)
+        == f"{H200_FILE} could not be written (No space left on device); it is as it was before."
+    )
     assert contents(folder) == before and keys(folder) == {SMALL.key}
 
 
@@ -218,7 +266,11 @@ BROKEN = [
 def test_a_broken_file_is_named(folder, text):
     folder.mkdir()
     (folder / H200_FILE).write_text(text)
-    for read in (lambda: load(folder / H200_FILE), lambda: find_record(SMALL), lambda: save(measured())):
+    for read in (
+        lambda: load(folder / H200_FILE),
+        lambda: find_record(SMALL),
+        lambda: save(measured()),
+    ):
         with pytest.raises(RecordError, match=f"the record file {H200_FILE} cannot be read"):
             read()
     assert contents(folder) == {H200_FILE: text}, "it is not written over"
@@ -228,32 +280,62 @@ def spoil(entry: dict | list, *path: str | int, value) -> dict | list:
     """`entry` with the value at `path` changed."""
     name, *rest = path
     if isinstance(entry, list):
-        return [spoil(each, *rest, value=value) if i == name else each for i, each in enumerate(entry)]
+        return [
+            spoil(each, *rest, value=value) if i == name else each for i, each in enumerate(entry)
+        ]
     return {**entry, name: spoil(entry[name], *rest, value=value) if rest else value}
 
 
 EMPTY = {"peak": {}, "end": {}}
 SPOILT = [
-    (("peak",), "large", "Report field 'peak' is 'large', but it must be an object with names and values"),
+    (
+        ("peak",),
+        "large",
+        "Report field 'peak' is 'large', but it must be an object with names and values",
+    ),
     (("peak", "parameters"), "5", "'peak.parameters' is '5', but it must be a whole number"),
     (("peak", "gradients"), -5, "'peak.gradients' is -5"),
     (("peak", "total"), 5, "'peak.total' is 5, but it must be the sum of the categories"),
     (("phases", "step", "end"), None, "'phases.step.end' is None"),
     (("phases",), {"step": None}, "'phases.step' is None, but it must be an object"),
-    (("peak", "tensors"), 5, "Report field 'peak.tensors' is unknown: known there are parameters, gradients, "),
+    (
+        ("peak", "tensors"),
+        5,
+        "Report field 'peak.tensors' is unknown: known there are parameters, gradients, ",
+    ),
     (("environment",), None, "'environment' is None"),
-    (("speed",), {"median": -1.0, "low": 1, "high": 1, "repeats": 1, "tokens_per_second": 1}, "'speed.median' is -1.0"),
+    (
+        ("speed",),
+        {"median": -1.0, "low": 1, "high": 1, "repeats": 1, "tokens_per_second": 1},
+        "'speed.median' is -1.0",
+    ),
     (("speed",), {"median": 1.0}, "speed lacks low, high, repeats, tokens_per_second"),
-    (("peak", "inputs"), 2**64, "'peak.inputs' is 18446744073709551616, but it must be at least 0, and at most"),
-    (("notes",), ["x" * 30_000_000], "notes has a text of 30,000,000 characters, but 1,000 are the most"),
+    (
+        ("peak", "inputs"),
+        2**64,
+        "'peak.inputs' is 18446744073709551616, but it must be at least 0, and at most",
+    ),
+    (
+        ("notes",),
+        ["x" * 30_000_000],
+        "notes has a text of 30,000,000 characters, but 1,000 are the most",
+    ),
     (("notes",), ["x"] * 31, "notes has 31 entries, but 30 are the most"),
     (("notes",), ["\x1b]0;owned\x07"], "notes has the control character U+001B"),
     (("largest", 0, "where"), "a\x9bb", "largest has the control character U+009B"),
     (("phases",), {"ever": EMPTY}, "it has a phase 'ever', but phases are load, forward,"),
     (("environment", "gpu"), "<b>T4", "environment's gpu is '<b>T4', which is none"),
     (("environment", "driver"), "5 80", "environment's driver is '5 80', which is none"),
-    (("environment", "total_memory"), 10**15, "total_memory is 1000000000000000, but it must be from 1 to 17,"),
-    (("environment", "date"), "9999-99-99", "its date is '9999-99-99', but it must be a day from 2026-11-01 to this"),
+    (
+        ("environment", "total_memory"),
+        10**15,
+        "total_memory is 1000000000000000, but it must be from 1 to 17,",
+    ),
+    (
+        ("environment", "date"),
+        "9999-99-99",
+        "its date is '9999-99-99', but it must be a day from 2026-11-01 to this",
+    ),
     (("environment", "date"), "9998-12-31", "its date is '9998-12-31'"),
     (("environment", "date"), "2025-12-31", "its date is '2025-12-31'"),
     (("environment", "date"), 5, "its date is 5"),
@@ -264,11 +346,15 @@ SPOILT = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "why"), SPOILT, ids=[".".join(map(str, path)) for path, *_ in SPOILT])
+@pytest.mark.parametrize(
+    ("path", "value", "why"), SPOILT, ids=[".".join(map(str, path)) for path, *_ in SPOILT]
+)
 def test_a_record_that_cannot_be_is_refused_in_one_sentence(folder, path, value, why):
     file = save(measured())
     entries = json.loads(file.read_text())["reports"]
-    file.write_text(json.dumps({"reports": {SMALL.key: spoil(entries[SMALL.key], *path, value=value)}}))
+    file.write_text(
+        json.dumps({"reports": {SMALL.key: spoil(entries[SMALL.key], *path, value=value)}})
+    )
     records._files.cache_clear()
     for read in (lambda: load(file), lambda: find_record(SMALL), lambda: save(measured(OTHER))):
         with pytest.raises(RecordError) as caught:
@@ -288,7 +374,9 @@ def test_a_clock_far_behind_reads_records_all_the_same(monkeypatch):
     save(measured())
     monkeypatch.setattr(records.datetime, "date", Behind)
     assert find_record(SMALL).environment["date"] == H200["date"]
-    with pytest.raises(RecordError, match="what was measured cannot be recorded: its date is '1970-01-01'"):
+    with pytest.raises(
+        RecordError, match="what was measured cannot be recorded: its date is '1970-01-01'"
+    ):
         save(measured(environment={**H200, "date": "1970-01-01"}))
 
 
@@ -303,7 +391,8 @@ def test_a_file_that_is_not_there(folder):
         load(folder / "nothing.json")
 
 
-# --- lists ------------------------------------------------------------------------------------------------------------
+# --- lists
+# ------------------------------------------------------------------------------------------------------------
 
 
 def quiet(line: str) -> None:
@@ -321,7 +410,12 @@ def test_a_list_takes_each_value_of_a_field(tmp_path):
     entries = [{"model": "gpt2", "batch_size": [1, 2], "lora": [None, {"r": 4}]}, {"model": "gpt2"}]
     recipes = read_list(recipe_list(tmp_path / "list.json", entries))
     assert len(recipes) == 5
-    assert {(r.batch_size, r.lora and r.lora.r) for r in recipes} == {(1, None), (2, None), (1, 4), (2, 4)}
+    assert {(r.batch_size, r.lora and r.lora.r) for r in recipes} == {
+        (1, None),
+        (2, None),
+        (1, 4),
+        (2, 4),
+    }
     again = recipe_list(tmp_path / "again.json", [recipe.to_dict() for recipe in recipes])
     assert read_list(again) == recipes, "what `record --json` prints is such a list"
 
@@ -330,9 +424,15 @@ def test_a_list_takes_each_value_of_a_field(tmp_path):
     ("entries", "why"),
     [
         ({"model": "gpt2"}, "bad.json is no list of recipes: it is not a list"),
-        ([{"model": "gpt2"}, {"model": "gpt9"}], "bad.json, entry 2: Recipe field 'model' is 'gpt9'"),
+        (
+            [{"model": "gpt2"}, {"model": "gpt9"}],
+            "bad.json, entry 2: Recipe field 'model' is 'gpt9'",
+        ),
         ([{"modle": "gpt2"}], "bad.json, entry 1: .*modle"),
-        ([{"model": "gpt2", "bacth_size": 1}], "bad.json, entry 1: Recipe field 'recipe.bacth_size' is 1, but no such"),
+        (
+            [{"model": "gpt2", "bacth_size": 1}],
+            "bad.json, entry 1: Recipe field 'recipe.bacth_size' is 1, but no such",
+        ),
         (["gpt2"], "bad.json, entry 1: Recipe field 'recipe' is 'gpt2', but it must be an object"),
     ],
 )
@@ -350,18 +450,33 @@ def test_the_courses_own_list_can_be_trained():
 
     recipes = read_list(COURSE_LIST)
     assert len({recipe.key for recipe in recipes}) == len(recipes) > 140
-    b = [r for r in recipes if r.name == "polyglot-ko-1.3b" and r.seq_len == 256 and r.precision == "fp16-true"]
-    assert {4, 8, 16} <= {r.batch_size for r in b} and any(r.quantization for r in b) and any(r.lora for r in b)
-    assert {"bert-large", "gpt2", "llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b"} <= {r.name for r in recipes}
-    assert {"fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true"} == {r.precision for r in recipes}
+    b = [
+        r
+        for r in recipes
+        if r.name == "polyglot-ko-1.3b" and r.seq_len == 256 and r.precision == "fp16-true"
+    ]
+    assert (
+        {4, 8, 16} <= {r.batch_size for r in b}
+        and any(r.quantization for r in b)
+        and any(r.lora for r in b)
+    )
+    assert {"bert-large", "gpt2", "llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b"} <= {
+        r.name for r in recipes
+    }
+    assert {"fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true"} == {
+        r.precision for r in recipes
+    }
 
 
-# --- record -----------------------------------------------------------------------------------------------------------
+# --- record
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine with a card, on which measuring is instant: `gpu.ran` are the recipes, `gpu.answers` what they give."""
+    """A machine with a card, on which measuring is instant: `gpu.ran` are the recipes,
+    `gpu.answers` what they give.
+    """
     from vramlab.measurement import record as module
 
     versions = {"torch": H200["torch"], "transformers": H200["transformers"]}
@@ -394,7 +509,9 @@ def three(tmp_path) -> Path:
 
 def test_the_cheapest_come_first_and_each_is_saved_at_once(gpu, three, folder):
     done = gpu.module.record([three, three], progress=quiet)
-    assert gpu.ran == [SMALL, OTHER, LARGE] and [r.title for r in done.measured] == list(map(str, gpu.ran))
+    assert gpu.ran == [SMALL, OTHER, LARGE] and [r.title for r in done.measured] == list(
+        map(str, gpu.ran)
+    )
     assert keys(folder) == {SMALL.key, OTHER.key, LARGE.key} and done.file == folder / H200_FILE
     assert str(done).startswith("3 recipes wanted, 0 recorded before, 3 measured now\nin ")
 
@@ -438,7 +555,9 @@ def test_a_folder_that_is_none_is_refused_before_anything_is_measured(gpu, three
 
 
 def test_out_of_memory_is_a_result(gpu, three, folder):
-    oom = Report.failed("measured", OTHER, "cuda", "oom", "CUDA out of memory. Tried to allocate 2 GiB.")
+    oom = Report.failed(
+        "measured", OTHER, "cuda", "oom", "CUDA out of memory. Tried to allocate 2 GiB."
+    )
     oom.environment = dict(H200)
     gpu.answers[OTHER] = oom
     gpu.module.record([three], progress=quiet)
@@ -446,7 +565,9 @@ def test_out_of_memory_is_a_result(gpu, three, folder):
     assert find_record(OTHER).status == "oom" and "Tried to allocate" in find_record(OTHER).message
 
 
-@pytest.mark.parametrize("error", [MeasurementError("The child\ncrashed."), RecipeError("precision", "x", "no")])
+@pytest.mark.parametrize(
+    "error", [MeasurementError("The child\ncrashed."), RecipeError("precision", "x", "no")]
+)
 def test_one_that_fails_does_not_stop_the_others(gpu, three, folder, error):
     gpu.answers[SMALL] = error
     done = gpu.module.record([three], progress=quiet)
@@ -504,7 +625,9 @@ def test_a_cpu_records_what_four_processes_can_do(gpu, tmp_path, monkeypatch):
     path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": worlds}])
     done = gpu.module.record([path], folder=tmp_path / "kept", progress=quiet)
     assert [recipe.sharding.world_size for recipe in gpu.ran] == [4]
-    assert [reason for _, reason in done.skipped] == ["it needs 8 processes and measure() starts 4 at most on a CPU"]
+    assert [reason for _, reason in done.skipped] == [
+        "it needs 8 processes and measure() starts 4 at most on a CPU"
+    ]
 
 
 def test_a_dry_run_lists_and_measures_nothing(gpu, three, folder, capsys):
@@ -521,14 +644,25 @@ def test_a_dry_run_lists_and_measures_nothing(gpu, three, folder, capsys):
 def test_dearer_recipes_are_expected_to_take_longer(gpu):
     seconds = gpu.module.seconds_for
     h200, t4 = find_gpu("H200"), find_gpu("T4")
-    assert seconds(SMALL, t4) < seconds(LARGE, t4) < seconds(LARGE.replace(gradient_checkpointing=True), t4)
-    assert seconds(LARGE, h200) < seconds(LARGE, t4) and seconds(LARGE) < seconds(LARGE, device="cpu")
+    assert (
+        seconds(SMALL, t4)
+        < seconds(LARGE, t4)
+        < seconds(LARGE.replace(gradient_checkpointing=True), t4)
+    )
+    assert seconds(LARGE, h200) < seconds(LARGE, t4) and seconds(LARGE) < seconds(
+        LARGE, device="cpu"
+    )
 
 
 def test_there_is_a_line_each(gpu, three, capsys):
     gpu.module.record([three])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and str(SMALL) in lines[0] and "GiB" in lines[0] and "\x1b" not in "".join(lines)
+    assert (
+        len(lines) == 3
+        and str(SMALL) in lines[0]
+        and "GiB" in lines[0]
+        and "\x1b" not in "".join(lines)
+    )
     gpu.module.record([three], dry_run=True)
     assert capsys.readouterr().out == ""
 
@@ -542,7 +676,9 @@ def test_on_a_stand_in_for_a_gpu_nothing_is_recorded(gpu, three, monkeypatch, fo
 
 def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU"))
-    with pytest.raises(RecordError, match="no CUDA device here, and the course keeps no CPU figures: name a folder"):
+    with pytest.raises(
+        RecordError, match="no CUDA device here, and the course keeps no CPU figures: name a folder"
+    ):
         gpu.module.record([three])
     assert gpu.ran == []
     save(measured(OTHER))
@@ -559,8 +695,13 @@ def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path):
     paths = [recipe_list(tmp_path / "tiny.json", entries)]
     first = record(paths, minutes=10, folder=tmp_path / "mine", progress=quiet, estimate=peak_bytes)
     assert psutil.Process().children() == []
-    assert [report.status for report in first.measured] == ["ok", "ok"] and first.file.name.startswith("cpu-torch")
-    assert [recipe.name for recipe, reason in first.skipped if "of RAM are free" in reason] == ["llama-3.1-405b"]
+    assert [report.status for report in first.measured] == [
+        "ok",
+        "ok",
+    ] and first.file.name.startswith("cpu-torch")
+    assert [recipe.name for recipe, reason in first.skipped if "of RAM are free" in reason] == [
+        "llama-3.1-405b"
+    ]
     kept = load(first.file)[Recipe(**tiny).key]
     assert kept.peak == first.measured[0].peak and kept.speed == first.measured[0].speed
     begun = time.monotonic()
@@ -577,9 +718,13 @@ def test_a_run_that_is_killed_is_not_recorded(tmp_path, monkeypatch):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     monkeypatch.setattr(launch, "COMMAND", [sys.executable, "-c", code])
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
-    done = record([recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=quiet)
+    done = record(
+        [recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=quiet
+    )
     (skipped,) = done.skipped
-    assert skipped[1].endswith("its process was killed by SIGKILL, as the kernel does when RAM runs out.")
+    assert skipped[1].endswith(
+        "its process was killed by SIGKILL, as the kernel does when RAM runs out."
+    )
     assert done.file is None and contents(tmp_path / "mine") == {}
 
 
@@ -594,4 +739,7 @@ def test_the_command_line_says_it_in_a_sentence(tmp_path):
         str(tmp_path),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "") and "none.json is no list of recipes" in done.stderr
+    assert (done.returncode, done.stdout) == (
+        2,
+        "",
+    ) and "none.json is no list of recipes" in done.stderr

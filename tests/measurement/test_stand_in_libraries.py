@@ -1,4 +1,7 @@
-"""Code that asks NVIDIA's libraries runs on the stand-in for them. Needs PyTorch's CUDA build and a compiler."""
+"""Code that asks NVIDIA's libraries runs on the stand-in for them.
+
+Needs PyTorch's CUDA build and a compiler.
+"""
 
 import os
 import subprocess
@@ -30,10 +33,17 @@ def run(libraries, code, **more):
         "CONTEXT": str(1 << 29),
     }
     said = {f"STAND_IN_{name}": value for name, value in (card | more).items()}
-    said |= {"LD_PRELOAD": ":".join(map(str, libraries)), "TRITON_LIBCUDA_PATH": str(libraries[0].parent)}
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | said
+    said |= {
+        "LD_PRELOAD": ":".join(map(str, libraries)),
+        "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
+    }
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+    } | said
     command = [sys.executable, "-c", f"import torch\n{code}"]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_running_out_of_memory_is_told_as_on_a_card(libraries):
@@ -60,7 +70,10 @@ try:
 except torch.AcceleratorError as error:
     print(error)"""
     said = run(libraries, code, COUNT="2")
-    assert said.startswith(f"Tesla T4 2 {(1 << 30) + (1 << 29)}\n") and "invalid device ordinal" in said
+    assert (
+        said.startswith(f"Tesla T4 2 {(1 << 30) + (1 << 29)}\n")
+        and "invalid device ordinal" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The cheapest changes of a recipe: each figure is that of the changed recipe, and their order is by what they cost."""
+"""The cheapest changes of a recipe: each figure is that of the changed recipe, and their order is
+by what they cost.
+"""
 
 import pytest
 from tiny_models import config
@@ -13,22 +15,34 @@ def test_each_change_saves_what_it_says():
     found = cheapest(RECIPE, count=99)
     assert len(found) > 5 and all(change.saves > 0 for change in found)
     for change in found:
-        assert predict(RECIPE).peak.total - predict(RECIPE.replace(**change.fields)).peak.total == change.saves
+        assert (
+            predict(RECIPE).peak.total - predict(RECIPE.replace(**change.fields)).peak.total
+            == change.saves
+        )
 
 
 def test_the_same_training_comes_first_and_what_is_not_enough_last():
     found = cheapest(RECIPE, count=99)
-    assert [change.same for change in found] == sorted((change.same for change in found), reverse=True)
+    assert [change.same for change in found] == sorted(
+        (change.same for change in found), reverse=True
+    )
     need = 3 * 2**30
     enough = [change.saves >= need for change in cheapest(RECIPE, find_gpu("T4"), need, count=99)]
     assert enough == sorted(enough, reverse=True) and enough[0] and not enough[-1]
-    assert str(cheapest(RECIPE, need=need)[0]).startswith("gradient_checkpointing=True: −3.870 GiB, step time ×1.2")
+    assert str(cheapest(RECIPE, need=need)[0]).startswith(
+        "gradient_checkpointing=True: −3.870 GiB, step time ×1.2"
+    )
 
 
 def test_what_a_recipe_has_or_cannot_have_is_not_proposed():
-    recipe = Recipe("llama-3.1-8b", precision="bf16-true", lora=LoRA(r=4), gradient_checkpointing=True)
+    recipe = Recipe(
+        "llama-3.1-8b", precision="bf16-true", lora=LoRA(r=4), gradient_checkpointing=True
+    )
     fields = [change.fields for change in cheapest(recipe, count=99)]
-    assert not any(names.keys() & {"gradient_checkpointing", "batch_size"} or "lora" in names for names in fields[:1])
+    assert not any(
+        names.keys() & {"gradient_checkpointing", "batch_size"} or "lora" in names
+        for names in fields[:1]
+    )
     assert any("nf4 double" in str(change) for change in cheapest(recipe, count=99))
     vit = cheapest(Recipe("vit-base", batch_size=4), count=99)
     assert vit and not any("seq_len" in change.fields for change in vit)
@@ -51,6 +65,8 @@ def test_another_witness_may_be_asked():
 
 
 def test_a_card_that_lacks_the_format_has_changes_without_times():
-    recipe = Recipe("llama-3.2-1b", 2, precision="bf16-mixed", attn_implementation="flash_attention_2")
+    recipe = Recipe(
+        "llama-3.2-1b", 2, precision="bf16-mixed", attn_implementation="flash_attention_2"
+    )
     changes = cheapest(recipe, find_gpu("T4"))
     assert changes and {change.time for change in changes} == {None}

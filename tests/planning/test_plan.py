@@ -1,4 +1,6 @@
-"""A plan's recipes really fit, nothing faster in the space does, and what it says can be pasted, stored and read."""
+"""A plan's recipes really fit, nothing faster in the space does, and what it says can be pasted,
+stored and read.
+"""
 
 import dataclasses
 import importlib
@@ -20,7 +22,14 @@ from vramlab.hardware.gpu import GpuError
 from vramlab.planning.candidate import Candidate, best_first, is_as_fast
 from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
-from vramlab.planning.search_space import families, held_bytes, is_sound, method_of, micro_batches, with_micro_batch
+from vramlab.planning.search_space import (
+    families,
+    held_bytes,
+    is_sound,
+    method_of,
+    micro_batches,
+    with_micro_batch,
+)
 from vramlab.planning.step_time import _ratios, estimate
 from vramlab.planning.step_traffic import link_of, waits
 from vramlab.recipe.shapes import catalogue
@@ -34,7 +43,9 @@ SMALL = dict(num_layers=2, seq_len=64, lora=LoRA(r=4))
 def every(question: Question, method: str):
     """All candidates of a method without offload, each with what it lacks in the question's tier."""
     for candidate in Search(question).candidates:
-        if candidate.method == method and not (candidate.recipe.sharding and candidate.recipe.sharding.offload):
+        if candidate.method == method and not (
+            candidate.recipe.sharding and candidate.recipe.sharding.offload
+        ):
             yield candidate, candidate.over(question.tiers[0])
 
 
@@ -66,8 +77,14 @@ def test_nothing_faster_in_the_space_fits(memory, gpus, parts, method, card, tie
         return
     needs = [pair for pair in needs if is_sound(pair[0].recipe) == bool(sound)]
     fitting = sound or fitting
-    assert (found.rank, found.recipe) == min((candidate.rank, candidate.recipe) for candidate in fitting)
-    near = [over for candidate, over in needs if 0 < over <= NEAR and candidate.rank[0] < FASTER * found.rank[0]]
+    assert (found.rank, found.recipe) == min(
+        (candidate.rank, candidate.recipe) for candidate in fitting
+    )
+    near = [
+        over
+        for candidate, over in needs
+        if 0 < over <= NEAR and candidate.rank[0] < FASTER * found.rank[0]
+    ]
     better = search.better(method, tier, found)
     assert (better.over(tier) if better else None) == min(near, default=None)
 
@@ -77,7 +94,9 @@ WAYS = [(gpus, method) for gpus in (1, 2) for method in ("full", "lora", "qlora"
 
 @pytest.mark.parametrize(("gpus", "method"), params(WAYS, [(1, "lora"), (2, "full"), (1, "qlora")]))
 def test_the_bound_is_below_and_memory_grows_with_the_micro_batch(method, gpus):
-    question = Question("llama-3.2-1b", "RTX 4090", gpus=gpus, global_batch=8, method=method, **SMALL)
+    question = Question(
+        "llama-3.2-1b", "RTX 4090", gpus=gpus, global_batch=8, method=method, **SMALL
+    )
     for family in families(question, method):
         totals, accumulate = [], []
         for size in micro_batches(question):
@@ -102,33 +121,48 @@ def test_every_choice_is_predicted_to_fit_and_keeps_the_global_batch():
         assert choice.time.tokens == 12 * 256
     assert found.best is found.choices[0]
     for first, second in itertools.pairwise(found.choices):
-        assert first.order[0] <= second.order[0] and (first.order < second.order or is_as_fast(first, second))
+        assert first.order[0] <= second.order[0] and (
+            first.order < second.order or is_as_fast(first, second)
+        )
 
 
 def test_updates_that_are_rounded_away_come_after_all_that_are_not():
-    """Full training in bf16-true was the answer wherever it was faster, and QLoRA in fp16-true a T4's for a small model."""
+    """Full training in bf16-true was the answer wherever it was faster, and QLoRA in fp16-true a
+    T4's for a small model.
+    """
     full = plan("llama-3.2-1b", "RTX 4090", seq_len=1024, method="full", confirm=False).best
     assert full.recipe.precision == "bf16-mixed" and full.tier == "safe"
     shards = plan("qwen2.5-32b", "H100", 8, seq_len=2048, method="full", confirm=False).best
     assert shards.recipe.precision == "bf16-mixed" and shards.tier == "safe"
     small = plan("qwen2.5-0.5b", "T4", seq_len=512, confirm=False)
-    assert small.best.method != "qlora" and {c.recipe.precision for c in small.choices} == {"fp16-mixed"}
+    assert small.best.method != "qlora" and {c.recipe.precision for c in small.choices} == {
+        "fp16-mixed"
+    }
     asked = dict(precisions="bf16-true", seq_len=1024, method="full", confirm=False)
     rounded = plan("llama-3.2-1b", "RTX 4090", **asked)
     text = " ".join(str(rounded).split())
     assert "an update below about 1/256 of a weight is rounded away" in text
     mixed = predict(rounded.best.recipe.replace(precision="bf16-mixed"), "RTX 4090").peak.total
     more = format_bytes(mixed - rounded.best.report.peak.total, digits=2)
-    assert f"what helps: fp32 weights (bf16-mixed), {more} more; adapters in fp32 (method lora)" in text
+    assert (
+        f"what helps: fp32 weights (bf16-mixed), {more} more; adapters in fp32 (method lora)"
+        in text
+    )
 
 
 def test_of_methods_as_fast_as_each_other_the_simpler_comes_first():
     found = plan("llama-3.1-8b", "A100 80GB", seq_len=1024, confirm=False)
-    lora, qlora = (next(c for c in found.choices if c.method == method) for method in ("lora", "qlora"))
-    assert qlora.seconds < lora.seconds * 1.3 and found.choices.index(lora) < found.choices.index(qlora)
+    lora, qlora = (
+        next(c for c in found.choices if c.method == method) for method in ("lora", "qlora")
+    )
+    assert qlora.seconds < lora.seconds * 1.3 and found.choices.index(lora) < found.choices.index(
+        qlora
+    )
     assert any("lora and qlora: about as fast" in note for note in found.notes)
     seconds = 3 * qlora.time.seconds
-    slow = dataclasses.replace(lora, time=dataclasses.replace(lora.time, seconds=seconds, high=1.3 * seconds))
+    slow = dataclasses.replace(
+        lora, time=dataclasses.replace(lora.time, seconds=seconds, high=1.3 * seconds)
+    )
     assert [choice.method for choice in best_first([slow, qlora])] == ["qlora", "lora"]
 
 
@@ -136,8 +170,15 @@ def test_what_likely_fits_goes_before_what_waits_for_the_host():
     asked = dict(seq_len=4096, confirm=False, liger=False)
     for method in ("lora", "any"):
         found = plan("llama-3.1-8b", "RTX 4090", method=method, **asked)
-        assert next(c.tier for c in found.choices if c.method == "lora" and not c.recipe.sharding) == "likely"
-    assert [(c.method, c.tier) for c in found.choices] == [("qlora", "safe"), ("lora", "likely"), ("full", "safe")]
+        assert (
+            next(c.tier for c in found.choices if c.method == "lora" and not c.recipe.sharding)
+            == "likely"
+        )
+    assert [(c.method, c.tier) for c in found.choices] == [
+        ("qlora", "safe"),
+        ("lora", "likely"),
+        ("full", "safe"),
+    ]
 
 
 def test_the_fused_loss_is_searched_and_its_worth_is_said():
@@ -152,7 +193,9 @@ def test_the_fused_loss_is_searched_and_its_worth_is_said():
     assert "to install: liger-kernel, peft" in text
     long = plan("qwen2.5-0.5b", "RTX 4090", seq_len=16384, confirm=False)
     assert {choice.tier for choice in long.choices} == {"safe"} and len(long.choices) == 3
-    assert not plan("llama-3.1-8b", "RTX 4090", liger=False, method="qlora", **asked).best.recipe.use_liger_kernel
+    assert not plan(
+        "llama-3.1-8b", "RTX 4090", liger=False, method="qlora", **asked
+    ).best.recipe.use_liger_kernel
 
 
 @pytest.mark.parametrize(
@@ -171,7 +214,10 @@ def test_liger_is_not_proposed_where_it_does_not_run(model, card, asked):
 
 
 def test_trls_fused_loss_is_searched_where_ligers_kernels_do_not_run():
-    """Liger patches no GPT-2; SFTTrainer's head makes no logits either. Both launch Triton's kernels."""
+    """Liger patches no GPT-2; SFTTrainer's head makes no logits either.
+
+    Both launch Triton's kernels.
+    """
     found = plan("gpt2", "RTX 4070", seq_len=1024, confirm=False)
     trl = [choice for choice in found.choices if choice.recipe.trainer == "sft"]
     assert trl
@@ -200,9 +246,13 @@ def test_samples_of_several_lengths_are_ranked_by_the_epoch_and_joined_where_tha
 
 @pytest.mark.slow
 def test_activations_go_to_the_host_where_nothing_else_fits():
-    found = plan("qwen2.5-14b", "RTX 4090", seq_len=24576, method="qlora", global_batch=4, confirm=False)
+    found = plan(
+        "qwen2.5-14b", "RTX 4090", seq_len=24576, method="qlora", global_batch=4, confirm=False
+    )
     assert not found.choices
-    assert any(advice.startswith("activation_offloading=True fits (SFTTrainer)") for advice in found.advice)
+    assert any(
+        advice.startswith("activation_offloading=True fits (SFTTrainer)") for advice in found.advice
+    )
 
 
 def test_packing_is_named_where_lengths_differ():
@@ -216,7 +266,9 @@ def test_packing_is_named_where_lengths_differ():
 
 
 def test_the_surest_tier_is_taken_and_a_lower_one_on_request():
-    asked = dict(method="full", optims="adamw_torch", precisions="fp32", checkpointing=True, attention="sdpa")
+    asked = dict(
+        method="full", optims="adamw_torch", precisions="fp32", checkpointing=True, attention="sdpa"
+    )
     asked |= dict(seq_len=64, global_batch=1, confirm=False, offload=False)
     needs = plan("gpt2-medium", "T4", **asked).best.needs
     for size, tier in (
@@ -261,7 +313,9 @@ print(plan("gpt2", "T4", seq_len=64, num_layers=2, offload=False, global_batch=2
 
 @pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="nothing runs beside it")
 def test_answers_simulated_side_by_side_are_the_same():
-    done = subprocess.run([sys.executable, "-c", SIDE_BY_SIDE], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SIDE_BY_SIDE], capture_output=True, text=True, check=True
+    )
     alone = plan("gpt2", "T4", seq_len=64, num_layers=2, offload=False, global_batch=2)
     assert done.stderr == "fork\n"
     assert json.loads(done.stdout) == json.loads(alone.to_json())
@@ -278,7 +332,13 @@ def test_what_is_faster_is_explained_in_bytes():
 
 
 def test_a_data_set_gives_lengths_and_an_epoch():
-    asked = dict(lengths=[100] * 60 + [50] * 30 + [700] * 10, method="lora", global_batch=4, confirm=False, liger=False)
+    asked = dict(
+        lengths=[100] * 60 + [50] * 30 + [700] * 10,
+        method="lora",
+        global_batch=4,
+        confirm=False,
+        liger=False,
+    )
     padded = plan("gpt2", "T4", **asked).best
     assert padded.recipe.seq_len == 700
     if padded.recipe.lengths:
@@ -292,15 +352,31 @@ def test_a_data_set_gives_lengths_and_an_epoch():
 
 
 def test_of_even_and_padded_rows_those_that_take_more_are_planned():
-    asked = dict(method="lora", seq_len=512, global_batch=2, checkpointing=False, attention="sdpa", offload=False)
+    asked = dict(
+        method="lora",
+        seq_len=512,
+        global_batch=2,
+        checkpointing=False,
+        attention="sdpa",
+        offload=False,
+    )
     asked |= dict(confirm=False, optims="adamw_torch", memory="24GiB")
     for card, precision, lengths, padded in (
         ("RTX 4090", "bf16-mixed", None, True),  # a mask makes transformers repeat the shared keys
-        ("T4", "fp16-mixed", (500, 512), False),  # whose kernels do not share keys: torch's own saves the scores
+        (
+            "T4",
+            "fp16-mixed",
+            (500, 512),
+            False,
+        ),  # whose kernels do not share keys: torch's own saves the scores
     ):
-        best = plan("qwen2.5-0.5b", card, **asked, precisions=precision, lengths=lengths).best.recipe
+        best = plan(
+            "qwen2.5-0.5b", card, **asked, precisions=precision, lengths=lengths
+        ).best.recipe
         assert best.batch_size == 2 and bool(best.lengths) is padded
-        even, uneven = (predict(best.replace(lengths=n), card).peak.total for n in (None, (512, 500)))
+        even, uneven = (
+            predict(best.replace(lengths=n), card).peak.total for n in (None, (512, 500))
+        )
         assert (uneven > even) is padded
     assert plan("qwen2.5-0.5b", "RTX 4090", **asked, packing=True).best.recipe.lengths is None
 
@@ -312,7 +388,9 @@ def test_a_card_is_found_by_its_memory():
 
 
 def test_ranks_share_the_global_batch():
-    found = plan("llama-3.2-1b", "RTX 4090", 4, global_batch=24, method="full", seq_len=512, confirm=False)
+    found = plan(
+        "llama-3.2-1b", "RTX 4090", 4, global_batch=24, method="full", seq_len=512, confirm=False
+    )
     for choice in found.choices:
         recipe = choice.recipe
         assert recipe.sharding.world_size == 4
@@ -324,11 +402,17 @@ def test_only_what_the_card_computes_in_is_proposed():
     for card, wanted, never in (("T4", "fp16", "bf16"), ("A100", "bf16", "fp16")):
         found = plan("gpt2", card, seq_len=128, confirm=False)
         precisions = {choice.recipe.precision for choice in found.choices}
-        assert any(p.startswith(wanted) for p in precisions) and not any(p.startswith(never) for p in precisions)
+        assert any(p.startswith(wanted) for p in precisions) and not any(
+            p.startswith(never) for p in precisions
+        )
     t4 = plan("gpt2", "T4", seq_len=128, method="full", confirm=False)
     assert not t4.notes
-    assert "fp16-true" not in {choice.recipe.precision for choice in t4.choices}  # AdamW's epsilon is zero there
-    forced = plan("gpt2", "T4", seq_len=128, method="full", precisions=("fp16-true",), confirm=False)
+    assert "fp16-true" not in {
+        choice.recipe.precision for choice in t4.choices
+    }  # AdamW's epsilon is zero there
+    forced = plan(
+        "gpt2", "T4", seq_len=128, method="full", precisions=("fp16-true",), confirm=False
+    )
     assert forced.best.recipe.precision == "fp16-true" and "scales the loss" in str(forced)
 
 
@@ -341,7 +425,9 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
     (card,) = [line.split("'")[1] for line in found.advice if line.startswith("gpu=")]
     assert plan("llama-3.1-8b", card, **again).best.tier == "safe"
     smaller = find_gpu("RTX A6000")
-    assert smaller.total < find_gpu(card).total and not plan("llama-3.1-8b", smaller, **again).choices
+    assert (
+        smaller.total < find_gpu(card).total and not plan("llama-3.1-8b", smaller, **again).choices
+    )
     with pytest.raises(RecipeError, match="no recipe fits"):
         found.best  # noqa: B018
 
@@ -349,17 +435,26 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
 def test_the_nearest_try_is_named_where_nothing_fits():
     found = plan("llama-3.1-8b", "T4", seq_len=16384, offload=False, confirm=False)
     question = Question("llama-3.1-8b", "T4", seq_len=16384, offload=False, tier="tight")
-    assert not found.choices and sorted(near.method for near in found.better) == ["full", "lora", "qlora"]
+    assert not found.choices and sorted(near.method for near in found.better) == [
+        "full",
+        "lora",
+        "qlora",
+    ]
     for near in found.better:
         least = min(over for _, over in every(question, near.method))
         assert near.over == int(least) > NEAR
-        assert f"{near.method}: the nearest lacks {near.over / GiB:.2f} GiB" in " ".join(str(found).split())
+        assert f"{near.method}: the nearest lacks {near.over / GiB:.2f} GiB" in " ".join(
+            str(found).split()
+        )
 
 
 def test_the_rule_that_refused_is_named_and_what_lifts_it():
     found = plan("gpt2", "T4", seq_len=512, trainer="sft", method="qlora", confirm=False)
     text = " ".join(str(found).split())
-    assert "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 adapters" in text
+    assert (
+        "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 adapters"
+        in text
+    )
     assert "ask simulate" not in text
     kinds = [line.partition("=")[0] for line in found.advice]
     assert kinds == ["method", "trainer"]  # 124M parameters need no larger card
@@ -377,11 +472,15 @@ def test_adapters_that_no_formula_knows_are_simulated(lora, words):
 
 
 def test_what_lacks_least_is_named_where_nothing_fits():
-    question = Question("gpt2", "T4", method="full", global_batch=4, memory=100 * MiB, offload=False, **SMALL)
+    question = Question(
+        "gpt2", "T4", method="full", global_batch=4, memory=100 * MiB, offload=False, **SMALL
+    )
     search = Search(question)
     assert search.answer("full") == (None, "tight")
     nearest = search.better("full", "tight", None)
-    assert nearest.over("tight") == min(c.over("tight") for c in Search(question).candidates) <= NEAR
+    assert (
+        nearest.over("tight") == min(c.over("tight") for c in Search(question).candidates) <= NEAR
+    )
 
 
 def test_a_plan_is_the_same_each_time_and_its_recipes_are_read_from_json():
@@ -442,7 +541,8 @@ def test_a_card_that_reports_nothing_is_taken_for_the_least_of_its_box():
     assert "is not known" in str(plan("gpt2", "RTX 4070", seq_len=64, confirm=False))
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- time
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_time_is_made_of_its_parts_and_says_what_it_rests_on():
@@ -454,13 +554,19 @@ def test_time_is_made_of_its_parts_and_says_what_it_rests_on():
     assert twice.parts["matmuls"] == pytest.approx(2 * time.parts["matmuls"])
     assert twice.parts["optimizer"] == time.parts["optimizer"]
     again = step_time(recipe.replace(gradient_checkpointing=True), "A100")
-    assert 1.15 < again.parts["matmuls"] / time.parts["matmuls"] < 1.34  # a forward more, but for the head
+    assert (
+        1.15 < again.parts["matmuls"] / time.parts["matmuls"] < 1.34
+    )  # a forward more, but for the head
     assert step_time(recipe, "H100").seconds < time.seconds
     with pytest.raises(RecipeError, match="bf16"):
         step_time(recipe, "T4")
     with pytest.raises(GpuError, match="no bandwidth rate"):
-        step_time(recipe.replace(precision="fp32"), dataclasses.replace(find_gpu("T4"), bandwidth=None))
-    few = step_time(recipe.replace(batch_size=1, seq_len=8), "A100")  # the host issues no faster for few tokens
+        step_time(
+            recipe.replace(precision="fp32"), dataclasses.replace(find_gpu("T4"), bandwidth=None)
+        )
+    few = step_time(
+        recipe.replace(batch_size=1, seq_len=8), "A100"
+    )  # the host issues no faster for few tokens
     assert few.parts["launches"] > 0.5 * few.seconds and few.seconds > 0.5 * time.seconds
 
 
@@ -468,12 +574,18 @@ def test_links_cost_what_the_formulas_send():
     recipe = Recipe("llama-3.2-1b", batch_size=1, seq_len=64, precision="bf16-true", num_layers=2)
     parts = {}
     for name, sharding in {"ddp": Sharding(0, 4, "ddp"), "zero": Sharding(3, 4, "fsdp")}.items():
-        parts[name] = step_time(recipe.replace(sharding=sharding), "RTX 4090", link=1e6).parts["links"]
-    assert parts["zero"] / parts["ddp"] == pytest.approx(1.5, rel=0.01)  # Rajbhandari et al. 2020, section 7
+        parts[name] = step_time(recipe.replace(sharding=sharding), "RTX 4090", link=1e6).parts[
+            "links"
+        ]
+    assert parts["zero"] / parts["ddp"] == pytest.approx(
+        1.5, rel=0.01
+    )  # Rajbhandari et al. 2020, section 7
 
 
 def test_a_stock_4090_sends_through_the_host_and_pcie_reaches_no_line_rate():
-    """Three of them: 12.9 GB/s each way of 31.5 (tinygrad/open-gpu-kernel-modules, issue 6, "P2P=Disabled")."""
+    """Three of them: 12.9 GB/s each way of 31.5 (tinygrad/open-gpu-kernel-modules, issue 6,
+    "P2P=Disabled").
+    """
     rates = {}
     for name in ("RTX 4090", "L40S", "A100"):
         rate, (likely, best, worst) = link_of(find_gpu(name))
@@ -481,9 +593,13 @@ def test_a_stock_4090_sends_through_the_host_and_pcie_reaches_no_line_rate():
         rates[name] = rate * likely / 1e9
     assert rates["RTX 4090"] == pytest.approx(12.9, abs=0.1)
     assert 20 < rates["L40S"] < 25 < rates["A100"] < 300
-    recipe = Recipe("llama-3.2-1b", seq_len=64, precision="bf16-true", sharding=Sharding(0, 4, "ddp"))
+    recipe = Recipe(
+        "llama-3.2-1b", seq_len=64, precision="bf16-true", sharding=Sharding(0, 4, "ddp")
+    )
     slow = waits(recipe, find_gpu("RTX 4090"), None)["links"]
-    quick = waits(recipe, dataclasses.replace(find_gpu("RTX 4090"), peer_to_peer=True), None)["links"]
+    quick = waits(recipe, dataclasses.replace(find_gpu("RTX 4090"), peer_to_peer=True), None)[
+        "links"
+    ]
     assert slow[0] / quick[0] == pytest.approx(0.76 / 0.41)
 
 
@@ -492,7 +608,9 @@ def test_records_of_a_card_calibrate_it(tmp_path, monkeypatch):
     from vramlab.report.report import Speed
     from vramlab.report.report import environment as stamp
 
-    monkeypatch.setattr(sys.modules["vramlab.planning.step_time"], "measurements_folder", lambda: tmp_path)
+    monkeypatch.setattr(
+        sys.modules["vramlab.planning.step_time"], "measurements_folder", lambda: tmp_path
+    )
     _ratios.cache_clear()
     try:
         card = find_gpu("A100")
@@ -504,11 +622,17 @@ def test_records_of_a_card_calibrate_it(tmp_path, monkeypatch):
                 "source": "measured",
                 "speed": Speed(seconds, seconds, seconds, 3, 1.0),
             }
-            records.save(Report(**{**values, "environment": stamp(gpu="NVIDIA A100-SXM4-40GB")}), tmp_path)
+            records.save(
+                Report(**{**values, "environment": stamp(gpu="NVIDIA A100-SXM4-40GB")}), tmp_path
+            )
         time = step_time(Recipe("gpt2", seq_len=32, num_layers=1), "A100")
         uncalibrated = sum(estimate(Recipe("gpt2", seq_len=32, num_layers=1), card).values())
-        assert time.seconds == pytest.approx(2.0 * uncalibrated) and "5 records of A100" in time.basis
-        assert time.low == pytest.approx(1.8 * uncalibrated) and time.high == pytest.approx(2.2 * uncalibrated)
+        assert (
+            time.seconds == pytest.approx(2.0 * uncalibrated) and "5 records of A100" in time.basis
+        )
+        assert time.low == pytest.approx(1.8 * uncalibrated) and time.high == pytest.approx(
+            2.2 * uncalibrated
+        )
         assert sum(time.parts.values()) == pytest.approx(time.seconds)
         assert "uncalibrated" in step_time(Recipe("gpt2", seq_len=32), "L40S").basis
     finally:
@@ -516,19 +640,38 @@ def test_records_of_a_card_calibrate_it(tmp_path, monkeypatch):
 
 
 def test_autocast_over_adapters_has_a_half_precision_base():
-    for card, precision, dtype in (("T4", "fp16-mixed", "float16"), ("RTX 4090", "bf16-mixed", "bfloat16")):
+    for card, precision, dtype in (
+        ("T4", "fp16-mixed", "float16"),
+        ("RTX 4090", "bf16-mixed", "bfloat16"),
+    ):
         found = plan(
-            "llama-3.2-1b", card, method="lora", precisions=precision, seq_len=64, offload=False, confirm=False
+            "llama-3.2-1b",
+            card,
+            method="lora",
+            precisions=precision,
+            seq_len=64,
+            offload=False,
+            confirm=False,
         )
         assert found.best.recipe.dtype == dtype
 
 
 def test_a_plan_of_trls_trainer_has_no_logits():
-    asked = dict(seq_len=2048, method="full", optims=("adamw_torch_fused",), checkpointing=(True,), liger=False)
-    plain, fused = (
-        plan("qwen3-0.6b", "RTX 4090", **asked, trainer=name, confirm=False).best for name in ("transformers", "sft")
+    asked = dict(
+        seq_len=2048,
+        method="full",
+        optims=("adamw_torch_fused",),
+        checkpointing=(True,),
+        liger=False,
     )
-    assert fused.recipe.trainer == "sft" and fused.report.peak.total < plain.report.peak.total - 2 * GiB
+    plain, fused = (
+        plan("qwen3-0.6b", "RTX 4090", **asked, trainer=name, confirm=False).best
+        for name in ("transformers", "sft")
+    )
+    assert (
+        fused.recipe.trainer == "sft"
+        and fused.report.peak.total < plain.report.peak.total - 2 * GiB
+    )
     for model, gpus, field, name in (
         ("mixtral-8x7b", 1, "trainer", "sft"),
         ("gpt2", 2, "gpus", "dpo"),
@@ -548,7 +691,8 @@ def test_trls_sft_trainer_has_a_plan_on_several_gpus(tmp_path):
         assert "SFTTrainer(" in program.read_text(encoding="utf-8")
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- the command line
+# -------------------------------------------------------------------------------------------------
 
 
 def run(*words):
@@ -556,7 +700,18 @@ def run(*words):
 
 
 def test_the_command_prints_the_plan_and_says_when_nothing_fits(tmp_path):
-    done = run("gpt2", "--gpu", "T4", "--tokens", "128", "--method", "lora", "--lora-r", "4", "--no-confirm")
+    done = run(
+        "gpt2",
+        "--gpu",
+        "T4",
+        "--tokens",
+        "128",
+        "--method",
+        "lora",
+        "--lora-r",
+        "4",
+        "--no-confirm",
+    )
     lora = LoRA(r=4, lora_alpha=8, target_modules="all-linear")
     found = plan("gpt2", "T4", seq_len=128, method="lora", lora=lora, confirm=False)
     assert done.exit_code == 0 and done.output.strip() == str(found).strip()
@@ -570,13 +725,35 @@ def test_the_command_prints_the_plan_and_says_when_nothing_fits(tmp_path):
         ("gpt2", "qlora", False),
         ("llama-3.2-1b", "lora", False),
     ):
-        written = run(model, "--gpu", "RTX 4090", "--method", method, "--no-confirm", "--write", str(script))
+        written = run(
+            model, "--gpu", "RTX 4090", "--method", method, "--no-confirm", "--write", str(script)
+        )
         assert f"train.py: {method}\n" in written.output and "LoraConfig(" in script.read_text()
-        assert ("fan_in_fan_out=True" in script.read_text()) == transposed, "PEFT would set it and warn"
-    none = run("llama-3.1-8b", "--memory", "16GiB", "--method", "full", "--optim", "adamw_torch", "--no-offload")
+        assert ("fan_in_fan_out=True" in script.read_text()) == transposed, (
+            "PEFT would set it and warn"
+        )
+    none = run(
+        "llama-3.1-8b",
+        "--memory",
+        "16GiB",
+        "--method",
+        "full",
+        "--optim",
+        "adamw_torch",
+        "--no-offload",
+    )
     assert none.exit_code == 1 and "Nothing fits" in none.output
     (tmp_path / "data.jsonl").write_text("\n".join(["40", "90", "20", "70"]))
-    lengths = run("gpt2", "--gpu", "T4", "--dataset", str(tmp_path / "data.jsonl"), "--no-confirm", "--tier", "likely")
+    lengths = run(
+        "gpt2",
+        "--gpu",
+        "T4",
+        "--dataset",
+        str(tmp_path / "data.jsonl"),
+        "--no-confirm",
+        "--tier",
+        "likely",
+    )
     assert "4 samples of 20 to 90 tokens" in lengths.output and " likely " not in lengths.output
 
 
@@ -592,7 +769,10 @@ def test_a_data_set_of_text_is_counted_by_the_models_tokenizer(tmp_path):
     tokens = len(AutoTokenizer.from_pretrained(folder)("def f(x): return x")["input_ids"]) + 1
     found = run(str(folder), "--gpu", "T4", "--dataset", str(data), "--no-confirm")
     assert f"4 samples of {tokens} to 40 tokens, median {tokens}" in found.output, found.output
-    for model, said in (("gpt2", "no tokenizer of gpt2 is here"), (str(folder), "a sample has a text")):
+    for model, said in (
+        ("gpt2", "no tokenizer of gpt2 is here"),
+        (str(folder), "a sample has a text"),
+    ):
         data.write_text(json.dumps({"text" if model == "gpt2" else "prompt": "hello"}))
         failed = run(model, "--gpu", "T4", "--dataset", str(data))
         assert failed.exit_code == 2 and said in " ".join(failed.output.split())
@@ -619,17 +799,26 @@ def test_a_family_keeps_its_batch():
     family = next(iter(families(question, "lora")))
     for size in micro_batches(question):
         recipe = with_micro_batch(family, size)
-        assert recipe.batch_size == size and recipe.batch_size * recipe.gradient_accumulation_steps == 12
+        assert (
+            recipe.batch_size == size
+            and recipe.batch_size * recipe.gradient_accumulation_steps == 12
+        )
         assert recipe == family.replace(batch_size=size, gradient_accumulation_steps=12 // size)
         assert method_of(recipe) == "lora"
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_deepspeeds_half_precision_has_one_name(method):
-    """Its programs keep fp32 copies under both, and at stage 3 only "-mixed" makes half-precision weights."""
-    ways = families(Question("qwen3-4b", "RTX 4090", 2, seq_len=64, global_batch=2, engines="deepspeed"), method)
+    """Its programs keep fp32 copies under both, and at stage 3 only "-mixed" makes half-precision
+    weights.
+    """
+    ways = families(
+        Question("qwen3-4b", "RTX 4090", 2, seq_len=64, global_batch=2, engines="deepspeed"), method
+    )
     assert {recipe.precision for recipe in ways} >= {"bf16-mixed"}
-    ways = families(Question("qwen3-4b", "RTX 4090", seq_len=64, global_batch=2, precisions="bf16-true"), method)
+    ways = families(
+        Question("qwen3-4b", "RTX 4090", seq_len=64, global_batch=2, precisions="bf16-true"), method
+    )
     assert not [recipe for recipe in ways if recipe.sharding]
     with pytest.raises(RecipeError, match="fp32 copies of such weights: take '-mixed'"):
         Question("gpt2", "RTX 4090", 2, seq_len=64, engines="deepspeed", precisions=("bf16-true",))
@@ -659,7 +848,9 @@ def test_every_model_has_a_plan_or_a_sentence(name, card):
 
 def test_a_plan_that_could_not_simulate_says_so_first_and_why(monkeypatch):
     def refuse(*args, **options):
-        raise RecipeError("model", "gpt2", "its training step does not run on fake tensors: a reason")
+        raise RecipeError(
+            "model", "gpt2", "its training step does not run on fake tensors: a reason"
+        )
 
     asked = {"seq_len": 64, "global_batch": 8}
     assert plan("gpt2", "T4", method="lora", **asked).not_simulated == {}
@@ -674,7 +865,9 @@ def test_a_plan_that_could_not_simulate_says_so_first_and_why(monkeypatch):
 
 
 def test_what_others_hold_of_this_machines_card_is_left_out(monkeypatch):
-    """Without a name the card is this machine's, of which NVML says what a display or other processes hold."""
+    """Without a name the card is this machine's, of which NVML says what a display or other
+    processes hold.
+    """
     from vramlab.planning import question
 
     monkeypatch.setattr(question, "held_by_others", lambda: 3 * GiB)
@@ -689,12 +882,27 @@ def test_what_others_hold_of_this_machines_card_is_left_out(monkeypatch):
 
 
 def test_a_plan_says_both_settings_of_the_allocator_and_the_hosts_memory():
-    found = plan("llama-3.1-8b", "RTX 4090", seq_len=1024, method="lora", offload=False, confirm=False)
+    found = plan(
+        "llama-3.1-8b", "RTX 4090", seq_len=1024, method="lora", offload=False, confirm=False
+    )
     best, said = found.best, " ".join(str(found).split())
     assert best.by_default.high > best.needs.high
-    assert f"without expandable segments: lora {best.by_default.verdict(found.usable)}, at most" in said
+    assert (
+        f"without expandable segments: lora {best.by_default.verdict(found.usable)}, at most"
+        in said
+    )
     weights = 2 * best.recipe.shape.num_parameters
     assert best.host == pytest.approx(weights, rel=0.01)
-    assert f"lora: {best.tier} with {best.host / GiB:.1f} GiB of host memory free (free Colab has 12.7)" in said
-    colab = plan("llama-3.1-8b", "RTX 4090", seq_len=1024, method="lora", confirm=False, host_memory="12.7GiB")
+    assert (
+        f"lora: {best.tier} with {best.host / GiB:.1f} GiB of host memory free (free Colab has 12.7)"
+        in said
+    )
+    colab = plan(
+        "llama-3.1-8b",
+        "RTX 4090",
+        seq_len=1024,
+        method="lora",
+        confirm=False,
+        host_memory="12.7GiB",
+    )
     assert not colab.choices and "what the host has to hold" in str(colab)

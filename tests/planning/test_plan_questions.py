@@ -1,17 +1,27 @@
-"""What became of plan's answers to random questions, trained on PyTorch's own allocator with rows of one length and padded.
+"""What became of plan's answers to random questions, trained on PyTorch's own allocator with rows
+of one length and padded.
 
-`python benchmarks/plan_tasks.py questions` made the file, on the stand-in for CUDA's libraries (`data/stand_in/README.md`).
+`python benchmarks/plan_tasks.py questions` made the file, on the stand-in for CUDA's libraries
+(`data/stand_in/README.md`).
 """
 
 import json
 
 from settings import ROOT
 
-ANSWERS = json.loads((ROOT / "tests" / "stand_in" / "plan_questions.json").read_text(encoding="utf-8"))
+ANSWERS = json.loads(
+    (ROOT / "tests" / "stand_in" / "plan_questions.json").read_text(encoding="utf-8")
+)
 
 
 def test_no_safe_answer_ran_out_of_memory():
-    safe = [run for entry in ANSWERS if entry.get("tier") == "safe" for run in entry["runs"] if "allocated" in run]
+    safe = [
+        run
+        for entry in ANSWERS
+        if entry.get("tier") == "safe"
+        for run in entry["runs"]
+        if "allocated" in run
+    ]
     assert len(safe) >= len(ANSWERS) // 2
     assert any("lengths" in run["recipe"] for run in safe)
     assert all(run["allocated"] for run in safe)

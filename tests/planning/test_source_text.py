@@ -1,4 +1,6 @@
-"""No name that a plan is given becomes code of the program, the shell script or the terminal that it is written to."""
+"""No name that a plan is given becomes code of the program, the shell script or the terminal that
+it is written to.
+"""
 
 import ast
 import json
@@ -17,18 +19,75 @@ from vramlab.planning.source_text import docstring, identifier, literal
 from vramlab.recipe.knobs import unchecked
 from vramlab.report.errors import RecipeError
 
-PLANNED = {"version": "1.0", "peak": "1 GiB", "source": "predicted", "process": "2 GiB", "tier": "safe"}
+PLANNED = {
+    "version": "1.0",
+    "peak": "1 GiB",
+    "source": "predicted",
+    "process": "2 GiB",
+    "tier": "safe",
+}
 PLANNED |= {"usable": "3 GiB", "packing": False, "expandable_segments": True}
-PIECES = ['"', "'", '"""', "'''", "\\", "\\\\", "\n", "\r", "\t", "\0", "{{", "}}", "{%", "%}", "{#", "#}", "{", "}"]
-PIECES += ["\ud83d", "\ude00", "\N{GRINNING FACE}", "\x1b[2J", "\u2028", "\u202e", "\x85", "%(prog)s", "%d", "$(id)"]
-PIECES += ["`id`", ";", "#", " ", "\nimport os\n", "LoraConfig(", "{{ 7 * 7 }}", "{% raw %}", "-%}", "|safe", "é", "a"]
+PIECES = [
+    '"',
+    "'",
+    '"""',
+    "'''",
+    "\\",
+    "\\\\",
+    "\n",
+    "\r",
+    "\t",
+    "\0",
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "{#",
+    "#}",
+    "{",
+    "}",
+]
+PIECES += [
+    "\ud83d",
+    "\ude00",
+    "\N{GRINNING FACE}",
+    "\x1b[2J",
+    "\u2028",
+    "\u202e",
+    "\x85",
+    "%(prog)s",
+    "%d",
+    "$(id)",
+]
+PIECES += [
+    "`id`",
+    ";",
+    "#",
+    " ",
+    "\nimport os\n",
+    "LoraConfig(",
+    "{{ 7 * 7 }}",
+    "{% raw %}",
+    "-%}",
+    "|safe",
+    "é",
+    "a",
+]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.characters(codec=None), max_size=12).map("".join)
 EXPLOIT = 'x"""\nimport os\nos.mkdir("taken")\n"""'
 WAYS = {
     "full": {},
     "lora": {"lora": LoRA(r=4)},
-    "qlora": {"lora": LoRA(r=4), "quantization": Quantization(prepare=False), "precision": "bf16-mixed"},
-    "sft": {"lora": LoRA(r=4, autocast_adapter_dtype=False), "trainer": "sft", "precision": "bf16-mixed"},
+    "qlora": {
+        "lora": LoRA(r=4),
+        "quantization": Quantization(prepare=False),
+        "precision": "bf16-mixed",
+    },
+    "sft": {
+        "lora": LoRA(r=4, autocast_adapter_dtype=False),
+        "trainer": "sft",
+        "precision": "bf16-mixed",
+    },
     "fsdp": {"sharding": Sharding(3, 2, "fsdp")},
     "deepspeed": {"sharding": Sharding(3, 16, "deepspeed"), "precision": "bf16-mixed"},
 }
@@ -38,7 +97,11 @@ def program_files(way: str, name: str, regex: str, path: str, card: str) -> dict
     """The files of a program with these names in every place where a plan takes names from others."""
     recipe = Recipe(config("llama") | {"_name_or_path": name}, 2, seq_len=16, **WAYS[way])
     if recipe.lora:
-        named = {"target_modules": regex, "modules_to_save": (name, regex), "target_parameters": (regex,)}
+        named = {
+            "target_modules": regex,
+            "modules_to_save": (name, regex),
+            "target_parameters": (regex,),
+        }
         recipe = unchecked(recipe, lora=unchecked(recipe.lora, **named))
     return scripts(recipe, path, PLANNED | {"cards": card})
 
@@ -107,7 +170,13 @@ def test_source_gives_the_text_back(text):
     assert ast.literal_eval(literal(nested)) == nested
 
 
-NO_LITERAL = {"nan": float("nan"), "inf": float("inf"), "object": object(), "set": {1}, "module": ast}
+NO_LITERAL = {
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "object": object(),
+    "set": {1},
+    "module": ast,
+}
 
 
 @pytest.mark.parametrize("value", NO_LITERAL.values(), ids=NO_LITERAL)
@@ -145,8 +214,14 @@ def test_the_shell_starts_a_program_with_any_name(tmp_path):
     for name, text in {"srun": 'printf "%s\\0" "$@" > given', "scontrol": "echo host"}.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(stat.S_IRWXU)
-    (tmp_path / "job").write_text(program_files("deepspeed", "n", "r", path, "H100")[path[:-3] + ".sbatch"])
-    slurm = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_NODELIST": "host", "SLURM_JOB_ID": "1"}
+    (tmp_path / "job").write_text(
+        program_files("deepspeed", "n", "r", path, "H100")[path[:-3] + ".sbatch"]
+    )
+    slurm = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "SLURM_JOB_NODELIST": "host",
+        "SLURM_JOB_ID": "1",
+    }
     subprocess.run(["bash", "job", "--seed", "1 2"], cwd=tmp_path, env=slurm, check=True)
     assert (tmp_path / "given").read_text().split("\0")[-4:-1] == [path, "--seed", "1 2"]
     assert not (tmp_path / "taken").exists()

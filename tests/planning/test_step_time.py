@@ -1,4 +1,6 @@
-"""The estimate of a step's time reads what the account of its memory reads, and knows the kernel that ran."""
+"""The estimate of a step's time reads what the account of its memory reads, and knows the kernel
+that ran.
+"""
 
 import importlib.util
 import statistics
@@ -45,17 +47,24 @@ def test_a_walk_keeps_what_the_account_keeps(changes):
 
 
 def test_ligers_kernels_write_less_and_all_chunks_of_the_logits_count():
-    """A frozen head has no gradient that each chunk is added to; a trained one of a small model has a hundred chunks."""
+    """A frozen head has no gradient that each chunk is added to; a trained one of a small model has
+    a hundred chunks.
+    """
     frozen = Recipe("llama-3.2-1b", **PLAIN | {"precision": "bf16-true"}, lora=LoRA(r=8))
     liger = frozen.replace(use_liger_kernel=True)
     assert walk(liger, CARD.chip).written < walk(frozen, CARD.chip).written
     assert step_time(liger, CARD).seconds < step_time(frozen, CARD).seconds
-    births = [(n, e) for n, e in kept_account(liger, CARD.chip).births() if e.op == "mm" and e.shape]
+    births = [
+        (n, e) for n, e in kept_account(liger, CARD.chip).births() if e.op == "mm" and e.shape
+    ]
     of_logits = [(n, e.size) for n, e in births if e.shape[-1] == liger.shape.vocab_size]
     assert max(n for n, _ in of_logits) > 2
     assert sum(n * size for n, size in of_logits) == 4 * 1024 * liger.shape.vocab_size * 2
     trained = Recipe("qwen2.5-0.5b", **PLAIN, use_liger_kernel=True)
-    assert step_time(trained, CARD).seconds > step_time(trained.replace(use_liger_kernel=False), CARD).seconds
+    assert (
+        step_time(trained, CARD).seconds
+        > step_time(trained.replace(use_liger_kernel=False), CARD).seconds
+    )
 
 
 def test_a_mask_makes_the_kernel_compare_all_pairs():
@@ -63,7 +72,9 @@ def test_a_mask_makes_the_kernel_compare_all_pairs():
     padded = even.replace(lengths=(1024, 1024, 1024, 1000))
     assert not walk(even, CARD.chip).masked and walk(padded, CARD.chip).masked
     pairs = [sum(operations(recipe, walk(recipe, CARD.chip)).values()) for recipe in (even, padded)]
-    half = 4 * 4 * 1024**2 * even.shape.num_heads * even.shape.head_dim * 3 * 3 // 2  # layers, passes
+    half = (
+        4 * 4 * 1024**2 * even.shape.num_heads * even.shape.head_dim * 3 * 3 // 2
+    )  # layers, passes
     assert pairs[1] - pairs[0] == half
 
 
@@ -80,7 +91,9 @@ def test_the_constants_are_what_the_fit_gives(step_times):
     for card in step_times.CARDS:
         *rates, waiting = step_times.fit(step_times.chosen(card))
         assert rates == pytest.approx(RATES[card], rel=0.01)
-    assert waiting == pytest.approx(WAITING_TENSOR, rel=0.01)  # the H100's: its records have such optimizers
+    assert waiting == pytest.approx(
+        WAITING_TENSOR, rel=0.01
+    )  # the H100's: its records have such optimizers
     both = zip(*RATES.values(), strict=True)
     assert tuple(map(statistics.geometric_mean, both)) == pytest.approx(USUAL, rel=0.01)
 
@@ -92,8 +105,12 @@ def test_the_intervals_are_those_of_what_no_fit_has_seen(step_times):
     assert step_times.spread(step_times.elsewhere()) == pytest.approx(SPREAD_ELSEWHERE, abs=0.01)
 
 
-@pytest.mark.parametrize(("card", "count", "mean", "worst"), [("T4", 61, 0.1, 0.42), ("H100 SXM", 184, 0.16, 1.2)])
-def test_seconds_come_to_those_measured_on_models_that_the_fit_has_not_seen(step_times, card, count, mean, worst):
+@pytest.mark.parametrize(
+    ("card", "count", "mean", "worst"), [("T4", 61, 0.1, 0.42), ("H100 SXM", 184, 0.16, 1.2)]
+)
+def test_seconds_come_to_those_measured_on_models_that_the_fit_has_not_seen(
+    step_times, card, count, mean, worst
+):
     found = step_times.held_out(card)
     errors = [abs(1 / ratio - 1) for _, ratio in found]
     assert len(errors) == count
@@ -104,18 +121,31 @@ def test_seconds_come_to_those_measured_on_models_that_the_fit_has_not_seen(step
 
 
 def test_bitsandbytes_waits_for_each_tensor():
-    """Qwen2.5-0.5b, batch 4 × 1,024 tokens in bf16 on an H100: 0.204 s with 8-bit states, 0.096 s with AdamW's own."""
+    """Qwen2.5-0.5b, batch 4 × 1,024 tokens in bf16 on an H100: 0.204 s with 8-bit states, 0.096 s
+    with AdamW's own.
+    """
     recipe = Recipe("qwen2.5-0.5b", 4, 1024, "bf16-true", "adamw_torch")
     plain, waiting = (
-        step_time(recipe.replace(optim=name), "H100").seconds for name in ("adamw_torch", "adamw_bnb_8bit")
+        step_time(recipe.replace(optim=name), "H100").seconds
+        for name in ("adamw_torch", "adamw_bnb_8bit")
     )
     assert waiting > plain + 290 * 0.9 * WAITING_TENSOR - 0.02
 
 
 def test_the_kernel_that_ran_is_timed():
-    """TinyLlama, 8 × 1,024 tokens in fp16 on a T4, as published: 8.69 s written out, 6.17 s with repeated keys."""
+    """TinyLlama, 8 × 1,024 tokens in fp16 on a T4, as published: 8.69 s written out, 6.17 s with
+    repeated keys.
+    """
     lora = LoRA(r=32, target_modules="all-linear")
-    recipe = Recipe("tinyllama-1.1b", 8, 1024, "fp16-true", "adamw_torch", gradient_checkpointing=True, lora=lora)
+    recipe = Recipe(
+        "tinyllama-1.1b",
+        8,
+        1024,
+        "fp16-true",
+        "adamw_torch",
+        gradient_checkpointing=True,
+        lora=lora,
+    )
     seconds = {
         name: step_time(recipe.replace(attn_implementation=name), "T4").seconds
         for name in ("sdpa_repeated", "eager", "sdpa")
@@ -125,12 +155,17 @@ def test_the_kernel_that_ran_is_timed():
 
 
 def test_three_timed_pairs_of_lora_and_qlora_as_plan_writes_them_are_in_order():
-    """An H200, mixed precision, not prepared: 4 bits took 1.04 to 2.4 times as long, the estimate has 1.06 to 1.13."""
+    """An H200, mixed precision, not prepared: 4 bits took 1.04 to 2.4 times as long, the estimate
+    has 1.06 to 1.13.
+    """
     card, found = find_gpu("H200"), {}
     for recipe, seconds in timed_records("H200"):
         if recipe.lora:
             asked = recipe.name, recipe.batch_size, recipe.seq_len
-            found.setdefault(asked, {})[bool(recipe.quantization)] = seconds, sum(estimate(recipe, card).values())
+            found.setdefault(asked, {})[bool(recipe.quantization)] = (
+                seconds,
+                sum(estimate(recipe, card).values()),
+            )
     slower = {}
     for asked, of in found.items():
         slower[asked] = [four / sixteen for four, sixteen in zip(of[True], of[False], strict=True)]
@@ -143,7 +178,9 @@ def test_three_timed_pairs_of_lora_and_qlora_as_plan_writes_them_are_in_order():
 
 
 def test_paged_states_stay_on_a_card_with_room():
-    recipe = Recipe("llama-3.2-1b", 1, 1024, "bf16-true", "paged_adamw_32bit", gradient_checkpointing=True)
+    recipe = Recipe(
+        "llama-3.2-1b", 1, 1024, "bf16-true", "paged_adamw_32bit", gradient_checkpointing=True
+    )
     assert moved_pages(recipe, find_gpu("H100")) == (0, 0, 0)
     likely, least, most = moved_pages(recipe.replace(model="llama-3.2-3b"), find_gpu("RTX 4090"))
     assert least < likely < most <= 2 * paged_bytes(recipe.replace(model="llama-3.2-3b"))

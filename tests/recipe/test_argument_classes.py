@@ -1,4 +1,6 @@
-"""Dictionaries of arguments are told apart by their fields, and every field that moves memory counts or is named."""
+"""Dictionaries of arguments are told apart by their fields, and every field that moves memory
+counts or is named.
+"""
 
 import ast
 import dataclasses
@@ -12,18 +14,24 @@ from vramlab.recipe import argument_classes as classes
 from vramlab.recipe.arguments import CLASSIFIED
 from vramlab.report.errors import RecipeError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning"
+)
 
 
 def declaring() -> dict[str, set[str]]:
-    """Every class of TRL that is a TrainingArguments, with its own and inherited fields, from its text."""
+    """Every class of TRL that is a TrainingArguments, with its own and inherited fields, from its
+    text.
+    """
     folder = Path(importlib.util.find_spec("trl").origin).parent
     bases, fields = {}, {"TrainingArguments": set()}
     for path in folder.rglob("*_config.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [getattr(base, "id", "") for base in node.bases]
-                fields[node.name] = {line.target.id for line in node.body if isinstance(line, ast.AnnAssign)}
+                fields[node.name] = {
+                    line.target.id for line in node.body if isinstance(line, ast.AnnAssign)
+                }
 
     def inherited(name: str) -> set[str] | None:
         """Fields of the class and those above it, None if it is no TrainingArguments."""
@@ -48,7 +56,10 @@ def written(name: str) -> dict:
 def test_the_table_has_the_fields_of_every_class():
     from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-    common, more = ({f.name for f in dataclasses.fields(k)} for k in (TrainingArguments, Seq2SeqTrainingArguments))
+    common, more = (
+        {f.name for f in dataclasses.fields(k)}
+        for k in (TrainingArguments, Seq2SeqTrainingArguments)
+    )
     assert common == classes.COMMON and classes.OWN["Seq2SeqTrainingArguments"] == more - common
     found = declaring()
     assert len(found) > 15
@@ -69,7 +80,9 @@ def test_every_class_is_told_by_its_fields(name):
     assert name in caught.value.value.split(" or ")
 
 
-@pytest.mark.parametrize("name", [*classes.TRAINERS, "GRPOConfig", "RLOOConfig", "DistillationConfig"])
+@pytest.mark.parametrize(
+    "name", [*classes.TRAINERS, "GRPOConfig", "RLOOConfig", "DistillationConfig"]
+)
 def test_what_a_class_writes_is_read(name):
     values = written(name)
     if name not in classes.TRAINERS:
@@ -79,7 +92,12 @@ def test_what_a_class_writes_is_read(name):
     recipe, foreign = recipe_of_arguments("gpt2", {}, values)
     trainer = classes.TRAINERS[name]
     tokens, precision = (512, "fp32") if trainer == "transformers" else (1024, "bf16-mixed")
-    assert (recipe.trainer, recipe.batch_size, recipe.seq_len, recipe.precision) == (trainer, 8, tokens, precision)
+    assert (recipe.trainer, recipe.batch_size, recipe.seq_len, recipe.precision) == (
+        trainer,
+        8,
+        tokens,
+        precision,
+    )
     assert foreign == []
 
 
@@ -87,9 +105,22 @@ def test_what_a_class_writes_is_read(name):
 def test_a_recipe_comes_back_from_the_json_of_its_arguments(trainer):
     from vramlab import Recipe
 
-    recipe = Recipe("gpt2", 4, seq_len=64, trainer=trainer, precision="bf16-mixed", gradient_accumulation_steps=3)
-    changes = {"sft": {"packing": True}, "dpo": {"precompute_ref_log_probs": True}, "kto": {"pad_to_multiple_of": None}}
-    recipe = recipe.replace(gradient_checkpointing=True, optim="adamw_8bit", **changes.get(trainer, {}))
+    recipe = Recipe(
+        "gpt2",
+        4,
+        seq_len=64,
+        trainer=trainer,
+        precision="bf16-mixed",
+        gradient_accumulation_steps=3,
+    )
+    changes = {
+        "sft": {"packing": True},
+        "dpo": {"precompute_ref_log_probs": True},
+        "kto": {"pad_to_multiple_of": None},
+    }
+    recipe = recipe.replace(
+        gradient_checkpointing=True, optim="adamw_8bit", **changes.get(trainer, {})
+    )
     values = json.loads(recipe.training_arguments("unused").to_json_string())
     fields = {"seq_len": 64} if trainer == "transformers" else {}
     assert recipe_of_arguments("gpt2", {}, values, **fields) == (recipe, [])
@@ -128,7 +159,13 @@ OTHER = {
     "center_rewards_coefficient": 0.5,
 }
 # Memory depends on these only where another field says so: of ranks, or with packing.
-ELSEWHERE = {*CLASSIFIED["refused_in_ddp"], "fsdp_config", "packing_strategy", "weight_decay", "optim_args"}
+ELSEWHERE = {
+    *CLASSIFIED["refused_in_ddp"],
+    "fsdp_config",
+    "packing_strategy",
+    "weight_decay",
+    "optim_args",
+}
 
 
 @pytest.mark.parametrize("name", ["TrainingArguments", *classes.CONFIGS.values()])
@@ -159,14 +196,20 @@ def test_weight_decay_and_optimizer_arguments_count():
 def test_names_that_no_class_declares_are_named():
     values = {"per_device_train_batch_size": 2, "foo": 3, "group_by_length": True}
     assert recipe_of_arguments("gpt2", {}, values)[1] == ["foo", "group_by_length"]
-    values = {"packing": True, "max_length": 64, "beta": 0.1}  # of SFTConfig's heirs, which no recipe models
+    values = {
+        "packing": True,
+        "max_length": 64,
+        "beta": 0.1,
+    }  # of SFTConfig's heirs, which no recipe models
     with pytest.raises(RecipeError, match="GKDConfig or GOLDConfig"):
         recipe_of_arguments("gpt2", {}, values)
 
 
 def test_what_several_classes_declare_asks_for_the_trainer():
     values = {"max_length": 64, "beta": 0.1}
-    with pytest.raises(RecipeError, match="fields beta, max_length do not say which: say --trainer"):
+    with pytest.raises(
+        RecipeError, match="fields beta, max_length do not say which: say --trainer"
+    ):
         recipe_of_arguments("gpt2", {}, values)
     assert recipe_of_arguments("gpt2", {"trainer": "kto"}, values)[0].trainer == "kto"
     with pytest.raises(RecipeError, match="the arguments are SFTConfig's"):

@@ -23,21 +23,27 @@ OPTIM_ARGS = {
 
 @st.composite
 def trainer_recipes(draw):
-    """Recipes whose loop is the Trainer's; the arguments that `fields` must supply are the second value."""
+    """Recipes whose loop is the Trainer's; the arguments that `fields` must supply are the second
+    value.
+    """
     optim = draw(st.sampled_from(OPTIMIZERS))
     loop = Loop(
         use_cache=draw(st.booleans()),
         max_grad_norm=draw(st.sampled_from([None, 0.5, 1.0])),
         empty_cache_steps=draw(st.sampled_from([None, 1, 7])),
     )
-    precision = draw(st.sampled_from(["fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true"]))
+    precision = draw(
+        st.sampled_from(["fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true"])
+    )
     fields = {}
     if draw(st.booleans()):
         fields["lora"] = LoRA(r=draw(st.integers(1, 8)))
         if precision in ("fp32", "bf16-true") and draw(st.booleans()):
             fields["quantization"] = Quantization("nf4", double=True)
     if draw(st.booleans()):
-        fields["sharding"] = Sharding(stage=draw(st.sampled_from([2, 3])), world_size=2, engine="fsdp")
+        fields["sharding"] = Sharding(
+            stage=draw(st.sampled_from([2, 3])), world_size=2, engine="fsdp"
+        )
         optim = draw(st.sampled_from(parallel_limits.OPTIMIZERS))
     if precision.endswith("-true"):
         fields["precision"] = precision
@@ -67,7 +73,10 @@ def test_there_and_back(drawn):
         args = recipe.training_arguments("unused")
     assert Recipe.from_training_arguments(args, "gpt2", **fields) == recipe
     assert args.optim == recipe.optim and args.train_batch_size >= recipe.batch_size
-    assert (args.fp16, args.bf16) == (recipe.precision == "fp16-mixed", recipe.precision == "bf16-mixed")
+    assert (args.fp16, args.bf16) == (
+        recipe.precision == "fp16-mixed",
+        recipe.precision == "bf16-mixed",
+    )
     assert args.max_grad_norm == (recipe.loop.max_grad_norm or 0)
 
 
@@ -102,7 +111,9 @@ def test_the_trainer_trains_so(tmp_path):
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["input_ids"].shape == (2, 8)
     assert trainer.args.gradient_accumulation_steps == 3
-    assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    assert any(
+        getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules()
+    )
     assert trainer.accelerator.mixed_precision == "bf16"
     group = trainer.optimizer.param_groups[0]
     assert type(trainer.optimizer.optimizer).__name__ == "SGD"
@@ -110,7 +121,11 @@ def test_the_trainer_trains_so(tmp_path):
     assert trainer.model.config.use_cache is False
     assert trainer.state.global_step == 2
     again = Recipe.from_training_arguments(trainer.args, trainer.model.config, seq_len=8)
-    assert (again.batch_size, again.precision, again.optim_args) == (2, "bf16-mixed", recipe.optim_args)
+    assert (again.batch_size, again.precision, again.optim_args) == (
+        2,
+        "bf16-mixed",
+        recipe.optim_args,
+    )
     assert again.shape.weights() == recipe.shape.weights()
 
 
@@ -118,7 +133,11 @@ def test_clipping_and_cache_reach_the_trainer(tmp_path, monkeypatch):
     from transformers import Trainer
 
     called = []
-    monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda self, model: called.append(self.args.max_grad_norm) or 0.0)
+    monkeypatch.setattr(
+        Trainer,
+        "_clip_grad_norm",
+        lambda self, model: called.append(self.args.max_grad_norm) or 0.0,
+    )
     trained(tiny(loop=Loop.named("trainer", max_grad_norm=None)), tmp_path)
     assert not called
     trainer = trained(tiny(loop=Loop.named("trainer", max_grad_norm=0.5, use_cache=True)), tmp_path)
@@ -130,7 +149,10 @@ def test_a_built_model_says_its_configuration(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     recipe = tiny(precision="bf16-mixed", dtype="bfloat16")
-    config, args = AutoConfig.for_model(**recipe.shape.config), recipe.training_arguments(str(tmp_path))
+    config, args = (
+        AutoConfig.for_model(**recipe.shape.config),
+        recipe.training_arguments(str(tmp_path)),
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     again = Recipe.from_training_arguments(args, model.config, dtype=model.dtype)
     assert args.bf16 and (again.dtype, again.precision) == ("bfloat16", "bf16-mixed")
@@ -142,7 +164,9 @@ def test_a_built_model_says_its_configuration(tmp_path):
 
 
 def test_changes_come_last():
-    args = Recipe("gpt2", batch_size=4).training_arguments("there", learning_rate=0.5, save_strategy="epoch")
+    args = Recipe("gpt2", batch_size=4).training_arguments(
+        "there", learning_rate=0.5, save_strategy="epoch"
+    )
     assert (args.output_dir, args.learning_rate, args.save_strategy) == ("there", 0.5, "epoch")
     assert args.per_device_train_batch_size == 4 and args.report_to == []
 
@@ -165,7 +189,11 @@ def test_sharding():
         ({"loop": Loop(foreach=False)}, "loop.foreach", "None"),
         ({"loop": Loop(use_cache=None)}, "loop.use_cache", "True or False"),
         ({"optim_args": "amsgrad=1"}, "optim_args", "not amsgrad"),
-        ({"optim": "adagrad", "optim_args": "initial_accumulator_value=1"}, "optim_args", "not initial_accumulator"),
+        (
+            {"optim": "adagrad", "optim_args": "initial_accumulator_value=1"},
+            "optim_args",
+            "not initial_accumulator",
+        ),
     ],
 )
 def test_what_the_trainer_cannot_do(fields, field, words):
@@ -193,11 +221,15 @@ def test_what_no_recipe_says(changes, fields, field):
 
 
 def test_every_argument_is_classified():
-    """A field that transformers adds is neither ignored nor taken for harmless: someone has to say what it does."""
+    """A field that transformers adds is neither ignored nor taken for harmless: someone has to say
+    what it does.
+    """
     from transformers import Seq2SeqTrainingArguments
     from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
-    modelled = {name for part in (Recipe, Loop) for knob in knobs(part).values() for name in knob.elsewhere}
+    modelled = {
+        name for part in (Recipe, Loop) for knob in knobs(part).values() for name in knob.elsewhere
+    }
     tables = [
         modelled | {"weight_decay", "max_length", "model_init_kwargs"},
         *(arguments.CLASSIFIED[t] for t in ("neutral", "refused", "refused_in_ddp")),
@@ -215,11 +247,21 @@ def test_every_field_of_adapters_and_quantization_is_classified():
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
 
-    lora, bits = [field.name for field in dataclasses.fields(LoraConfig)], set(BitsAndBytesConfig().to_dict())
+    lora, bits = (
+        [field.name for field in dataclasses.fields(LoraConfig)],
+        set(BitsAndBytesConfig().to_dict()),
+    )
     bits -= {"quant_method", "_load_in_8bit", "_load_in_4bit"}  # what loads it, and two names twice
-    for part, kind, fields in ((LoRA, "LoraConfig", lora), (Quantization, "BitsAndBytesConfig", bits)):
+    for part, kind, fields in (
+        (LoRA, "LoraConfig", lora),
+        (Quantization, "BitsAndBytesConfig", bits),
+    ):
         modelled = [name for knob in knobs(part).values() for name in knob.elsewhere]
-        others = [name for table in ("refused_in", "neutral_in") for name in arguments.CLASSIFIED[table][kind]]
+        others = [
+            name
+            for table in ("refused_in", "neutral_in")
+            for name in arguments.CLASSIFIED[table][kind]
+        ]
         assert sorted([*modelled, *others]) == sorted(fields)
 
 
@@ -233,14 +275,22 @@ def test_every_field_of_adapters_and_quantization_is_classified():
         ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode"),
         ({"torch_compile_backend": "eager"}, "torch_compile_backend"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "checkpointing_kwargs.use_reentrant"),
-        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "checkpointing_kwargs.every_n_layers"),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "checkpointing_kwargs.use_reentrant",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+            "checkpointing_kwargs.every_n_layers",
+        ),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "checkpointing_kwargs.offload"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_what_moves_memory_and_is_not_modelled(changes, field):
-    args = Recipe("gpt2").training_arguments("unused", **{k: v for k, v in changes.items() if k != "full_determinism"})
+    args = Recipe("gpt2").training_arguments(
+        "unused", **{k: v for k, v in changes.items() if k != "full_determinism"}
+    )
     args.full_determinism = changes.get("full_determinism", False)
     with pytest.raises(RecipeError) as caught:
         Recipe.from_training_arguments(args, "gpt2")
@@ -256,7 +306,9 @@ def test_what_moves_memory_among_ranks_only():
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_arguments_of_another_trainer():
-    """TRL's other configurations are TrainingArguments; its trainers load second models and batch and lose otherwise."""
+    """TRL's other configurations are TrainingArguments; its trainers load second models and batch
+    and lose otherwise.
+    """
     from transformers import Seq2SeqTrainingArguments
     from trl import GRPOConfig
 
@@ -266,7 +318,12 @@ def test_arguments_of_another_trainer():
         assert caught.value.field == "args" and "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match=r"trl\.trainer\.grpo_config.*WatchCallback"):
         Recipe.from_training_arguments(GRPOConfig("out", use_cpu=True), "gpt2")
-    assert Recipe.from_training_arguments(Seq2SeqTrainingArguments("out", use_cpu=True), "gpt2").batch_size == 8
+    assert (
+        Recipe.from_training_arguments(
+            Seq2SeqTrainingArguments("out", use_cpu=True), "gpt2"
+        ).batch_size
+        == 8
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -277,7 +334,13 @@ def test_trl_config(trainer):
 
     SFTConfig = getattr(trl, arguments.CONFIGS[trainer])
     recipe = Recipe.from_training_arguments(SFTConfig("out", use_cpu=True), "gpt2")
-    said = (recipe.trainer, recipe.precision, recipe.gradient_checkpointing, recipe.seq_len, recipe.batch_size)
+    said = (
+        recipe.trainer,
+        recipe.precision,
+        recipe.gradient_checkpointing,
+        recipe.seq_len,
+        recipe.batch_size,
+    )
     assert said == (trainer, "bf16-mixed", True, 1024, 8)
     reference = {"precompute_ref_log_probs": True} if trainer in ("dpo", "kto") else {}
     changes = {"gradient_checkpointing": False, "precision": "fp32", "seq_len": 64, "batch_size": 3}
@@ -302,7 +365,11 @@ def test_trl_config(trainer):
         ({"assistant_only_loss": True}, {"completion_lengths": (9,)}, "completion_lengths"),
         ({"router_aux_loss_coef": 0.0}, {}, "router_aux_loss_coef"),
         ({"packing": True, "packing_strategy": "wrapped"}, {}, "packing_strategy"),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, {"dtype": "float16"}, "model_init_kwargs.dtype"),
+        (
+            {"model_init_kwargs": {"dtype": "bfloat16"}},
+            {"dtype": "float16"},
+            "model_init_kwargs.dtype",
+        ),
         ({"model_init_kwargs": {"device_map": "auto"}}, {}, "model_init_kwargs.device_map"),
         ({"model_init_kwargs": {"dtype": "auto"}}, {}, "dtype"),
         ({"max_length": None}, {}, "max_length"),
@@ -323,7 +390,9 @@ def test_how_trl_loads_the_model_is_read():
     from trl import SFTConfig
 
     for dtype in ("bfloat16", torch.bfloat16):
-        args = SFTConfig("out", use_cpu=True, model_init_kwargs={"dtype": dtype, "attn_implementation": "eager"})
+        args = SFTConfig(
+            "out", use_cpu=True, model_init_kwargs={"dtype": dtype, "attn_implementation": "eager"}
+        )
         found = Recipe.from_training_arguments(args, "gpt2")
         assert (found.dtype, found.attn_implementation) == ("bfloat16", "eager")
 
@@ -334,7 +403,10 @@ def test_what_the_others_of_trl_refuse(trainer):
     import trl
 
     kind, name = getattr(trl, arguments.CONFIGS[trainer]), arguments.CONFIGS[trainer]
-    others = {"loss_type": "apo_zero_unpaired" if trainer == "kto" else "ipo", "f_divergence_type": "forward_kl"}
+    others = {
+        "loss_type": "apo_zero_unpaired" if trainer == "kto" else "ipo",
+        "f_divergence_type": "forward_kl",
+    }
     for field, (usual, *_) in arguments.CLASSIFIED["refused_in"][name].items():
         args = kind("out", use_cpu=True)
         setattr(args, field, others.get(field, not usual))
@@ -345,8 +417,12 @@ def test_what_the_others_of_trl_refuse(trainer):
 
 def test_weight_decay_of_the_arguments_is_the_optimizers():
     """The Trainer gives it to the parameter groups; SGD then copies the gradients."""
-    args = Recipe("gpt2", optim="sgd", optim_args="momentum=0.9").training_arguments("unused", weight_decay=0.1)
-    assert Recipe.from_training_arguments(args, "gpt2").optim_args == "momentum=0.9,weight_decay=0.1"
+    args = Recipe("gpt2", optim="sgd", optim_args="momentum=0.9").training_arguments(
+        "unused", weight_decay=0.1
+    )
+    assert (
+        Recipe.from_training_arguments(args, "gpt2").optim_args == "momentum=0.9,weight_decay=0.1"
+    )
     args = Recipe("gpt2").training_arguments("unused", weight_decay=0.1)
     assert Recipe.from_training_arguments(args, "gpt2") == Recipe("gpt2")
 
@@ -374,7 +450,10 @@ def test_deepspeed_that_is_not_the_recipes():
     args, config = Recipe("gpt2").training_arguments("unused"), deepspeed_config(sharding)
     args.deepspeed = {**config, "steps_per_print": 10}
     assert Recipe.from_training_arguments(args, "gpt2", sharding=sharding).sharding == sharding
-    args.deepspeed = {**config, "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}
+    args.deepspeed = {
+        **config,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000},
+    }
     with pytest.raises(RecipeError, match=r"zero_optimization\.reduce_bucket_size"):
         Recipe.from_training_arguments(args, "gpt2", sharding=sharding)
     with pytest.raises(RecipeError, match="'deepspeed'"):
@@ -385,16 +464,22 @@ def test_defaults_of_transformers_are_readable():
     """A user's own TrainingArguments, with nothing set, describe a recipe."""
     from transformers import TrainingArguments
 
-    recipe = Recipe.from_training_arguments(TrainingArguments("out", use_cpu=True), "bert-large", seq_len=512)
+    recipe = Recipe.from_training_arguments(
+        TrainingArguments("out", use_cpu=True), "bert-large", seq_len=512
+    )
     assert (recipe.batch_size, recipe.precision, recipe.optim) == (8, "fp32", "adamw_torch_fused")
     assert recipe.loop == Loop()
 
 
-@pytest.mark.parametrize("changes", [{"precision": "bf16-true"}, {"dtype": "bfloat16", "lora": LoRA(r=4)}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"precision": "bf16-true"}, {"dtype": "bfloat16", "lora": LoRA(r=4)}], ids=str
+)
 def test_weights_that_zero_init_would_make_in_fp32_are_refused(changes):
     """`deepspeed.zero.Init` reads the configuration's bf16 and fp16, and no dtype."""
     third = Sharding(3, 2, "deepspeed")
-    with pytest.raises(RecipeError, match=r"makes fp32 of bfloat16 weights then: take 'bf16-mixed'"):
+    with pytest.raises(
+        RecipeError, match=r"makes fp32 of bfloat16 weights then: take 'bf16-mixed'"
+    ):
         Recipe("gpt2", sharding=third, **changes).training_arguments()
     arguments = Recipe("gpt2", sharding=third).training_arguments()
     with pytest.raises(RecipeError, match=r"makes fp32 of bfloat16 weights then"):

@@ -1,4 +1,6 @@
-"""Configurations drawn at random, sound and broken: a report or one sentence, and simulate equals the real CPU step."""
+"""Configurations drawn at random, sound and broken: a report or one sentence, and simulate equals
+the real CPU step.
+"""
 
 import json
 import warnings
@@ -40,20 +42,60 @@ GROUPED = {
 }
 ENCODER = {"hidden_dropout_prob": st.sampled_from([0.0, 0.1]), "type_vocab_size": st.integers(1, 3)}
 KINDS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "phi3", "starcoder2"), GROUPED),
-    "mixtral": GROUPED | {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)},
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "phi3", "starcoder2"),
+        GROUPED,
+    ),
+    "mixtral": GROUPED
+    | {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)},
     **dict.fromkeys(("bert", "roberta", "electra"), ENCODER),
     "gpt_neox": {"rotary_pct": st.sampled_from([0.25, 0.5, 1.0]), "attention_bias": st.booleans()},
     "phi": {"partial_rotary_factor": st.sampled_from([0.3, 0.5]), "qk_layernorm": st.booleans()},
     "falcon": {name: st.booleans() for name in ("multi_query", "parallel_attn", "bias", "alibi")},
-    "opt": {"ffn_dim": st.integers(8, 70), "do_layer_norm_before": st.booleans(), "dropout": st.just(0.1)},
+    "opt": {
+        "ffn_dim": st.integers(8, 70),
+        "do_layer_norm_before": st.booleans(),
+        "dropout": st.just(0.1),
+    },
     "gpt2": {"n_inner": st.sampled_from([None, 40]), "resid_pdrop": st.sampled_from([0.0, 0.1])},
     "bloom": {"hidden_dropout": st.sampled_from([0.0, 0.1])},
 }
-JUNK = [None, "x", "", -1, 0, 3, 7.5, True, [], [1], {}, {"a": 1}, 10**30, float("nan"), float("inf"), "float32"]
-OTHER_FIELDS = ["rope_scaling", "rope_parameters", "layer_types", "dtype", "num_labels", "id2label", "architectures"]
+JUNK = [
+    None,
+    "x",
+    "",
+    -1,
+    0,
+    3,
+    7.5,
+    True,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    10**30,
+    float("nan"),
+    float("inf"),
+    "float32",
+]
+OTHER_FIELDS = [
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "dtype",
+    "num_labels",
+    "id2label",
+    "architectures",
+]
 READS = {"type_vocab_size": "bert-base", "num_channels": "vit-base"}
-OTHER_FIELDS += ["model_type", "initializer_range", "quantization_config", "text_config", "use_cache", "is_decoder"]
+OTHER_FIELDS += [
+    "model_type",
+    "initializer_range",
+    "quantization_config",
+    "text_config",
+    "use_cache",
+    "is_decoder",
+]
 RECIPES = st.fixed_dictionaries(
     {
         "batch_size": st.integers(1, 2),
@@ -90,7 +132,9 @@ def outcome(call, *args, **options):
 
 
 def hold(config: dict, fields: dict) -> None:
-    """No witness fails with anything but a RecipeError, and what simulate says is what the real step allocates."""
+    """No witness fails with anything but a RecipeError, and what simulate says is what the real
+    step allocates.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         recipe = outcome(Recipe, config, **{"seq_len": 8, **fields})

@@ -16,7 +16,11 @@ from vramlab.recipe.shapes import catalogue
         ("Qwen3-4B-Instruct-2507", "qwen3-4b", "Qwen/Qwen3-4B-Instruct-2507"),
         ("gemma-3-4b-it", "gemma-3-4b", "google/gemma-3-4b-it"),
         ("Llama-3.3-70B-Instruct", "llama-3.1-70b", "meta-llama/Llama-3.3-70B-Instruct"),
-        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "llama-3.1-8b", "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit"),
+        (
+            "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
+            "llama-3.1-8b",
+            "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
+        ),
         ("Qwen/Qwen3-8B-Base", "qwen3-8b", "Qwen/Qwen3-8B-Base"),
         ("allenai/OLMo-2-1124-7B-DPO", "olmo-2-7b", "allenai/OLMo-2-1124-7B-DPO"),
     ],
@@ -31,21 +35,29 @@ def test_a_name_of_the_hub_has_the_architecture_that_it_shares(name, entry, hub_
 
 def test_what_differs_counts():
     assert read_shape("Qwen3-4B-Instruct-2507").max_positions == 262144
-    assert predict(Recipe("Qwen3-4B-Instruct-2507", seq_len=65536, gradient_checkpointing=True)).peak.total
+    assert predict(
+        Recipe("Qwen3-4B-Instruct-2507", seq_len=65536, gradient_checkpointing=True)
+    ).peak.total
     third = read_shape("mistralai/Mistral-7B-Instruct-v0.3")
     assert (third.vocab_size, third.sliding_window) == (32768, None)
     assert third.num_parameters == 7_248_023_552, "as its model card says"
 
 
 def test_the_table_names_entries_and_no_spelling_of_the_catalogue():
-    claimed = {name.lower().rpartition("/")[2] for entry in catalogue().values() for name in entry.get("aliases", ())}
+    claimed = {
+        name.lower().rpartition("/")[2]
+        for entry in catalogue().values()
+        for name in entry.get("aliases", ())
+    }
     for name, said in hub_names.KNOWN["names"].items():
         assert said["entry"] in catalogue()
         assert name not in claimed and name not in catalogue()
         assert read_shape(name).name == said["entry"]
 
 
-@pytest.mark.parametrize("name", ["no-such-model-instruct", "../../no-such-folder/x", "Qwen/Qwen2.5-1000B-Instruct"])
+@pytest.mark.parametrize(
+    "name", ["no-such-model-instruct", "../../no-such-folder/x", "Qwen/Qwen2.5-1000B-Instruct"]
+)
 def test_another_name_is_none(name):
     with pytest.raises(RecipeError, match=r"`vramlab models` lists the names.*--download"):
         read_shape(name)
@@ -80,7 +92,9 @@ def test_download_fetches_the_configuration_alone(cache, monkeypatch):
     import huggingface_hub
 
     asked = []
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *words: asked.append(words) or put(cache, "a", 2))
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *words: asked.append(words) or put(cache, "a", 2)
+    )
     hub_names.download("someone/their-model")
     assert asked == [("someone/their-model", "config.json")]
     assert read_shape("someone/their-model").num_layers == 2
@@ -93,16 +107,22 @@ def test_a_download_that_fails_is_one_sentence(monkeypatch):
         raise OSError("no route to the hub")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(RecipeError, match=r"could not be downloaded .OSError: no route to the hub.*hf auth login"):
+    with pytest.raises(
+        RecipeError, match=r"could not be downloaded .OSError: no route to the hub.*hf auth login"
+    ):
         hub_names.download("someone/their-model")
 
 
 def test_a_diffusers_configuration_and_a_yaml_say_what_to_do(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"_class_name": "UNet2DConditionModel", "sample_size": 64}))
-    with pytest.raises(RecipeError, match=r"diffusers' UNet2DConditionModel.*simulate.model=….*vramlab run"):
+    with pytest.raises(
+        RecipeError, match=r"diffusers' UNet2DConditionModel.*simulate.model=….*vramlab run"
+    ):
         read_shape(str(file))
     file = tmp_path / "axolotl.yaml"
     file.write_text("base_model: x")
-    with pytest.raises(RecipeError, match=r"a YAML holds the settings of axolotl.*base_model.*vramlab run"):
+    with pytest.raises(
+        RecipeError, match=r"a YAML holds the settings of axolotl.*base_model.*vramlab run"
+    ):
         read_shape(str(file))

@@ -1,4 +1,6 @@
-"""LoRA targets against PEFT: the very modules, with the very sizes, that `get_peft_model` adapts on the meta device."""
+"""LoRA targets against PEFT: the very modules, with the very sizes, that `get_peft_model` adapts on
+the meta device.
+"""
 
 import warnings
 
@@ -18,21 +20,29 @@ def adapted(shape, target_modules, modules_to_save=None):
 
     build.cache_clear()  # PEFT changes the model
     task_type = {"sequence-classification": "SEQ_CLS"}.get(shape.task)
-    config = LoraConfig(r=2, target_modules=target_modules, modules_to_save=modules_to_save, task_type=task_type)
+    config = LoraConfig(
+        r=2, target_modules=target_modules, modules_to_save=modules_to_save, task_type=task_type
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(build(shape), config)
     build.cache_clear()
     found, size = {}, 0
     for name, module in model.base_model.model.named_modules():
-        if not hasattr(module, "lora_A") or "default" not in {**module.lora_A, **module.lora_embedding_A}:
+        if not hasattr(module, "lora_A") or "default" not in {
+            **module.lora_A,
+            **module.lora_embedding_A,
+        }:
             continue
         if "default" in module.lora_embedding_A:
             a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
         else:
             a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
         rows = 1 if "default" in module.lora_embedding_A else 0
-        found[name] = (a.numel() // 2, b.shape[1 - rows] if rows == 0 and b.shape[0] == 2 else b.numel() // 2)
+        found[name] = (
+            a.numel() // 2,
+            b.shape[1 - rows] if rows == 0 and b.shape[0] == 2 else b.numel() // 2,
+        )
         size += a.numel() + b.numel()
     return found, size
 
@@ -40,10 +50,22 @@ def adapted(shape, target_modules, modules_to_save=None):
 CASES = [
     *[
         (name, None)
-        for name in ("gpt2", "bert-base", "pythia-70m", "llama-3.2-1b", "opt-125m", "phi-2", "falcon-7b", "t5-small")
+        for name in (
+            "gpt2",
+            "bert-base",
+            "pythia-70m",
+            "llama-3.2-1b",
+            "opt-125m",
+            "phi-2",
+            "falcon-7b",
+            "t5-small",
+        )
     ],
     *[(name, None) for name in ("mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma-2-2b")],
-    *[(name, "all-linear") for name in ("gpt2", "pythia-70m", "llama-3.2-1b", "opt-125m", "phi-2", "falcon-7b")],
+    *[
+        (name, "all-linear")
+        for name in ("gpt2", "pythia-70m", "llama-3.2-1b", "opt-125m", "phi-2", "falcon-7b")
+    ],
     *[(name, "all-linear") for name in ("bert-base", "t5-small", "gemma-2-2b", "vit-base")],
     ("mixtral-8x7b", ["q_proj", "v_proj"]),
     ("mixtral-8x7b", ["model.layers.1.self_attn.q_proj", "lm_head"]),
@@ -68,7 +90,9 @@ CASES = [
 def test_targets_are_what_peft_adapts(name, target_modules):
     shape = read_shape(name, num_layers=2)
     targets = shape.lora_targets(target_modules)
-    found, size = adapted(shape, list(target_modules) if isinstance(target_modules, tuple) else target_modules)
+    found, size = adapted(
+        shape, list(target_modules) if isinstance(target_modules, tuple) else target_modules
+    )
     assert found and {name: (inside, out) for name, inside, out in targets} == found
     assert 2 * sum(inside + out for _, inside, out in targets) == size
 
@@ -96,19 +120,27 @@ def test_a_mixture_of_experts_is_adapted_where_it_is_linear(target_modules):
 def test_modules_to_save_are_not_adapted():
     shape = read_shape("llama-3.1-8b", num_layers=2)
     found, _ = adapted(shape, ["q_proj", "lm_head"], ["lm_head"])
-    assert {name for name, _, _ in lora_modules.find(shape, ["q_proj", "lm_head"], ("lm_head",))} == found.keys()
+    assert {
+        name for name, _, _ in lora_modules.find(shape, ["q_proj", "lm_head"], ("lm_head",))
+    } == found.keys()
 
 
 def test_an_architecture_without_a_list():
     sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape = read_shape({"model_type": "roberta", **sizes, "intermediate_size": 80, "max_position_embeddings": 48})
+    shape = read_shape(
+        {"model_type": "roberta", **sizes, "intermediate_size": 80, "max_position_embeddings": 48}
+    )
     for target_modules in (None, "all-linear"):
         found, _ = adapted(shape, target_modules)
-        assert found == {name: (inside, out) for name, inside, out in shape.lora_targets(target_modules)}
+        assert found == {
+            name: (inside, out) for name, inside, out in shape.lora_targets(target_modules)
+        }
 
 
 def test_published_adapter_size():
-    """LoRA at r = 8 on polyglot-ko-1.3b trains 1,572,864 parameters (the book of source B prints this number)."""
+    """LoRA at r = 8 on polyglot-ko-1.3b trains 1,572,864 parameters (the book of source B prints
+    this number).
+    """
     targets = read_shape("polyglot-ko-1.3b").lora_targets(None)
     assert sum(8 * (inside + out) for _, inside, out in targets) == 1_572_864
 
@@ -120,7 +152,11 @@ def test_published_adapter_size():
         ("gpt2", "c_attn", "nothing in gpt2 matches"),  # a string must match the whole name
         ("gpt2", "(", "not a regular expression"),
         ("gpt2", (), "nothing in gpt2 matches"),
-        ("mixtral-8x7b", ("q_proj", "w1", "w3"), "w1, w3 are fused experts of mixtral-8x7b, which no adapter takes"),
+        (
+            "mixtral-8x7b",
+            ("q_proj", "w1", "w3"),
+            "w1, w3 are fused experts of mixtral-8x7b, which no adapter takes",
+        ),
         ("vit-base", None, "no default"),
     ],
 )
@@ -132,7 +168,10 @@ def test_bad_adapters(name, target_modules, words):
 
 def test_a_rank_over_the_smaller_side_is_as_large_as_it_says():
     recipe = Recipe(config("gpt2"), seq_len=8, lora=LoRA(r=300))
-    states = [witness(recipe).phases["between_steps"].end.optimizer_states for witness in (predict, simulate)]
+    states = [
+        witness(recipe).phases["between_steps"].end.optimizer_states
+        for witness in (predict, simulate)
+    ]
     assert states[0] == states[1] > 0
 
 

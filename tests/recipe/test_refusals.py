@@ -1,4 +1,6 @@
-"""What a recipe refuses: one sentence that names the field and the value, never a traceback, before anything is built."""
+"""What a recipe refuses: one sentence that names the field and the value, never a traceback, before
+anything is built.
+"""
 
 import json
 
@@ -10,7 +12,13 @@ from vramlab.recipe.optimizers import MODELLED, REFUSED
 from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.errors import RecipeError
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 80}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "intermediate_size": 80,
+}
 LLAMA = {"model_type": "llama", **SIZES}
 
 
@@ -47,14 +55,27 @@ def test_optimizer_arguments(optim, text, words):
 
 ADAPTED = {
     "distilbert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "vocab_size": 60},
-    "falcon_h1": {**SIZES, "num_key_value_heads": 4, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "falcon_h1": {
+        **SIZES,
+        "num_key_value_heads": 4,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+    },
 }
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_layers_that_peft_does_not_adapt(kind):
-    task = "sequence-classification" if kind == "distilbert" else None  # PEFT saves its pre_classifier whole
-    recipe = Recipe({"model_type": kind, **ADAPTED[kind]}, seq_len=8, task=task, lora=LoRA(target_modules="all-linear"))
+    task = (
+        "sequence-classification" if kind == "distilbert" else None
+    )  # PEFT saves its pre_classifier whole
+    recipe = Recipe(
+        {"model_type": kind, **ADAPTED[kind]},
+        seq_len=8,
+        task=task,
+        lora=LoRA(target_modules="all-linear"),
+    )
     error = refused(simulate, recipe)
     assert error.field == "lora.target_modules" and "PEFT refuses it" in str(error)
 
@@ -67,12 +88,23 @@ def test_a_library_that_is_too_old_for_peft(monkeypatch):
 
     monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", stop)
     error = refused(simulate, Recipe(LLAMA, seq_len=8, lora=LoRA()))
-    assert error.field == "lora" and "PEFT makes no adapters here: Found version 0.10.0" in str(error)
+    assert error.field == "lora" and "PEFT makes no adapters here: Found version 0.10.0" in str(
+        error
+    )
 
 
 def test_what_a_model_does_by_values_is_one_sentence(caplog):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "kv_channels": 16, "intermediate_size": 128}
-    recipe = Recipe({"model_type": "jetmoe", **sizes, "num_key_value_heads": 2, "num_local_experts": 4}, seq_len=8)
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+        "kv_channels": 16,
+        "intermediate_size": 128,
+    }
+    recipe = Recipe(
+        {"model_type": "jetmoe", **sizes, "num_key_value_heads": 2, "num_local_experts": 4},
+        seq_len=8,
+    )
     message = str(refused(simulate, recipe))
     assert "measure(recipe) runs it for real" in message and "(modeling_jetmoe.py, line " in message
     assert not caplog.records  # torch logs the traceback of a fake operator that fails
@@ -80,8 +112,16 @@ def test_what_a_model_does_by_values_is_one_sentence(caplog):
 
 def test_heads_that_do_not_divide_the_hidden_size_where_they_need_not():
     """Such as GLM-4.5's 96 heads of 4,096 channels."""
-    config = {"model_type": "glm4_moe", **SIZES, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
-    assert Recipe(config | {"moe_intermediate_size": 16, "n_routed_experts": 4}).shape.head_dim == 10
+    config = {
+        "model_type": "glm4_moe",
+        **SIZES,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+    }
+    assert (
+        Recipe(config | {"moe_intermediate_size": 16, "n_routed_experts": 4}).shape.head_dim == 10
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +131,10 @@ def test_heads_that_do_not_divide_the_hidden_size_where_they_need_not():
         ({"dtype": "float32", "precision": "fp16-true"}, "keeps the weights in float16"),
         ({"dtype": "float16", "precision": "fp16-mixed"}, "loss scaler"),
         ({"dtype": "float16", "precision": "fp16-mixed", "lora": LoRA(bias="all")}, "loss scaler"),
-        ({"dtype": "bfloat16", "precision": "bf16-mixed", "sharding": Sharding(3, 2)}, "accelerate casts"),
+        (
+            {"dtype": "bfloat16", "precision": "bf16-mixed", "sharding": Sharding(3, 2)},
+            "accelerate casts",
+        ),
         ({"dtype": "auto"}, "allowed are 'float32', 'float16', 'bfloat16'"),
     ],
 )
@@ -114,9 +157,18 @@ def test_one_recipe_has_one_key_whether_its_dtype_is_said_or_implied():
         ({"dtype": "float32", "precision": "bf16-mixed"}, {"precision": "bf16-mixed"}),
     ):
         one, other = Recipe(LLAMA, **said), Recipe(LLAMA, **meant)
-        assert one == other and one.key == other.key and str(one) == str(other) and "dtype" not in one.to_dict()
+        assert (
+            one == other
+            and one.key == other.key
+            and str(one) == str(other)
+            and "dtype" not in one.to_dict()
+        )
     half = Recipe(LLAMA, dtype="bfloat16").replace(precision="bf16-mixed")
-    assert "bf16-mixed" in str(half) and "bfloat16 weights" in str(half) and Recipe.from_json(half.to_json()) == half
+    assert (
+        "bf16-mixed" in str(half)
+        and "bfloat16 weights" in str(half)
+        and Recipe.from_json(half.to_json()) == half
+    )
 
 
 def test_formulas_refuse_one_half_precision_format_under_the_other():
@@ -130,12 +182,20 @@ def test_one_name_where_peft_takes_several(field):
     assert error.field == f"lora.{field}" and "['lm_head']" in str(error)
 
 
-@pytest.mark.parametrize("fields", [{"use_dora": True}, {"lora_bias": True}, {"target_parameters": ("norm.weight",)}])
+@pytest.mark.parametrize(
+    "fields", [{"use_dora": True}, {"lora_bias": True}, {"target_parameters": ("norm.weight",)}]
+)
 def test_formulas_refuse_adapters_of_more_than_two_matrices(fields):
     recipe = Recipe(LLAMA, lora=LoRA(**fields))
     (name,) = fields
-    assert refused(predict, recipe).field == f"lora.{name}" and Recipe.from_json(recipe.to_json()) == recipe
-    assert name in recipe.to_dict()["lora"] and name not in Recipe(LLAMA, lora=LoRA()).to_dict()["lora"]
+    assert (
+        refused(predict, recipe).field == f"lora.{name}"
+        and Recipe.from_json(recipe.to_json()) == recipe
+    )
+    assert (
+        name in recipe.to_dict()["lora"]
+        and name not in Recipe(LLAMA, lora=LoRA()).to_dict()["lora"]
+    )
 
 
 def test_dora_on_a_quantized_base_is_refused():
@@ -151,7 +211,9 @@ def test_every_optimizer_of_the_trainer_is_modelled_or_refused():
     assert names - accepted == REFUSED.keys() and accepted >= MODELLED.keys()
     for name in REFUSED:
         error = refused(Recipe, LLAMA, optim=name)
-        assert error.field == "optim" and REFUSED[name] in str(error) and "WatchCallback" in str(error)
+        assert (
+            error.field == "optim" and REFUSED[name] in str(error) and "WatchCallback" in str(error)
+        )
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -159,7 +221,9 @@ def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
     """Each name in the table is an argument of the real optimizer, and is handed over."""
     from vramlab.training.training import make_optimizer
 
-    given = ",".join(f"{name}={0 if name == 'dampening' else 1}" for name in MODELLED[optim].arguments)
+    given = ",".join(
+        f"{name}={0 if name == 'dampening' else 1}" for name in MODELLED[optim].arguments
+    )
     recipe = Recipe(LLAMA, optim=optim, optim_args=given)
     optimizer = make_optimizer(recipe, [torch.nn.Parameter(torch.ones(2, 2))], multi_tensor=False)
     options = optimizer.param_groups[0] | getattr(optimizer, "defaults", {})
@@ -169,7 +233,10 @@ def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
 def test_states_of_amsgrad():
     """AdamW keeps a third number a weight."""
     states = [
-        [witness(recipe).phases["between_steps"].end.optimizer_states for witness in (predict, simulate)]
+        [
+            witness(recipe).phases["between_steps"].end.optimizer_states
+            for witness in (predict, simulate)
+        ]
         for recipe in (Recipe(LLAMA, optim_args=text, seq_len=8) for text in (None, "amsgrad=1"))
     ]
     assert [predicted for predicted, _ in states] == [simulated for _, simulated in states]
@@ -198,7 +265,11 @@ def test_fields(fields, field):
 
 
 def test_parts():
-    assert refused(LoRA, lora_alpha=float("nan")).field == refused(LoRA, lora_alpha=10**400).field == "lora.lora_alpha"
+    assert (
+        refused(LoRA, lora_alpha=float("nan")).field
+        == refused(LoRA, lora_alpha=10**400).field
+        == "lora.lora_alpha"
+    )
     assert refused(Loop, max_grad_norm=float("inf")).field == "loop.max_grad_norm"
     assert refused(Sharding, world_size=10**30).field == "sharding.world_size"
 
@@ -280,8 +351,14 @@ def test_files_and_names_that_are_no_models(tmp_path):
             '{"model": "gpt2", "x": 1}',
             '{"model": {"model_type": "llama"}}',
         ),
-        *(f'{{"model": "gpt2", {rest}}}' for rest in ('"lora": {"r": "x"}', '"sharding": [1]', '"loop": {"x": 1}')),
-        *(f'{{"model": "gpt2", "batch_size": {size}}}' for size in ("1e999", "NaN", '"4"', "true", "9" * 5000)),
+        *(
+            f'{{"model": "gpt2", {rest}}}'
+            for rest in ('"lora": {"r": "x"}', '"sharding": [1]', '"loop": {"x": 1}')
+        ),
+        *(
+            f'{{"model": "gpt2", "batch_size": {size}}}'
+            for size in ("1e999", "NaN", '"4"', "true", "9" * 5000)
+        ),
         '{"model": "gpt2", "lora": {"target_modules": [[1]]}}',
         '{"model": "gpt2", "quantization": "nf4"}',
     ],
@@ -293,11 +370,15 @@ def test_json(text):
 @pytest.mark.parametrize("witness", [predict, simulate, measure])
 def test_a_name_is_a_recipe(witness, monkeypatch):
     """Every witness takes what `Recipe` takes for a model; the other fields have their defaults."""
-    stop = {"predict": "lora_modules.differ_by_layer", "simulate": "trace", "measure": "cannot"}[witness.__name__]
+    stop = {"predict": "lora_modules.differ_by_layer", "simulate": "trace", "measure": "cannot"}[
+        witness.__name__
+    ]
     asked = []
 
     def first(recipe, *_):
-        asked.append(recipe if isinstance(recipe, Recipe) else Recipe(json.loads(recipe.config_json)))
+        asked.append(
+            recipe if isinstance(recipe, Recipe) else Recipe(json.loads(recipe.config_json))
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"{witness.__module__}.{stop}", first)
@@ -320,7 +401,9 @@ def test_a_loop_that_empties_the_cache_is_noted():
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"target_parameters": ("mlp.experts.gate_up_proj",)}])
+@pytest.mark.parametrize(
+    "option", [{"use_dora": True}, {"target_parameters": ("mlp.experts.gate_up_proj",)}]
+)
 def test_adapters_that_read_the_bases_weights_want_them_whole(engine, option):
     model = "mixtral-8x7b" if "target_parameters" in option else "llama-3.1-8b"
     recipe = Recipe(model, lora=LoRA(target_modules=("q_proj",), **option))
@@ -332,4 +415,6 @@ def test_adapters_that_read_the_bases_weights_want_them_whole(engine, option):
 def test_the_words_for_a_base_that_is_not_prepared():
     recipe = Recipe("gpt2", lora=LoRA(), quantization=Quantization(prepare=False))
     assert str(recipe).endswith("nf4 · not prepared")
-    assert "prepared" not in str(recipe.replace(trainer="sft")) + str(recipe.replace(quantization=Quantization()))
+    assert "prepared" not in str(recipe.replace(trainer="sft")) + str(
+        recipe.replace(quantization=Quantization())
+    )

@@ -1,4 +1,6 @@
-"""Shapes against transformers: names, sizes and order of every tensor, and what PEFT adapts, on the meta device."""
+"""Shapes against transformers: names, sizes and order of every tensor, and what PEFT adapts, on the
+meta device.
+"""
 
 import dataclasses
 import importlib
@@ -41,7 +43,13 @@ SMALL = {  # one small catalogue model for each architecture
     "t5": "t5-small",
     "vit": "vit-base",
 }
-TEXT = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 80}
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+}
 VARIANTS = {
     "llama with biases": {
         "model_type": "llama",
@@ -53,18 +61,51 @@ VARIANTS = {
     "llama, heads wider than hidden": {"model_type": "llama", **TEXT, "head_dim": 48},
     "llama, tied": {"model_type": "llama", **TEXT, "tie_word_embeddings": True},
     "mistral by defaults": {"model_type": "mistral", **TEXT, "num_attention_heads": 8},
-    "mixtral, four experts": {"model_type": "mixtral", **TEXT, "num_attention_heads": 8, "num_local_experts": 4},
-    "qwen3 with biases": {"model_type": "qwen3", **TEXT, "num_key_value_heads": 1, "attention_bias": True},
+    "mixtral, four experts": {
+        "model_type": "mixtral",
+        **TEXT,
+        "num_attention_heads": 8,
+        "num_local_experts": 4,
+    },
+    "qwen3 with biases": {
+        "model_type": "qwen3",
+        **TEXT,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+    },
     "gemma": {"model_type": "gemma", **TEXT, "num_key_value_heads": 1, "head_dim": 32},
-    "qwen2 as transformers completes it": {"model_type": "qwen2", **TEXT, "num_attention_heads": 32},
-    "gemma2, untied": {"model_type": "gemma2", **TEXT, "num_key_value_heads": 2, "tie_word_embeddings": False},
-    "gpt_neox without biases": {"model_type": "gpt_neox", **TEXT, "attention_bias": False, "rotary_pct": 1.0},
+    "qwen2 as transformers completes it": {
+        "model_type": "qwen2",
+        **TEXT,
+        "num_attention_heads": 32,
+    },
+    "gemma2, untied": {
+        "model_type": "gemma2",
+        **TEXT,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
+    "gpt_neox without biases": {
+        "model_type": "gpt_neox",
+        **TEXT,
+        "attention_bias": False,
+        "rotary_pct": 1.0,
+    },
     "gpt_neox as transformers 5 writes it": {
         "model_type": "gpt_neox",
         **TEXT,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000,
+            "partial_rotary_factor": 0.5,
+        },
     },
-    "gpt_neox, odd rotation": {"model_type": "gpt_neox", **TEXT, "num_attention_heads": 1, "rotary_pct": 0.11},
+    "gpt_neox, odd rotation": {
+        "model_type": "gpt_neox",
+        **TEXT,
+        "num_attention_heads": 1,
+        "rotary_pct": 0.11,
+    },
     "gpt2, untied, narrow": {
         "model_type": "gpt2",
         "vocab_size": 96,
@@ -90,7 +131,12 @@ VARIANTS = {
         "max_position_embeddings": 48,
         "id2label": {"0": "a", "1": "b", "2": "c"},
     },
-    "bert, untied": {"model_type": "bert", **TEXT, "max_position_embeddings": 48, "tie_word_embeddings": False},
+    "bert, untied": {
+        "model_type": "bert",
+        **TEXT,
+        "max_position_embeddings": 48,
+        "tie_word_embeddings": False,
+    },
     "opt with projections": {
         "model_type": "opt",
         **TEXT,
@@ -107,8 +153,18 @@ VARIANTS = {
         "max_position_embeddings": 48,
     },
     "phi, tied": {"model_type": "phi", **TEXT, "tie_word_embeddings": True},
-    "phi with normed queries": {"model_type": "phi", **TEXT, "qk_layernorm": True, "num_key_value_heads": 2},
-    "falcon, new architecture": {"model_type": "falcon", **TEXT, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "phi with normed queries": {
+        "model_type": "phi",
+        **TEXT,
+        "qk_layernorm": True,
+        "num_key_value_heads": 2,
+    },
+    "falcon, new architecture": {
+        "model_type": "falcon",
+        **TEXT,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
     "falcon, one after the other": {
         "model_type": "falcon",
         **TEXT,
@@ -143,7 +199,13 @@ VARIANTS = {
         "num_labels": 5,
     },
     # architectures without a list of their own
-    "bloom": {"model_type": "bloom", "vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "bloom": {
+        "model_type": "bloom",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    },
     "phi3": {"model_type": "phi3", **TEXT, "pad_token_id": 0},
     "roberta": {"model_type": "roberta", **TEXT, "max_position_embeddings": 48},
 }
@@ -152,7 +214,9 @@ VARIANTS = {
 def assert_same_tensors(shape):
     model = build(shape)
     assert type(model).__name__ == shape.config["architectures"][0]
-    assert [(w.name, w.shape) for w in shape.weights()] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert [(w.name, w.shape) for w in shape.weights()] == [
+        (n, tuple(p.shape)) for n, p in model.named_parameters()
+    ]
     expected = [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()]
     assert [(n, s, f"torch.{dtype}") for n, s, dtype in shape.buffers()] == expected
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
@@ -173,7 +237,9 @@ def test_tensors_of_published_models(name):
     for depth in (1, 3):
         shape = read_shape(name, num_layers=depth)
         assert_same_tensors(shape)
-        assert shape.num_layers == depth and shape.num_decoder_layers == (depth if full.num_decoder_layers else 0)
+        assert shape.num_layers == depth and shape.num_decoder_layers == (
+            depth if full.num_decoder_layers else 0
+        )
         assert {w.layer for w in shape.weights()} == {None, *range(depth)}
 
 
@@ -187,12 +253,19 @@ def test_tensors_of_every_head(name):
     for task in FAMILIES[read_shape(name).family].classes:
         shape = read_shape(name, num_layers=2, task=task)
         model = assert_same_tensors(shape)
-        assert dict(model.named_modules())[shape.head].weight.shape[0] in (shape.vocab_size, shape.num_labels)
+        assert dict(model.named_modules())[shape.head].weight.shape[0] in (
+            shape.vocab_size,
+            shape.num_labels,
+        )
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_tensors_of_variants(config):
-    for task in (None, *FAMILIES[config["model_type"]].classes) if config["model_type"] in FAMILIES else (None,):
+    for task in (
+        (None, *FAMILIES[config["model_type"]].classes)
+        if config["model_type"] in FAMILIES
+        else (None,)
+    ):
         assert_same_tensors(read_shape(config, task=task))
 
 
@@ -203,14 +276,32 @@ def test_a_configuration_that_transformers_wrote_reads_the_same(name, tmp_path):
     config.save_pretrained(tmp_path)
     for source in (config.to_dict(), str(tmp_path), str(tmp_path / "config.json")):
         again = read_shape(source)
-        for name in ("family", "task", "head", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+        for name in (
+            "family",
+            "task",
+            "head",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        ):
             assert getattr(again, name) == getattr(shape, name), name
         for name in ("intermediate_size", "max_positions", "tied", "activation", "rotary_dim"):
             assert getattr(again, name) == getattr(shape, name), name
-        for name in ("sliding_window", "hidden_dropout", "attention_dropout", "embedding_dropout", "num_experts"):
+        for name in (
+            "sliding_window",
+            "hidden_dropout",
+            "attention_dropout",
+            "embedding_dropout",
+            "num_experts",
+        ):
             assert getattr(again, name) == getattr(shape, name), name
         assert again.num_labels == shape.num_labels and again.image_tokens == shape.image_tokens
-        assert again.num_layers == 1 and again.weights() == read_shape(shape.name, num_layers=1).weights()
+        assert (
+            again.num_layers == 1
+            and again.weights() == read_shape(shape.name, num_layers=1).weights()
+        )
 
 
 @pytest.mark.parametrize("name", SMALL.values())
@@ -222,7 +313,9 @@ def test_settings_are_what_the_model_uses(name):
     model = build(shape)
     kept = {round(m.p, 3) for m in model.modules() if isinstance(m, nn.Dropout)}
     said = {shape.hidden_dropout, shape.attention_dropout, shape.embedding_dropout}
-    extra = {0.0, 0.1} if shape.task == "sequence-classification" else {0.0}  # a classifier's own; none used
+    extra = (
+        {0.0, 0.1} if shape.task == "sequence-classification" else {0.0}
+    )  # a classifier's own; none used
     assert kept <= said | extra
     config = model.config
     names = ("hidden_activation", "hidden_act", "activation_function", "activation", "dense_act_fn")
@@ -238,7 +331,12 @@ def test_kinds():
     for name in SMALL.values():
         shape = read_shape(name, num_layers=1)
         modules = dict(build(shape).named_modules())
-        classes = {"linear": nn.Linear, "conv1d": Conv1D, "embedding": (nn.Embedding, nn.Linear), "conv": nn.Conv2d}
+        classes = {
+            "linear": nn.Linear,
+            "conv1d": Conv1D,
+            "embedding": (nn.Embedding, nn.Linear),
+            "conv": nn.Conv2d,
+        }
         for w in shape.weights():
             owner = modules[w.name.rpartition(".")[0]]
             if w.kind in classes:
@@ -248,7 +346,9 @@ def test_kinds():
             elif w.kind == "bias":
                 assert w.name.endswith("bias"), w
             else:
-                assert w.kind in ("expert", "other") and not isinstance(owner, nn.Linear | nn.Embedding), w
+                assert w.kind in ("expert", "other") and not isinstance(
+                    owner, nn.Linear | nn.Embedding
+                ), w
 
 
 def test_depth_override():
@@ -269,10 +369,15 @@ def test_depth_override():
 
 
 def test_what_a_configuration_says_of_single_layers_is_cut_with_them():
-    """transformers writes Gemma 4's other head sizes by layer number; the last layers take earlier ones' keys."""
+    """transformers writes Gemma 4's other head sizes by layer number; the last layers take earlier
+    ones' keys.
+    """
     written = build(read_shape("gemma-4-e4b")).config.to_dict()
     assert written["per_layer_config"].keys() == {"05", "11", "17", "23", "29", "35", "41"}
-    for keep_layers, overridden, shared in ((12, {"5", "11"}, 0), (30, {"5", "11", "17", "23", "29"}, 6)):
+    for keep_layers, overridden, shared in (
+        (12, {"5", "11"}, 0),
+        (30, {"5", "11", "17", "23", "29"}, 6),
+    ):
         shape = read_shape(written, num_layers=keep_layers)
         assert shape.settings["per_layer_config"].keys() == overridden
         assert shape.settings["num_kv_shared_layers"] == shared
@@ -281,16 +386,22 @@ def test_what_a_configuration_says_of_single_layers_is_cut_with_them():
 
 
 def window_switches() -> dict[str, type]:
-    """transformers' configuration classes, by model type, that declare a switch for `sliding_window`."""
+    """transformers' configuration classes, by model type, that declare a switch for
+    `sliding_window`.
+    """
     found = {}
     for folder in Path(transformers.models.__file__).parent.iterdir():
         source = folder / f"configuration_{folder.name}.py"
         if source.exists() and "use_sliding_window:" in source.read_text():
             module = importlib.import_module(f"transformers.models.{folder.name}.{source.stem}")
             kinds = [
-                kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__
+                kind
+                for kind in vars(module).values()
+                if isinstance(kind, type) and kind.__module__ == module.__name__
             ]
-            found |= {kind.model_type: kind for kind in kinds if hasattr(kind, "use_sliding_window")}
+            found |= {
+                kind.model_type: kind for kind in kinds if hasattr(kind, "use_sliding_window")
+            }
     return found
 
 
@@ -300,7 +411,9 @@ def test_a_switched_off_window_is_none_in_every_configuration_that_has_the_switc
     for model_type, kind in switches.items():
         config = kind(use_sliding_window=False, sliding_window=7)
         layers = config.to_dict().get("layer_types") or []
-        assert not config.sliding_window or (layers and "sliding_attention" not in layers), model_type
+        assert not config.sliding_window or (layers and "sliding_attention" not in layers), (
+            model_type
+        )
         if model_type in FAMILIES:
             assert not FAMILIES[model_type].window
     assert {name for name, family in FAMILIES.items() if not family.window} <= set(switches)
@@ -345,15 +458,27 @@ def test_names_are_unique_and_ordered():
     names = model_names()
     assert len(names) == len(set(names)) >= 50
     assert names.index("gpt2") < names.index("gpt2-medium") < names.index("gpt2-xl")
-    claimed = [s.lower() for e in catalogue().values() for s in {e["name"], e["hub_id"], *e.get("aliases", ())}]
+    claimed = [
+        s.lower()
+        for e in catalogue().values()
+        for s in {e["name"], e["hub_id"], *e.get("aliases", ())}
+    ]
     assert len(claimed) == len(set(claimed))
 
 
 def test_task_comes_from_the_architecture():
-    config = {"model_type": "bert", **TEXT, "max_position_embeddings": 48, "architectures": ["BertForMaskedLM"]}
+    config = {
+        "model_type": "bert",
+        **TEXT,
+        "max_position_embeddings": 48,
+        "architectures": ["BertForMaskedLM"],
+    }
     assert read_shape(config).task == "masked-lm"
     assert read_shape(config, task="sequence-classification").task == "sequence-classification"
-    assert read_shape({**config, "architectures": ["BertForPreTraining"]}).task == "sequence-classification"
+    assert (
+        read_shape({**config, "architectures": ["BertForPreTraining"]}).task
+        == "sequence-classification"
+    )
 
 
 GOOD = {"model_type": "llama", **TEXT}
@@ -366,9 +491,24 @@ GOOD = {"model_type": "llama", **TEXT}
         ("meta-llama/Llama-3.1-9B", {}, "model", "llama-3.1-8b"),
         ("no such thing at all", {}, "model", "config.json"),
         ({**GOOD, "hidden_size": None}, {}, "model.hidden_size", "must say it"),
-        ({k: v for k, v in GOOD.items() if k != "vocab_size"}, {}, "model.vocab_size", "must say it"),
-        ({"model_type": "opt", **TEXT, "ffn_dim": 80}, {}, "model.max_position_embeddings", "must say it"),
-        ({"model_type": "opt", **TEXT, "max_position_embeddings": 8}, {}, "model.ffn_dim", "must say it"),
+        (
+            {k: v for k, v in GOOD.items() if k != "vocab_size"},
+            {},
+            "model.vocab_size",
+            "must say it",
+        ),
+        (
+            {"model_type": "opt", **TEXT, "ffn_dim": 80},
+            {},
+            "model.max_position_embeddings",
+            "must say it",
+        ),
+        (
+            {"model_type": "opt", **TEXT, "max_position_embeddings": 8},
+            {},
+            "model.ffn_dim",
+            "must say it",
+        ),
         ({**GOOD, "num_hidden_layers": 0}, {}, "model.num_hidden_layers", "from 1 to 1,000"),
         ({**GOOD, "vocab_size": -5}, {}, "model.vocab_size", "from 1"),
         ({**GOOD, "intermediate_size": 80.5}, {}, "model.intermediate_size", "whole number"),
@@ -383,15 +523,34 @@ GOOD = {"model_type": "llama", **TEXT}
             "from 0 to under 1",
         ),
         *[
-            ({**GOOD, "quantization_config": stored}, {}, "model.quantization_config", "leave it out")
-            for stored in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8"}, {"load_in_4bit": True})
+            (
+                {**GOOD, "quantization_config": stored},
+                {},
+                "model.quantization_config",
+                "leave it out",
+            )
+            for stored in (
+                {"quant_method": "gptq", "bits": 4},
+                {"quant_method": "fp8"},
+                {"load_in_4bit": True},
+            )
         ],
         ({"hidden_size": 64}, {}, "model", "model_type"),
-        ({"model_type": "no-such-architecture", "hidden_size": 64}, {}, "model", "no-such-architecture"),
+        (
+            {"model_type": "no-such-architecture", "hidden_size": 64},
+            {},
+            "model",
+            "no-such-architecture",
+        ),
         ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, {}, "model", "text_config"),
         ({"model_type": "moonshine"}, {}, "model", "simulate(model="),
         ({**GOOD, "per_layer_config": [1]}, {"num_layers": 1}, "model", "cannot be read"),
-        ({"model_type": "vit", **TEXT, "patch_size": 300}, {}, "model.patch_size", "fit each other"),
+        (
+            {"model_type": "vit", **TEXT, "patch_size": 300},
+            {},
+            "model.patch_size",
+            "fit each other",
+        ),
         ({"model_type": "vit", **TEXT, "image_size": [64, 32]}, {}, "model.patch_size", "[64, 32]"),
         ("gpt2", {"task": "masked-lm"}, "task", "'causal-lm' or 'sequence-classification'"),
         ("vit-base", {"task": "causal-lm"}, "task", "'image-classification'"),

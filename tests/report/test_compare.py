@@ -33,7 +33,9 @@ def test_a_simulation_is_the_reference_where_nothing_was_run():
 def test_every_used_category_and_every_phase_has_its_own_bytes():
     table, shown = three(), (report("predicted", 0.97), report(), measured())
     for name in CATEGORIES[:-1]:
-        assert table.row(name.replace("_", " ")).values == tuple(getattr(r.peak, name) for r in shown)
+        assert table.row(name.replace("_", " ")).values == tuple(
+            getattr(r.peak, name) for r in shown
+        )
     for phase in PHASES:
         name = phase.replace("_", " ")
         assert table.row(f"{name} peak").values == tuple(r.phases[phase].peak.total for r in shown)
@@ -41,13 +43,19 @@ def test_every_used_category_and_every_phase_has_its_own_bytes():
 
 
 def test_categories_and_unexplained_add_up_to_the_peak():
-    rows = [row for row in three().rows if row.section == "at the peak" and row.name not in ("phase", "peak total")]
+    rows = [
+        row
+        for row in three().rows
+        if row.section == "at the peak" and row.name not in ("phase", "peak total")
+    ]
     sums = tuple(sum(row.values[i] or 0 for row in rows) for i in range(3))
     assert sums == three().row("peak total").values
 
 
 def test_an_unused_category_takes_no_line():
-    table = compare(*(report(s, peak=Bytes(parameters=5, inputs=1)) for s in ("predicted", "simulated")))
+    table = compare(
+        *(report(s, peak=Bytes(parameters=5, inputs=1)) for s in ("predicted", "simulated"))
+    )
     names = [row.name for row in table.rows if row.section == "at the peak"]
     assert names == ["phase", "parameters", "inputs", "unexplained", "peak total"]
 
@@ -60,7 +68,10 @@ def test_only_a_run_has_something_unexplained():
 def test_equality_to_the_byte_looks_different_from_a_small_difference():
     peak = split()
     one_more = Bytes(**{**dict(peak.items()), "parameters": peak.parameters + 1})
-    cells = {line.split()[0]: line.split() for line in str(compare(report(peak=one_more), measured())).splitlines()}
+    cells = {
+        line.split()[0]: line.split()
+        for line in str(compare(report(peak=one_more), measured())).splitlines()
+    }
     assert cells["parameters"][-2:] == ["+0.000", "+0.00%"]
     assert cells["gradients"][-2:] == ["0", "0"]
 
@@ -80,16 +91,24 @@ def test_an_interval_shows_its_range_and_a_truth_outside_is_said():
     low = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(11 * GiB)))
     text = str(compare(low, measured()))
     assert "9.000–11.000" in text
-    assert "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to 11.000 GiB." in text
+    assert (
+        "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to 11.000 GiB."
+        in text
+    )
     wide = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(15 * GiB)))
     assert "is above" not in str(compare(wide, measured()))
-    assert compare(low, measured()).differences("reserved")["predicted"][0] == 10 * GiB - measured().reserved
+    assert (
+        compare(low, measured()).differences("reserved")["predicted"][0]
+        == 10 * GiB - measured().reserved
+    )
 
 
 def test_out_of_memory_is_a_line_of_text():
     table = compare(report("predicted"), report(), out_of_memory())
     assert table.labels == ("predicted", "simulated")
-    assert table.failed == ("measured: out of memory: tried to allocate 2.00 GiB, of which 1.20 GiB were free",)
+    assert table.failed == (
+        "measured: out of memory: tried to allocate 2.00 GiB, of which 1.20 GiB were free",
+    )
     assert table.failed[0] in str(table)
     alone = compare(out_of_memory())
     assert alone.rows == () and str(alone) == f"{TITLE}\n{table.failed[0]}"
@@ -133,11 +152,17 @@ def test_peaks_in_different_phases_are_said():
 
 def test_many_times_more_is_not_said_in_per_cent():
     text = str(compare(report("predicted", peak=Bytes(inputs=5000)), report(peak=Bytes(inputs=40))))
-    assert next(line for line in text.splitlines() if line.strip().startswith("inputs")).endswith("×125")
+    assert next(line for line in text.splitlines() if line.strip().startswith("inputs")).endswith(
+        "×125"
+    )
 
 
 def test_labels_never_collide():
-    assert compare(report(), report(), measured()).labels == ("simulated 1", "simulated 2", "measured")
+    assert compare(report(), report(), measured()).labels == (
+        "simulated 1",
+        "simulated 2",
+        "measured",
+    )
 
 
 def test_a_difference_from_nothing_is_no_per_cent():

@@ -1,4 +1,6 @@
-"""`diff`: categories and tensors that came and went, in bytes, of recipes, commits and environments."""
+"""`diff`: categories and tensors that came and went, in bytes, of recipes, commits and
+environments.
+"""
 
 import dataclasses
 import json
@@ -14,14 +16,19 @@ A = Recipe(config("gpt2"), batch_size=2, seq_len=32, num_layers=2)
 
 @pytest.fixture(scope="module")
 def reports():
-    return [simulate(recipe, target="cpu") for recipe in (A, A.replace(gradient_checkpointing=True))]
+    return [
+        simulate(recipe, target="cpu") for recipe in (A, A.replace(gradient_checkpointing=True))
+    ]
 
 
 def test_what_came_and_went_in_bytes(reports):
     before, after = reports
     found = diff(before, after)
     change = after.peak.total - before.peak.total
-    assert found.differences("peak total") == {"B": (change, change / before.peak.total)} and change < 0
+    assert (
+        found.differences("peak total") == {"B": (change, change / before.peak.total)}
+        and change < 0
+    )
     assert found.row("activations").values == (before.peak.activations, after.peak.activations)
     gone = [t for t in before.largest if t.op == "tanh"]
     size = sum(t.size * t.count for t in gone) / 2**10
@@ -31,7 +38,11 @@ def test_what_came_and_went_in_bytes(reports):
 
 def test_no_difference_is_said_plainly(reports):
     found = diff(reports[0], reports[0])
-    assert found.differences("peak total") == {"B": (0, 0.0)} and found.notes == () and "−" not in str(found)
+    assert (
+        found.differences("peak total") == {"B": (0, 0.0)}
+        and found.notes == ()
+        and "−" not in str(found)
+    )
 
 
 def test_two_environments_are_named(reports):

@@ -1,4 +1,6 @@
-"""A plain install predicts, plans and has the command line; what needs more names the extra in one sentence."""
+"""A plain install predicts, plans and has the command line; what needs more names the extra in one
+sentence.
+"""
 
 import functools
 import subprocess
@@ -13,7 +15,10 @@ from vramlab import LoRA, Quantization, Recipe, Sharding, simulate
 from vramlab.report.errors import EXTRAS, MissingExtra, needing
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRA = {name: {Requirement(line).name for line in lines} for name, lines in PROJECT["optional-dependencies"].items()}
+EXTRA = {
+    name: {Requirement(line).name for line in lines}
+    for name, lines in PROJECT["optional-dependencies"].items()
+}
 BROUGHT = {
     "numpy": "transformers",
     "safetensors": "transformers",
@@ -37,7 +42,9 @@ def plainly(code, hidden=tuple(EXTRAS)):
 
 
 def command(*words):
-    return plainly(f"import vramlab.__main__\nsys.argv = {['vramlab', *words]!r}\nvramlab.__main__.main()")
+    return plainly(
+        f"import vramlab.__main__\nsys.argv = {['vramlab', *words]!r}\nvramlab.__main__.main()"
+    )
 
 
 def test_predict_and_plan_need_no_extra():
@@ -114,9 +121,19 @@ def test_functions_name_their_extra(code, said):
 @pytest.mark.parametrize(
     ("fields", "what", "module", "extra"),
     [
-        ({"quantization": Quantization("nf4"), "lora": LoRA()}, "simulate", "bitsandbytes", "quantization"),
+        (
+            {"quantization": Quantization("nf4"), "lora": LoRA()},
+            "simulate",
+            "bitsandbytes",
+            "quantization",
+        ),
         ({"trainer": "sft"}, "A trainer of TRL", "trl", "trl"),
-        ({"sharding": Sharding(2, 2, "deepspeed")}, "sharding.engine='deepspeed'", "deepspeed", "deepspeed"),
+        (
+            {"sharding": Sharding(2, 2, "deepspeed")},
+            "sharding.engine='deepspeed'",
+            "deepspeed",
+            "deepspeed",
+        ),
     ],
 )
 def test_a_simulation_names_its_extra(fields, what, module, extra, monkeypatch):

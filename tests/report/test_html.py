@@ -31,7 +31,16 @@ def shown():
     ("name", "words"),
     [
         ("recipe", ["gpt2", "batch_size", "bf16-mixed"]),
-        ("report", ["predicted: gpt2", "optimizer states", "peak, in", "safe: 14.562 GiB usable", html.FULL]),
+        (
+            "report",
+            [
+                "predicted: gpt2",
+                "optimizer states",
+                "peak, in",
+                "safe: 14.562 GiB usable",
+                html.FULL,
+            ],
+        ),
         ("comparison", ["peak total", "is taken against"]),
         ("plan", ["full", "safe", "process, at most", "tokens/s", "global batch 16"]),
         ("explanation", ["20.00 MiB asked for", "the cheapest changes"]),
@@ -42,12 +51,19 @@ def test_an_answer_shows_as_a_small_table(shown, name, words):
     assert text.startswith("<table>") and text.count("<table>") == text.count("</table>") == 1
     assert [word for word in words if word not in text] == []
     assert len(text) < 6000
-    assert not re.search(r"style=|color|<script|<style|class=", text), "GitHub drops them, and dark pages keep theirs"
+    assert not re.search(r"style=|color|<script|<style|class=", text), (
+        "GitHub drops them, and dark pages keep theirs"
+    )
 
 
 def test_texts_of_others_are_escaped():
     text = html.table(("<b>",), [("<script>alert(1)</script>", "\x1b[31m")], "a & b", ["<i>"])
-    assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text and "\x1b" not in text
+    assert (
+        "<script>" not in text
+        and "&lt;script&gt;" in text
+        and "a &amp; b" in text
+        and "\x1b" not in text
+    )
 
 
 def test_a_report_without_figures_says_why():

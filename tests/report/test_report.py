@@ -1,4 +1,6 @@
-"""A report survives JSON, refuses what is none in one sentence, and is shown in a unit that fits its size."""
+"""A report survives JSON, refuses what is none in one sentence, and is shown in a unit that fits
+its size.
+"""
 
 import json
 
@@ -10,12 +12,25 @@ from vramlab import Report, ReportError, compare
 from vramlab.report.report import Bytes, GiB, Interval, KiB, MiB, Phase, unit_for
 
 
-@pytest.mark.parametrize("make", [sample_reports.report, sample_reports.measured, sample_reports.out_of_memory])
+@pytest.mark.parametrize(
+    "make", [sample_reports.report, sample_reports.measured, sample_reports.out_of_memory]
+)
 def test_json_gives_the_report_back(make):
     assert Report.from_dict(make().to_dict()) == Report.from_json(make().to_json()) == make()
 
 
-NO_REPORTS = ["", "[", "[" * 100_000, "5", "null", "[]", '"{}"', "{}", '{"source": "measured"}', b"\xff"]
+NO_REPORTS = [
+    "",
+    "[",
+    "[" * 100_000,
+    "5",
+    "null",
+    "[]",
+    '"{}"',
+    "{}",
+    '{"source": "measured"}',
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("text", NO_REPORTS, ids=range(len(NO_REPORTS)))
@@ -29,7 +44,11 @@ def paths(value, path=()):
     """The places in a document."""
     yield path
     for name, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
     ):
         yield from paths(inner, (*path, name))
 
@@ -37,7 +56,13 @@ def paths(value, path=()):
 WHOLE = json.loads(sample_reports.measured().to_json())
 PLACES = [path for path in paths(WHOLE) if path and path[0] not in ("recipe", "environment")]
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5), st.just([]), st.just({})
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
 )
 
 
@@ -54,12 +79,15 @@ def test_a_report_with_any_value_anywhere_is_one_or_a_sentence(path, value):
     except ReportError as error:
         assert "\n" not in str(error)
         return
-    assert str(found) and str(compare(found, sample_reports.report(title=found.title, recipe=found.recipe)))
+    assert str(found) and str(
+        compare(found, sample_reports.report(title=found.title, recipe=found.recipe))
+    )
     assert Report.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(
-    ("size", "unit"), [(0, "KiB"), (5, "KiB"), (MiB - 1, "KiB"), (MiB, "MiB"), (GiB - 1, "MiB"), (GiB, "GiB")]
+    ("size", "unit"),
+    [(0, "KiB"), (5, "KiB"), (MiB - 1, "KiB"), (MiB, "MiB"), (GiB - 1, "MiB"), (GiB, "GiB")],
 )
 def test_the_unit_is_that_of_the_largest_size(size, unit):
     assert unit_for(size) == unit

@@ -1,4 +1,6 @@
-"""Libraries outside the tested range are named: older ones told from missing ones, newer ones from broken ones."""
+"""Libraries outside the tested range are named: older ones told from missing ones, newer ones from
+broken ones.
+"""
 
 import sys
 
@@ -70,19 +72,34 @@ def test_an_import_that_fails_from_a_newer_version_names_it(having):
     with pytest.raises(UntestedVersion) as caught, needing("simulate"):
         raise ImportError("cannot import name '_x' from 'torch._C'", name="torch._C")
     newest = version_ranges()["torch"].newest
-    assert f"(cannot import name '_x' from 'torch._C'); torch {version} is newer than {newest}" in str(caught.value)
+    assert (
+        f"(cannot import name '_x' from 'torch._C'); torch {version} is newer than {newest}"
+        in str(caught.value)
+    )
     assert str(caught.value).endswith(f"pip install 'torch<={newest}'")
 
 
 def test_an_import_that_trl_reports_in_its_own_way(having):
-    """Its lazy modules raise a RuntimeError from what an import raised, as pyarrow's for an old NumPy."""
+    """Its lazy modules raise a RuntimeError from what an import raised, as pyarrow's for an old
+    NumPy.
+    """
     having(numpy="1.26.0")
-    with pytest.raises(UntestedVersion, match=r"pip install --upgrade 'numpy>=2\.0'"), needing("A trainer of TRL"):
-        raise RuntimeError("Failed to import") from ImportError("pyarrow requires NumPy 2.0 or newer, found 1.26.0")
+    with (
+        pytest.raises(UntestedVersion, match=r"pip install --upgrade 'numpy>=2\.0'"),
+        needing("A trainer of TRL"),
+    ):
+        raise RuntimeError("Failed to import") from ImportError(
+            "pyarrow requires NumPy 2.0 or newer, found 1.26.0"
+        )
 
 
 @pytest.mark.parametrize(
-    "error", [AttributeError("x"), ImportError("of the user's", name="my_module"), RuntimeError("CUDA error")]
+    "error",
+    [
+        AttributeError("x"),
+        ImportError("of the user's", name="my_module"),
+        RuntimeError("CUDA error"),
+    ],
 )
 def test_another_error_is_left_alone(having, error):
     having(torch=newer("torch"))
@@ -104,7 +121,12 @@ def test_a_simulation_that_fails_names_untested_versions(having):
 
     def message():
         with pytest.raises(ValueError, match="no such kernel") as caught:
-            simulate(model=model, batch=torch.ones(2), optimizer=torch.optim.SGD, loss=lambda y, _: y.sum())
+            simulate(
+                model=model,
+                batch=torch.ones(2),
+                optimizer=torch.optim.SGD,
+                loss=lambda y, _: y.sum(),
+            )
         return str(caught.value)
 
     assert "tested" not in message()

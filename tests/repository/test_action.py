@@ -1,4 +1,6 @@
-"""The GitHub Action, without GitHub: a repository with two commits, and a server that answers as its API does."""
+"""The GitHub Action, without GitHub: a repository with two commits, and a server that answers as
+its API does.
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ COMMAND = 'test ! -f fails && cp reports/*.json "$REPORTS" && test -z "$GITHUB_T
 
 def git(folder, *words):
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -33,7 +37,9 @@ def repository(tmp_path):
         for file in (folder / "reports").glob("*"):
             file.unlink()
         for name, size in batches.items():
-            (folder / "reports" / f"{name}.json").write_text(predict(Recipe("gpt2", batch_size=size)).to_json())
+            (folder / "reports" / f"{name}.json").write_text(
+                predict(Recipe("gpt2", batch_size=size)).to_json()
+            )
         git(folder, "add", "-A")
         git(folder, "commit", "-qm", "a commit")
     return folder
@@ -41,7 +47,10 @@ def repository(tmp_path):
 
 @pytest.fixture
 def api():
-    """GitHub's comments on a pull request. `comments` are what is there, `refuses` a status for all that is written."""
+    """GitHub's comments on a pull request.
+
+    `comments` are what is there, `refuses` a status for all that is written.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self):
@@ -55,7 +64,9 @@ def api():
             elif self.command == "PATCH":
                 self.server.comments[int(self.path.rpartition("/")[2])]["body"] = content["body"]
             else:
-                self.server.comments.append({"id": len(self.server.comments), "body": content["body"]})
+                self.server.comments.append(
+                    {"id": len(self.server.comments), "body": content["body"]}
+                )
             self.server.asked.append((self.command, self.path, self.headers["Authorization"]))
             self.send_response(status)
             self.end_headers()
@@ -77,7 +88,9 @@ def api():
 
 
 def run(repository, api, command=COMMAND, **event):
-    event = event or {"pull_request": {"number": 7, "base": {"sha": git(repository, "rev-parse", "HEAD~1")}}}
+    event = event or {
+        "pull_request": {"number": 7, "base": {"sha": git(repository, "rev-parse", "HEAD~1")}}
+    }
     (repository.parent / "event.json").write_text(json.dumps(event))
     environment = {
         **{name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
@@ -97,7 +110,9 @@ def test_a_pull_request_gets_one_comment_that_is_kept_current(repository, api):
         done = run(repository, api)
         assert (done.returncode, done.stderr) == (0, "")
     assert [body["body"][: len(MARKER)] for body in api.comments] == ["looks good", MARKER]
-    assert [(method, path.partition("?")[0]) for method, path, _ in api.asked if method != "GET"] == [
+    assert [
+        (method, path.partition("?")[0]) for method, path, _ in api.asked if method != "GET"
+    ] == [
         ("POST", "/repos/ann/tools/issues/7/comments"),
         ("PATCH", "/repos/ann/tools/issues/comments/1"),
     ]
@@ -105,16 +120,25 @@ def test_a_pull_request_gets_one_comment_that_is_kept_current(repository, api):
     text = api.comments[1]["body"]
     one, two = (predict(Recipe("gpt2", batch_size=n)).peak.total for n in (1, 2))
     assert f"| small | {one / 2**30:.3f} GiB | {two / 2**30:.3f} GiB | {two - one:+,} B" in text
-    assert f"| old | {one / 2**30:.3f} GiB | – |  |" in text and f"| new | – | {one / 2**30:.3f} GiB |  |" in text
+    assert (
+        f"| old | {one / 2**30:.3f} GiB | – |  |" in text
+        and f"| new | – | {one / 2**30:.3f} GiB |  |" in text
+    )
     assert "<details><summary>small</summary>" in text and "note: B is gpt2 · batch 2" in text
     assert Path(repository.parent / "summary.md").read_text() == text
-    assert len(git(repository, "worktree", "list").splitlines()) == 1 and git(repository, "status", "--short") == ""
+    assert (
+        len(git(repository, "worktree", "list").splitlines()) == 1
+        and git(repository, "status", "--short") == ""
+    )
 
 
 def test_a_token_that_may_only_read_leaves_the_summary(repository, api):
     api.refuses = 403
     done = run(repository, api)
-    assert done.returncode == 0 and "::warning::the comment could not be written (HTTP Error 403" in done.stdout
+    assert (
+        done.returncode == 0
+        and "::warning::the comment could not be written (HTTP Error 403" in done.stdout
+    )
     assert MARKER in (repository.parent / "summary.md").read_text()
 
 
@@ -131,8 +155,14 @@ def test_what_cannot_be_compared_is_said(repository, api):
 def test_the_action_runs_the_script_with_what_it_reads():
     action = yaml.safe_load((ROOT / "action" / "action.yml").read_text())
     (step,) = action["runs"]["steps"]
-    assert step["run"] == 'python "$GITHUB_ACTION_PATH/comment.py"' and (ROOT / "action" / "comment.py").exists()
-    assert step["env"] == {"COMMAND": "${{ inputs.command }}", "GITHUB_TOKEN": "${{ inputs.token }}"}
+    assert (
+        step["run"] == 'python "$GITHUB_ACTION_PATH/comment.py"'
+        and (ROOT / "action" / "comment.py").exists()
+    )
+    assert step["env"] == {
+        "COMMAND": "${{ inputs.command }}",
+        "GITHUB_TOKEN": "${{ inputs.token }}",
+    }
     assert action["inputs"].keys() == {"command", "token"}
 
 
@@ -142,7 +172,11 @@ def test_nothing_of_a_report_is_markup_in_the_comment():
     old, new = (predict(Recipe("gpt2", batch_size=size)) for size in (1, 2))
     new.title = "````\n<img src=x> @all \x1b[2J"
     body = comment["body"]({"<b>a|b": old}, {"<b>a|b": new})
-    assert r"| \<b\>a\|b |" in body and "<summary>&lt;b&gt;a|b</summary>" in body and "\x1b" not in body
+    assert (
+        r"| \<b\>a\|b |" in body
+        and "<summary>&lt;b&gt;a|b</summary>" in body
+        and "\x1b" not in body
+    )
     fences = [line for line in body.splitlines() if line == "`" * 5]
     inside = body.split("`" * 5)[1]
     assert len(fences) == 2 and "<img" in inside and body.count("<img") == inside.count("<img")

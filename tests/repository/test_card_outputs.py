@@ -1,4 +1,6 @@
-"""What a card prints in the chapters: stored where it differs, shown on the site, never a stand-in's."""
+"""What a card prints in the chapters: stored where it differs, shown on the site, never a
+stand-in's.
+"""
 
 import json
 
@@ -18,15 +20,30 @@ ABOUT = {
     "date": "2026-11-26",
     "jobs": 1,
 }
-SOURCES = ["device = where()\nprint(device)", "print(1 + 1)", "draw(device)\nplt.show()", "draw(2)\nplt.show()"]
+SOURCES = [
+    "device = where()\nprint(device)",
+    "print(1 + 1)",
+    "draw(device)\nplt.show()",
+    "draw(2)\nplt.show()",
+]
 PNG = "iVBORw0KGgo="
 
 
 def notebook(on: str, sources: list[str] = SOURCES) -> nbformat.NotebookNode:
-    picture = new_output("display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "Bars [of it]."}})
+    picture = new_output(
+        "display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "Bars [of it]."}}
+    )
     stamp = f"machine: {on}\n"
-    outputs = [[new_output("stream", text=f"{stamp}{on}\n")], [new_output("stream", text="2\n")], [picture], [picture]]
-    cells = [new_code_cell(source, outputs=output) for source, output in zip(sources, outputs, strict=True)]
+    outputs = [
+        [new_output("stream", text=f"{stamp}{on}\n")],
+        [new_output("stream", text="2\n")],
+        [picture],
+        [picture],
+    ]
+    cells = [
+        new_code_cell(source, outputs=output)
+        for source, output in zip(sources, outputs, strict=True)
+    ]
     return new_notebook(cells=[new_markdown_cell("# 00 · A chapter"), *cells])
 
 
@@ -53,7 +70,10 @@ def test_what_the_card_changes_is_stored_and_nothing_else(folders):
 
 def test_where_nothing_differs_nothing_is_stored(folders):
     nbformat.write(notebook("cpu"), folders / "ran" / "00_chapter.ipynb")
-    assert card_outputs.store(folders / "ran" / "00_chapter.ipynb") is None and not (folders / "on_card").exists()
+    assert (
+        card_outputs.store(folders / "ran" / "00_chapter.ipynb") is None
+        and not (folders / "on_card").exists()
+    )
 
 
 @pytest.mark.parametrize("change", [{"driver": "580.0-stand-in"}, {"driver": None}, {"gpu": None}])
@@ -75,7 +95,9 @@ def test_the_site_shows_it_after_the_cpus_as_long_as_the_cell_is_the_same(folder
     shown = notebook("cpu", [*SOURCES[:2], "draw(device, 3)\nplt.show()", SOURCES[3]])
     card_outputs.show(shown, folders / "site" / "00_chapter.ipynb")
     kinds = [cell.cell_type for cell in shown.cells]
-    assert kinds == ["markdown", "code", "markdown", "code", "code", "code"], "a figure of another cell is left out"
+    assert kinds == ["markdown", "code", "markdown", "code", "code", "code"], (
+        "a figure of another cell is left out"
+    )
     heading, *rest = shown.cells[2].source.splitlines()
     versions = "driver 580.1 · torch 2.11.0 · transformers 5.23.0 · 2026-11-26"
     assert heading == f"````{{admonition}} On this card: NVIDIA H100 80GB HBM3 · {versions}"
@@ -103,4 +125,6 @@ def test_what_is_stored_is_small_and_of_a_real_card():
 
 def test_chapters_that_show_most_of_a_card_come_first():
     order = [path.stem[:2] for path in on_card.in_order(settings.chapters())]
-    assert order[:3] == ["07", "08", "00"] and sorted(order) == [path.stem[:2] for path in settings.chapters()]
+    assert order[:3] == ["07", "08", "00"] and sorted(order) == [
+        path.stem[:2] for path in settings.chapters()
+    ]

@@ -14,7 +14,11 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 SPANS = re.findall(r"`([^`]+)`", PROSE)
-FOLDERS = [ROOT, ROOT / "tests", *(p for p in (ROOT / "helpers").rglob("*") if p.is_dir() and p.name != "__pycache__")]
+FOLDERS = [
+    ROOT,
+    ROOT / "tests",
+    *(p for p in (ROOT / "helpers").rglob("*") if p.is_dir() and p.name != "__pycache__"),
+]
 PLACEHOLDERS = {"NN_name": "05_lora", "NN": "05", "NAME": "gpt2"}
 # Made by those who follow the page, not part of the repository.
 THEIRS = {
@@ -39,7 +43,11 @@ def commands() -> list[list[str]]:
 
 
 def paths() -> list[str]:
-    found = [span for span in SPANS if re.fullmatch(r"[\w./-]+\.(py|json|md|toml|yml|txt|ipynb)|[\w./-]+/", span)]
+    found = [
+        span
+        for span in SPANS
+        if re.fullmatch(r"[\w./-]+\.(py|json|md|toml|yml|txt|ipynb)|[\w./-]+/", span)
+    ]
     return sorted({filled(path) for path in found} - THEIRS)
 
 
@@ -50,14 +58,18 @@ def test_the_page_has_what_is_checked_here():
 @pytest.mark.parametrize("path", paths())
 def test_every_file_is_there(path):
     is_test = re.fullmatch(r"test_\w+\.py", path)  # named alone: pytest finds it by that
-    assert any((folder / path).exists() for folder in FOLDERS) or (is_test and list((ROOT / "tests").rglob(path)))
+    assert any((folder / path).exists() for folder in FOLDERS) or (
+        is_test and list((ROOT / "tests").rglob(path))
+    )
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_every_command_is_there(words):
     program, *arguments = words
     if program == "make":
-        targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+        targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[
+            1
+        ].split()
         assert arguments[0] in targets
         for given in arguments[1:]:
             name, value = given.split("=")
@@ -75,7 +87,10 @@ def test_every_command_is_there(words):
 
 
 @pytest.mark.parametrize(
-    "span", sorted({s for s in SPANS if s.startswith("vramlab.")} | {"vramlab_course.memory_history.record"})
+    "span",
+    sorted(
+        {s for s in SPANS if s.startswith("vramlab.")} | {"vramlab_course.memory_history.record"}
+    ),
 )
 def test_every_dotted_name_is_there(span):
     """Modules, and names in modules."""
@@ -95,7 +110,9 @@ def test_every_dotted_name_is_there(span):
     ],
 )
 def test_every_list_is_there(file, name):
-    assert f"`{name}`" in TEXT and re.search(rf"^{name}\b.* = ", (ROOT / file).read_text(), re.MULTILINE)
+    assert f"`{name}`" in TEXT and re.search(
+        rf"^{name}\b.* = ", (ROOT / file).read_text(), re.MULTILINE
+    )
 
 
 def test_the_figures_it_quotes_are_those_of_the_course():

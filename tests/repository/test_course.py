@@ -1,4 +1,6 @@
-"""`make course`, `make notebooks` and the set-up cell, on notebooks made here: what runs, what fails, what is left."""
+"""`make course`, `make notebooks` and the set-up cell, on notebooks made here: what runs, what
+fails, what is left.
+"""
 
 import os
 import re
@@ -31,7 +33,9 @@ but \$5 is money and $\frac$ is no formula."""
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """The folder, the exit status and the output of a course of two notebooks, the first of which fails."""
+    """The folder, the exit status and the output of a course of two notebooks, the first of which
+    fails.
+    """
     folder = tmp_path_factory.mktemp("course")
     broken = scratch.write(folder / "00_broken.ipynb", "print('before')", "1 / 0", "print('never')")
     whole = scratch.write(folder / "01_whole.ipynb", scratch.CLAIM, scratch.PLOT)
@@ -43,8 +47,12 @@ def left(tmp_path_factory):
 from pathlib import Path
 import course
 sys.exit(course.run_course([Path({str(broken)!r}), Path({str(whole)!r})], Path("out"), lambda: "recipe  1 < 2"))"""
-    run = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert [path.read_bytes() for path in (broken, whole)] == before, "the committed notebooks are never touched"
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert [path.read_bytes() for path in (broken, whole)] == before, (
+        "the committed notebooks are never touched"
+    )
     return folder / "out", run
 
 
@@ -75,14 +83,19 @@ def test_pages_need_no_network(left):
     out, _ = left
     for path in out.glob("*.html"):
         text = path.read_text()
-        fetched = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?!data:)([^\"'\s>]+)", text)
+        fetched = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?!data:)([^\"'\s>]+)", text
+        )
         fetched += re.findall(r"@import|url\(\s*[\"']?https?:", text)
         assert fetched == [] and "<script" not in text, path.name
 
 
 def test_pages_draw_formulas_themselves(left):
     text = (left[0] / "01_whole.html").read_text()
-    assert len(re.findall("<math [^>]*>", text)) == 3 and len(re.findall('<math [^>]*display="block"', text)) == 2
+    assert (
+        len(re.findall("<math [^>]*>", text)) == 3
+        and len(re.findall('<math [^>]*display="block"', text)) == 2
+    )
     assert "$5 is money" in text and r"\frac" in text, "what is no formula stays as it was written"
 
 
@@ -92,7 +105,11 @@ def test_index_links_every_page(left):
     for name in ("00_broken", "01_whole"):
         assert f'href="{name}.html"' in text and f'href="{name}.ipynb"' in text
         assert (out / f"{name}.html").exists() and (out / f"{name}.ipynb").exists()
-    assert "stopped in cell 4" in text and "ZeroDivisionError: division by zero" in text and "ran to the end" in text
+    assert (
+        "stopped in cell 4" in text
+        and "ZeroDivisionError: division by zero" in text
+        and "ran to the end" in text
+    )
     assert "recipe  1 &lt; 2" in text and "torch 2." in text
     assert "together" in text and "calculator.ipynb" in text
 
@@ -135,7 +152,9 @@ def test_a_course_without_chapters_fails(tmp_path):
 
 def test_the_bar_counts_cells(tmp_path):
     paths = [scratch.write(tmp_path / f"0{n}_x.ipynb", *["pass"] * n) for n in (1, 3)]
-    console = Console(force_terminal=True, width=100, record=True, file=(tmp_path / "screen").open("w"))
+    console = Console(
+        force_terminal=True, width=100, record=True, file=(tmp_path / "screen").open("w")
+    )
     runs = execute.run_all(paths, console, lambda run: None)
     assert [run.error for run in runs] == ["", ""]
     assert "6/6" in (tmp_path / "screen").read_text(), "two set-up cells and four others"
@@ -164,10 +183,16 @@ def test_make_notebooks_stores_good_runs_only(tmp_path, good):
     broken = scratch.write(tmp_path / "98_broken.ipynb", "1 / 0")
     command = [sys.executable, settings.TOOLS / "execute.py", whole, broken]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 1 and "98_broken.ipynb, cell 3 (1 / 0): ZeroDivisionError" in run.stderr
-    assert '"execution_count": 1' not in broken.read_text(), "a notebook that fails keeps what it had"
+    assert (
+        run.returncode == 1 and "98_broken.ipynb, cell 3 (1 / 0): ZeroDivisionError" in run.stderr
+    )
+    assert '"execution_count": 1' not in broken.read_text(), (
+        "a notebook that fails keeps what it had"
+    )
     assert "peak 2.652 GiB" in whole.read_text() and "9.999" not in whole.read_text()
-    assert "a figure without alternative text" in "\n".join(canonical.problems(whole)), "plain matplotlib has none"
+    assert "a figure without alternative text" in "\n".join(canonical.problems(whole)), (
+        "plain matplotlib has none"
+    )
     once = whole.read_text()
     subprocess.run([*command[:2], whole], check=True, capture_output=True, timeout=300)
     assert whole.read_text() == once, "running twice changes nothing"
@@ -180,12 +205,16 @@ def test_a_figure_keeps_its_alternative_text(notebook):
 
 def test_the_setup_cell_does_nothing_at_home(tmp_path):
     run = execute.run(scratch.write(tmp_path / "00_x.ipynb", "print(hosted)"))
-    assert run.notebook.cells[1].outputs == [] and run.notebook.cells[2].outputs[0].text == "False\n"
+    assert (
+        run.notebook.cells[1].outputs == [] and run.notebook.cells[2].outputs[0].text == "False\n"
+    )
 
 
 @pytest.mark.slow  # builds the package; `make test` holds the list of packages against the folders
 def test_the_setup_cell_on_colab(tmp_path):
-    """An environment without the package and an empty folder: only the package is new, and its data came with it."""
+    """An environment without the package and an empty folder: only the package is new, and its data
+    came with it.
+    """
     check = """from vramlab.report.data import data_path
 
 assert any(data_path("models").iterdir())
@@ -211,7 +240,9 @@ def test_ctrl_c_ends_the_kernel_and_says_so(tmp_path):
         os.kill(int(pid.read_text()), 0)
 
 
-@pytest.mark.parametrize("failure", [DeadKernelError("Kernel died"), AssertionError(), CellTimeoutError("late"), None])
+@pytest.mark.parametrize(
+    "failure", [DeadKernelError("Kernel died"), AssertionError(), CellTimeoutError("late"), None]
+)
 def test_ctrl_c_is_one_however_the_kernels_client_takes_it(failure, monkeypatch, tmp_path):
     class Client(execute.NotebookClient):
         def execute(self, **options):
@@ -224,7 +255,9 @@ def test_ctrl_c_is_one_however_the_kernels_client_takes_it(failure, monkeypatch,
         execute.run(scratch.write(tmp_path / "00_x.ipynb", "1 + 1"))
 
 
-@pytest.mark.parametrize("tool", ["canonical.py --check", "execute.py", "course.py", "try_colab.py"])
+@pytest.mark.parametrize(
+    "tool", ["canonical.py --check", "execute.py", "course.py", "try_colab.py"]
+)
 def test_a_notebook_that_is_not_there_is_named(tool):
     name, *flags = tool.split()
     command = [sys.executable, settings.TOOLS / name, *flags, "nowhere.ipynb"]

@@ -1,4 +1,6 @@
-"""pyproject.toml, environment.yml and constraints.txt say the same, and CI runs what the README tells readers."""
+"""pyproject.toml, environment.yml and constraints.txt say the same, and CI runs what the README
+tells readers.
+"""
 
 import json
 import os
@@ -67,7 +69,9 @@ def is_exact_set() -> bool:
         return False
 
 
-@pytest.mark.skipif(not is_exact_set(), reason="this environment was made with other versions than constraints.txt")
+@pytest.mark.skipif(
+    not is_exact_set(), reason="this environment was made with other versions than constraints.txt"
+)
 def test_pins_cover_what_the_dependencies_bring():
     missing = {Requirement(line).name for line in pins.installed()} - set(CONSTRAINTS)
     # A CUDA build of torch and other systems bring packages that the pinned set does not know.
@@ -77,7 +81,9 @@ def test_pins_cover_what_the_dependencies_bring():
 def test_floors_are_the_lowest_that_pyproject_admits():
     floors = pins.floors()
     assert "torch==2.11" in floors and "transformers==5.15" in floors
-    assert len(floors) == len({canonicalize_name(requirement.name) for requirement in pins.direct()})
+    assert len(floors) == len(
+        {canonicalize_name(requirement.name) for requirement in pins.direct()}
+    )
 
 
 def test_floors_are_tried_as_pyproject_says_them(tmp_path):
@@ -86,17 +92,23 @@ def test_floors_are_tried_as_pyproject_says_them(tmp_path):
     assert flag == "-c" and Path(constraints).read_text().splitlines() == pins.floors()
     floors = {"torch": "2.11.0+cu130", "transformers": "5.15.0", "some-other": "1.0"}
     assert try_fresh.not_at_the_floor(floors) == []
-    assert try_fresh.not_at_the_floor(floors | {"torch": "2.11.1"}) == ["torch 2.11.1 is not the floor, 2.11"]
+    assert try_fresh.not_at_the_floor(floors | {"torch": "2.11.1"}) == [
+        "torch 2.11.1 is not the floor, 2.11"
+    ]
 
 
 def test_what_is_tried_is_what_pyproject_requires_and_the_oldest_python():
-    """The schedule tries the newest of everything, and the floors with the oldest Python that is allowed."""
+    """The schedule tries the newest of everything, and the floors with the oldest Python that is
+    allowed.
+    """
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
     tried = {each["versions"]: each for each in jobs["fresh"]["strategy"]["matrix"]["include"]}
     assert tried["floors"] == {"versions": "floors", "python": "3.11", "flags": "--floor"}
     assert tried["newest"]["flags"] == ""
     assert "FRESH=${{ matrix.flags }}" in jobs["fresh"]["steps"][-1]["run"]
-    assert {each["set"]: each["python"] for each in jobs["range"]["strategy"]["matrix"]["include"]}["floors"] == "3.11"
+    assert {each["set"]: each["python"] for each in jobs["range"]["strategy"]["matrix"]["include"]}[
+        "floors"
+    ] == "3.11"
 
 
 def test_the_tested_range_that_the_wheel_carries_is_pyprojects_and_the_constraints():
@@ -115,11 +127,16 @@ def test_a_dependency_without_a_floor_is_refused():
 
 def test_every_package_is_distributed():
     given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent.relative_to(ROOT / "helpers") for path in (ROOT / "helpers").rglob("__init__.py")}
-    assert {*given["packages"]} == {".".join(folder.parts) for folder in folders} | {"vramlab.data_files"}
-    assert given["package-dir"]["vramlab.data_files"] == "data" and given["package-data"]["vramlab.data_files"] == [
-        "**/*"
-    ]
+    folders = {
+        path.parent.relative_to(ROOT / "helpers")
+        for path in (ROOT / "helpers").rglob("__init__.py")
+    }
+    assert {*given["packages"]} == {".".join(folder.parts) for folder in folders} | {
+        "vramlab.data_files"
+    }
+    assert given["package-dir"]["vramlab.data_files"] == "data" and given["package-data"][
+        "vramlab.data_files"
+    ] == ["**/*"]
 
 
 def test_ci_calls_make_test_and_can_be_executed():
@@ -130,8 +147,12 @@ def test_ci_calls_make_test_and_can_be_executed():
 
 
 def test_make_help_names_every_target():
-    text = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    text = subprocess.run(
+        ["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[
+        1
+    ].split()
     assert [name for name in targets if name != "help" and f"make {name} " not in text] == []
 
 
@@ -148,8 +169,13 @@ def installed_bytes() -> int:
     total = 0
     for package in tools["packages"]:
         if package != "vramlab.data_files":
-            total += sum(path.stat().st_size for path in (ROOT / "helpers" / package.replace(".", "/")).glob("*.py"))
-    total += sum(path.stat().st_size for path in (ROOT / "helpers/vramlab/planning/templates").rglob("*.*"))
+            total += sum(
+                path.stat().st_size
+                for path in (ROOT / "helpers" / package.replace(".", "/")).glob("*.py")
+            )
+    total += sum(
+        path.stat().st_size for path in (ROOT / "helpers/vramlab/planning/templates").rglob("*.*")
+    )
     left_out = ("base_model", "on_card")
     for path in (ROOT / "data").rglob("*"):
         if path.is_file() and path.relative_to(ROOT / "data").parts[0] not in left_out:

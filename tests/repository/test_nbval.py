@@ -1,4 +1,6 @@
-"""nbval as `make test` runs it: a claim that changed fails, and only tagged lines are left out of the comparison."""
+"""nbval as `make test` runs it: a claim that changed fails, and only tagged lines are left out of
+the comparison.
+"""
 
 import os
 import re
@@ -25,10 +27,22 @@ def nbval(tmp_path):
         path.write_text(canonical.text(notebook))
         sanitize = settings.TOOLS / "sanitize.cfg"
         command = [sys.executable, "-m", "pytest", "-q", "--nbval"]
-        command += [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "hypothesispytest", "anyio")]
-        command += ["--nbval-current-env", "--nbval-cell-timeout=60", f"--nbval-sanitize-with={sanitize}", str(path)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(settings.TOOLS), os.environ.get("PYTHONPATH", "")])}
-        run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        command += [
+            f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "hypothesispytest", "anyio")
+        ]
+        command += [
+            "--nbval-current-env",
+            "--nbval-cell-timeout=60",
+            f"--nbval-sanitize-with={sanitize}",
+            str(path),
+        ]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(settings.TOOLS), os.environ.get("PYTHONPATH", "")]),
+        }
+        run = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
         return run.returncode, run.stdout + run.stderr
 
     return verdict
@@ -37,13 +51,19 @@ def nbval(tmp_path):
 def test_nbval_refuses_a_changed_claim(notebook, nbval):
     code(notebook, "claim").outputs[0].text = "peak 2.651 GiB\n"
     status, output = nbval(notebook)
-    assert status == 1 and "1 failed, 3 passed" in output and "Cell 1: Cell outputs differ" in output
+    assert (
+        status == 1 and "1 failed, 3 passed" in output and "Cell 1: Cell outputs differ" in output
+    )
 
 
 def test_nbval_leaves_out_tagged_lines_and_nothing_else(notebook, nbval):
-    """Another machine's stamp and times pass, however many; the same cell fails when an untagged line differs."""
+    """Another machine's stamp and times pass, however many; the same cell fails when an untagged
+    line differs.
+    """
     live = code(notebook, "live")
-    live.outputs[0].text = "machine: Python 3.13\nmachine: a GPU\nmachine: another\nlive: took 99.0 s\n"
+    live.outputs[
+        0
+    ].text = "machine: Python 3.13\nmachine: a GPU\nmachine: another\nlive: took 99.0 s\n"
     live.outputs[0].text += "live: took 98.0 s\n"
     status, output = nbval(notebook)
     assert status == 0 and "4 passed" in output
@@ -63,12 +83,21 @@ except MeasurementError:
 def test_a_notebook_looks_up_what_is_on_the_courses_list(model, listed, tmp_path):
     """Else nothing would ever be recorded for it, and no reader would learn why."""
     run = execute.run(scratch.write(tmp_path / "00_x.ipynb", LOOKS_UP.format(model=model)))
-    assert ("is not in data/wanted.json, so no GPU records it: add {" in run.error) is not listed, run.error
+    assert ("is not in data/wanted.json, so no GPU records it: add {" in run.error) is not listed, (
+        run.error
+    )
     assert run.failed_cell == (0 if listed else 3)
 
 
 @pytest.mark.parametrize(
-    "line", ["took 99.0 s", "peak live: 99.0 s", " live: took 99.0 s", "live:took 99.0 s", "the machine: 99 GiB"]
+    "line",
+    [
+        "took 99.0 s",
+        "peak live: 99.0 s",
+        " live: took 99.0 s",
+        "live:took 99.0 s",
+        "the machine: 99 GiB",
+    ],
 )
 def test_only_whole_lines_that_begin_with_the_tag_are_left_out(line, sanitize):
     assert sanitize(f"{line}\n") == f"{line}\n"
@@ -103,4 +132,7 @@ def test_live_tags_every_line_and_the_stamp_too(capsys, sanitize):
 
 def test_kernels_draw_inline():
     """An inherited MPLBACKEND would leave every figure out of the outputs."""
-    assert "MPLBACKEND" not in os.environ and "MPLBACKEND" not in {**settings.DETERMINISTIC, **settings.OFFLINE}
+    assert "MPLBACKEND" not in os.environ and "MPLBACKEND" not in {
+        **settings.DETERMINISTIC,
+        **settings.OFFLINE,
+    }

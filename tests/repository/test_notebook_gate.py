@@ -1,4 +1,6 @@
-"""The gate refuses every form of a notebook that nbval, GitHub or readers stumble over: each test spoils one thing."""
+"""The gate refuses every form of a notebook that nbval, GitHub or readers stumble over: each test
+spoils one thing.
+"""
 
 import copy
 import subprocess
@@ -26,7 +28,12 @@ def gate(tmp_path):
 
 def test_the_good_notebook_passes(notebook, gate):
     assert gate(notebook) == ""
-    assert [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"] == [1, 2, 3, 4]
+    assert [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 # What nbval alone lets through, or what GitHub and readers stumble over: the gate's part.
@@ -73,11 +80,15 @@ def spoil_widget_state(nb):
 
 
 def spoil_widget_output(nb):
-    code(nb, "claim").outputs.append(new_output("display_data", {"application/vnd.jupyter.widget-view+json": {"a": 1}}))
+    code(nb, "claim").outputs.append(
+        new_output("display_data", {"application/vnd.jupyter.widget-view+json": {"a": 1}})
+    )
 
 
 def spoil_javascript(nb):
-    code(nb, "claim").outputs.append(new_output("display_data", {"application/javascript": "alert(1)"}))
+    code(nb, "claim").outputs.append(
+        new_output("display_data", {"application/javascript": "alert(1)"})
+    )
 
 
 def spoil_semicolon(nb):
@@ -109,7 +120,9 @@ def spoil_install(nb):
 
 
 def spoil_error(nb):
-    code(nb, "claim").outputs.append(new_output("error", ename="ValueError", evalue="no", traceback=[]))
+    code(nb, "claim").outputs.append(
+        new_output("error", ename="ValueError", evalue="no", traceback=[])
+    )
 
 
 def spoil_stderr(nb):
@@ -129,7 +142,9 @@ def spoil_path_in_stream(nb):
 
 
 def spoil_path_in_html(nb):
-    code(nb, "claim").outputs.append(new_output("display_data", {"text/html": "<b>/Users/ann/x</b>"}))
+    code(nb, "claim").outputs.append(
+        new_output("display_data", {"text/html": "<b>/Users/ann/x</b>"})
+    )
 
 
 def spoil_path_in_markdown(nb):
@@ -258,7 +273,9 @@ def test_gate_refuses_other_files(notebook, gate, good):
 
 
 def test_gate_lets_pass_what_only_looks_wrong(notebook, gate):
-    notebook.cells[0].source += "\n\nSee https://example.org/home/tmp, 1/work and ratio/root; 8 GB/s; a;b."
+    notebook.cells[
+        0
+    ].source += "\n\nSee https://example.org/home/tmp, 1/work and ratio/root; 8 GB/s; a;b."
     code(notebook, "claim").source += "\n# a url: https://example.org/tmp/x; skip nbval here"
     code(notebook, "live").outputs[0].text += "live: 12.4 GB/s and 3.1 TFLOP/s\n"
     assert gate(notebook) == ""
@@ -272,7 +289,13 @@ def test_a_live_size_with_an_assert_passes(notebook, gate):
 
 def test_write_puts_right_all_but_results(notebook, tmp_path, good):
     original = copy.deepcopy(notebook)
-    for spoil in (spoil_cell_id, spoil_stray_metadata, spoil_kernelspec, spoil_widget_state, spoil_trailing_blank):
+    for spoil in (
+        spoil_cell_id,
+        spoil_stray_metadata,
+        spoil_kernelspec,
+        spoil_widget_state,
+        spoil_trailing_blank,
+    ):
         spoil(notebook)
     for spoil in (spoil_cell_metadata, spoil_setup_address, spoil_badge_target):
         spoil(notebook)
@@ -283,11 +306,15 @@ def test_write_puts_right_all_but_results(notebook, tmp_path, good):
     spoil_count(original)
     path.write_text(canonical.text(original))
     canonical.write(path, URL)
-    assert "no execution count" in "\n".join(canonical.problems(path, URL)), "a count is never invented"
+    assert "no execution count" in "\n".join(canonical.problems(path, URL)), (
+        "a count is never invented"
+    )
 
 
 def test_write_keeps_the_text_of_a_widget_that_has_one(notebook, gate, tmp_path):
-    """The calculator's output is live on a page that runs it and text in the file; a progress bar is still refused."""
+    """The calculator's output is live on a page that runs it and text in the file; a progress bar
+    is still refused.
+    """
     path = tmp_path / "99_scratch.ipynb"
 
     def written(text: str) -> nbformat.NotebookNode:
@@ -299,13 +326,20 @@ def test_write_keeps_the_text_of_a_widget_that_has_one(notebook, gate, tmp_path)
         return nbformat.read(path, as_version=4)
 
     kept = written("a table\nof 12.4 GiB")
-    assert code(kept, "claim").outputs[0].data == {"text/plain": "a table\nof 12.4 GiB"} and gate(kept) == ""
+    assert (
+        code(kept, "claim").outputs[0].data == {"text/plain": "a table\nof 12.4 GiB"}
+        and gate(kept) == ""
+    )
     assert "cannot render" in gate(written("HBox(children=(FloatProgress(value=0.0),))"))
 
 
 def test_write_adds_badge_and_setup_cell(tmp_path):
     path = tmp_path / "99_new.ipynb"
-    path.write_text(canonical.text(new_notebook(cells=[new_markdown_cell("# New\n\nText."), new_code_cell("1 + 1")])))
+    path.write_text(
+        canonical.text(
+            new_notebook(cells=[new_markdown_cell("# New\n\nText."), new_code_cell("1 + 1")])
+        )
+    )
     canonical.write(path, URL)
     cells = nbformat.read(path, as_version=4).cells
     assert cells[0].source == f"# New\n\n{canonical.badge(URL, 'notebooks/99_new.ipynb')}\n\nText."
@@ -319,10 +353,16 @@ def test_a_gpu_may_be_asked_for(notebook, gate):
 
 def test_gate_as_a_command(tmp_path, good):
     path = tmp_path / "99_scratch.ipynb"
-    path.write_text(good.replace(URL, settings.repository_url()).replace(URL[19:], settings.repository_url()[19:]))
+    path.write_text(
+        good.replace(URL, settings.repository_url()).replace(
+            URL[19:], settings.repository_url()[19:]
+        )
+    )
     command = [sys.executable, settings.TOOLS / "canonical.py", "--check", path]
     run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, "notebook gate: 1 of 1 in canonical form\n"), run.stdout
+    assert (run.returncode, run.stdout) == (0, "notebook gate: 1 of 1 in canonical form\n"), (
+        run.stdout
+    )
     path.write_text(path.read_text().replace('"name": "python3"', '"name": "mine"'))
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and "notebooks/99_scratch.ipynb: has other metadata" in run.stdout
@@ -345,7 +385,10 @@ def with_hands(nb, stub=STUB, asked=GUESS, compared=COMPARE, printed=FOUND):
     """The good notebook and three cells: a blank, a guess, and what is compared with it."""
     for source, text in ((stub, ""), (asked, ""), (compared, printed)):
         cell = new_code_cell(source, execution_count=len(nb.cells))
-        cell.id, cell.outputs = f"cell-{len(nb.cells) + 1:02d}", [new_output("stream", text=text)] if text else []
+        cell.id, cell.outputs = (
+            f"cell-{len(nb.cells) + 1:02d}",
+            [new_output("stream", text=text)] if text else [],
+        )
         nb.cells.append(cell)
     return nb
 
@@ -357,8 +400,14 @@ def test_blanks_and_guesses_left_to_the_reader_pass(notebook, gate):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stub": STUB.replace("...", "return 2 * number")}, "cell 6: the blank '99.double' is filled in"),
-        ({"stub": STUB[STUB.index("double = ") :]}, "the blank '99.double' is not defined in the cell that checks it"),
+        (
+            {"stub": STUB.replace("...", "return 2 * number")},
+            "cell 6: the blank '99.double' is filled in",
+        ),
+        (
+            {"stub": STUB[STUB.index("double = ") :]},
+            "the blank '99.double' is not defined in the cell that checks it",
+        ),
         ({"asked": GUESS.replace("None", "12")}, "cell 7: a guess without 'mine=None'"),
         ({"asked": GUESS.replace(", mine=None", "")}, "cell 7: a guess without 'mine=None'"),
         (
@@ -366,7 +415,10 @@ def test_blanks_and_guesses_left_to_the_reader_pass(notebook, gate):
             "cell 7: the guess 'cost' is compared in its own cell",
         ),
         ({"compared": "1 + 1", "printed": ""}, "cell 7: the guess 'cost' is compared with nothing"),
-        ({"printed": FOUND.replace("none", "12 %, which is close")}, "a guess is stored with the notebook: 12 %"),
+        (
+            {"printed": FOUND.replace("none", "12 %, which is close")},
+            "a guess is stored with the notebook: 12 %",
+        ),
     ],
 )
 def test_a_blank_or_guess_that_is_taken_from_the_reader_is_refused(changes, words, notebook, gate):
@@ -393,7 +445,9 @@ def test_a_number_that_is_given_away_above_is_refused(text, away, where, noteboo
     else:
         code(notebook, "plot").outputs[-1].metadata["image/png"]["alt"] = text
     found = gate(with_hands(notebook))
-    assert ("cell 8: 11.2 % is to be guessed, and stands in a cell above already" in found) == away, found
+    assert (
+        "cell 8: 11.2 % is to be guessed, and stands in a cell above already" in found
+    ) == away, found
 
 
 def test_a_number_without_a_unit_is_looked_for_whole(notebook, gate):

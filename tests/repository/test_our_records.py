@@ -20,7 +20,8 @@ from vramlab_course.claims import judge, load_claims
 from vramlab_course.claims.ledger import UNDER
 
 FILES = sorted(data_path("measurements").glob("*.json"))
-# Without a bias no version of cuBLASLt matters (`simulate.make_tracker`), so the installed torch says what theirs held.
+# Without a bias no version of cuBLASLt matters (`simulate.make_tracker`), so the installed torch
+# says what theirs held.
 EQUAL = (
     "gemma-2-2b · batch 1 · 16 tokens · fp32 · adamw_torch · 2 layers · eager",
     "llama-3.2-1b · batch 1 · 512 tokens · bf16-true · adamw_bnb_8bit",
@@ -47,12 +48,18 @@ def test_simulate_says_every_byte_that_a_gpu_allocated_and_reserved(title):
     held = next(report for report in records().values() if report.title == title)
     said = simulate(Recipe(**held.recipe), gpu=card_of(held.environment))
     assert (said.requested, said.allocated) == (held.requested, held.allocated)
-    assert said.reserved.value == int(BEYOND * held.reserved)  # the replay's is the card's, to the byte
+    assert said.reserved.value == int(
+        BEYOND * held.reserved
+    )  # the replay's is the card's, to the byte
 
 
 def test_a_record_is_held_against_the_rules_of_its_own_torch():
-    """Up to torch 2.11 cuBLASLt, which multiplies where there is a bias, had a workspace of its own: 1 MiB a thread."""
-    held = next(r for r in records().values() if r.title == "gpt2 · batch 8 · 512 tokens · fp32 · sgd")
+    """Up to torch 2.11 cuBLASLt, which multiplies where there is a bias, had a workspace of its
+    own: 1 MiB a thread.
+    """
+    held = next(
+        r for r in records().values() if r.title == "gpt2 · batch 8 · 512 tokens · fp32 · sgd"
+    )
     recipe, card = Recipe(**held.recipe), card_of(held.environment)
     off = {}
     for torch in (held.environment["torch"], "2.13.0"):
@@ -81,7 +88,9 @@ def test_the_context_of_an_h100_grows_with_flash_attentions_code():
 
 
 def test_what_checkpointing_costs_in_time():
-    """15 pairs of records that differ in nothing else, as chapter 03 says them, and the claim of 20 %."""
+    """15 pairs of records that differ in nothing else, as chapter 03 says them, and the claim of 20
+    %.
+    """
     ratios = []
     for held in records().values():
         recipe = Recipe(**held.recipe)
@@ -89,13 +98,21 @@ def test_what_checkpointing_costs_in_time():
         if recipe.gradient_checkpointing and other and held.speed and other.speed:
             ratios.append(held.speed.median / other.speed.median)
     found = len(ratios), min(ratios), statistics.median(ratios), max(ratios)
-    assert found == (15, pytest.approx(1.08, abs=0.005), pytest.approx(1.53, abs=0.005), pytest.approx(2.08, abs=0.005))
+    assert found == (
+        15,
+        pytest.approx(1.08, abs=0.005),
+        pytest.approx(1.53, abs=0.005),
+        pytest.approx(2.08, abs=0.005),
+    )
     number, least, middle, most = (f"{value:.3g}" for value in found)
     (chapter,) = (ROOT / "notebooks").glob("03_*.ipynb")
     text = chapter.read_text(encoding="utf-8")
     said = f"{number} pairs of runs recorded on an H100 took {least} to {most} times as long with checkpointing, {middle} in"
     assert said in text
-    assert f"in seconds, on an H100, {100 * (found[1] - 1):.0f} to {100 * (found[3] - 1):.0f} %" in text
+    assert (
+        f"in seconds, on an H100, {100 * (found[1] - 1):.0f} to {100 * (found[3] - 1):.0f} %"
+        in text
+    )
     glossary = " ".join((ROOT / "site" / "glossary.md").read_text(encoding="utf-8").split())
     assert f"steps took {least} to {most} times as long on an H100" in glossary
     verdict = judge(load_claims("03")["guide-checkpointing-20"])

@@ -28,7 +28,11 @@ def own_names(trees: list[ast.Module]) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_self(node.value)
+        ):
             names.add(node.attr)
     return names
 
@@ -42,7 +46,9 @@ def names_of_others(tree: ast.Module) -> Iterator[str]:
             yield from (node.module or "").split(".")
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in BY_NAME:
-            yield from (each.value for each in node.args if isinstance(getattr(each, "value", None), str))
+            yield from (
+                each.value for each in node.args if isinstance(getattr(each, "value", None), str)
+            )
 
 
 def leaning_files() -> set[str]:

@@ -1,4 +1,6 @@
-"""The site: its glossary and generated pages as text, the check of links, and one real build without a warning."""
+"""The site: its glossary and generated pages as text, the check of links, and one real build
+without a warning.
+"""
 
 import dataclasses
 import json
@@ -32,7 +34,11 @@ CHAPTERS = {path.name[:2] for path in settings.chapters()}
 
 def entries() -> list[tuple[list[str], str]]:
     """The glossary's entries: the lines that name a term, and its sentence."""
-    blocks = re.findall(r"```\{glossary\}\n(.*?)\n```", (SITE / "glossary.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```\{glossary\}\n(.*?)\n```",
+        (SITE / "glossary.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     found = []
     for entry in "\n\n".join(blocks).split("\n\n"):
         lines = entry.splitlines()
@@ -42,10 +48,16 @@ def entries() -> list[tuple[list[str], str]]:
 
 
 def stub(claim) -> Verdict:
-    """A verdict nobody computed: its first case has what the claim says, the others wait for a record."""
+    """A verdict nobody computed: its first case has what the claim says, the others wait for a
+    record.
+    """
     first, case = next(iter(claim.each.items()))
-    value = Interval(case.quoted, case.quoted, case.quoted) if claim.rule == "within" else case.quoted
-    return Verdict(claim, {**dict.fromkeys(claim.cases), first: Finding(value, "derived", "a configuration")})
+    value = (
+        Interval(case.quoted, case.quoted, case.quoted) if claim.rule == "within" else case.quoted
+    )
+    return Verdict(
+        claim, {**dict.fromkeys(claim.cases), first: Finding(value, "derived", "a configuration")}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +65,8 @@ def stubs() -> list[Verdict]:
     return [stub(claim) for claim in load_claims().values()]
 
 
-# --- glossary -----------------------------------------------------------------------------------------------------
+# --- glossary
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_every_term_has_its_korean_name_and_one_sentence():
@@ -63,7 +76,9 @@ def test_every_term_has_its_korean_name_and_one_sentence():
         assert len(names) == 2, names
         assert not re.search("[가-힣]", names[0]) and re.search("[가-힣]", names[1]), names
         text = re.fullmatch(r"(.+)\. \(chapter \d\d\)", sentence)
-        assert text and not re.search(r"\. [A-Z]", text[1]), f"{names[0]}: one sentence, then its chapter"
+        assert text and not re.search(r"\. [A-Z]", text[1]), (
+            f"{names[0]}: one sentence, then its chapter"
+        )
 
 
 def test_no_term_stands_twice():
@@ -72,15 +87,24 @@ def test_no_term_stands_twice():
 
 
 def test_every_chapter_that_the_glossary_names_is_there_or_announced():
-    announced = set(re.findall(r"\b\d\d\b", re.search(r"In the making.*|$", (ROOT / "README.md").read_text())[0]))
+    announced = set(
+        re.findall(
+            r"\b\d\d\b", re.search(r"In the making.*|$", (ROOT / "README.md").read_text())[0]
+        )
+    )
     named = {re.search(r"\(chapter (\d\d)\)$", sentence)[1] for _, sentence in entries()}
     assert named <= CHAPTERS | announced
     assert len(named) >= 7
 
 
-# --- what the notebooks become ------------------------------------------------------------------------------------
+# --- what the notebooks become
+# ------------------------------------------------------------------------------------
 
-PLACES = ["notebooks/01_types.ipynb", "notebooks/02_memory.ipynb", "notebooks/solutions/02_memory_solutions.ipynb"]
+PLACES = [
+    "notebooks/01_types.ipynb",
+    "notebooks/02_memory.ipynb",
+    "notebooks/solutions/02_memory_solutions.ipynb",
+]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +134,11 @@ def test_mentions_become_links(here, text, expected):
     "here, text, expected",
     [
         ("README.md", "[table](site/accuracy.md)", "[table](accuracy.md)"),
-        ("README.md", "[licence](LICENSE)", f"[licence]({settings.repository_url()}/blob/main/LICENSE)"),
+        (
+            "README.md",
+            "[licence](LICENSE)",
+            f"[licence]({settings.repository_url()}/blob/main/LICENSE)",
+        ),
         (
             PLACES[0],
             "[claims](../data/claims.json)",
@@ -119,7 +147,11 @@ def test_mentions_become_links(here, text, expected):
         (PLACES[2], "[back](../02_memory.ipynb)", "[back](../02_memory.ipynb)"),
         (PLACES[0], "![peak](figures/timeline.png)", "![peak](figures/timeline.png)"),
         (PLACES[0], "[nowhere](nowhere.md)", "[nowhere](nowhere.md)"),  # the build says so
-        (PLACES[0], "[a](https://example.org/LICENSE) [b](#LICENSE)", "[a](https://example.org/LICENSE) [b](#LICENSE)"),
+        (
+            PLACES[0],
+            "[a](https://example.org/LICENSE) [b](#LICENSE)",
+            "[a](https://example.org/LICENSE) [b](#LICENSE)",
+        ),
     ],
 )
 def test_files_outside_of_the_site_are_in_the_repository(here, text, expected):
@@ -127,11 +159,16 @@ def test_files_outside_of_the_site_are_in_the_repository(here, text, expected):
 
 
 def test_the_badge_goes_the_setup_is_folded_and_figures_keep_their_words(notebook):
-    picture = nbformat.v4.new_output("display_data", {"image/png": "AAAA"}, metadata={"image/png": {"alt": "A bar."}})
+    picture = nbformat.v4.new_output(
+        "display_data", {"image/png": "AAAA"}, metadata={"image/png": {"alt": "A bar."}}
+    )
     notebook.cells.append(nbformat.v4.new_code_cell("plt.show()", outputs=[picture]))
     assert "colab-badge" in notebook.cells[0].source
     made = make_site.for_the_site(notebook, PLACES[0], PLACES)
-    assert "colab-badge" not in made.cells[0].source and "[Open in Colab](https://" in made.cells[0].source
+    assert (
+        "colab-badge" not in made.cells[0].source
+        and "[Open in Colab](https://" in made.cells[0].source
+    )
     assert [cell.metadata.get("tags") for cell in made.cells].count(["hide-input"]) == 1
     assert made.cells[-1].metadata["mystnb"] == {"image": {"alt": "A bar."}}
 
@@ -141,12 +178,15 @@ def test_nothing_is_executed_and_nothing_is_fetched():
     assert conf["nb_execution_mode"] == "off"
     assert conf["nb_ipywidgets_js"] == {}
     assert conf["html_math_renderer"] == "mathml"
-    static = "".join(path.read_text() for path in (SITE / "static").rglob("*.*") if path.suffix != ".pyc")
+    static = "".join(
+        path.read_text() for path in (SITE / "static").rglob("*.*") if path.suffix != ".pyc"
+    )
     static = static.replace("http://www.w3.org/2000/svg", "")  # a name, no address
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", static)
 
 
-# --- claims and names ---------------------------------------------------------------------------------------------
+# --- claims and names
+# ---------------------------------------------------------------------------------------------
 
 
 def rows_of(page: str, claim) -> list[str]:
@@ -158,7 +198,9 @@ def test_the_page_has_every_claim_with_its_figure_verdict_and_source(stubs):
     for verdict in stubs:
         (row,) = rows_of(page, verdict.claim)
         assert re.sub(r"\\", "", row).count(verdict.text) >= 1, verdict.claim.name
-        assert re.search(r"(?<!\\)\|", row[1:-1]) and len(re.findall(r"(?<!\\)\|", row)) == 5, verdict.claim.name
+        assert re.search(r"(?<!\\)\|", row[1:-1]) and len(re.findall(r"(?<!\\)\|", row)) == 5, (
+            verdict.claim.name
+        )
         assert verdict.claim.by in row and verdict.claim.condition in re.sub(r"\\", "", row)
     assert "[chapter 02](notebooks/02_memory.ipynb)" in page
     assert f"| all five | {len(stubs)} |" in page
@@ -197,7 +239,10 @@ def test_another_verdict_gives_another_page():
 
 def test_a_waiting_claim_says_for_what_hardware():
     claim = load_claims()["guide-mixed-speed"]
-    missing = {"bf16": "Waits for a GPU with a fan.", "fp16": "there is no recorded measurement of it"}
+    missing = {
+        "bf16": "Waits for a GPU with a fan.",
+        "fp16": "there is no recorded measurement of it",
+    }
     page = site_pages.claims_page([Verdict(claim, dict.fromkeys(claim.cases), missing)], {})
     assert "waits for a GPU with a fan<" in page and "waits for a record of a GPU<" in page
     assert "**waits for a GPU record**" in page
@@ -209,14 +254,16 @@ def test_the_reference_has_every_public_name_with_its_description():
     page = site_pages.reference_page()
     found = re.findall(r"^`(\w+)(?:\(.*?\))?`\n: (\S.*)$", page, re.MULTILINE)
     assert sorted(name for name, _ in found) == sorted(vramlab.__all__)
-    assert "`predict(recipe, gpu=…, other_memory=…, expandable_segments=…)`" in page and "1,073,741,824 bytes" in page
+    assert (
+        "`predict(recipe, gpu=…, other_memory=…, expandable_segments=…)`" in page
+        and "1,073,741,824 bytes" in page
+    )
 
 
-# --- links --------------------------------------------------------------------------------------------------------
+# --- links
+# --------------------------------------------------------------------------------------------------------
 
-GOOD = (
-    '<html><h1 id="top">T</h1><a href="b.html#there">b</a><img src="p.png"><a href="https://example.org/x">x</a></html>'
-)
+GOOD = '<html><h1 id="top">T</h1><a href="b.html#there">b</a><img src="p.png"><a href="https://example.org/x">x</a></html>'
 
 
 @pytest.mark.parametrize(
@@ -228,7 +275,11 @@ GOOD = (
         ("p.png", "q.png", "a.html: q.png is not there"),
         ('src="p.png"', 'src="https://cdn.example.org/p.png"', "from the network"),
         ("<img", '<script src="//cdn.example.org/s.js"></script><img', "from the network"),
-        ("<img", '<link rel="stylesheet" href="https://fonts.example.org/f.css"><img', "from the network"),
+        (
+            "<img",
+            '<link rel="stylesheet" href="https://fonts.example.org/f.css"><img',
+            "from the network",
+        ),
     ],
 )
 def test_what_leads_nowhere_or_away_is_found(tmp_path, old, new, said):
@@ -241,12 +292,15 @@ def test_what_leads_nowhere_or_away_is_found(tmp_path, old, new, said):
     assert said in wrong
 
 
-# --- a real build -------------------------------------------------------------------------------------------------
+# --- a real build
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, stubs):
-    """The whole site with every notebook there is, and what was wrong with it; the verdicts alone are made up."""
+    """The whole site with every notebook there is, and what was wrong with it; the verdicts alone
+    are made up.
+    """
     pytest.importorskip("sphinx")
     folder = tmp_path_factory.mktemp("site")
     return folder, make_site.make(make_site.notebooks(), stubs, folder)
@@ -256,54 +310,91 @@ def test_the_site_builds_without_a_warning_and_every_link_leads_somewhere(built)
     folder, (wrong, external) = built
     assert wrong == []
     assert all(link.startswith("https://") for link in external)
-    pages = {path.relative_to(folder / "site").as_posix() for path in (folder / "site").rglob("*.html")}
-    expected = {path.relative_to(ROOT).with_suffix(".html").as_posix() for path in make_site.notebooks()}
-    assert expected | {"index.html", "glossary.html", "claims.html", "reference.html", "search.html"} <= pages
+    pages = {
+        path.relative_to(folder / "site").as_posix() for path in (folder / "site").rglob("*.html")
+    }
+    expected = {
+        path.relative_to(ROOT).with_suffix(".html").as_posix() for path in make_site.notebooks()
+    }
+    assert (
+        expected | {"index.html", "glossary.html", "claims.html", "reference.html", "search.html"}
+        <= pages
+    )
 
 
 def test_figures_formulas_and_tables_are_on_the_pages(built):
     folder, _ = built
     for path in settings.chapters():
-        html = (folder / "site" / path.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
+        html = (folder / "site" / path.relative_to(ROOT).with_suffix(".html")).read_text(
+            encoding="utf-8"
+        )
         cells = nbformat.read(path, 4).cells
         text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
         outputs = [o for cell in cells if cell.cell_type == "code" for o in cell.outputs]
         figures = [o for o in outputs if "image/png" in o.get("data", {})]
-        on_card = [json.loads(stored.read_text()) for stored in card_outputs.FOLDER.glob(f"*/{path.stem}.json")]
-        figures += [picture for stored in on_card for part in stored["cells"] for picture in part["pictures"]]
+        on_card = [
+            json.loads(stored.read_text())
+            for stored in card_outputs.FOLDER.glob(f"*/{path.stem}.json")
+        ]
+        figures += [
+            picture
+            for stored in on_card
+            for part in stored["cells"]
+            for picture in part["pictures"]
+        ]
         shown = len(figures) + len(re.findall(r"!\[[^\]]*\]\((?!https:)", text))
         article = html[html.index("<article") : html.index("</article>")]
         assert article.count("<img ") == shown, path.name
         assert len(re.findall(r'<img alt="[^"]{20,}', article)) == shown, path.name
         assert ("<math" in article) == ("$" in text) and "$$" not in article, path.name
         ledgers = "".join(o["data"].get("text/markdown", "") for o in outputs if "data" in o)
-        assert ("<table" in article) == ("\n|--" in text + ledgers or "\n| --" in text + ledgers), path.name
+        assert ("<table" in article) == ("\n|--" in text + ledgers or "\n| --" in text + ledgers), (
+            path.name
+        )
 
 
 def test_the_index_asks_the_question_and_carries_the_promise_the_picture_and_the_syllabus(built):
     html = (built[0] / "site" / "index.html").read_text(encoding="utf-8")
-    assert "Does my training fit?" in html and 'id="quick"' in html and 'href="calculator.html"' in html
+    assert (
+        "Does my training fit?" in html
+        and 'id="quick"' in html
+        and 'href="calculator.html"' in html
+    )
     assert "No number in this course is an opinion" in html and "published.png" in html
-    assert html.count("Syllabus") >= 2 and html.count('href="notebooks/02_memory_decomposition.html') >= 2
+    assert (
+        html.count("Syllabus") >= 2
+        and html.count('href="notebooks/02_memory_decomposition.html') >= 2
+    )
     assert "timeline.png" in (built[0] / "site" / "use.html").read_text(encoding="utf-8")
 
 
 def test_terms_lead_to_the_glossary_and_the_glossary_to_where_a_chapter_uses_them(built):
     """That both ends are there is what the check of links has seen."""
-    page = (built[0] / "site" / "notebooks" / "02_memory_decomposition.html").read_text(encoding="utf-8")
+    page = (built[0] / "site" / "notebooks" / "02_memory_decomposition.html").read_text(
+        encoding="utf-8"
+    )
     glossary = (built[0] / "site" / "glossary.html").read_text(encoding="utf-8")
-    assert page.count('id="word-activation"') == 1 and 'href="../glossary.html#term-activation"' in page
-    assert 'href="notebooks/02_memory_decomposition.html#word-activation">chapter 02</a>' in glossary
+    assert (
+        page.count('id="word-activation"') == 1
+        and 'href="../glossary.html#term-activation"' in page
+    )
+    assert (
+        'href="notebooks/02_memory_decomposition.html#word-activation">chapter 02</a>' in glossary
+    )
     assert glossary.count("#word-") > 60
 
 
 def test_claims_are_linked_from_their_chapter_and_back(built):
     claims = (built[0] / "site" / "claims.html").read_text(encoding="utf-8")
     for path in settings.chapters():
-        page = (built[0] / "site" / path.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
+        page = (built[0] / "site" / path.relative_to(ROOT).with_suffix(".html")).read_text(
+            encoding="utf-8"
+        )
         shown = [claim.name for claim in load_claims(path.name[:2]).values() if claim.chapter_page]
         assert all(f'href="../claims.html#{name}"' in page for name in shown), path.name
-        assert all(f'href="notebooks/{path.stem}.html#claim-{name}"' in claims for name in shown), path.name
+        assert all(f'href="notebooks/{path.stem}.html#claim-{name}"' in claims for name in shown), (
+            path.name
+        )
 
 
 def test_figures_have_their_size_and_lead_to_the_whole_picture(built):
@@ -319,29 +410,52 @@ def test_a_link_shows_its_picture_only_where_the_address_is_known(built):
         conf["link_card"].__globals__["html_baseurl"] = address
         context = {"title": "A <b>title</b>", "metatags": '<meta name="description" content="own">'}
         conf["link_card"](None, "claims", "page.html", context, None)
-        assert context["metatags"].count('content="https://example.org/lab/_static/open_graph.png"') == pictures
-        assert context["metatags"].count('name="description"') == 1 and 'content="A title"' in context["metatags"]
+        assert (
+            context["metatags"].count('content="https://example.org/lab/_static/open_graph.png"')
+            == pictures
+        )
+        assert (
+            context["metatags"].count('name="description"') == 1
+            and 'content="A title"' in context["metatags"]
+        )
     assert make_site.read_png(built[0] / "site" / "_static" / "open_graph.png")[0] == (1200, 630)
 
 
-# --- evidence -----------------------------------------------------------------------------------------------------
+# --- evidence
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_records_appear_by_themselves(tmp_path):
-    assert "no record yet" in site_evidence.records_page(tmp_path, 3) and "3 groups" in site_evidence.records_page(
+    assert "no record yet" in site_evidence.records_page(
         tmp_path, 3
-    )
+    ) and "3 groups" in site_evidence.records_page(tmp_path, 3)
     recipe = Recipe("gpt2", batch_size=2, seq_len=64)
-    about = {"gpu": "T4", "driver": "1.2", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-11-22"}
+    about = {
+        "gpu": "T4",
+        "driver": "1.2",
+        "torch": "2.13.0",
+        "transformers": "5.23.0",
+        "date": "2026-11-22",
+    }
     report = dataclasses.replace(
-        predict(recipe, gpu="T4"), source="measured", environment=about, reserved=5 * GiB, process=6 * GiB
+        predict(recipe, gpu="T4"),
+        source="measured",
+        environment=about,
+        reserved=5 * GiB,
+        process=6 * GiB,
     )
     save(report, tmp_path)
     page = site_evidence.records_page(tmp_path, 3)
-    assert "## T4" in page and "driver 1.2, torch 2.13.0" in page and "t4-torch2.13-transformers5.23.json" in page
+    assert (
+        "## T4" in page
+        and "driver 1.2, torch 2.13.0" in page
+        and "t4-torch2.13-transformers5.23.json" in page
+    )
     (row,) = [line for line in page.splitlines() if line.startswith("| gpt2")]
     assert "+0.00%" in row and "5.000 GiB" in row and row.endswith("2026-11-22 |")
-    sharded = dataclasses.replace(report, recipe=recipe.replace(sharding=Sharding(3, 8, "deepspeed")).to_dict())
+    sharded = dataclasses.replace(
+        report, recipe=recipe.replace(sharding=Sharding(3, 8, "deepspeed")).to_dict()
+    )
     table = site_evidence.records_table([report, sharded])
     assert table.count("rank 0 alone, without communication") == 1
 
@@ -360,21 +474,27 @@ def test_the_search_finds_english_words_and_korean_terms(built):
         word: {index["docnames"][n] for n in np.atleast_1d(index["terms"][word])}
         for word in ("quantiz", "그레이디언트")
     }
-    assert {"glossary", "notebooks/06_qlora"} <= found["quantiz"] and found["그레이디언트"] == {"glossary"}
+    assert {"glossary", "notebooks/06_qlora"} <= found["quantiz"] and found["그레이디언트"] == {
+        "glossary"
+    }
 
 
 def test_a_broken_link_fails_the_build(built, tmp_path, capfd):
     source = tmp_path / "source"
     pages = "*.md", "*.ipynb", "notebooks"
     shutil.copytree(built[0] / "site-source", source, ignore=shutil.ignore_patterns(*pages))
-    (source / "index.md").write_text("# A page\n\n[nowhere](notebooks/99_nowhere.ipynb)\n", encoding="utf-8")
+    (source / "index.md").write_text(
+        "# A page\n\n[nowhere](notebooks/99_nowhere.ipynb)\n", encoding="utf-8"
+    )
     assert make_site.render(source, tmp_path / "site") != 0
     said = capfd.readouterr().err
     assert "99_nowhere" in said and said.count("WARNING") == 1
 
 
 def test_the_pages_workflow_builds_checks_and_then_publishes():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "pages.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(
+        (ROOT / ".github" / "workflows" / "pages.yml").read_text(encoding="utf-8")
+    )
     steps = workflow["jobs"]["site"]["steps"]
     said = [step.get("run", step.get("uses", "")) for step in steps]
     parts = ("configure-pages", "make site", "pytest", "upload-pages", "deploy-pages")
@@ -382,4 +502,7 @@ def test_the_pages_workflow_builds_checks_and_then_publishes():
     assert order == sorted(order)
     for path in re.findall(r"\btests/[\w/]+\.py", " ".join(said)):
         assert (ROOT / path).exists()
-    assert next(step["with"]["path"] for step in steps if "upload-pages" in step.get("uses", "")) == "build/site"
+    assert (
+        next(step["with"]["path"] for step in steps if "upload-pages" in step.get("uses", ""))
+        == "build/site"
+    )

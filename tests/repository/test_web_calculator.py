@@ -1,4 +1,6 @@
-"""The calculator in the page: its archive answers on the standard library alone, and in a real browser as here."""
+"""The calculator in the page: its archive answers on the standard library alone, and in a real
+browser as here.
+"""
 
 import functools
 import json
@@ -45,7 +47,12 @@ def draws(number: int, seed: int) -> list[dict]:
     """Random states of the controls."""
     rng = random.Random(seed)
     return [
-        START | {name: rng.choice(values) for name, values in VALUES.items() if values and rng.random() < 0.3}
+        START
+        | {
+            name: rng.choice(values)
+            for name, values in VALUES.items()
+            if values and rng.random() < 0.3
+        }
         for _ in range(number)
     ]
 
@@ -73,7 +80,11 @@ def test_the_archive_answers_as_predict_does_without_any_library(tmp_path):
     zipfile.ZipFile(tmp_path / "vramlab.zip").extractall(tmp_path)
     states = draws(60, 1)
     run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", ASK], input=json.dumps(states), cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-I", "-S", "-c", ASK],
+        input=json.dumps(states),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     page, answers, config, modules = json.loads(run.stdout)
@@ -95,7 +106,10 @@ def test_the_archive_answers_as_predict_does_without_any_library(tmp_path):
             {"SFTConfig(", "LoraConfig(", "BitsAndBytesConfig(", "    max_length=2048,"},
         ),
         ({"trainer": "transformers", "loop": "plain"}, {"TrainingArguments("}),
-        ({"trainer": "transformers", "lora_r": UNSET, "loop": "optimizer_in_backward"}, {"TrainingArguments("}),
+        (
+            {"trainer": "transformers", "lora_r": UNSET, "loop": "optimizer_in_backward"},
+            {"TrainingArguments("},
+        ),
     ],
 )
 def test_code_of_an_answer_runs_and_says_the_same(changes, said):
@@ -105,17 +119,23 @@ def test_code_of_an_answer_runs_and_says_the_same(changes, said):
     answer = json.loads(bridge.answer(json.dumps(bridge.BEGIN | changes)))
     names: dict = {"print": lambda *_: None}
     exec(answer["code"], names)
-    assert predict(names["recipe"]).peak.total == answer["peak"] and str(names["recipe"]) == answer["recipe"]
+    assert (
+        predict(names["recipe"]).peak.total == answer["peak"]
+        and str(names["recipe"]) == answer["recipe"]
+    )
     assert said <= set(answer["arguments"].splitlines())
     if loop := changes.get("loop"):
         assert f"loop={loop!r}" in answer["code"] and f"--loop {loop}" in answer["command"]
-        assert answer["arguments"].startswith(f"# The Trainer cannot run loop={loop!r}. Its own has zero_grad='end', ")
+        assert answer["arguments"].startswith(
+            f"# The Trainer cannot run loop={loop!r}. Its own has zero_grad='end', "
+        )
     words = shlex.split(answer["command"].replace("\\\n", " "))
     said = CliRunner().invoke(app, [*words[1:], "--json"])
     assert json.loads(said.stdout)["peak"]["total"] == answer["peak"], said.output
 
 
-# --- in a browser -------------------------------------------------------------------------------------------------
+# --- in a browser
+# -------------------------------------------------------------------------------------------------
 
 PATIENCE = 300_000  # milliseconds until a test gives up; how long something takes is not asserted
 SHELL = """<!doctype html><html lang="en"><title>Calculator</title><main><h1>Does my training fit?</h1>
@@ -141,9 +161,14 @@ VISIT = """async states => {
 
 
 def chromium() -> str | None:
-    """The browser: by its path in CHROMIUM, Playwright's own (None), or the system's. Skips the test where there is none."""
+    """The browser: by its path in CHROMIUM, Playwright's own (None), or the system's.
+
+    Skips the test where there is none.
+    """
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    system = map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))
+    system = map(
+        shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    )
     if found := os.environ.get("CHROMIUM") or next(filter(None, system), None):
         return found
     with sync_api.sync_playwright() as play:
@@ -160,7 +185,9 @@ def address(tmp_path_factory):
     except OSError as error:
         pytest.skip(f"Pyodide could not be fetched from the npm registry: {error}")
     folder = tmp_path_factory.mktemp("page")
-    place = shutil.copytree(web_calculator.ROOT / "site" / "static" / "calculator", folder / "calculator")
+    place = shutil.copytree(
+        web_calculator.ROOT / "site" / "static" / "calculator", folder / "calculator"
+    )
     web_calculator.write_archive(place / "vramlab.zip")
     shutil.copytree(pyodide, place / "pyodide")
     (folder / "index.html").write_text(SHELL, encoding="utf-8")
@@ -179,7 +206,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def page(request):
-    """The calculator, answering, 390 pixels wide and in the dark; no error may have reached its console."""
+    """The calculator, answering, 390 pixels wide and in the dark; no error may have reached its
+    console.
+    """
     executable = chromium()
     from playwright.sync_api import sync_playwright
 
@@ -189,7 +218,10 @@ def page(request):
         page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
         page.set_default_timeout(PATIENCE)
         wrong: list[str] = []
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: wrong.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.goto(address)
         page.wait_for_selector("#calculator[data-answer]")
@@ -199,7 +231,9 @@ def page(request):
 
 
 def visit(page, states: list[dict]) -> None:
-    begin = json.loads(page.evaluate("JSON.stringify(window.beginning ??= JSON.parse(calculator.dataset.state))"))
+    begin = json.loads(
+        page.evaluate("JSON.stringify(window.beginning ??= JSON.parse(calculator.dataset.state))")
+    )
     asked = [(urlencode({k: _js(v) for k, v in state.items()}), begin | state) for state in states]
     for found, state in zip(page.evaluate(VISIT, asked), states, strict=True):
         same(found, state)
@@ -210,7 +244,9 @@ def test_a_browser_says_the_same_bytes_for_200_recipes(page):
 
 
 def test_every_control_has_a_label_and_can_be_reached_in_order_by_keyboard(page):
-    page.evaluate("document.querySelectorAll('#calculator details').forEach((part) => (part.open = true))")
+    page.evaluate(
+        "document.querySelectorAll('#calculator details').forEach((part) => (part.open = true))"
+    )
     names = page.evaluate(
         """[...calculator.querySelectorAll("input, select, textarea")].map((part) =>
         [part.id, part.labels?.[0]?.textContent || part.getAttribute("aria-label") || ""])"""
@@ -236,7 +272,9 @@ def test_the_answer_follows_a_key_and_is_said_to_screen_readers(page):
     before, slider = said.inner_text(), page.locator("#calculator-batch_size")
     slider.focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("before => document.querySelector('[data-part=said]').innerText !== before", arg=before)
+    page.wait_for_function(
+        "before => document.querySelector('[data-part=said]').innerText !== before", arg=before
+    )
     assert slider.get_attribute("aria-valuetext") == "6" and "batch_size=6" in page.url
     assert "T4: " in said.inner_text() and "GiB" in said.inner_text()
     answer = json.loads(page.locator("#calculator").get_attribute("data-answer"))
@@ -246,7 +284,9 @@ def test_the_answer_follows_a_key_and_is_said_to_screen_readers(page):
 
 
 def test_a_phone_needs_no_scrolling_sideways(page):
-    page.evaluate("document.querySelectorAll('#calculator details').forEach((part) => (part.open = true))")
+    page.evaluate(
+        "document.querySelectorAll('#calculator details').forEach((part) => (part.open = true))"
+    )
     wide = """[...document.querySelectorAll("#calculator *")].filter((part) => !part.closest("pre, svg"))
     .filter((part) => part.getBoundingClientRect().right > 390).map((part) => part.outerHTML.slice(0, 120))"""
     assert page.evaluate("document.documentElement.scrollWidth") <= 390, page.evaluate(wide)

@@ -1,4 +1,6 @@
-"""The table that ends `make course`: all witnesses on a line, another target named, gaps shown as gaps."""
+"""The table that ends `make course`: all witnesses on a line, another target named, gaps shown as
+gaps.
+"""
 
 import dataclasses
 
@@ -25,7 +27,9 @@ def test_a_step_that_runs_here_equals_its_simulation(monkeypatch):
     """In this process: tests/measurement/test_measure.py has the one of its own."""
     from vramlab.measurement import worker
 
-    monkeypatch.setattr("vramlab.measurement.measure.run_here", lambda order, *_: worker.run(**order))
+    monkeypatch.setattr(
+        "vramlab.measurement.measure.run_here", lambda order, *_: worker.run(**order)
+    )
     (cpu,) = lines(witnesses.measure_once)
     assert cpu[1] == "cpu" and cpu[2].endswith("GiB (for cuda)") and cpu[3] == cpu[4]
     assert cpu[5].endswith("%") and cpu[6] == "+0.00%"
@@ -33,7 +37,9 @@ def test_a_step_that_runs_here_equals_its_simulation(monkeypatch):
 
 def test_a_gpu_gives_one_line_with_all_three():
     (line,) = lines(lambda recipe: as_measured("measured", "cuda"))
-    assert line[1] == "cuda" and line[3] == line[4] and line[6] == "+0.00%" and line[5].endswith("%")
+    assert (
+        line[1] == "cuda" and line[3] == line[4] and line[6] == "+0.00%" and line[5].endswith("%")
+    )
 
 
 def test_a_record_is_called_one():

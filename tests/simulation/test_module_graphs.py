@@ -1,4 +1,6 @@
-"""Module graphs drawn at random: `simulate(model=…, target="cpu")` says what `watch` sees, to the byte."""
+"""Module graphs drawn at random: `simulate(model=…, target="cpu")` says what `watch` sees, to the
+byte.
+"""
 
 import hypothesis
 import pytest
@@ -14,7 +16,9 @@ ROWS, LENGTH, WIDTH = 3, 5, 8
 
 
 class Along(nn.Module):
-    """A layer along the sequence, which is the last dimension there, so that its input is not contiguous."""
+    """A layer along the sequence, which is the last dimension there, so that its input is not
+    contiguous.
+    """
 
     def __init__(self, *layers):
         super().__init__()
@@ -36,11 +40,19 @@ class Residual(nn.Module):
 class Attention(nn.Module):
     def __init__(self, causal):
         super().__init__()
-        self.qkv, self.out, self.causal = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), causal
+        self.qkv, self.out, self.causal = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            causal,
+        )
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Function(nn.Module):
@@ -107,7 +119,9 @@ NODES = {
     "cumulated": lambda: Function(lambda x: x.cumsum(1)),
     "detached": lambda: Function(lambda x: x + x.detach().square()),
     "einsum": lambda: Function(lambda x: torch.einsum("bld,bmd,bme->ble", x, x, x)),
-    "standardized": lambda: Function(lambda x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1)),
+    "standardized": lambda: Function(
+        lambda x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1)
+    ),
 }
 JOINS = {
     "first": lambda a, b: a,
@@ -119,7 +133,9 @@ JOINS = {
 LOSSES = {
     "sum": lambda outputs, batch: outputs.float().sum(),
     "square": lambda outputs, batch: outputs.float().pow(2).mean(),
-    "entropy": lambda outputs, batch: F.cross_entropy(outputs.flatten(0, 1), batch["ids"].flatten()),
+    "entropy": lambda outputs, batch: F.cross_entropy(
+        outputs.flatten(0, 1), batch["ids"].flatten()
+    ),
     "masked": lambda outputs, batch: outputs[batch["mask"]].logsumexp(-1).mean(),
 }
 OPTIMIZERS = {
@@ -153,7 +169,9 @@ places = st.integers(0, 3)
 graphs = st.fixed_dictionaries(
     {
         "nodes": st.lists(
-            st.tuples(st.sampled_from(sorted(NODES)), st.sampled_from(sorted(JOINS)), places, places),
+            st.tuples(
+                st.sampled_from(sorted(NODES)), st.sampled_from(sorted(JOINS)), places, places
+            ),
             min_size=1,
             max_size=4,
         ),
@@ -192,7 +210,9 @@ def differences(nodes, loss, optimizer, precision) -> list[str]:
         "floats": torch.rand(ROWS, LENGTH, WIDTH),
     }
     model, make, loss = Graph(nodes), OPTIMIZERS[optimizer], LOSSES[loss]
-    said = simulate(model=model, batch=batch, loss=loss, optimizer=make, target="cpu", precision=precision)
+    said = simulate(
+        model=model, batch=batch, loss=loss, optimizer=make, target="cpu", precision=precision
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     seen = measured(model, batch, loss, make(trained), precision)
     if said.notes:
@@ -201,16 +221,26 @@ def differences(nodes, loss, optimizer, precision) -> list[str]:
     for phase in ("load", "forward", "backward", "step", "between_steps"):
         for moment in ("peak", "end"):
             pair = [dict(getattr(report.phases[phase], moment).items()) for report in (said, seen)]
-            found += [f"{phase}.{moment} {c}: {pair[0][c]} != {n}" for c, n in pair[1].items() if pair[0][c] != n]
+            found += [
+                f"{phase}.{moment} {c}: {pair[0][c]} != {n}"
+                for c, n in pair[1].items()
+                if pair[0][c] != n
+            ]
     return found
 
 
 def test_writing_into_a_view_is_noted():
-    """A view that is one in every release: since torch 2.15 the result of a linear layer on three dimensions is none."""
+    """A view that is one in every release: since torch 2.15 the result of a linear layer on three
+    dimensions is none.
+    """
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.ReLU(inplace=True))
     batch = torch.rand(ROWS, LENGTH, WIDTH)
-    said = simulate(model=layer, batch=batch, loss=LOSSES["sum"], optimizer=torch.optim.SGD, target="cpu")
-    assert said.notes == ["a view is written into (module '2'): its backward pass takes 480 bytes more for a moment"]
+    said = simulate(
+        model=layer, batch=batch, loss=LOSSES["sum"], optimizer=torch.optim.SGD, target="cpu"
+    )
+    assert said.notes == [
+        "a view is written into (module '2'): its backward pass takes 480 bytes more for a moment"
+    ]
 
 
 @pytest.mark.parametrize("kind", NODES)

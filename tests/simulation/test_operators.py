@@ -1,6 +1,8 @@
-"""ATen's operators fake against real: the storages of their results, forward and backward, equal to the byte.
+"""ATen's operators fake against real: the storages of their results, forward and backward, equal to
+the byte.
 
-A representative sweep in seconds, and torch's whole table of operators (OpInfo) among the slow tests.
+A representative sweep in seconds, and torch's whole table of operators (OpInfo) among the slow
+tests.
 """
 
 import json
@@ -31,17 +33,25 @@ def signs(*shape: int) -> torch.Tensor:
 
 
 def losses() -> dict:
-    """Every reduction of every loss on a prediction much larger than one number, and with a broadcast target."""
+    """Every reduction of every loss on a prediction much larger than one number, and with a
+    broadcast target.
+    """
     prediction, target, classes = rand(8, 96), rand(8, 96, trained=False), torch.arange(8)
     pairs = {
         name: (getattr(F, name), (prediction, target))
         for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy")
     }
-    pairs["binary_cross_entropy_with_logits"] = (F.binary_cross_entropy_with_logits, (prediction, target))
+    pairs["binary_cross_entropy_with_logits"] = (
+        F.binary_cross_entropy_with_logits,
+        (prediction, target),
+    )
     pairs["poisson_nll_loss"] = (F.poisson_nll_loss, (prediction, target))
     pairs["soft_margin_loss"] = (F.soft_margin_loss, (prediction, signs(8, 96)))
     pairs["hinge_embedding_loss"] = (F.hinge_embedding_loss, (prediction, signs(8, 96)))
-    pairs["multilabel_soft_margin_loss"] = (F.multilabel_soft_margin_loss, (prediction, target.round()))
+    pairs["multilabel_soft_margin_loss"] = (
+        F.multilabel_soft_margin_loss,
+        (prediction, target.round()),
+    )
     pairs["multi_margin_loss"] = (F.multi_margin_loss, (prediction, classes))
     pairs["cross_entropy"] = (F.cross_entropy, (prediction, classes))
     pairs["nll_loss"] = (F.nll_loss, (prediction, classes))
@@ -52,9 +62,15 @@ def losses() -> dict:
         for name, (function, args) in pairs.items()
         for reduction in ("mean", "sum", "none")
     }
-    cases["mse_loss, broadcast"] = (torch.ops.aten.mse_loss, (rand(8, 96), rand(96, trained=False)), {})
+    cases["mse_loss, broadcast"] = (
+        torch.ops.aten.mse_loss,
+        (rand(8, 96), rand(96, trained=False)),
+        {},
+    )
     weights = {"weight": torch.rand(96)}
-    return cases | {"binary_cross_entropy, weighted": (F.binary_cross_entropy, (prediction, target), weights)}
+    return cases | {
+        "binary_cross_entropy, weighted": (F.binary_cross_entropy, (prediction, target), weights)
+    }
 
 
 def images() -> dict:
@@ -90,11 +106,17 @@ def norms() -> dict:
         "layer": (nn.LayerNorm(16), (2, 8, 16)),
         "rms": (nn.RMSNorm(16), (2, 8, 16)),
     }
-    cases = {f"{name} norm": (module, (rand(*shape),), {}) for name, (module, shape) in kinds.items()}
+    cases = {
+        f"{name} norm": (module, (rand(*shape),), {}) for name, (module, shape) in kinds.items()
+    }
     for name, (module, shape) in kinds.items():
         cases[f"{name} norm of bf16"] = (copy_as(module, bf16), (rand(*shape, dtype=bf16),), {})
         if name != "rms":  # autocast makes such inputs
-            cases[f"{name} norm of bf16, parameters in fp32"] = (module, (rand(*shape, dtype=bf16),), {})
+            cases[f"{name} norm of bf16, parameters in fp32"] = (
+                module,
+                (rand(*shape, dtype=bf16),),
+                {},
+            )
     return cases
 
 
@@ -108,11 +130,26 @@ def others() -> dict:
     x, ids = rand(4, 32), torch.arange(12) % 5
     cases = {
         name: (getattr(F, name), (x,), {})
-        for name in ("gelu", "silu", "elu", "glu", "softplus", "logsigmoid", "hardswish", "mish", "normalize", "rrelu")
+        for name in (
+            "gelu",
+            "silu",
+            "elu",
+            "glu",
+            "softplus",
+            "logsigmoid",
+            "hardswish",
+            "mish",
+            "normalize",
+            "rrelu",
+        )
     }
     cases |= {
         "prelu": (nn.PReLU(32), (x,), {}),
-        "spectrum": (torch.stft, (x, 16), {"window": torch.hann_window(16), "return_complex": True}),
+        "spectrum": (
+            torch.stft,
+            (x, 16),
+            {"window": torch.hann_window(16), "return_complex": True},
+        ),
         "two windows": (lambda x: x * torch.hann_window(32) * torch.hann_window(32), (x,), {}),
         "softmax": (torch.softmax, (x, -1), {}),
         "logsumexp": (torch.logsumexp, (x, -1), {}),
@@ -127,8 +164,16 @@ def others() -> dict:
         "bilinear": (nn.Bilinear(32, 32, 5), (x, rand(4, 32)), {}),
         "gather": (torch.gather, (x, 1, torch.zeros(4, 3, dtype=torch.int64)), {}),
         "embedding": (F.embedding, (ids, rand(5, 16)), {}),
-        "attention": (F.scaled_dot_product_attention, (rand(2, 4, 16, 8), rand(2, 4, 16, 8), rand(2, 4, 16, 8)), {}),
-        "attention modules": (nn.MultiheadAttention(16, 2), (rand(5, 2, 16), rand(5, 2, 16), rand(5, 2, 16)), {}),
+        "attention": (
+            F.scaled_dot_product_attention,
+            (rand(2, 4, 16, 8), rand(2, 4, 16, 8), rand(2, 4, 16, 8)),
+            {},
+        ),
+        "attention modules": (
+            nn.MultiheadAttention(16, 2),
+            (rand(5, 2, 16), rand(5, 2, 16), rand(5, 2, 16)),
+            {},
+        ),
     }
     return cases
 
@@ -147,22 +192,37 @@ def test_fake_operators_allocate_what_real_ones_do(case, simulated):
     assert simulated[case] == on_real(*CASES[case])
 
 
-# Not kept exact: an over-estimate by a mask of booleans, layouts of rare kinds, and bags, which a module is refused for.
-KNOWN = ("nn_functional_one_hot", "nn_functional_max_unpool2d", "tensordot", "nn_functional_embedding_bag")
-MASKED = {"__getitem__ 14", "index_put 1", "index_put 3"}  # samples by a mask of booleans, which fakes take as full
+# Not kept exact: an over-estimate by a mask of booleans, layouts of rare kinds, and bags, which a
+# module is refused for.
+KNOWN = (
+    "nn_functional_one_hot",
+    "nn_functional_max_unpool2d",
+    "tensordot",
+    "nn_functional_embedding_bag",
+)
+MASKED = {
+    "__getitem__ 14",
+    "index_put 1",
+    "index_put 3",
+}  # samples by a mask of booleans, which fakes take as full
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [("float32", "complex64", "int64", "bool"), ("bfloat16", "float16")])
+@pytest.mark.parametrize(
+    "dtypes", [("float32", "complex64", "int64", "bool"), ("bfloat16", "float16")]
+)
 def test_every_operator_of_torchs_table(dtypes):
     script = Path(__file__).parents[1] / "op_sweep.py"
-    ran = subprocess.run([sys.executable, script, "40", *dtypes], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, script, "40", *dtypes], capture_output=True, text=True, check=True
+    )
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["swept"] > 2000
     assert {name for name in found["different"] if not name.startswith(KNOWN)} == MASKED
 
 
-# --- losses in a step -------------------------------------------------------------------------------------------------
+# --- losses in a step
+# -------------------------------------------------------------------------------------------------
 
 
 def regression(loss, target: str):
@@ -181,12 +241,16 @@ def regression(loss, target: str):
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy])
 def test_a_loss_holds_as_much_as_the_prediction(loss, target):
     """Huber's loss is reduced into a tensor of its own."""
-    held, of_huber = (regression(f, target).phases["forward"].end.total for f in (loss, F.huber_loss))
+    held, of_huber = (
+        regression(f, target).phases["forward"].end.total for f in (loss, F.huber_loss)
+    )
     assert MiB - 1024 <= held - of_huber <= MiB
 
 
 def test_losses_are_computed_apart_on_cuda():
-    """`mse_loss_out` writes every element's loss to a tensor of its own and adds that up into the result."""
+    """`mse_loss_out` writes every element's loss to a tensor of its own and adds that up into the
+    result.
+    """
     x = torch.empty(64, 4096, device="meta")
     scratch = kernel_scratch()
     for name in ("mse_loss", "smooth_l1_loss", "huber_loss"):
@@ -194,7 +258,9 @@ def test_losses_are_computed_apart_on_cuda():
 
 
 def test_norms_on_cuda_keep_fp32_statistics_of_half_precision():
-    """Batch norm's are of the accumulation type (`Normalization.cu`); group norm's have the input's dtype."""
+    """Batch norm's are of the accumulation type (`Normalization.cu`); group norm's have the input's
+    dtype.
+    """
     x = torch.rand(2, 4, 8, 8, dtype=bf16)
     with fake_world("cuda") as (mode, _):
         x = mode.from_tensor(x)

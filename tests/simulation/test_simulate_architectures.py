@@ -1,4 +1,6 @@
-"""Architectures outside the recipes' families by `simulate(model=…)`, held against `watch` on this CPU."""
+"""Architectures outside the recipes' families by `simulate(model=…)`, held against `watch` on this
+CPU.
+"""
 
 import importlib.util
 
@@ -48,9 +50,15 @@ def sam():
             global_attn_indexes=[1],
             num_pos_feats=4,
         ),
-        prompt_encoder_config=dict(hidden_size=8, image_size=32, patch_size=8, mask_input_channels=4),
+        prompt_encoder_config=dict(
+            hidden_size=8, image_size=32, patch_size=8, mask_input_channels=4
+        ),
         mask_decoder_config=dict(
-            hidden_size=8, mlp_dim=16, num_hidden_layers=1, num_attention_heads=2, iou_head_hidden_dim=8
+            hidden_size=8,
+            mlp_dim=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            iou_head_hidden_dim=8,
         ),
     )
     return transformers.SamModel(c), {
@@ -81,7 +89,13 @@ def wav2vec2():
 
 def swin():
     c = transformers.SwinConfig(
-        image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4, num_labels=3
+        image_size=32,
+        patch_size=4,
+        embed_dim=8,
+        depths=[1, 1],
+        num_heads=[1, 2],
+        window_size=4,
+        num_labels=3,
     )
     return transformers.SwinForImageClassification(c), {
         "pixel_values": torch.rand(2, 3, 32, 32),
@@ -90,7 +104,9 @@ def swin():
 
 
 def convnext():
-    c = transformers.ConvNextConfig(image_size=32, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=3)
+    c = transformers.ConvNextConfig(
+        image_size=32, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=3
+    )
     return transformers.ConvNextForImageClassification(c), {
         "pixel_values": torch.rand(2, 3, 32, 32),
         "labels": torch.tensor([0, 1]),
@@ -106,7 +122,9 @@ def mamba():
 
 
 def rwkv():
-    c = transformers.RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=16)
+    c = transformers.RwkvConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=16
+    )
     return transformers.RwkvForCausalLM(c), {"input_ids": IDS, "labels": IDS}
 
 
@@ -131,30 +149,61 @@ def gemma3n():
 
 
 def outputs_loss(outputs, batch):
-    return outputs["loss"] if "loss" in outputs else outputs["pred_masks"].sum() + outputs["iou_scores"].sum()
+    return (
+        outputs["loss"]
+        if "loss" in outputs
+        else outputs["pred_masks"].sum() + outputs["iou_scores"].sum()
+    )
 
 
 ARCHITECTURES = [whisper, sam, wav2vec2, swin, convnext, mamba, rwkv, gemma3n]
 
 
 # Two models in one, windows over an image, convolutions, recurrence.
-@pytest.mark.parametrize("make", params(ARCHITECTURES, [whisper, swin, convnext, mamba]), ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", params(ARCHITECTURES, [whisper, swin, convnext, mamba]), ids=lambda f: f.__name__
+)
 def test_an_architecture_is_what_watch_sees(make):
     torch.manual_seed(0)
     model, batch = make()
-    said = simulate(model=model.train(), batch=batch, loss=outputs_loss, optimizer=torch.optim.SGD, target="cpu")
+    said = simulate(
+        model=model.train(), batch=batch, loss=outputs_loss, optimizer=torch.optim.SGD, target="cpu"
+    )
     seen = measured(model, batch, outputs_loss, torch.optim.SGD(model.parameters()))
     assert said.phases == {name: seen.phases[name] for name in said.phases}
 
 
 def test_a_kernel_whose_package_is_missing_is_noted():
     """transformers runs its own code instead of flash-linear-attention's, which takes other memory."""
-    sizes = dict(linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
-    config = {"model_type": "qwen3_5_text", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config |= {"head_dim": 16, "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, **sizes}
-    notes = simulate(Recipe({**config, "layer_types": ["linear_attention", "full_attention"]}, 1, 16)).notes
+    sizes = dict(
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    config = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config |= {
+        "head_dim": 16,
+        "vocab_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        **sizes,
+    }
+    notes = simulate(
+        Recipe({**config, "layer_types": ["linear_attention", "full_attention"]}, 1, 16)
+    ).notes
     found = [note.split("`")[1] for note in notes if "not installed" in note]
-    assert found == ["causal_conv1d_fn", "chunk_gated_delta_rule"][: 2 - bool(importlib.util.find_spec("fla"))]
+    assert (
+        found
+        == ["causal_conv1d_fn", "chunk_gated_delta_rule"][
+            : 2 - bool(importlib.util.find_spec("fla"))
+        ]
+    )
 
 
 def test_adapters_under_names_that_mean_experts_too_are_refused_by_the_formulas():

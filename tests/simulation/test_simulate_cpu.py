@@ -1,8 +1,11 @@
-"""Fake tensors against real ones: the same step, once simulated and once really run, equal to the byte.
+"""Fake tensors against real ones: the same step, once simulated and once really run, equal to the
+byte.
 
-Real: `build` and `train_step` on CPU tensors with weights and values, followed by the tracker. Simulated: fake tensors.
-Compared are every allocation of both runs in order, what was alive then by category, phases, peak and largest tensors.
-`test_simulate_witness.py` holds the tracker itself against the allocator's own events.
+Real: `build` and `train_step` on CPU tensors with weights and values, followed by the tracker.
+    Simulated: fake tensors.
+Compared are every allocation of both runs in order, what was alive then by category, phases, peak
+and largest tensors. `test_simulate_witness.py` holds the tracker itself against the allocator's own
+events.
 """
 
 import dataclasses
@@ -27,7 +30,13 @@ ADAPTERS = {
     "none": {},
     "lora": {"lora": EVERYWHERE},
     "lora in the base's dtype": {
-        "lora": LoRA(r=4, target_modules="all-linear", lora_dropout=0.1, bias="all", autocast_adapter_dtype=False)
+        "lora": LoRA(
+            r=4,
+            target_modules="all-linear",
+            lora_dropout=0.1,
+            bias="all",
+            autocast_adapter_dtype=False,
+        )
     },
     "nf4": {"lora": EVERYWHERE, "quantization": Quantization("nf4")},
     "nf4 double": {"lora": EVERYWHERE, "quantization": Quantization("nf4", double=True)},
@@ -42,8 +51,12 @@ LOOPS = {
         "gradient_accumulation_steps": 2,
         "loop": Loop.named("plain", set_to_none=False, zero_grad="before_backward"),
     },
-    "clipping, zeros at the end": {"loop": Loop.named("plain", set_to_none=False, zero_grad="end", max_grad_norm=1.0)},
-    "outputs and cache kept, foreach": {"loop": Loop.named("trainer", keep_outputs=True, use_cache=True, foreach=True)},
+    "clipping, zeros at the end": {
+        "loop": Loop.named("plain", set_to_none=False, zero_grad="end", max_grad_norm=1.0)
+    },
+    "outputs and cache kept, foreach": {
+        "loop": Loop.named("trainer", keep_outputs=True, use_cache=True, foreach=True)
+    },
 }
 FACTORS = {
     "family": TINY,
@@ -60,7 +73,8 @@ def recipe_of(row: dict) -> Recipe:
     family, adapter = row["family"], ADAPTERS[row["adapter"]]
     precision, _, dtype = row["precision"].partition(" over ")
     if family == "vit" and adapter:
-        # With only a bias to train, CPU's convolution makes the weight's gradient too and drops it; fake ones do not.
+        # With only a bias to train, CPU's convolution makes the weight's gradient too and drops it;
+        # fake ones do not.
         adapter = {**adapter, "lora": dataclasses.replace(adapter["lora"], bias="none")}
     return Recipe(
         config(family),
@@ -86,7 +100,9 @@ def valid(row: dict) -> bool:
 
 
 ROWS, IMPOSSIBLE = pairwise(FACTORS, valid, optional=[("family", "optim")], tries=200)
-QUICK = every_value(ROWS, times=1)  # each value of each setting; every pair of them is for `make test-all`
+QUICK = every_value(
+    ROWS, times=1
+)  # each value of each setting; every pair of them is for `make test-all`
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
 HEARING = read_shape("whisper-tiny").config | dict(
@@ -96,34 +112,64 @@ HEARING = read_shape("whisper-tiny").config | dict(
 CLASSES = {"task": "sequence-classification"}
 NO_CLIP = Loop.named("trainer", max_grad_norm=None)
 FOUR_BITS = {"precision": "bf16-mixed", "gradient_checkpointing": True}
-QLORA = {"lora": LoRA(), "quantization": Quantization("nf4", double=True), "optim": "paged_adamw_8bit"}
-# What pairs of settings do not reach: real widths, other heads, saved modules, other optimizers' arguments.
+QLORA = {
+    "lora": LoRA(),
+    "quantization": Quantization("nf4", double=True),
+    "optim": "paged_adamw_8bit",
+}
+# What pairs of settings do not reach: real widths, other heads, saved modules, other optimizers'
+# arguments.
 SPECIAL = {
     "gpt2 as published": Recipe("gpt2", seq_len=32, num_layers=2),
     "pythia-70m, all of it": Recipe("pythia-70m", seq_len=64, precision="bf16-mixed"),
-    "t5-small as published": Recipe("t5-small", seq_len=16, num_layers=1, optim="adafactor", precision="fp16-mixed"),
-    "bert-base, checkpointing": Recipe("bert-base", seq_len=32, num_layers=2, gradient_checkpointing=True),
+    "t5-small as published": Recipe(
+        "t5-small", seq_len=16, num_layers=1, optim="adafactor", precision="fp16-mixed"
+    ),
+    "bert-base, checkpointing": Recipe(
+        "bert-base", seq_len=32, num_layers=2, gradient_checkpointing=True
+    ),
     "vit-base as published": Recipe("vit-base", num_layers=2, precision="bf16-true", loop="plain"),
-    "Qwen's widths in 4 bits": Recipe("qwen2.5-0.5b", seq_len=16, num_layers=1, precision="bf16-true", **QLORA),
+    "Qwen's widths in 4 bits": Recipe(
+        "qwen2.5-0.5b", seq_len=16, num_layers=1, precision="bf16-true", **QLORA
+    ),
     "sequence classification": Recipe(config("bert"), lora=LoRA(), **CLASSES, **SMALL),
     "a causal model that classifies": Recipe(config("gpt2", pad_token_id=0), **CLASSES, **SMALL),
-    "saved modules": Recipe(config("llama"), lora=LoRA(modules_to_save=("lm_head",)), precision="bf16-true", **SMALL),
-    "DoRA": Recipe(config("llama"), lora=LoRA(use_dora=True, lora_dropout=0.1), **{**FOUR_BITS, **SMALL}),
-    "DoRA on Conv1D": Recipe(config("gpt2"), lora=LoRA(use_dora=True), precision="bf16-true", **SMALL),
-    "adapters with biases": Recipe(config("gpt2"), lora=LoRA(lora_bias=True, bias="lora_only"), **SMALL),
+    "saved modules": Recipe(
+        config("llama"), lora=LoRA(modules_to_save=("lm_head",)), precision="bf16-true", **SMALL
+    ),
+    "DoRA": Recipe(
+        config("llama"), lora=LoRA(use_dora=True, lora_dropout=0.1), **{**FOUR_BITS, **SMALL}
+    ),
+    "DoRA on Conv1D": Recipe(
+        config("gpt2"), lora=LoRA(use_dora=True), precision="bf16-true", **SMALL
+    ),
+    "adapters with biases": Recipe(
+        config("gpt2"), lora=LoRA(lora_bias=True, bias="lora_only"), **SMALL
+    ),
     "fused experts": Recipe(
         config("mixtral"),
-        lora=LoRA(r=4, target_modules=("q_proj",), target_parameters=("experts.gate_up_proj", "experts.down_proj")),
+        lora=LoRA(
+            r=4,
+            target_modules=("q_proj",),
+            target_parameters=("experts.gate_up_proj", "experts.down_proj"),
+        ),
         **SMALL,
     ),
     "trained embeddings": Recipe(
-        config("llama"), lora=LoRA(target_modules=("embed_tokens",), modules_to_save=("lm_head",)), **SMALL
+        config("llama"),
+        lora=LoRA(target_modules=("embed_tokens",), modules_to_save=("lm_head",)),
+        **SMALL,
     ),
     "LoRA on PEFT's default targets": Recipe(
         config("gpt2"), lora=LoRA(use_rslora=True), precision="fp16-true", **SMALL
     ),
     "4 bits quantized from fp32": Recipe(
-        config("llama"), dtype="float32", **FOUR_BITS, lora=EVERYWHERE, quantization=Quantization("nf4"), **SMALL
+        config("llama"),
+        dtype="float32",
+        **FOUR_BITS,
+        lora=EVERYWHERE,
+        quantization=Quantization("nf4"),
+        **SMALL,
     ),
     "4 bits computed in fp32": Recipe(
         config("gpt2"),
@@ -133,25 +179,51 @@ SPECIAL = {
         quantization=Quantization("nf4", compute_dtype="float32", prepare=False),
         **SMALL,
     ),
-    "fp16 weights under bf16": Recipe(config("llama"), dtype="float16", precision="bf16-mixed", **SMALL),
-    "momentum": Recipe(config("gpt2"), optim="sgd", optim_args="momentum=0.9", loop=NO_CLIP, **SMALL),
-    "rmsprop with momentum": Recipe(config("gpt2"), optim="rmsprop", optim_args="momentum=0.9,alpha=0.9", **SMALL),
-    "one token more than a tile": Recipe(config("llama"), 1, 65, num_layers=2, precision="bf16-true"),
+    "fp16 weights under bf16": Recipe(
+        config("llama"), dtype="float16", precision="bf16-mixed", **SMALL
+    ),
+    "momentum": Recipe(
+        config("gpt2"), optim="sgd", optim_args="momentum=0.9", loop=NO_CLIP, **SMALL
+    ),
+    "rmsprop with momentum": Recipe(
+        config("gpt2"), optim="rmsprop", optim_args="momentum=0.9,alpha=0.9", **SMALL
+    ),
+    "one token more than a tile": Recipe(
+        config("llama"), 1, 65, num_layers=2, precision="bf16-true"
+    ),
     "half-precision input of fp32 norms": Recipe(
         config("phi", qk_layernorm=True), 1, 8, num_layers=1, precision="bf16-mixed"
     ),
     "TRL's head over three tiles": Recipe(
-        config("qwen3", vocab_size=70_000), 2, 24, num_layers=1, precision="bf16-mixed", trainer="sft"
+        config("qwen3", vocab_size=70_000),
+        2,
+        24,
+        num_layers=1,
+        precision="bf16-mixed",
+        trainer="sft",
     ),
     "TRL's head, frozen": Recipe(
-        config("llama"), lora=EVERYWHERE, trainer="sft", gradient_checkpointing=True, **SMALL, precision="bf16-true"
+        config("llama"),
+        lora=EVERYWHERE,
+        trainer="sft",
+        gradient_checkpointing=True,
+        **SMALL,
+        precision="bf16-true",
     ),
     "TRL's mixture in 4 bits": Recipe(
-        config("mixtral"), trainer="sft", lora=LoRA(r=4), quantization=Quantization("nf4", prepare=False), **SMALL
+        config("mixtral"),
+        trainer="sft",
+        lora=LoRA(r=4),
+        quantization=Quantization("nf4", prepare=False),
+        **SMALL,
     ),
     "Whisper": Recipe(HEARING, precision="bf16-true", optim="adafactor", **SMALL),
-    "Whisper in 4 bits": Recipe(HEARING, lora=EVERYWHERE, quantization=Quantization("nf4"), **FOUR_BITS, **SMALL),
-    "three layers of two kinds": Recipe(config("gemma2"), 2, 24, num_layers=3, gradient_checkpointing=True),
+    "Whisper in 4 bits": Recipe(
+        HEARING, lora=EVERYWHERE, quantization=Quantization("nf4"), **FOUR_BITS, **SMALL
+    ),
+    "three layers of two kinds": Recipe(
+        config("gemma2"), 2, 24, num_layers=3, gradient_checkpointing=True
+    ),
 }
 
 
@@ -166,26 +238,52 @@ def assert_equal(recipe: Recipe) -> None:
     simulated, ran = trace(recipe, "cpu", full=True), real(recipe)
     for one, other in zip(births(simulated), births(ran), strict=True):
         assert one == other
-    a, b = to_report(simulated, "simulated", recipe, "cpu"), to_report(ran, "measured", recipe, "cpu")
+    a, b = (
+        to_report(simulated, "simulated", recipe, "cpu"),
+        to_report(ran, "measured", recipe, "cpu"),
+    )
     assert a.phases == b.phases
     assert (a.peak, a.peak_phase, a.largest) == (b.peak, b.peak_phase, b.largest)
-    peaks = [a.phases[name].peak.parameters for name in ("load", "forward", "backward", "step", "between_steps")]
-    # bitsandbytes puts the biases of a 4-bit layer into the activations' dtype when it first sees them
+    peaks = [
+        a.phases[name].peak.parameters
+        for name in ("load", "forward", "backward", "step", "between_steps")
+    ]
+    # bitsandbytes puts the biases of a 4-bit layer into the activations' dtype when it first sees
+    # them
     assert min(peaks) > 0 and len(set(peaks if recipe.quantization is None else peaks[1:])) == 1
     assert a.phases["forward"].end.activations > 0 and a.phases["forward"].peak.inputs > 0
     assert recipe.loop.optimizer_in_backward or a.phases["backward"].end.gradients > 0
-    assert (recipe.optim == "sgd" and not recipe.optim_args) or a.phases["between_steps"].end.optimizer_states > 0
+    assert (recipe.optim == "sgd" and not recipe.optim_args) or a.phases[
+        "between_steps"
+    ].end.optimizer_states > 0
 
 
-@pytest.mark.parametrize("row", params(ROWS, QUICK), ids=lambda row: "-".join(str(value) for value in row.values()))
+@pytest.mark.parametrize(
+    "row", params(ROWS, QUICK), ids=lambda row: "-".join(str(value) for value in row.values())
+)
 def test_equals_real_tensors(row):
     assert_equal(recipe_of(row))
 
 
 SLOW = (
-    *("gpt2 as published", "pythia-70m, all of it", "t5-small as published", "bert-base, checkpointing"),
-    *("vit-base as published", "Qwen's widths in 4 bits", "Whisper in 4 bits", "TRL's head, frozen"),
-    *("a causal model that classifies", "DoRA on Conv1D", "saved modules", "4 bits computed in fp32"),
+    *(
+        "gpt2 as published",
+        "pythia-70m, all of it",
+        "t5-small as published",
+        "bert-base, checkpointing",
+    ),
+    *(
+        "vit-base as published",
+        "Qwen's widths in 4 bits",
+        "Whisper in 4 bits",
+        "TRL's head, frozen",
+    ),
+    *(
+        "a causal model that classifies",
+        "DoRA on Conv1D",
+        "saved modules",
+        "4 bits computed in fp32",
+    ),
 )
 
 
@@ -195,12 +293,15 @@ def test_equals_real_tensors_at_real_widths_and_in_corners(name):
 
 
 def test_rows_hold_every_pair():
-    """All but the training of fp16 weights under autocast, and Gemma 2's capped scores under sdpa; every
-    optimizer meets many families."""
+    """All but the training of fp16 weights under autocast, and Gemma 2's capped scores under sdpa;
+    every optimizer meets many families."""
     scaled = {("fp16-mixed over float16", name) for name in ("none", "lora in the base's dtype")}
     assert {pair[1::2] for pair in IMPOSSIBLE} == {("gemma2", "sdpa"), *scaled}
     met = set().union(*map(pairs_of, ROWS))
-    assert len([p for p in met if (p[0], p[2]) == ("family", "optim")]) > len(TINY) * len(OPTIMIZERS) / 3
+    assert (
+        len([p for p in met if (p[0], p[2]) == ("family", "optim")])
+        > len(TINY) * len(OPTIMIZERS) / 3
+    )
     assert len(TINY) >= 8
 
 
@@ -214,8 +315,9 @@ def test_would_see_a_difference():
 
 
 def test_routing_moves_no_byte():
-    """A mixture of experts sorts tokens by expert and multiplies them in one grouped kernel, so sizes do not depend on
-    where tokens go. (True of transformers' `grouped_mm` experts; a loop over experts would allocate what each gets.)"""
+    """A mixture of experts sorts tokens by expert and multiplies them in one grouped kernel, so
+    sizes do not depend on where tokens go. (True of transformers' `grouped_mm` experts; a loop over
+    experts would allocate what each gets.)"""
     recipe = Recipe(config("mixtral"), 2, 24, num_layers=2)
     first, second = real(recipe, seed=1), real(recipe, seed=2)
     assert births(first) == births(second)
@@ -225,6 +327,8 @@ def test_routing_moves_no_byte():
     two = build(recipe, "cpu")
     routed = []
     for training in (one, two):
-        training.model.model.layers[0].mlp.gate.register_forward_hook(lambda m, i, o: routed.append(o))
+        training.model.model.layers[0].mlp.gate.register_forward_hook(
+            lambda m, i, o: routed.append(o)
+        )
         training.model(**training.batch)
     assert not all(torch.equal(a, b) for a, b in zip(routed[0], routed[1], strict=True))

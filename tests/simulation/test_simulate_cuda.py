@@ -16,7 +16,15 @@ from vramlab.recipe.recipe import Loop, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import MiB
 from vramlab.simulation.cuda import _install, attention_kernel, cuda_kernels
-from vramlab.simulation.cuda_autocast import FP32, FP32_BY_DTYPE, LOWER, PROMOTE, WITH_DTYPE, cpu_only, on_cuda
+from vramlab.simulation.cuda_autocast import (
+    FP32,
+    FP32_BY_DTYPE,
+    LOWER,
+    PROMOTE,
+    WITH_DTYPE,
+    cpu_only,
+    on_cuda,
+)
 from vramlab.simulation.cuda_scratch import CONVOLUTIONS, kernel_scratch
 from vramlab.simulation.fakes import fake_world
 from vramlab.simulation.simulate import simulate, trace
@@ -35,13 +43,19 @@ def macro(name: str) -> set[str]:
     text = (HEADERS / "autocast_mode.h").read_text()
     body = re.search(rf"#define {name}\(_\)((?:.*\\\n)*.*)", text).group(1)
     found = re.findall(r"_\((\w+)(?:, (\w+))?\)", body)
-    plain = [(operator, overload) for operator, overload in found if "dimname" not in overload.lower()]
+    plain = [
+        (operator, overload) for operator, overload in found if "dimname" not in overload.lower()
+    ]
     return {operator + (f".{overload}" if overload else "") for operator, overload in plain}
 
 
 def births(history: History, operator: str, categories=("activations", None)) -> list:
     """The storages that `operator` made."""
-    return [s for size, s, op in history.log if size > 0 and s.op == operator and s.category in categories]
+    return [
+        s
+        for size, s, op in history.log
+        if size > 0 and s.op == operator and s.category in categories
+    ]
 
 
 def tiny(family: str, **changes) -> Recipe:
@@ -53,7 +67,8 @@ def ran(family: str, gpu: str | None = None, **changes) -> History:
     return trace(tiny(family, **changes), "cuda", find_gpu(gpu) if gpu else None, full=True)
 
 
-# --- autocast ---------------------------------------------------------------------------------------------------------
+# --- autocast
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_autocast_lists_are_those_of_the_installed_header():
@@ -61,14 +76,20 @@ def test_autocast_lists_are_those_of_the_installed_header():
     assert macro("AT_FORALL_FP32_SET_OPT_DTYPE") == FP32_BY_DTYPE
     assert macro("AT_FORALL_PROMOTE") == PROMOTE
     text = (HEADERS / "autocast_mode.h").read_text()
-    assert set(re.findall(r'"(norm\.\w+)",', text)) - {"norm.names_ScalarOpt_dim"} == set(WITH_DTYPE)
+    assert set(re.findall(r'"(norm\.\w+)",', text)) - {"norm.names_ScalarOpt_dim"} == set(
+        WITH_DTYPE
+    )
 
 
 def test_every_lower_precision_operator_is_one_on_cpu_too_or_is_added():
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {name.removesuffix(".deprecated") for name in macro("AT_FORALL_LOWER_PRECISION_FP")}
     lacking = {name for name in names if not has(f"aten::{name}", "AutocastCPU")}
-    beneath = {"_convolution", "convolution", FLASH}  # what conv2d and the like call when they have cast already
+    beneath = {
+        "_convolution",
+        "convolution",
+        FLASH,
+    }  # what conv2d and the like call when they have cast already
     assert lacking - {"_convolution.deprecated"} - beneath == LOWER - {"einsum"} | LOWER & lacking
 
 
@@ -121,17 +142,26 @@ def test_autocast_computes_in_fp32_and_not_only_answers_so():
     """65,504 is fp16's largest: summed or squared in half precision this would be infinite."""
     with cuda_kernels(), torch.autocast("cpu", fp16):
         x = torch.full((4,), 60000.0, dtype=fp16)
-        assert x.sum() == 4 * x[0].float() and torch.isfinite(x.pow(2)).all() and torch.isfinite(x.norm())
+        assert (
+            x.sum() == 4 * x[0].float()
+            and torch.isfinite(x.pow(2)).all()
+            and torch.isfinite(x.norm())
+        )
 
 
 def test_cross_entropy_of_half_precision_logits_keeps_two_sets_of_log_probabilities():
-    """`cross_entropy_loss` asks log_softmax for the logits' own dtype, so it stays half; nll_loss is then cast up."""
+    """`cross_entropy_loss` asks log_softmax for the logits' own dtype, so it stays half; nll_loss
+    is then cast up.
+    """
     for dtype in (fp16, bf16):
         with cuda_kernels(), torch.autocast("cpu", dtype):
             logits = torch.randn(3, 5, dtype=dtype, requires_grad=True)
             loss = F.cross_entropy(logits, torch.tensor([0, 1, 2]))
         assert loss.dtype == fp32
-        assert loss.grad_fn._saved_self.dtype == fp32 and loss.grad_fn._saved_self.shape == logits.shape
+        assert (
+            loss.grad_fn._saved_self.dtype == fp32
+            and loss.grad_fn._saved_self.shape == logits.shape
+        )
         log_softmax = loss.grad_fn.next_functions[0][0].next_functions[0][0]
         assert log_softmax._saved_result.dtype == dtype
 
@@ -141,7 +171,8 @@ def test_cpu_only_rules_are_found():
     assert not {"linear", "mm", "layer_norm"} & set(cpu_only())
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
+# --- attention
+# --------------------------------------------------------------------------------------------------------
 
 AMPERE, TURING, ADA, HOPPER, BLACKWELL = (8, 0), (7, 5), (8, 9), (9, 0), (12, 0)
 
@@ -167,7 +198,12 @@ AMPERE, TURING, ADA, HOPPER, BLACKWELL = (8, 0), (7, 5), (8, 9), (9, 0), (12, 0)
         (fp16, 128, {"capability": TURING}, "efficient"),
         (bf16, 128, {"capability": TURING}, "math"),
         (fp16, 20, {"capability": TURING}, "math"),
-        (fp32, 18, {"capability": TURING}, "efficient"),  # no tensor cores for fp32: nothing to align
+        (
+            fp32,
+            18,
+            {"capability": TURING},
+            "efficient",
+        ),  # no tensor cores for fp32: nothing to align
         (fp16, 128, {"capability": TURING, "grouped": True}, "math"),
         (bf16, 208, {"capability": ADA}, "efficient"),
         (bf16, 208, {"capability": HOPPER}, "flash"),
@@ -184,9 +220,13 @@ def test_heads_of_unequal_width_are_not_for_flash():
 
 
 def test_which_releases_group_queries_in_the_efficient_kernel():
-    """What brought it (pull request 191085) also gave a check in a public header a further parameter."""
+    """What brought it (pull request 191085) also gave a check in a public header a further
+    parameter.
+    """
     header = (HEADERS / "native" / "transformers" / "sdp_utils_cpp.h").read_text()
-    assert ("supports_mqa" in header) == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14))
+    assert ("supports_mqa" in header) == (
+        tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,20 +280,29 @@ def test_modules_of_torch_get_the_kernels_too():
     assert "native_dropout" in made and not made & {"bernoulli_", "div_"}
 
 
-# --- dropout, softmax, norms ------------------------------------------------------------------------------------------
+# --- dropout, softmax, norms
+# ------------------------------------------------------------------------------------------
 
 
 def test_dropout_keeps_one_byte_an_element():
     masks = [s for s in births(ran("gpt2"), "native_dropout") if s.dtype == "bool"]
-    assert len(masks) == 2 * (1 + 2 * 2)  # two steps; after the embeddings, after attention and MLP of two layers
+    assert len(masks) == 2 * (
+        1 + 2 * 2
+    )  # two steps; after the embeddings, after attention and MLP of two layers
     assert all(s.asked == 2 * 24 * 96 and s.category == "activations" for s in masks)
-    on_cpu = [s for size, s, _ in trace(tiny("gpt2"), "cpu", full=True).log if size > 0 and "bernoulli" in s.op]
+    on_cpu = [
+        s
+        for size, s, _ in trace(tiny("gpt2"), "cpu", full=True).log
+        if size > 0 and "bernoulli" in s.op
+    ]
     assert not births(ran("gpt2"), "bernoulli_") and not any(s.dtype == "bool" for s in on_cpu)
 
 
 @pytest.mark.parametrize(("precision", "copies"), [("fp16-true", 1), ("bf16-true", 2)])
 def test_softmax_of_fp16_into_fp32_makes_no_copy(precision, copies):
-    """The fp32 gradient of the cast back to half precision is there in both; bf16's fp32 scores come on top."""
+    """The fp32 gradient of the cast back to half precision is there in both; bf16's fp32 scores
+    come on top.
+    """
     history = ran("llama", precision=precision, attn_implementation="eager")
     scores, layers, steps = (2, 6, 24, 24), 2, 2
     made = [s for s in births(history, "_to_copy") if s.shape == scores and s.dtype == "float32"]
@@ -264,7 +313,9 @@ def test_softmax_of_fp16_into_fp32_makes_no_copy(precision, copies):
 def test_layer_norm_keeps_fp32_statistics():
     def statistics(target):
         history = trace(tiny("gpt2", precision="fp16-true"), target, full=True)
-        return {(s.dtype, s.asked) for s in births(history, "native_layer_norm") if s.shape[-1:] == (1,)}
+        return {
+            (s.dtype, s.asked) for s in births(history, "native_layer_norm") if s.shape[-1:] == (1,)
+        }
 
     assert statistics("cuda") == {("float32", 4 * 2 * 24)}
     assert statistics("cpu") == {("float16", 2 * 2 * 24)}
@@ -279,11 +330,14 @@ def test_rms_norm_is_one_kernel():
         report = simulate(model=model, optimizer=optimizer, target=target, **arguments)
         ends[target] = report.phases["forward"].end.activations
     result, loss = 4 * 8 * 64, 512
-    assert ends["cuda"] <= 2 * result + 512 + loss  # the linear layer's result, its own, a number a row
+    assert (
+        ends["cuda"] <= 2 * result + 512 + loss
+    )  # the linear layer's result, its own, a number a row
     assert ends["cpu"] > 2 * result
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
+# --- sizes
+# ------------------------------------------------------------------------------------------------------------
 
 
 def up(size: int) -> int:
@@ -297,7 +351,9 @@ def test_every_block_is_a_multiple_of_512_bytes():
 
 
 def test_polyglot_is_where_its_published_figures_are():
-    """1,331,810,304 parameters of two bytes, as many gradients, twice that for AdamW: 2.481, 2.481 and 4.961 GiB."""
+    """1,331,810,304 parameters of two bytes, as many gradients, twice that for AdamW: 2.481, 2.481
+    and 4.961 GiB.
+    """
     recipe = Recipe("polyglot-ko-1.3b", batch_size=4, seq_len=256, precision="fp16-true")
     assert recipe.shape.num_parameters == 1_331_810_304
     report, whole = simulate(recipe), sum(up(2 * w.size) for w in recipe.shape.weights())
@@ -308,12 +364,18 @@ def test_polyglot_is_where_its_published_figures_are():
 
 
 def test_multi_tensor_adamw_holds_one_more_copy_of_a_group():
-    """`_multi_tensor_adamw` takes the square roots of a whole group at once; one after the other, one of a tensor."""
+    """`_multi_tensor_adamw` takes the square roots of a whole group at once; one after the other,
+    one of a tensor.
+    """
     recipe = tiny("llama", loop=Loop.named("trainer", max_grad_norm=None))
-    sizes = [up(4 * w.size) for w in recipe.shape.weights() if w.kind != "norm"]  # norms are the other group
+    sizes = [
+        up(4 * w.size) for w in recipe.shape.weights() if w.kind != "norm"
+    ]  # norms are the other group
     together = simulate(recipe).phases["step"].peak.temporaries
     assert sum(sizes) <= together <= sum(sizes) + up(4 * 96) * 4 + 4096
-    one_by_one = simulate(recipe.replace(loop=Loop.named("trainer", max_grad_norm=None, foreach=False)))
+    one_by_one = simulate(
+        recipe.replace(loop=Loop.named("trainer", max_grad_norm=None, foreach=False))
+    )
     assert max(sizes) <= one_by_one.phases["step"].peak.temporaries <= 3 * max(sizes)
     fused = simulate(recipe.replace(optim="adamw_torch_fused"))
     assert fused.phases["step"].peak.temporaries <= 512 * (len(recipe.shape.weights()) + 4)
@@ -324,7 +386,11 @@ def test_step_counters_stay_on_the_host_unless_fused():
     sizes = [up(4 * w.size) for w in recipe.shape.weights()]
     states = simulate(recipe).phases["between_steps"].end.optimizer_states
     assert states == 2 * sum(sizes)
-    fused = simulate(recipe.replace(optim="adamw_torch_fused")).phases["between_steps"].end.optimizer_states
+    fused = (
+        simulate(recipe.replace(optim="adamw_torch_fused"))
+        .phases["between_steps"]
+        .end.optimizer_states
+    )
     assert fused == 2 * sum(sizes) + 512 * len(sizes)
 
 
@@ -337,7 +403,11 @@ def test_paged_states_are_outside_the_allocator():
     assert small and large
     states = {o: simulate(recipe.replace(optim=o)).phases["between_steps"].end.optimizer_states
               for o in ("paged_adamw_32bit", "paged_lion_32bit", "lion_32bit")}  # fmt: skip
-    assert states == {"paged_adamw_32bit": 2 * small, "paged_lion_32bit": small, "lion_32bit": small + large}
+    assert states == {
+        "paged_adamw_32bit": 2 * small,
+        "paged_lion_32bit": small,
+        "lion_32bit": small + large,
+    }
 
 
 def test_cublas_keeps_a_workspace_for_each_of_the_two_threads():
@@ -350,11 +420,15 @@ def test_cublas_keeps_a_workspace_for_each_of_the_two_threads():
     assert workspaces(None) == workspaces("A100") == [4096 * 1024 * 2 + 16 * 1024 * 8] * 2
     assert workspaces("H100") == [32 * MiB] * 2
     log = [op for size, _, op in trace(recipe, "cuda", full=True).log if size > 0]
-    assert [log[i - 1] for i, op in enumerate(log) if op == "cublas"][-1] == "mm", "backward's with its first product"
+    assert [log[i - 1] for i, op in enumerate(log) if op == "cublas"][-1] == "mm", (
+        "backward's with its first product"
+    )
 
 
 def test_scratch_of_the_embeddings_backward():
-    """`EmbeddingBackwardKernel.cu`: an fp32 row for each partial sum; short batches take a kernel without any."""
+    """`EmbeddingBackwardKernel.cu`: an fp32 row for each partial sum; short batches take a kernel
+    without any.
+    """
     gradient = torch.empty(4096, 64, dtype=fp16, device="meta")
 
     def scratch(count, rows):
@@ -369,12 +443,16 @@ def test_scratch_of_the_embeddings_backward():
 
 
 def test_scratch_of_attentions_backward():
-    """fp32 dQ over padded rows; with grouped queries dK and dV of every query head (`flash_api.cpp`, mha_bwd)."""
+    """fp32 dQ over padded rows; with grouped queries dK and dV of every query head
+    (`flash_api.cpp`, mha_bwd).
+    """
     query = torch.empty(2, 8, 100, 80, dtype=bf16, device="meta")
     few = torch.empty(2, 2, 100, 80, dtype=bf16, device="meta")
     alone = kernel_scratch()(FLASH + "_backward", (query, query, query, query))
     assert alone == 4 * 2 * 8 * 128 * (96 + 1)
-    assert kernel_scratch()(FLASH + "_backward", (query, query, few, few)) == alone + 2 * (2 * 8 * 100 * 80 * 2)
+    assert kernel_scratch()(FLASH + "_backward", (query, query, few, few)) == alone + 2 * (
+        2 * 8 * 100 * 80 * 2
+    )
 
 
 def test_scratch_shows_as_workspace_only_while_the_kernel_runs():
@@ -387,7 +465,8 @@ def cublas() -> int:
     return 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
-# --- nothing stays behind ---------------------------------------------------------------------------------------------
+# --- nothing stays behind
+# ---------------------------------------------------------------------------------------------
 
 
 FAKE_RULES = dict(fake_impls.op_implementations_dict)
@@ -438,7 +517,8 @@ def test_threads_take_turns():
     alone = [simulate(recipe).peak for recipe in recipes]
     found: dict[int, object] = {}
     threads = [
-        threading.Thread(target=lambda i=i, r=r: found.__setitem__(i, simulate(r).peak)) for i, r in enumerate(recipes)
+        threading.Thread(target=lambda i=i, r=r: found.__setitem__(i, simulate(r).peak))
+        for i, r in enumerate(recipes)
     ]
     for thread in threads:
         thread.start()
@@ -448,16 +528,22 @@ def test_threads_take_turns():
     assert_untouched()
 
 
-# --- convolutions -----------------------------------------------------------------------------------------------------
+# --- convolutions
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_cudnns_workspace_is_named_and_not_counted():
     plain, depthwise = torch.nn.Conv2d(4, 8, 3), torch.nn.Conv2d(4, 4, 3, groups=4)
     notes = {}
-    for name, model in {"plain": torch.nn.Sequential(plain, torch.nn.Conv2d(8, 8, 3)), "depthwise": depthwise}.items():
+    for name, model in {
+        "plain": torch.nn.Sequential(plain, torch.nn.Conv2d(8, 8, 3)),
+        "depthwise": depthwise,
+    }.items():
         for target in ("cuda", "cpu"):
             step = {"batch": torch.rand(2, 4, 8, 8), "loss": lambda outputs, batch: outputs.sum()}
-            notes[name, target] = simulate(model=model, optimizer=torch.optim.SGD, target=target, **step).notes
+            notes[name, target] = simulate(
+                model=model, optimizer=torch.optim.SGD, target=target, **step
+            ).notes
     assert notes.pop(("plain", "cuda")) == [CONVOLUTIONS]
     assert not any(notes.values())
 
@@ -466,35 +552,47 @@ def test_a_recipe_with_convolutions_says_so_too():
     assert simulate(Recipe("vit-base")).notes == [CONVOLUTIONS]
 
 
-# --- the package flash-attn -------------------------------------------------------------------------------------------
+# --- the package flash-attn
+# -------------------------------------------------------------------------------------------
 
 
-FLASH_ATTN = [("gpt2", {}), ("llama", {"gradient_checkpointing": True}), ("bert", {}), ("mixtral", {})]
+FLASH_ATTN = [
+    ("gpt2", {}),
+    ("llama", {"gradient_checkpointing": True}),
+    ("bert", {}),
+    ("mixtral", {}),
+]
 
 
 @pytest.mark.parametrize(("family", "changes"), params(FLASH_ATTN, FLASH_ATTN[1:3]))
 def test_flash_attn_is_simulated_without_the_package(family, changes):
-    """`flash_api.cpp`, which torch's own flash kernel has too: output, a number a row and the generator's state are
-    kept, and dQ is summed up in fp32 in the backward pass."""
+    """`flash_api.cpp`, which torch's own flash kernel has too: output, a number a row and the
+    generator's state are kept, and dQ is summed up in fp32 in the backward pass."""
     recipe = tiny(family, precision="bf16-true", seq_len=64, **changes)
-    package, own = (simulate(recipe.replace(attn_implementation=a)) for a in ("flash_attention_2", "sdpa"))
+    package, own = (
+        simulate(recipe.replace(attn_implementation=a)) for a in ("flash_attention_2", "sdpa")
+    )
     for phase in package.phases:  # torch's own keeps a block of 512 bytes more a layer
         a, b = (r.phases[phase].peak.total for r in (package, own))
         assert 0 <= b - a <= 2 * 512
 
 
 def test_what_flash_attn_allocates_by_hand():
-    history = ran("llama", precision="bf16-true", attn_implementation="flash_attention_2", seq_len=64)
+    history = ran(
+        "llama", precision="bf16-true", attn_implementation="flash_attention_2", seq_len=64
+    )
     made = births(history, "_flash_attention_forward", ("activations",))
     heads, head, rows = 6, 16, 2 * 64
     assert {s.asked for s in made} == {2 * rows * heads * head, 4 * rows * heads, 16}
     gradient, few = (torch.empty(2, 100, n, 80, dtype=bf16, device="meta") for n in (8, 2))
-    rest = (None,) * 4  # output, log-sum-exp, and the ends of joined sequences, of which there are none
+    rest = (
+        None,
+    ) * 4  # output, log-sum-exp, and the ends of joined sequences, of which there are none
     alone = kernel_scratch()("_flash_attention_backward", (gradient, gradient, gradient, *rest))
     assert alone == 4 * 2 * 8 * 128 * (96 + 1)
-    assert kernel_scratch()("_flash_attention_backward", (gradient, gradient, few, *rest)) == alone + 2 * (
-        2 * 8 * 100 * 80 * 2
-    )
+    assert kernel_scratch()(
+        "_flash_attention_backward", (gradient, gradient, few, *rest)
+    ) == alone + 2 * (2 * 8 * 100 * 80 * 2)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,11 @@ RECIPES = {
         "gradient_checkpointing": True,
         "optim": "paged_adamw_8bit",
     },
-    "eager, sgd, accumulating": {"attn_implementation": "eager", "optim": "sgd", "gradient_accumulation_steps": 2},
+    "eager, sgd, accumulating": {
+        "attn_implementation": "eager",
+        "optim": "sgd",
+        "gradient_accumulation_steps": 2,
+    },
     "optimizer in backward": {"loop": "optimizer_in_backward"},
     "zeros at the end, one by one": {
         "loop": Loop.named("trainer", set_to_none=False, foreach=False),
@@ -66,8 +70,16 @@ def assert_same(recipe: Recipe, target: str) -> Report:
     for name, phase in whole.phases.items():
         for category in CATEGORIES:
             found = deepened.phases[name]
-            assert getattr(found.peak, category) == getattr(phase.peak, category), (name, "peak", category)
-            assert getattr(found.end, category) == getattr(phase.end, category), (name, "end", category)
+            assert getattr(found.peak, category) == getattr(phase.peak, category), (
+                name,
+                "peak",
+                category,
+            )
+            assert getattr(found.end, category) == getattr(phase.end, category), (
+                name,
+                "end",
+                category,
+            )
     assert (deepened.peak, deepened.peak_phase) == (whole.peak, whole.peak_phase)
     assert [str(t) for t in deepened.largest] == [str(t) for t in whole.largest]
     assert deepened.allocated == whole.allocated and deepened.requested == whole.requested
@@ -78,21 +90,24 @@ def assert_same(recipe: Recipe, target: str) -> Report:
 
 
 def tiny(family: str, **changes) -> Recipe:
-    # in Gemma 2 every second layer has a window; T5 is not written down, so that it is checked with a group more
+    # in Gemma 2 every second layer has a window; T5 is not written down, so that it is checked with
+    # a group more
     layers = {"gemma2": 2 * GROUPS, "t5": 2 * GROUPS + 1}.get(family, GROUPS + 3)
     sizes = {"batch_size": 2, "seq_len": None if family == "vit" else 24, "num_layers": layers}
     return Recipe(config(family), **{**sizes, **changes})
 
 
-# Pairs of an architecture and a recipe: every recipe with several architectures, every architecture with several.
+# Pairs of an architecture and a recipe: every recipe with several architectures, every architecture
+# with several.
 PAIRS = [
     (family, name)
     for i, family in enumerate(TINY)
     for j, name in enumerate(RECIPES)
     if (i + j) % 5 == 0 or (name == "default" and i % 2)
 ]
-# What a log is repeated by: layers of one kind and of two, recomputed, frozen and quantized, updated in backward, run
-# more than once. Which optimizer and precision it is makes other rows of the same log.
+# What a log is repeated by: layers of one kind and of two, recomputed, frozen and quantized,
+# updated in backward, run more than once. Which optimizer and precision it is makes other rows of
+# the same log.
 QUICK = [
     ("mixtral", "default"),
     ("gpt2", "eager, sgd, accumulating"),
@@ -105,7 +120,12 @@ QUICK = [
 ACCUMULATING = {
     "full": {"optim": "sgd", "precision": "fp16-mixed"},
     "lora": {"lora": EVERYWHERE, "loop": "plain", "gradient_checkpointing": True},
-    "4-bit": {"lora": EVERYWHERE, "quantization": Quantization(), "precision": "bf16-mixed", "lengths": (24, 20)},
+    "4-bit": {
+        "lora": EVERYWHERE,
+        "quantization": Quantization(),
+        "precision": "bf16-mixed",
+        "lengths": (24, 20),
+    },
     "dpo": {"trainer": "dpo", "lora": EVERYWHERE},
     "sft": {"trainer": "sft"},
     "kept": {"loop": Loop.named("trainer", set_to_none=False, keep_outputs=True)},
@@ -115,18 +135,27 @@ ACCUMULATING = {
 MICRO_BATCHES = [(target, name) for target in ("cuda", "cpu") for name in ACCUMULATING]
 
 
-@pytest.mark.parametrize(("target", "name"), params(MICRO_BATCHES, [("cuda", "full"), ("cpu", "4-bit")]))
+@pytest.mark.parametrize(
+    ("target", "name"), params(MICRO_BATCHES, [("cuda", "full"), ("cpu", "4-bit")])
+)
 def test_micro_batches_that_were_not_run_are_those_of_the_whole_run(name, target):
-    recipe = Recipe(config("qwen3"), num_layers=2, seq_len=24, batch_size=2, gradient_accumulation_steps=4)
+    recipe = Recipe(
+        config("qwen3"), num_layers=2, seq_len=24, batch_size=2, gradient_accumulation_steps=4
+    )
     recipe = recipe.replace(**ACCUMULATING[name])
 
     def events(full: bool) -> list:
         history, index = trace(recipe, target, full=full), {}
         log = list(history.log)
         fields = ("asked", "category", "op", "where", "shape", "dtype", "stream")
-        of = [(index.setdefault(id(s), len(index)), *(getattr(s, name) for name in fields)) for _, s, _ in log]
+        of = [
+            (index.setdefault(id(s), len(index)), *(getattr(s, name) for name in fields))
+            for _, s, _ in log
+        ]
         assert history.notes == []  # or the whole run took the short one's place
-        return [(size, op, *seen) for (size, _, op), seen in zip(log, of, strict=True)] + history.stretches
+        return [
+            (size, op, *seen) for (size, _, op), seen in zip(log, of, strict=True)
+        ] + history.stretches
 
     assert events(full=False) == events(full=True)
 
@@ -150,7 +179,9 @@ def test_a_sliding_window_is_run_whole_on_cpu(taken):
 
 
 def test_every_architecture_and_recipe_is_among_the_pairs():
-    assert {family for family, _ in PAIRS} == set(TINY) and {name for _, name in PAIRS} == set(RECIPES)
+    assert {family for family, _ in PAIRS} == set(TINY) and {name for _, name in PAIRS} == set(
+        RECIPES
+    )
 
 
 @pytest.mark.slow  # the vocabulary below is a catalogue model's too
@@ -206,7 +237,13 @@ def test_where_three_layers_do_not_suffice_four_are_run(monkeypatch):
 
 
 def test_llama_405b_in_the_time_of_a_shallow_model(taken):
-    recipe = Recipe("llama-3.1-405b", batch_size=1, seq_len=256, precision="bf16-true", gradient_checkpointing=True)
+    recipe = Recipe(
+        "llama-3.1-405b",
+        batch_size=1,
+        seq_len=256,
+        precision="bf16-true",
+        gradient_checkpointing=True,
+    )
     report = simulate(recipe)
     assert taken == ["deepened"]
     sizes = [-(-2 * weight.size // 512) * 512 for weight in recipe.shape.weights()]
@@ -221,10 +258,16 @@ def test_every_family_of_the_catalogue_is_among_the_tested(family):
     assert family in TINY
 
 
-@pytest.mark.parametrize("name", params(["gpt2-xl", "gemma-2-27b", "mixtral-8x7b", "t5-3b", "vit-large"], ["t5-3b"]))
+@pytest.mark.parametrize(
+    "name", params(["gpt2-xl", "gemma-2-27b", "mixtral-8x7b", "t5-3b", "vit-large"], ["t5-3b"])
+)
 def test_deep_catalogue_models_take_the_shortcut(name, taken):
-    simulate(Recipe(name, seq_len=None if "vit" in name else 32, precision="bf16-true", optim="sgd"))
-    assert taken == ["deepened"] * (1 + (name == "t5-3b"))  # which is not written down, so it is checked
+    simulate(
+        Recipe(name, seq_len=None if "vit" in name else 32, precision="bf16-true", optim="sgd")
+    )
+    assert taken == ["deepened"] * (
+        1 + (name == "t5-3b")
+    )  # which is not written down, so it is checked
 
 
 SHARDINGS = {
@@ -242,15 +285,20 @@ BY_LAYER = ("stage 3", "stage 2", "slices")
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), params([(n, c) for n in BY_LAYER for c in (False, True)], [("stage 3", True)])
+    ("name", "checkpointing"),
+    params([(n, c) for n in BY_LAYER for c in (False, True)], [("stage 3", True)]),
 )
 def test_one_rank_of_many(name, checkpointing, taken):
-    recipe = Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, gradient_checkpointing=checkpointing)
+    recipe = Recipe(
+        config("llama"), 2, 24, num_layers=GROUPS + 3, gradient_checkpointing=checkpointing
+    )
     assert_same(recipe.replace(sharding=SHARDINGS[name], precision="bf16-true"), "cuda")
     assert taken == ["deepened"]
 
 
-@pytest.mark.parametrize("name", params([name for name in SHARDINGS if name not in BY_LAYER], ["layers"]))
+@pytest.mark.parametrize(
+    "name", params([name for name in SHARDINGS if name not in BY_LAYER], ["layers"])
+)
 def test_a_rank_whose_layers_are_not_alike_is_run_whole(name, taken):
     simulate(Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, sharding=SHARDINGS[name]))
     assert taken == []
@@ -258,14 +306,28 @@ def test_a_rank_whose_layers_are_not_alike_is_run_whole(name, taken):
 
 def test_norms_of_a_large_vocabulary_in_half_precision():
     """Their kernel's scratch has hundreds of numbers a parameter here, where small models need one."""
-    recipe = Recipe("polyglot-ko-1.3b", batch_size=1, seq_len=8, precision="fp16-true", optim="sgd", num_layers=7)
+    recipe = Recipe(
+        "polyglot-ko-1.3b",
+        batch_size=1,
+        seq_len=8,
+        precision="fp16-true",
+        optim="sgd",
+        num_layers=7,
+    )
     deepened, whole = simulate(recipe), simulate(recipe, full=True)
     assert (deepened.requested, deepened.phases) == (whole.requested, whole.phases)
 
 
-# --- layers that are not all alike --------------------------------------------------------------------------------
+# --- layers that are not all alike
+# --------------------------------------------------------------------------------
 
-_SIZES = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+_SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
 _EXPERTS = dict(moe_intermediate_size=16, num_experts_per_tok=2)
 _LATENT = dict(kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
 
@@ -275,33 +337,51 @@ def unlike(name: str, layers: int = 12, **changes) -> Recipe:
     import transformers
 
     sizes = {
-        "DeepseekV3Config": _SIZES | _EXPERTS | _LATENT | dict(num_key_value_heads=4, n_routed_experts=4, n_group=2),
+        "DeepseekV3Config": _SIZES
+        | _EXPERTS
+        | _LATENT
+        | dict(num_key_value_heads=4, n_routed_experts=4, n_group=2),
         "Qwen3MoeConfig": _SIZES | _EXPERTS | dict(num_experts=4, head_dim=8),
         "Qwen2Config": _SIZES,
-        "AlbertConfig": dict(embedding_size=16, hidden_size=32, num_attention_heads=4, intermediate_size=48),
+        "AlbertConfig": dict(
+            embedding_size=16, hidden_size=32, num_attention_heads=4, intermediate_size=48
+        ),
         "Dinov2Config": dict(hidden_size=32, num_attention_heads=4, image_size=28, num_labels=3),
-        "BeitConfig": dict(hidden_size=32, num_attention_heads=4, intermediate_size=48, image_size=32),
+        "BeitConfig": dict(
+            hidden_size=32, num_attention_heads=4, intermediate_size=48, image_size=32
+        ),
         "MixtralConfig": _SIZES | dict(num_local_experts=2),
-        "WhisperConfig": dict(d_model=32, decoder_layers=layers, max_source_positions=20, max_target_positions=16),
+        "WhisperConfig": dict(
+            d_model=32, decoder_layers=layers, max_source_positions=20, max_target_positions=16
+        ),
     }[name]
     if name == "DeepseekV3Config":
         sizes["topk_group"] = 1
     built = getattr(transformers, name)(**{**sizes, "num_hidden_layers": layers, **changes})
-    return Recipe(built, 2, None if name in ("Dinov2Config", "BeitConfig") else 8, loop="plain", optim="sgd")
+    return Recipe(
+        built, 2, None if name in ("Dinov2Config", "BeitConfig") else 8, loop="plain", optim="sgd"
+    )
 
 
 UNLIKE = {
     "the first are dense": unlike("DeepseekV3Config", 9, first_k_dense_replace=1),
     "four are dense": unlike("Qwen3MoeConfig", 18, mlp_only_layers=[0, 1, 2, 3]),
     "every second is dense": unlike("Qwen3MoeConfig", 18, decoder_sparse_step=2),
-    "windows in the last": unlike("Qwen2Config", use_sliding_window=True, sliding_window=4, max_window_layers=5),
+    "windows in the last": unlike(
+        "Qwen2Config", use_sliding_window=True, sliding_window=4, max_window_layers=5
+    ),
     "DINOv2": unlike("Dinov2Config", drop_path_rate=0.1),
     "BEiT": unlike("BeitConfig"),
-    "Whisper": unlike("WhisperConfig", **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)),
+    "Whisper": unlike(
+        "WhisperConfig", **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    ),
 }
 NOT_REPEATED = {
     "shared": (unlike("AlbertConfig"), "no list with a module for each layer"),
-    "irregular": (unlike("Qwen3MoeConfig", mlp_only_layers=[0, 1, 4, 8]), "no pattern that repeats often enough"),
+    "irregular": (
+        unlike("Qwen3MoeConfig", mlp_only_layers=[0, 1, 4, 8]),
+        "no pattern that repeats often enough",
+    ),
     "what all layers return": (unlike("MixtralConfig", output_router_logits=True), ""),
 }
 
@@ -320,7 +400,9 @@ def test_what_does_not_repeat_is_run_whole_with_a_note(name):
 
 
 def test_one_group_more_than_needed_is_checked(monkeypatch):
-    """Where the deepened log says something else than the run of one more group, the whole model is run."""
+    """Where the deepened log says something else than the run of one more group, the whole model is
+    run.
+    """
     import importlib
 
     module = importlib.import_module("vramlab.simulation.simulate")
@@ -366,7 +448,11 @@ def test_a_pattern_of_kinds_is_found_and_stands_for_all(first, pattern, times, l
     layers = Repetition(("layers",), len(kinds), *found, middle + 2, middle)
     kept = layers.kept()
     assert len(kept) == layers.shallow < layers.depth and layers.more >= 1
-    written = [k for i, k in enumerate(kept) for k in ([k] if layers.group(f"layers.{i}") != layers.middle else [])]
+    written = [
+        k
+        for i, k in enumerate(kept)
+        for k in ([k] if layers.group(f"layers.{i}") != layers.middle else [])
+    ]
     assert [kinds[k] for k in written] == [
         kinds[k] for k in kept if not 0 <= k - before - period * (middle - 1) < period
     ]
@@ -375,7 +461,9 @@ def test_a_pattern_of_kinds_is_found_and_stands_for_all(first, pattern, times, l
 PATTERNS = st.one_of(
     st.sets(st.integers(0, 11), max_size=4),  # anywhere
     st.integers(1, 4).map(lambda n: set(range(n))),  # the first
-    st.integers(2, 3).flatmap(lambda n: st.integers(0, n - 1).map(lambda at: set(range(at, 12, n)))),  # every n-th
+    st.integers(2, 3).flatmap(
+        lambda n: st.integers(0, n - 1).map(lambda at: set(range(at, 12, n)))
+    ),  # every n-th
 )
 
 

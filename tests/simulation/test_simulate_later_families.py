@@ -1,6 +1,8 @@
-"""The families of 2025 at tiny sizes: simulated as really allocated on this CPU, and the same from a shallow run.
+"""The families of 2025 at tiny sizes: simulated as really allocated on this CPU, and the same from
+a shallow run.
 
-Those that read more than text have no recipe: the sentence that says so says what to do, and that is done here.
+Those that read more than text have no recipe: the sentence that says so says what to do, and that
+is done here.
 """
 
 import copy
@@ -49,15 +51,20 @@ LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, head_dim=8,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
 )  # fmt: skip
-VISION = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, patch_size=14)
+VISION = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, patch_size=14
+)
 ROPE = dict(rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4})
 IDS = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
 TOWER = dict(VISION, depth=2, num_heads=2, out_hidden_size=32)
 WITH_IMAGES = {
     "LlavaConfig": dict(
-        vision_config=dict(VISION, image_size=28, model_type="clip_vision_model"), image_token_index=90
+        vision_config=dict(VISION, image_size=28, model_type="clip_vision_model"),
+        image_token_index=90,
     ),
-    "Gemma3Config": dict(vision_config=dict(VISION, image_size=56), mm_tokens_per_image=4, image_token_index=90),
+    "Gemma3Config": dict(
+        vision_config=dict(VISION, image_size=56), mm_tokens_per_image=4, image_token_index=90
+    ),
     "Qwen2_5_VLConfig": dict(IDS, vision_config=dict(TOWER, fullatt_block_indexes=[1])),
     "Qwen3VLConfig": dict(IDS, vision_config=dict(TOWER, deepstack_visual_indexes=[0])),
 }
@@ -70,29 +77,39 @@ def images(name: str) -> tuple[torch.nn.Module, dict]:
     if name.startswith("Qwen"):
         text |= ROPE
         text.pop("model_type")
-        made = dict(pixel_values=torch.randn(16, 3 * 2 * 14 * 14), image_grid_thw=torch.tensor([[1, 4, 4]]))
+        made = dict(
+            pixel_values=torch.randn(16, 3 * 2 * 14 * 14), image_grid_thw=torch.tensor([[1, 4, 4]])
+        )
     else:
         side = fields["vision_config"]["image_size"]
         made = dict(pixel_values=torch.randn(1, 3, side, side))
     if name == "Gemma3Config":
         text["model_type"] = "gemma3_text"
     configured = getattr(transformers, name)(text_config=text, **fields)
-    with pytest.raises(RecipeError, match=r"'text_config' .* simulate\(model=..., batch=..., optimizer=...\)"):
+    with pytest.raises(
+        RecipeError, match=r"'text_config' .* simulate\(model=..., batch=..., optimizer=...\)"
+    ):
         Recipe(configured)
     ids = torch.randint(3, 80, (1, 24))
     ids[0, 1:6] = torch.tensor([92, 90, 90, 90, 90])
     made |= {"input_ids": ids, "labels": ids.clone()}
     if name != "LlavaConfig":
-        made["token_type_ids" if name == "Gemma3Config" else "mm_token_type_ids"] = (ids == 90).long()
+        made["token_type_ids" if name == "Gemma3Config" else "mm_token_type_ids"] = (
+            ids == 90
+        ).long()
     return transformers.AutoModelForImageTextToText.from_config(configured).train(), made
 
 
 def configuration(name: str, layers: int) -> dict:
-    return getattr(transformers, name.split()[0])(**{**SIZES, **OTHERS[name], "num_hidden_layers": layers}).to_dict()
+    return getattr(transformers, name.split()[0])(
+        **{**SIZES, **OTHERS[name], "num_hidden_layers": layers}
+    ).to_dict()
 
 
 @pytest.mark.parametrize("name", params(list(OTHERS), ["Gemma3TextConfig", "Qwen3MoeConfig"]))
-@pytest.mark.parametrize("options", [{}, {"lora": LoRA(target_modules=("o_proj",)), "gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"lora": LoRA(target_modules=("o_proj",)), "gradient_checkpointing": True}]
+)
 def test_what_is_simulated_is_allocated(name, options):
     recipe = Recipe(configuration(name, 4), batch_size=2, seq_len=8, **options)
     torch.manual_seed(0)
@@ -127,14 +144,24 @@ def test_a_model_with_images_is_simulated_as_the_sentence_says(name):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "bf16-mixed"}, {"precision": "bf16-true", "lora": LoRA(r=4, target_modules=("q_proj", "out_proj"))}],
+    [
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true", "lora": LoRA(r=4, target_modules=("q_proj", "out_proj"))},
+    ],
 )
 def test_linear_attention_runs_its_own_kernels_host_code(options, monkeypatch):
-    """Kernels write where host code has allocated, so they are not launched: what is compared does not depend on values."""
-    pytest.importorskip("fla", reason="flash-linear-attention, with which no CPU runs a Qwen3-Next, is not installed")
+    """Kernels write where host code has allocated, so they are not launched: what is compared does
+    not depend on values.
+    """
+    pytest.importorskip(
+        "fla",
+        reason="flash-linear-attention, with which no CPU runs a Qwen3-Next, is not installed",
+    )
     from triton.runtime.jit import KernelInterface
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None
+    )
     model = transformers.Qwen3NextConfig(**SIZES | LINEAR, num_hidden_layers=4).to_dict()
     recipe = Recipe(model, batch_size=2, seq_len=64, **options)
     tracker = run_tracked(build(recipe, "cpu", target="cpu"), Tracker("cpu"), 2, "cpu")

@@ -1,4 +1,6 @@
-"""simulate(model=…): any nn.Module with a batch, a loss and an optimizer, and the originals left as they were."""
+"""simulate(model=…): any nn.Module with a batch, a loss and an optimizer, and the originals left as
+they were.
+"""
 
 import copy
 import dataclasses
@@ -30,7 +32,9 @@ class Convolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        )
         self.head = nn.Linear(8 * 7 * 7, 10)
 
     def forward(self, images):
@@ -92,10 +96,18 @@ IDS, LABELS = torch.arange(20).reshape(2, 10), torch.tensor([0, 1, 2, 3])
 CASES = {
     "mlp, a tensor": (mlp, torch.rand(4, 64), lambda outputs, batch: outputs.pow(2).mean()),
     "convolutions, a tuple": (Convolutions, (torch.rand(4, 3, 16, 16),), total),
-    "tied weights, a list": (Tied, [IDS], lambda o, b: F.cross_entropy(o.flatten(0, 1), b[0].flatten())),
+    "tied weights, a list": (
+        Tied,
+        [IDS],
+        lambda o, b: F.cross_entropy(o.flatten(0, 1), b[0].flatten()),
+    ),
     "plain tensors": (Keeper, torch.rand(3, 16), total),
     "keywords and its own loss": (Named, {"x": torch.rand(4, 16), "labels": LABELS}, None),
-    "attention with a mask": (Attention, (torch.rand(2, 6, 32), torch.zeros(2, 6, dtype=torch.bool)), total),
+    "attention with a mask": (
+        Attention,
+        (torch.rand(2, 6, 32), torch.zeros(2, 6, dtype=torch.bool)),
+        total,
+    ),
 }
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -127,13 +139,18 @@ def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict
 
 @pytest.mark.parametrize(
     ("case", "optimizer"),
-    params(itertools.product(CASES, OPTIMIZERS), [*zip(CASES, itertools.cycle(OPTIMIZERS), strict=False)]),
+    params(
+        itertools.product(CASES, OPTIMIZERS),
+        [*zip(CASES, itertools.cycle(OPTIMIZERS), strict=False)],
+    ),
 )
 def test_equals_real_tensors_to_the_byte(case, optimizer):
     make, batch, loss = CASES[case]
     model = make()
     build = OPTIMIZERS[optimizer]
-    report = simulate(model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu")
+    report = simulate(
+        model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu"
+    )
     assert report.phases == really(make, batch, loss, build)
     assert (report.source, report.title, report.recipe) == ("simulated", type(model).__name__, None)
     assert set(report.phases) == set(PHASES)
@@ -154,13 +171,19 @@ class CutCrossEntropy(nn.Module):
 
 
 def test_cut_cross_entropy_runs_its_host_code(monkeypatch):
-    """Its kernels write where host code has allocated, so they are not launched; what torch.compile makes runs eagerly."""
+    """Its kernels write where host code has allocated, so they are not launched; what torch.compile
+    makes runs eagerly.
+    """
     pytest.importorskip("cut_cross_entropy", reason="Apple's package is of no extra")
     from triton.runtime.jit import KernelInterface
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None
+    )
     build, ids = OPTIMIZERS["adamw"], torch.randint(0, 300, (2, 16))
-    simulated = simulate(model=CutCrossEntropy(), batch=ids, loss=total, optimizer=build, target="cpu")
+    simulated = simulate(
+        model=CutCrossEntropy(), batch=ids, loss=total, optimizer=build, target="cpu"
+    )
     with torch.compiler.set_stance("force_eager"):
         assert simulated.phases == really(CutCrossEntropy, ids, total, build)
 
@@ -171,29 +194,43 @@ def test_muon_for_matrices_beside_adamw():
     def build(parameters) -> list[torch.optim.Optimizer]:
         parameters = list(parameters)
         matrices = [p for p in parameters if p.dim() == 2]
-        return [torch.optim.Muon(matrices), torch.optim.AdamW([p for p in parameters if p.dim() != 2])]
+        return [
+            torch.optim.Muon(matrices),
+            torch.optim.AdamW([p for p in parameters if p.dim() != 2]),
+        ]
 
     make, batch, loss = CASES["mlp, a tensor"]
     model = make()
-    report = simulate(model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu")
+    report = simulate(
+        model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu"
+    )
     real = really(make, batch, loss, lambda parameters: Together(build(parameters)))
     assert report.phases == real and real["step"].end.optimizer_states > 0
 
 
-@pytest.mark.parametrize("case", ["mlp, a tensor", "tied weights, a list", "keywords and its own loss"])
+@pytest.mark.parametrize(
+    "case", ["mlp, a tensor", "tied weights, a list", "keywords and its own loss"]
+)
 def test_autocast_and_loops_too(case):
     make, batch, loss = CASES[case]
     build = OPTIMIZERS["adamw"]
     model = make()
     arguments = {"precision": "bf16-mixed", "loop": "trainer"}
     report = simulate(
-        model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu", **arguments
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=build(model.parameters()),
+        target="cpu",
+        **arguments,
     )
     assert report.phases == really(make, batch, loss, build, **arguments)
 
 
 def test_a_group_norm_after_a_convolution_under_autocast():
-    """Its input is in half precision and its parameters are not: what it keeps and its gradient were counted in fp32."""
+    """Its input is in half precision and its parameters are not: what it keeps and its gradient
+    were counted in fp32.
+    """
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
@@ -202,15 +239,25 @@ def test_a_group_norm_after_a_convolution_under_autocast():
         return outputs.float().sum()
 
     batch, build = torch.rand(4, 3, 16, 16), OPTIMIZERS["momentum"]
-    report = simulate(model=make(), batch=batch, loss=loss, optimizer=build, target="cpu", precision="bf16-mixed")
+    report = simulate(
+        model=make(), batch=batch, loss=loss, optimizer=build, target="cpu", precision="bf16-mixed"
+    )
     assert report.phases == really(make, batch, loss, build, precision="bf16-mixed")
 
 
 def test_a_function_of_parameters_serves_as_optimizer():
     model = mlp()
     batch, loss = CASES["mlp, a tensor"][1:]
-    made = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW(model.parameters()), target="cpu")
-    given = simulate(model=model, batch=batch, loss=loss, optimizer=lambda p: torch.optim.AdamW(p), target="cpu")
+    made = simulate(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        target="cpu",
+    )
+    given = simulate(
+        model=model, batch=batch, loss=loss, optimizer=lambda p: torch.optim.AdamW(p), target="cpu"
+    )
     named = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW, target="cpu")
     assert made.phases == given.phases == named.phases
 
@@ -219,16 +266,24 @@ def test_only_what_the_optimizer_holds_gets_states():
     model = mlp()
     batch, loss = CASES["mlp, a tensor"][1:]
     last = list(model[3].parameters())
-    report = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW(last), target="cpu")
-    assert report.phases["between_steps"].end.optimizer_states == sum(2 * 4 * p.numel() + 4 for p in last)
+    report = simulate(
+        model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW(last), target="cpu"
+    )
+    assert report.phases["between_steps"].end.optimizer_states == sum(
+        2 * 4 * p.numel() + 4 for p in last
+    )
 
 
 def test_frozen_parameters_get_no_gradient():
     model = mlp()
     model[0].requires_grad_(False)
     batch, loss = CASES["mlp, a tensor"][1:]
-    report = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.SGD, target="cpu", loop="plain")
-    assert report.phases["backward"].end.gradients == sum(4 * p.numel() for p in model[3].parameters())
+    report = simulate(
+        model=model, batch=batch, loss=loss, optimizer=torch.optim.SGD, target="cpu", loop="plain"
+    )
+    assert report.phases["backward"].end.gradients == sum(
+        4 * p.numel() for p in model[3].parameters()
+    )
 
 
 def test_the_originals_are_untouched():
@@ -238,13 +293,25 @@ def test_the_originals_are_untouched():
     pointers = [p.data_ptr() for p in model.parameters()]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     for target in ("cuda", "cpu"):
-        simulate(model=model, batch=batch, loss=total, optimizer=optimizer, target=target, precision="bf16-mixed")
+        simulate(
+            model=model,
+            batch=batch,
+            loss=total,
+            optimizer=optimizer,
+            target=target,
+            precision="bf16-mixed",
+        )
     assert pointers == [p.data_ptr() for p in model.parameters()]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(type(p) is nn.Parameter and p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert all(
+        type(p) is nn.Parameter and p.grad is None and p.dtype == torch.float32
+        for p in model.parameters()
+    )
     assert not optimizer.state
     assert groups == [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in model.parameters()
+    ]
     assert type(batch[0]) is torch.Tensor and batch[0].device.type == "cpu"
     model(batch[0]).sum().backward()  # and it still trains
     optimizer.step()
@@ -260,7 +327,10 @@ def test_a_state_that_exists_is_neither_counted_twice_nor_changed():
     used.step()
     states = {id(p): s["exp_avg"].clone() for p, s in used.state.items()}
     model.zero_grad()
-    assert simulate(model=model, batch=batch, loss=loss, optimizer=used, target="cpu").phases == expected
+    assert (
+        simulate(model=model, batch=batch, loss=loss, optimizer=used, target="cpu").phases
+        == expected
+    )
     assert all(torch.equal(s["exp_avg"], states[id(p)]) for p, s in used.state.items())
 
 
@@ -268,14 +338,21 @@ def test_a_model_without_storage_will_do():
     """On the meta device a model of any size costs nothing to build."""
     with torch.device("meta"):
         model = mlp()
-    report = simulate(model=model, batch=torch.rand(4, 64), loss=total, optimizer=torch.optim.SGD, target="cpu")
+    report = simulate(
+        model=model, batch=torch.rand(4, 64), loss=total, optimizer=torch.optim.SGD, target="cpu"
+    )
     assert report.phases["load"].end.parameters == sum(4 * p.numel() for p in model.parameters())
     assert all(p.is_meta for p in model.parameters())
 
 
 def test_cuda_rounds_and_adds_workspaces():
     model = mlp()
-    arguments = {"model": model, "batch": torch.rand(4, 64), "loss": total, "optimizer": torch.optim.SGD}
+    arguments = {
+        "model": model,
+        "batch": torch.rand(4, 64),
+        "loss": total,
+        "optimizer": torch.optim.SGD,
+    }
     on_cuda, on_cpu = simulate(target="cuda", **arguments), simulate(target="cpu", **arguments)
     sizes = [4 * p.numel() for p in model.parameters()]
     assert on_cpu.phases["load"].end.parameters == sum(sizes)
@@ -318,11 +395,17 @@ def with_attribute(value) -> nn.Module:
         ({"optimizer": []}, "optimizer"),
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=-1)}, "optimizer"),
         (
-            {"optimizer": lambda parameters: torch.optim.AdamW(parameters, capturable=True), "target": "cpu"},
+            {
+                "optimizer": lambda parameters: torch.optim.AdamW(parameters, capturable=True),
+                "target": "cpu",
+            },
             "optimizer",
         ),
         ({"optimizer": torch.optim.LBFGS}, "optimizer"),
-        ({"optimizer": lambda parameters: torch.optim.SGD(nn.Linear(2, 2).parameters())}, "optimizer"),
+        (
+            {"optimizer": lambda parameters: torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            "optimizer",
+        ),
         ({"loop": Loop.named("plain", foreach=True)}, "loop.foreach"),
         ({"loss": lambda outputs, batch: outputs.nope}, "model"),
         ({"loss": lambda outputs, batch: outputs.detach().sum()}, "loss"),
@@ -337,7 +420,13 @@ def with_attribute(value) -> nn.Module:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_input_gets_one_clear_sentence(changes, names):
-    arguments = {"model": mlp(), "batch": torch.rand(4, 64), "loss": total, "optimizer": torch.optim.SGD, **changes}
+    arguments = {
+        "model": mlp(),
+        "batch": torch.rand(4, 64),
+        "loss": total,
+        "optimizer": torch.optim.SGD,
+        **changes,
+    }
     with pytest.raises(RecipeError) as caught:
         simulate(**arguments)
     assert caught.value.field == names and "\n" not in str(caught.value)
@@ -348,17 +437,26 @@ def test_layers_that_may_be_dropped_at_random_are_there():
     from transformers import BartConfig, BartForConditionalGeneration
 
     sizes = {
-        f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 64))
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("ffn_dim", 64))
     }
     rates = {"encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}
     model = BartForConditionalGeneration(BartConfig(vocab_size=128, d_model=32, **sizes, **rates))
     ids = torch.arange(16).reshape(2, 8)
-    report = simulate(model=model, batch={"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW, target="cpu")
+    report = simulate(
+        model=model,
+        batch={"input_ids": ids, "labels": ids},
+        optimizer=torch.optim.AdamW,
+        target="cpu",
+    )
     assert report.phases["backward"].end.gradients == report.phases["backward"].end.parameters
 
 
 class Growing(nn.Module):
-    """Buffers of 256 MiB, 512 MiB … 2 GiB, one after the other: each strands the segments before it."""
+    """Buffers of 256 MiB, 512 MiB … 2 GiB, one after the other: each strands the segments before
+    it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -371,15 +469,28 @@ class Growing(nn.Module):
 
 
 def test_a_card_reserves_no_more_than_it_holds():
-    """`release_cached_blocks`: where cudaMalloc fails, unused segments are given back before the step fails."""
+    """`release_cached_blocks`: where cudaMalloc fails, unused segments are given back before the
+    step fails.
+    """
     model = Growing()
-    step = {"model": model, "batch": torch.rand(4, 64), "loss": total, "optimizer": torch.optim.SGD(model.parameters())}
+    step = {
+        "model": model,
+        "batch": torch.rand(4, 64),
+        "loss": total,
+        "optimizer": torch.optim.SGD(model.parameters()),
+    }
     endless = simulate(**step)
     assert endless.reserved.value > 9 * GiB > 3 * GiB > endless.allocated
     card = find_gpu("T4")
     small = dataclasses.replace(card, total=4 * GiB)
     report = simulate(**step, gpu=small)
-    assert report.allocated == endless.allocated <= report.reserved.value <= report.reserved.high <= report.process.high
+    assert (
+        report.allocated
+        == endless.allocated
+        <= report.reserved.value
+        <= report.reserved.high
+        <= report.process.high
+    )
     assert report.process.value <= small.total and not report.notes
     assert report.verdict == "likely"  # the upper end is above the card, and nothing is clipped
     tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
@@ -391,7 +502,9 @@ def test_a_card_reserves_no_more_than_it_holds():
 
 
 def test_a_run_that_outgrows_the_card_after_its_first_step_says_so():
-    """AdamW's states come with the first update, so the second step's forward pass finds 4.4 GiB less."""
+    """AdamW's states come with the first update, so the second step's forward pass finds 4.4 GiB
+    less.
+    """
     recipe = Recipe("qwen3-0.6b", batch_size=4, seq_len=512, precision="fp16-mixed")
     (note,) = simulate(recipe, gpu="T4").notes
     assert "in step 2, forward, it tries to allocate 64.00 MiB, and 8.74 MiB are free" in note
@@ -401,7 +514,14 @@ def test_a_run_that_outgrows_the_card_after_its_first_step_says_so():
 
 def of_mlp(**changes):
     return simulate(
-        **{"model": mlp(), "batch": X, "loss": total, "optimizer": torch.optim.AdamW, "target": "cpu", **changes}
+        **{
+            "model": mlp(),
+            "batch": X,
+            "loss": total,
+            "optimizer": torch.optim.AdamW,
+            "target": "cpu",
+            **changes,
+        }
     )
 
 
@@ -410,7 +530,9 @@ X = torch.rand(4, 64)
 
 @pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
 def test_a_true_precision_is_the_modules_and_its_inputs(precision):
-    """As after `model.to(dtype)` and the same of the batch: every byte of weights, gradients, states and inputs halves."""
+    """As after `model.to(dtype)` and the same of the batch: every byte of weights, gradients,
+    states and inputs halves.
+    """
     whole, half = (of_mlp(precision=p).phases["step"].end for p in ("fp32", precision))
     counters = 4 * 4
     assert (half.parameters, half.gradients, half.inputs) == (
@@ -428,16 +550,27 @@ def test_an_optimizer_in_the_backward_pass(made):
     optimizer = torch.optim.AdamW(model.parameters()) if made else torch.optim.AdamW
     report = of_mlp(model=model, optimizer=optimizer, loop="optimizer_in_backward")
     largest = 4 * 64 * 256
-    assert report.phases["backward"].peak.gradients <= largest and report.phases["backward"].end.gradients == 0
-    assert report.phases["step"].end.optimizer_states == 8 * sum(p.numel() for p in model.parameters()) + 4 * 4
+    assert (
+        report.phases["backward"].peak.gradients <= largest
+        and report.phases["backward"].end.gradients == 0
+    )
+    assert (
+        report.phases["step"].end.optimizer_states
+        == 8 * sum(p.numel() for p in model.parameters()) + 4 * 4
+    )
 
 
 def test_several_optimizers():
     model = mlp()
-    members = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[3].parameters(), momentum=0.9)]
+    members = [
+        torch.optim.AdamW(model[0].parameters()),
+        torch.optim.SGD(model[3].parameters(), momentum=0.9),
+    ]
     sizes = [sum(4 * p.numel() for p in model[i].parameters()) for i in (0, 3)]
     for loop in ("plain", "trainer", "optimizer_in_backward"):
-        states = of_mlp(model=model, optimizer=members, loop=loop).phases["step"].end.optimizer_states
+        states = (
+            of_mlp(model=model, optimizer=members, loop=loop).phases["step"].end.optimizer_states
+        )
         assert states == 2 * sizes[0] + 2 * 4 + sizes[1]
     assert not members[0].state and not members[1].state
 
@@ -471,8 +604,15 @@ def test_hooks_run_and_the_modules_are_as_they_were():
     class Hooked(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second, self.seen, self.all = nn.Linear(64, 64), nn.Linear(64, 4), None, []
-            self.first.register_forward_hook(lambda module, inputs, output: setattr(self, "seen", output))
+            self.first, self.second, self.seen, self.all = (
+                nn.Linear(64, 64),
+                nn.Linear(64, 4),
+                None,
+                [],
+            )
+            self.first.register_forward_hook(
+                lambda module, inputs, output: setattr(self, "seen", output)
+            )
             self.first.register_forward_hook(lambda module, inputs, output: self.all.append(output))
 
         def forward(self, x):
@@ -487,7 +627,11 @@ def test_hooks_run_and_the_modules_are_as_they_were():
         return outputs.sum() + sum(p.pow(2).sum() for p in model.parameters())
 
     report = of_mlp(model=model, loss=penalized)
-    assert model.seen is None and not model.all and [tuple(gradient.shape) for gradient in kept] == [(64, 64)] * 2
+    assert (
+        model.seen is None
+        and not model.all
+        and [tuple(gradient.shape) for gradient in kept] == [(64, 64)] * 2
+    )
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
     assert report.phases["backward"].end.gradients == sum(4 * p.numel() for p in model.parameters())
     penalized(model(X), X).backward()
@@ -517,11 +661,16 @@ def test_locks_and_generators_of_numbers_do_no_harm():
 
 def test_what_is_left_out_is_noted():
     assert any("torch.compile" in note for note in of_mlp(model=torch.compile(mlp())).notes)
-    assert any("empty_cache_steps" in note for note in of_mlp(loop=Loop.named("plain", empty_cache_steps=1)).notes)
+    assert any(
+        "empty_cache_steps" in note
+        for note in of_mlp(loop=Loop.named("plain", empty_cache_steps=1)).notes
+    )
 
 
 def test_errors_name_the_line(capfd):
-    with pytest.raises(RecipeError, match=r"test_simulate_module\.py, line \d+: return self\.missing\(x\)"):
+    with pytest.raises(
+        RecipeError, match=r"test_simulate_module\.py, line \d+: return self\.missing\(x\)"
+    ):
         of_mlp(model=Failing())
     with pytest.raises(RecipeError, match="unexpected keyword argument 'y'"):
         of_mlp(batch={"y": X})

@@ -1,4 +1,6 @@
-"""What a loss holds besides the model (teachers, queues, labels) is counted, however it is held, and is as it was."""
+"""What a loss holds besides the model (teachers, queues, labels) is counted, however it is held,
+and is as it was.
+"""
 
 import functools
 from typing import ClassVar
@@ -63,7 +65,9 @@ TEACHERS = {
     "a bound method": Distillation().__call__,
     "a callable object": Distillation(),
     "a class attribute": Distillation().of_class,
-    "a list in a dictionary": lambda outputs, batch: distilled(IN_CONTAINERS["teachers"][0], outputs, batch),
+    "a list in a dictionary": lambda outputs, batch: distilled(
+        IN_CONTAINERS["teachers"][0], outputs, batch
+    ),
     "an inner function": nested(),
     "a default": by_default,
 }
@@ -86,7 +90,9 @@ def test_a_watched_teacher_is_there_before_the_block():
     with watch(model, batch=X) as seen:
         F.mse_loss(model(X), HELD(X)).backward()
         optimizer.step()
-    assert seen.report().phases["load"].end.parameters == sum(p.nbytes for m in (model, HELD) for p in m.parameters())
+    assert seen.report().phases["load"].end.parameters == sum(
+        p.nbytes for m in (model, HELD) for p in m.parameters()
+    )
 
 
 class Queue:
@@ -134,7 +140,9 @@ def of_bank():
 def functional():
     held = teacher()
     weights = dict(held.named_parameters()) | dict(held.named_buffers())
-    return lambda outputs, batch: F.mse_loss(outputs, torch.func.functional_call(held, weights, (batch,)))
+    return lambda outputs, batch: F.mse_loss(
+        outputs, torch.func.functional_call(held, weights, (batch,))
+    )
 
 
 def trained():
@@ -149,7 +157,9 @@ def of_function():
 
 OTHERS = {
     "labels": lambda: lambda outputs, batch: F.cross_entropy(outputs, LABELS),
-    "a slice of all labels": lambda: lambda outputs, batch: F.cross_entropy(outputs, ALL_LABELS[:8]),
+    "a slice of all labels": lambda: (
+        lambda outputs, batch: F.cross_entropy(outputs, ALL_LABELS[:8])
+    ),
     "a queue": Queue,
     "a bank": of_bank,
     "functional_call": functional,
@@ -271,7 +281,11 @@ def test_what_a_loss_makes_at_its_first_call_is_made_again_by_the_users_step():
     for loss in (lazy, lazy.__call__, inner, cached, global_loss):
         simulate(model=mlp(), batch=X, loss=loss, optimizer=sgd)
     assert (lazy.own, lazy.ready, Lazy.shared, Lazy.known, held()) == (None, False, None, {}, None)
-    assert lazy.queue is queued and "NEW_TEACHER" not in globals() and not cached_teacher.cache_info().currsize
+    assert (
+        lazy.queue is queued
+        and "NEW_TEACHER" not in globals()
+        and not cached_teacher.cache_info().currsize
+    )
     with pytest.raises(VramLabError):
         simulate(model=mlp(), batch=X, loss=fails_afterwards, optimizer=sgd)
     assert LAST == []
@@ -289,7 +303,9 @@ def test_what_cannot_be_given_back_is_said():
         return F.mse_loss(outputs, held[0])
 
     said = simulate(model=mlp(), batch=X, loss=loss, optimizer=sgd)
-    assert said.notes == ["the loss keeps tensors of the simulation (list.0): make it anew to train"]
+    assert said.notes == [
+        "the loss keeps tensors of the simulation (list.0): make it anew to train"
+    ]
 
 
 def test_what_a_loss_counts_is_counted_on():
@@ -307,8 +323,12 @@ def test_what_a_loss_counts_is_counted_on():
 def test_a_teacher_takes_no_memory_of_this_machine():
     """64 GiB that nobody allocates."""
     with torch.device("meta"):
-        huge = nn.Sequential(nn.Linear(64, 2**19), nn.Linear(2**19, 2**15), nn.Linear(2**15, 10)).requires_grad_(False)
+        huge = nn.Sequential(
+            nn.Linear(64, 2**19), nn.Linear(2**19, 2**15), nn.Linear(2**15, 10)
+        ).requires_grad_(False)
     loss = functools.partial(distilled, huge)
     said = simulate(model=mlp(), batch=X, loss=loss, optimizer=sgd, target="cpu")
-    assert said.phases["load"].end.parameters == sum(p.nbytes for m in (mlp(), huge) for p in m.parameters())
+    assert said.phases["load"].end.parameters == sum(
+        p.nbytes for m in (mlp(), huge) for p in m.parameters()
+    )
     assert said.peak.parameters > 64 * 2**30

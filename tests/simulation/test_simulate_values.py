@@ -1,4 +1,6 @@
-"""What a simulated module knows of values (lengths, masks, counters), and what it says of those it does not know."""
+"""What a simulated module knows of values (lengths, masks, counters), and what it says of those it
+does not know.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from watched_steps import measured
 def both(make, batch, loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01)):
     torch.manual_seed(0)
     model = make()
-    said = simulate(model=model, batch=batch, loss=loss, optimizer=optimizer(model.parameters()), target="cpu")
+    said = simulate(
+        model=model, batch=batch, loss=loss, optimizer=optimizer(model.parameters()), target="cpu"
+    )
     return said, measured(model, batch, loss, optimizer(model.parameters()))
 
 
@@ -49,7 +53,9 @@ MASK = torch.arange(6) < LENGTHS[:, None]
 KNOWN = {
     "a number of times": (times, (X, torch.tensor(5))),
     "a list of lengths": (
-        lambda layer, x, n: torch.cat([torch.relu(layer(x[i, :k])) for i, k in enumerate(n.tolist())]),
+        lambda layer, x, n: torch.cat(
+            [torch.relu(layer(x[i, :k])) for i, k in enumerate(n.tolist())]
+        ),
         (X, LENGTHS),
     ),
     "a mask": (lambda layer, x, mask: torch.tanh(layer(x)[mask]), (X, MASK)),
@@ -57,9 +63,14 @@ KNOWN = {
         lambda layer, x, n: torch.tanh(layer(x)[torch.arange(x.shape[1]) < n[:, None]]),
         (X, LENGTHS),
     ),
-    "a branch": (lambda layer, x, n: layer(x) if n.max() > 9 else layer(torch.tanh(layer(x))), (X, LENGTHS)),
+    "a branch": (
+        lambda layer, x, n: layer(x) if n.max() > 9 else layer(torch.tanh(layer(x))),
+        (X, LENGTHS),
+    ),
     "written in place": (
-        lambda layer, x, n: times(layer, x, torch.zeros(3, dtype=torch.int64).index_fill_(0, n[1:2] - 1, 4).sum()),
+        lambda layer, x, n: times(
+            layer, x, torch.zeros(3, dtype=torch.int64).index_fill_(0, n[1:2] - 1, 4).sum()
+        ),
         (X, LENGTHS),
     ),
     "experts": (experts, (X.flatten(0, 1), torch.arange(24) % 3)),
@@ -102,9 +113,14 @@ SLICES = {
 
 @pytest.mark.parametrize("kind", SLICES)
 def test_a_slice_counts_with_all_that_it_keeps_alive(kind):
-    said, seen = both(lambda: Function(lambda layer, a, b: layer(a) + layer(b)), SLICES[kind], total)
+    said, seen = both(
+        lambda: Function(lambda layer, a, b: layer(a) + layer(b)), SLICES[kind], total
+    )
     assert said.phases == seen.phases
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in SLICES[kind]}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in SLICES[kind]
+    }
     assert said.phases["load"].end.inputs == sum(storages.values())
 
 
@@ -129,7 +145,9 @@ def test_the_batch_is_as_it_was():
         return layer(x)[mask]
 
     mask = MASK.clone()
-    simulate(model=Function(clears), batch=(X, mask), loss=total, optimizer=torch.optim.SGD, target="cpu")
+    simulate(
+        model=Function(clears), batch=(X, mask), loss=total, optimizer=torch.optim.SGD, target="cpu"
+    )
     assert torch.equal(mask, MASK) and type(mask) is torch.Tensor
 
 
@@ -141,7 +159,10 @@ def test_a_value_that_nobody_knows_is_noted_with_its_line():
 
     said, _ = both(lambda: Function(branch), (X,), total)
     assert len(said.notes) == 1
-    assert "test_simulate_values.py, line" in said.notes[0] and "if layer(x).mean() > 100:" in said.notes[0]
+    assert (
+        "test_simulate_values.py, line" in said.notes[0]
+        and "if layer(x).mean() > 100:" in said.notes[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,17 +171,34 @@ def test_a_value_that_nobody_knows_is_noted_with_its_line():
         (lambda layer, x: x[layer(x) > 0], "aten.nonzero"),
         (lambda layer, x: layer(x)[torch.where(layer(x)[:, 0, 0] > 0)[0]], "aten.nonzero"),
         (lambda layer, x: layer(x).masked_select(layer(x) > 0), "aten.masked_select"),
-        (lambda layer, x: F.ctc_loss(layer(x), LENGTHS[:6], LENGTHS[:1], LENGTHS[:1]), "aten._ctc_loss"),
+        (
+            lambda layer, x: F.ctc_loss(layer(x), LENGTHS[:6], LENGTHS[:1], LENGTHS[:1]),
+            "aten._ctc_loss",
+        ),
     ],
     ids=["a mask", "routing", "a selection", "connectionist"],
 )
 def test_a_size_that_nobody_knows_is_refused_with_operator_and_line(function, operator):
-    with pytest.raises(RecipeError, match=rf"{operator}.*test_simulate_values.py, line \d+.*`watch` measures") as error:
-        simulate(model=Function(function), batch=(X,), loss=total, optimizer=torch.optim.SGD, target="cpu")
+    with pytest.raises(
+        RecipeError, match=rf"{operator}.*test_simulate_values.py, line \d+.*`watch` measures"
+    ) as error:
+        simulate(
+            model=Function(function),
+            batch=(X,),
+            loss=total,
+            optimizer=torch.optim.SGD,
+            target="cpu",
+        )
     assert error.value.field == "model"
 
 
-KINDS = [torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adamax]
+KINDS = [
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+    torch.optim.Adamax,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -181,9 +219,13 @@ def test_a_scheduler_does_not_step_the_real_optimizer():
 def test_sparse_tensors_and_bags_are_refused():
     of_batch = Function(lambda layer, x, a: a @ layer(x)), (X[:, 0], torch.eye(4).to_sparse())
     ids = torch.arange(6)
-    tables = (nn.Embedding(50, 8, sparse=True), ids), (nn.EmbeddingBag(50, 8), (ids, torch.tensor([0, 2])))
+    tables = (
+        (nn.Embedding(50, 8, sparse=True), ids),
+        (nn.EmbeddingBag(50, 8), (ids, torch.tensor([0, 2]))),
+    )
     for model, batch in (of_batch, *tables):
         with pytest.raises(
-            RecipeError, match=r"or sparse tensors are simulated: `watch` measures .*, if none is sparse"
+            RecipeError,
+            match=r"or sparse tensors are simulated: `watch` measures .*, if none is sparse",
         ):
             simulate(model=model, batch=batch, loss=total, optimizer=torch.optim.SGD, target="cpu")

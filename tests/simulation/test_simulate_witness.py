@@ -1,8 +1,9 @@
-"""The tracker against a witness that knows nothing of it: the CPU allocator's own events, from torch's profiler.
+"""The tracker against a witness that knows nothing of it: the CPU allocator's own events, from
+torch's profiler.
 
-The step runs twice from equal seeds, once under the tracker and once under the profiler alone. What the profiler sees
-besides has names: numbers that Python wrote as literals, saved by autograd as tensors of eight bytes, and what oneDNN's
-half-precision products need while they run.
+The step runs twice from equal seeds, once under the tracker and once under the profiler alone. What
+the profiler sees besides has names: numbers that Python wrote as literals, saved by autograd as
+tensors of eight bytes, and what oneDNN's half-precision products need while they run.
 """
 
 import numpy as np
@@ -30,7 +31,8 @@ def test_the_allocator_says_the_same(family, changes):
     assert list(seen) == list(claimed) == ["forward", "backward", "step", "between_steps"]
     assert max(end for _, end in claimed.values()) > 1_000_000 or recipe.gradient_checkpointing
     for phase, (peak, end) in seen.items():
-        # oneDNN repacks one operand of a product at a time; no matrix here is larger than the head's
+        # oneDNN repacks one operand of a product at a time; no matrix here is larger than the
+        # head's
         packing = 2 * 1000 * 128 if recipe.precision == "bf16-mixed" else 0
         assert 0 <= peak - claimed[phase][0] <= LITERALS + packing, phase
         assert 0 <= end - claimed[phase][1] <= LITERALS, phase
@@ -43,7 +45,9 @@ def test_a_checkpoint_keeps_the_generators_state_where_it_trains_on_cpu():
     kept = {}
     for target in ("cpu", "cuda"):
         history = trace(recipe, target, full=True)
-        kept[target] = [s.asked for change, s, _ in history.log if s.op == "get_rng_state" and change > 0]
+        kept[target] = [
+            s.asked for change, s, _ in history.log if s.op == "get_rng_state" and change > 0
+        ]
     assert kept == {"cpu": [size] * 8, "cuda": []}  # two layers, two steps, kept and to be restored
 
 

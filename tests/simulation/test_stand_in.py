@@ -1,4 +1,6 @@
-"""Against PyTorch's own CUDA allocator, which ran the steps on a stand-in for a GPU (`stand_in/`): its sizes, not ours."""
+"""Against PyTorch's own CUDA allocator, which ran the steps on a stand-in for a GPU (`stand_in/`):
+its sizes, not ours.
+"""
 
 import json
 from pathlib import Path
@@ -11,8 +13,16 @@ from vramlab.hardware.kernels import efficient_scratch, reduction_scratch
 from vramlab.recipe.evaluation import Evaluation
 
 FOLDER = Path(__file__).parent.parent / "stand_in"
-CARDS = {"h200": ("H200", 24), "rtx-3090": ("RTX 3090", 5), "t4": ("T4", 5)}  # one run in so many is simulated
-LATER = {**{name: card for name, (card, _) in CARDS.items()}, "rtx-4090": "RTX 4090", "h100": "H100 SXM"}
+CARDS = {
+    "h200": ("H200", 24),
+    "rtx-3090": ("RTX 3090", 5),
+    "t4": ("T4", 5),
+}  # one run in so many is simulated
+LATER = {
+    **{name: card for name, (card, _) in CARDS.items()},
+    "rtx-4090": "RTX 4090",
+    "h100": "H100 SXM",
+}
 
 
 def read(name):
@@ -21,7 +31,9 @@ def read(name):
 
 @pytest.mark.parametrize("card", read("reductions"))
 def test_buffers_of_reductions(card):
-    """(shape, strides, dimensions, bytes a value, blocks that the kernel took) of sums, means and norms."""
+    """(shape, strides, dimensions, bytes a value, blocks that the kernel took) of sums, means and
+    norms.
+    """
     for shape, strides, reduced, itemsize, blocks in read("reductions")[card]:
         found = reduction_scratch(shape, strides, reduced, itemsize, find_gpu(card).chip)
         assert sorted(set(found)) == blocks, (shape, strides, reduced, itemsize)
@@ -29,11 +41,19 @@ def test_buffers_of_reductions(card):
 
 @pytest.mark.parametrize("card", read("attention"))
 def test_workspace_of_memory_efficient_attention(card):
-    """(heads, tokens, head size, bytes a value, dropout, bytes of the workspace) of the backward pass."""
+    """(heads, tokens, head size, bytes a value, dropout, bytes of the workspace) of the backward
+    pass.
+    """
     for heads, tokens, dim, itemsize, dropout, workspace in read("attention")[card]:
-        blocks = efficient_scratch(heads, (tokens, tokens), (dim, dim), itemsize, dropout, find_gpu(card).chip)
+        blocks = efficient_scratch(
+            heads, (tokens, tokens), (dim, dim), itemsize, dropout, find_gpu(card).chip
+        )
         delta, product = 4 * heads * tokens, 4 * heads * tokens * dim
-        in_its_place = [product, delta, delta] if itemsize == 4 and product + delta > workspace else [delta, workspace]
+        in_its_place = (
+            [product, delta, delta]
+            if itemsize == 4 and product + delta > workspace
+            else [delta, workspace]
+        )
         assert blocks == in_its_place, (heads, tokens, dim, itemsize, dropout)
 
 
@@ -46,7 +66,9 @@ def test_steps(name, part):
     errors = []
     for run in runs:
         simulated = simulate(Recipe(**run["recipe"]), gpu=card)
-        asked, held = (getattr(simulated, what) / run[what] - 1 for what in ("requested", "allocated"))
+        asked, held = (
+            getattr(simulated, what) / run[what] - 1 for what in ("requested", "allocated")
+        )
         assert abs(asked) < 0.004 and abs(held) < 0.01, (run["recipe"], asked, held)
         errors.append(abs(asked))
     assert sum(error < 1e-5 for error in errors) > 0.8 * len(errors), (
@@ -56,22 +78,45 @@ def test_steps(name, part):
 
 MENDED = {
     "experts one by one below 8.0, with a gradient for frozen ones": ("t4", "mixtral-8x7b"),
-    "PEFT casts no input of a 4-bit layer's adapter under autocast": ("h200", "405b", "adafactor", "fp4"),
-    "backward's workspace is taken at its first product": ("h200", "gemma-3-1b", '"gradient_checkpointing": true'),
-    "DeepSpeed's streams do not share blocks": ("h200", '"deepspeed"', "3.2-1b", '"parameters"', '"plain"'),
+    "PEFT casts no input of a 4-bit layer's adapter under autocast": (
+        "h200",
+        "405b",
+        "adafactor",
+        "fp4",
+    ),
+    "backward's workspace is taken at its first product": (
+        "h200",
+        "gemma-3-1b",
+        '"gradient_checkpointing": true',
+    ),
+    "DeepSpeed's streams do not share blocks": (
+        "h200",
+        '"deepspeed"',
+        "3.2-1b",
+        '"parameters"',
+        '"plain"',
+    ),
 }
 
 
 @pytest.mark.parametrize("why", params(MENDED, list(MENDED)[:3]))
 def test_what_was_off(why):
     name, *words = MENDED[why]
-    [run] = (run for run in read(name)["runs"] if all(word in json.dumps(run["recipe"]) for word in words))
+    [run] = (
+        run
+        for run in read(name)["runs"]
+        if all(word in json.dumps(run["recipe"]) for word in words)
+    )
     recipe, card = Recipe(**run["recipe"]), CARDS[name][0]
     simulated = simulate(recipe, gpu=card)
     assert abs(simulated.requested / run["requested"] - 1) < 1e-5
     assert abs(simulated.allocated / run["allocated"] - 1) < 1e-3
-    assert recipe.quantization or abs(simulated.reserved.value / run["reserved"] - 1) < 0.02  # loading leaves segments
-    assert recipe.sharding or abs(predict(recipe, gpu=card).peak.total / run["allocated"] - 1) < 1e-3
+    assert (
+        recipe.quantization or abs(simulated.reserved.value / run["reserved"] - 1) < 0.02
+    )  # loading leaves segments
+    assert (
+        recipe.sharding or abs(predict(recipe, gpu=card).peak.total / run["allocated"] - 1) < 1e-3
+    )
 
 
 ROWS = (

@@ -1,7 +1,8 @@
 """A thread that simulates and one that trains in the same process: neither sees the other.
 
-The training runs in a thread of its own that is started, and waited for, from the middle of the simulation, so nothing
-depends on who is quicker. Its losses are held, digit by digit, against those that the same training has alone.
+The training runs in a thread of its own that is started, and waited for, from the middle of the
+simulation, so nothing depends on who is quicker. Its losses are held, digit by digit, against those
+that the same training has alone.
 """
 
 import asyncio
@@ -40,13 +41,17 @@ class Plain(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(16)
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
-        queries, keys, values = self.first(self.norm(x)).view(2, 8, 2, 24).transpose(1, 2).chunk(3, -1)
+        queries, keys, values = (
+            self.first(self.norm(x)).view(2, 8, 2, 24).transpose(1, 2).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return x + F.dropout(F.softmax(self.last(mixed.transpose(1, 2).flatten(2)), -1), 0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return checkpoint(self.attend, checkpoint(self.attend, x, use_reentrant=False), use_reentrant=False).sum()
+            return checkpoint(
+                self.attend, checkpoint(self.attend, x, use_reentrant=False), use_reentrant=False
+            ).sum()
 
 
 def plain() -> list[float]:
@@ -58,7 +63,9 @@ def plain() -> list[float]:
 
 
 def transformer(family: str, adapted: bool = False) -> list[float]:
-    """A tiny model of transformers, with PEFT's adapters and bitsandbytes' 8-bit optimizer if `adapted`."""
+    """A tiny model of transformers, with PEFT's adapters and bitsandbytes' 8-bit optimizer if
+    `adapted`.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -71,13 +78,16 @@ def transformer(family: str, adapted: bool = False) -> list[float]:
         import peft
 
         model.enable_input_require_grads()
-        options = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+        options = peft.LoraConfig(
+            r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         model, kind = peft.get_peft_model(model, options), bitsandbytes.optim.AdamW8bit
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.01)
     ids = torch.randint(0, 1000, (2, 16))
     losses = steps(optimizer, lambda: model(input_ids=ids, labels=ids).loss)
     assert all(
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in model.state_dict(keep_vars=True).values()
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        for tensor in model.state_dict(keep_vars=True).values()
     )
     return losses
 
@@ -101,7 +111,10 @@ TRAININGS = {
 RECIPES = {
     "bf16-mixed, recomputed": ("gpt2", {"precision": "bf16-mixed", "gradient_checkpointing": True}),
     "LoRA in bf16": ("llama", {"lora": EVERYWHERE, "precision": "bf16-true"}),
-    "4-bit": ("llama", {"lora": EVERYWHERE, "quantization": Quantization("nf4"), "optim": "adamw_bnb_8bit"}),
+    "4-bit": (
+        "llama",
+        {"lora": EVERYWHERE, "quantization": Quantization("nf4"), "optim": "adamw_bnb_8bit"},
+    ),
     "a rank of FSDP": ("llama", {"sharding": Sharding(world_size=4), "precision": "bf16-mixed"}),
     "DPO": ("llama", {"trainer": "dpo", "precision": "bf16-mixed"}),
 }
@@ -144,12 +157,18 @@ def process_state() -> dict:
 
 
 def during(monkeypatch, simulation, action) -> tuple:
-    """Return what `simulation` returns, and a list of what `action` does in a thread of its own at each point of it."""
+    """Return what `simulation` returns, and a list of what `action` does in a thread of its own at
+    each point of it.
+    """
     found, plain_begin, plain_make = [], Tracker.begin, models.make
     main = threading.get_ident()
 
     def begin(tracker, phase):
-        if phase in ("backward", "between_steps") and threading.get_ident() == main and len(found) < 3:
+        if (
+            phase in ("backward", "between_steps")
+            and threading.get_ident() == main
+            and len(found) < 3
+        ):
             found.append(in_thread(action))
         return plain_begin(tracker, phase)
 
@@ -191,17 +210,27 @@ def test_a_training_inside_a_simulation_is_what_it_is_alone(name, alone, monkeyp
 @pytest.mark.parametrize("name", [*RECIPES, "a rank of DeepSpeed", "TF32"])
 def test_another_thread_sees_no_difference(name, monkeypatch):
     more = {
-        "a rank of DeepSpeed": Recipe(config("llama"), sharding=Sharding(3, 2, "deepspeed"), **SIZES),
+        "a rank of DeepSpeed": Recipe(
+            config("llama"), sharding=Sharding(3, 2, "deepspeed"), **SIZES
+        ),
         "TF32": Recipe(config("gpt2"), precision="tf32", **SIZES),
     }
     recipe = more.get(name) or recipe_of(name)
     simulate(recipe)  # libraries are loaded
-    linear, filters, hook = F.linear, list(warnings.filters), in_thread(lambda: __import__("sys").excepthook)
+    linear, filters, hook = (
+        F.linear,
+        list(warnings.filters),
+        in_thread(lambda: __import__("sys").excepthook),
+    )
     before = in_thread(process_state)
     _, found = during(monkeypatch, lambda: simulate(recipe), process_state)
     assert found == [before] * 3
     assert in_thread(process_state) == before
-    assert (F.linear, list(warnings.filters), __import__("sys").excepthook) == (linear, filters, hook)
+    assert (F.linear, list(warnings.filters), __import__("sys").excepthook) == (
+        linear,
+        filters,
+        hook,
+    )
     assert gc.isenabled()
 
 
@@ -235,7 +264,10 @@ def test_a_training_inside_a_watched_block_is_not_counted(alone):
 def test_two_threads_simulate_what_each_does_alone():
     recipes = [recipe_of("bf16-mixed, recomputed"), recipe_of("a rank of FSDP")]
     expected, found = [simulate(recipe) for recipe in recipes], {}
-    threads = [threading.Thread(target=lambda r=recipe: found.update({r: simulate(r)})) for recipe in recipes]
+    threads = [
+        threading.Thread(target=lambda r=recipe: found.update({r: simulate(r)}))
+        for recipe in recipes
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -248,7 +280,9 @@ def test_a_task_simulates_in_a_thread_while_another_trains(alone):
     """`asyncio.to_thread` hands its caller's context on; what a simulation replaces is in none."""
 
     async def both() -> tuple:
-        return await asyncio.gather(asyncio.to_thread(simulate, recipe_of("LoRA in bf16")), asyncio.to_thread(plain))
+        return await asyncio.gather(
+            asyncio.to_thread(simulate, recipe_of("LoRA in bf16")), asyncio.to_thread(plain)
+        )
 
     report, losses = asyncio.run(both())
     assert report == simulate(recipe_of("LoRA in bf16"))
@@ -267,7 +301,11 @@ def test_a_process_forked_by_another_thread_trains_and_simulates(alone, monkeypa
         status = 1
         try:
             same = plain() == alone["plain torch"] and simulate(recipe) == report
-            status = 0 if same and gc.isenabled() and torch.tensor.__module__ != "vramlab.training.patched" else 2
+            status = (
+                0
+                if same and gc.isenabled() and torch.tensor.__module__ != "vramlab.training.patched"
+                else 2
+            )
         except BaseException:
             traceback.print_exc()
         finally:

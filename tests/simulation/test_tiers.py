@@ -1,4 +1,6 @@
-"""Tiers of simulate: the log is replayed in what each end of the context leaves, and nothing is clipped at the card."""
+"""Tiers of simulate: the log is replayed in what each end of the context leaves, and nothing is
+clipped at the card.
+"""
 
 import dataclasses
 
@@ -15,7 +17,15 @@ from vramlab_course.published import runs
 
 POLYGLOT = Recipe("polyglot-ko-1.3b", 11, 256, "fp16-true")
 QWEN = Recipe("qwen3-0.6b", 2, 512, "fp16-mixed", "adamw_torch_fused")
-LLAMA = Recipe("llama-3.1-8b", 4, 1024, "bf16-true", "adamw_torch_fused", lora=LoRA(r=16), gradient_checkpointing=True)
+LLAMA = Recipe(
+    "llama-3.1-8b",
+    4,
+    1024,
+    "bf16-true",
+    "adamw_torch_fused",
+    lora=LoRA(r=16),
+    gradient_checkpointing=True,
+)
 
 
 CASES = [(POLYGLOT, "T4"), (QWEN, "T4"), (LLAMA, "RTX 4090")]
@@ -23,7 +33,10 @@ CASES = [(POLYGLOT, "T4"), (QWEN, "T4"), (LLAMA, "RTX 4090")]
 
 @pytest.mark.parametrize(("recipe", "card"), CASES)
 def test_a_run_that_just_fits_is_not_safe_with_the_allocators_default_segments(recipe, card):
-    by_default, expandable = simulate(recipe, gpu=card), simulate(recipe, gpu=card, expandable_segments=True)
+    by_default, expandable = (
+        simulate(recipe, gpu=card),
+        simulate(recipe, gpu=card, expandable_segments=True),
+    )
     assert by_default.verdict == "likely" and by_default.process.high > find_gpu(card).total
     assert expandable.verdict == "safe" and expandable.process.high < by_default.process.high
 
@@ -33,7 +46,9 @@ def made(usable):
     t4 = find_gpu("T4")
     room = dataclasses.replace(room_on(POLYGLOT, t4), usable=usable)
     whole = trace(POLYGLOT, "cuda", t4)
-    history = History(whole.log, [(start, name) for name, start, _ in whole.stretches[1:]], True, room)
+    history = History(
+        whole.log, [(start, name) for name, start, _ in whole.stretches[1:]], True, room
+    )
     return to_report(history, "simulated", POLYGLOT, "cuda"), history
 
 
@@ -66,7 +81,15 @@ def test_loading_counts():
     """Each of FSDP's ranks loads a 4-bit base whole, which is more than all of training its shard."""
     base = Quantization("nf4", double=True, prepare=False)
     sharded = {"lora": LoRA(r=8), "quantization": base, "sharding": Sharding(3, 8, "fsdp")}
-    recipe = Recipe("llama-3.1-8b", 1, 16, "bf16-mixed", "adamw_torch_fused", gradient_checkpointing=True, **sharded)
+    recipe = Recipe(
+        "llama-3.1-8b",
+        1,
+        16,
+        "bf16-mixed",
+        "adamw_torch_fused",
+        gradient_checkpointing=True,
+        **sharded,
+    )
     for witness in (predict, simulate):
         report = witness(recipe, gpu="RTX 3060")
         assert report.loading.total > report.peak.total
@@ -84,13 +107,19 @@ def test_ranks_of_fsdp_that_load_the_whole_model_need_room_for_it():
     assert said.process.value > said.loading.total and seen.process.value > seen.loading.total
 
 
-NF4 = [run for run in runs() if run.reserved and run.recipe.quantization and run.recipe.batch_size == 1]
+NF4 = [
+    run for run in runs() if run.reserved and run.recipe.quantization and run.recipe.batch_size == 1
+]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-1.5b", "llama-3.2-3b"])
 def test_what_loading_leaves_counts_in_the_upper_end(name):
-    """Both runs reserved far beyond the replay: an embedding in fp16 whose place its fp32 copy did not take."""
-    known = [run for run in NF4 if run.recipe.name == name and run.as_run and run.recipe.seq_len == 1024]
+    """Both runs reserved far beyond the replay: an embedding in fp16 whose place its fp32 copy did
+    not take.
+    """
+    known = [
+        run for run in NF4 if run.recipe.name == name and run.as_run and run.recipe.seq_len == 1024
+    ]
     run = known[0]
     said = simulate_as_run(run.recipe, run.as_run, run.use_reentrant).reserved
     assert said.value < run.reserved < said.high

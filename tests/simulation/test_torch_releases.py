@@ -1,6 +1,8 @@
-"""What a release of torch changes in bytes on a GPU: the rule has the release in it, and torch's own allocator says the same.
+"""What a release of torch changes in bytes on a GPU: the rule has the release in it, and torch's
+own allocator says the same.
 
-The sizes are those of torch 2.15's CUDA build on the stand-in for a GPU (`data/stand_in/README.md`).
+The sizes are those of torch 2.15's CUDA build on the stand-in for a GPU
+(`data/stand_in/README.md`).
 """
 
 import json
@@ -27,7 +29,9 @@ REAL_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 @pytest.fixture
 def in_release(monkeypatch):
     """Make torch another release, as (2, 15), for the rules."""
-    return lambda release: monkeypatch.setattr(overhead, "installed", lambda _: f"{release[0]}.{release[1]}.0")
+    return lambda release: monkeypatch.setattr(
+        overhead, "installed", lambda _: f"{release[0]}.{release[1]}.0"
+    )
 
 
 def test_which_releases_free_workspaces():
@@ -51,7 +55,11 @@ PRODUCTS = {
     "of one row, with a bias": ("addmm", (a(256), a(1, 128), a(128, 256)), CUBLASLT),
     "of one column, with a bias": ("addmm", (a(1), a(64, 128), a(128, 1)), CUBLAS),
     "of one inner number, with a bias": ("addmm", (a(256), a(64, 1), a(1, 256)), CUBLAS),
-    "with one number for all columns": ("addmm", (a(1).expand(256), a(64, 128), a(128, 256)), CUBLAS),
+    "with one number for all columns": (
+        "addmm",
+        (a(1).expand(256), a(64, 128), a(128, 256)),
+        CUBLAS,
+    ),
     "added to a matrix": ("addmm", (a(64, 128), a(64, 128), a(128, 128)), CUBLAS),
     "added to a matrix of halves": (
         "addmm",
@@ -103,10 +111,14 @@ def test_steps_of_torch_2_15(in_release, card, i):
     in_release((2, 15))
     simulated = simulate(recipe, gpu=card)
     assert abs(simulated.requested - run["requested"]) < 100
-    assert abs(simulated.allocated / run["allocated"] - 1) < 0.004  # blocks that the allocator does not divide
+    assert (
+        abs(simulated.allocated / run["allocated"] - 1) < 0.004
+    )  # blocks that the allocator does not divide
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16-mixed", "gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16-mixed", "gradient_checkpointing": True}]
+)
 def test_formulas_and_simulation_agree(in_release, changes):
     recipe = Recipe("pythia-70m", batch_size=2, seq_len=64, num_layers=2, **changes)
     before = predict(recipe, gpu="RTX 3090")

@@ -1,10 +1,12 @@
-"""Recipes trained by PyTorch's CUDA build on a stand-in for a GPU: what its own allocator held, next to `simulate`.
+"""Recipes trained by PyTorch's CUDA build on a stand-in for a GPU: what its own allocator held,
+next to `simulate`.
 
-    LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python tests/stand_in/runs.py LIST.json OUT.json
+    LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python
+    tests/stand_in/runs.py LIST.json OUT.json
 
-LIST is what `vramlab record --dry-run --json` prints, or has objects with a "recipe" and what is to be done besides training:
-"evaluation" (arguments of `Evaluation`) or "loading" (of its base from a checkpoint). STAND_IN_CAPABILITY and its neighbours
-(`data/stand_in/README.md`) say which card.
+LIST is what `vramlab record --dry-run --json` prints, or has objects with a "recipe" and what is to
+be done besides training: "evaluation" (arguments of `Evaluation`) or "loading" (of its base from a
+checkpoint). STAND_IN_CAPABILITY and its neighbours (`data/stand_in/README.md`) say which card.
 What is there already is not run again. Each recipe has a process of its own.
 """
 
@@ -39,12 +41,18 @@ LIBRARIES = ("torch", "transformers", "bitsandbytes", "deepspeed")
 warnings.filterwarnings("ignore")
 torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for cuDNN: flash attention in its place
 full = torch.library.Library("aten", "IMPL")  # every mask is: those of labels choose all tokens
-full.impl("nonzero", lambda t: torch.zeros((t.dim(), t.numel()), dtype=torch.int64, device=t.device).t(), "CUDA")
+full.impl(
+    "nonzero",
+    lambda t: torch.zeros((t.dim(), t.numel()), dtype=torch.int64, device=t.device).t(),
+    "CUDA",
+)
 _ignore_mask = masking_utils._ignore_causal_mask_sdpa
 
 
 def _ignore_mask_of_no_batch(padding_mask, *args, **options):
-    """transformers leaves a mask out that selects everything, as every mask does here: a batch's own stays."""
+    """transformers leaves a mask out that selects everything, as every mask does here: a batch's
+    own stays.
+    """
     return padding_mask is None and _ignore_mask(None, *args, **options)
 
 
@@ -53,7 +61,10 @@ assert "libcudart" in os.environ.get("LD_PRELOAD", ""), "the stand-in is not loa
 
 def main(wanted: Path, out: Path) -> None:
     """Run what is wanted and not yet in `out`."""
-    empty = {name: version(name) for name in LIBRARIES} | {"date": str(datetime.date.today()), "runs": []}
+    empty = {name: version(name) for name in LIBRARIES} | {
+        "date": str(datetime.date.today()),
+        "runs": [],
+    }
     found = json.loads(out.read_text()) if out.exists() else empty
     done = {identity(each) for each in found["runs"]}
     for each in json.loads(wanted.read_text()):
@@ -96,8 +107,8 @@ def apart(recipe: Recipe, each: dict) -> dict:
 
 
 def peaks(recipe: Recipe, each: dict) -> dict:
-    """The allocator's peaks of training, of an evaluation after one step, or of loading. Where samples of several lengths
-    are padded, attention gets their mask."""
+    """The allocator's peaks of training, of an evaluation after one step, or of loading. Where
+    samples of several lengths are padded, attention gets their mask."""
     is_padded = recipe.lengths and not recipe.joins
     masking_utils._ignore_causal_mask_sdpa = _ignore_mask_of_no_batch if is_padded else _ignore_mask
     if "loading" in each:
@@ -107,7 +118,12 @@ def peaks(recipe: Recipe, each: dict) -> dict:
         train_step(training)
         torch.cuda.reset_peak_memory_stats()
         evaluation = Evaluation(**each["evaluation"])
-        evaluate(training, evaluation, lambda size: make_batch(recipe.replace(batch_size=size), "cuda"), full=True)
+        evaluate(
+            training,
+            evaluation,
+            lambda size: make_batch(recipe.replace(batch_size=size), "cuda"),
+            full=True,
+        )
     else:
         import_libraries(recipe)
         try:
@@ -135,9 +151,16 @@ def load(recipe: Recipe) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         precision = {torch.float16: "fp16-true", torch.bfloat16: "bf16-true"}.get(dtype, "fp32")
-        plain = {"quantization": None, "lora": None, "dtype": recipe.weights_dtype, "precision": precision}
+        plain = {
+            "quantization": None,
+            "lora": None,
+            "dtype": recipe.weights_dtype,
+            "precision": precision,
+        }
         model = build_model(recipe.replace(**plain))
-        copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # not shared: all are stored
+        copies = {
+            name: tensor.clone() for name, tensor in model.state_dict().items()
+        }  # not shared: all are stored
         model.save_pretrained(folder, state_dict=copies if recipe.shape.stores_tied_head else None)
         options = {"quantization_config": config, "dtype": dtype, "device_map": {"": 0}}
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -148,7 +171,11 @@ def load(recipe: Recipe) -> None:
 def changed(recipe: Recipe) -> dict:
     """The fields of `recipe` that are not their defaults."""
     usual = Recipe(recipe.model, recipe.batch_size).to_dict()
-    return {name: value for name, value in recipe.to_dict().items() if value != usual.get(name) or name in NAMED}
+    return {
+        name: value
+        for name, value in recipe.to_dict().items()
+        if value != usual.get(name) or name in NAMED
+    }
 
 
 PEAKS = ("allocated", "requested", "reserved")

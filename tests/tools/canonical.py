@@ -1,7 +1,9 @@
-"""The one form in which notebooks are committed: `--check` says what is wrong, `--write` puts right what it can.
+"""The one form in which notebooks are committed: `--check` says what is wrong, `--write` puts right
+what it can.
 
-`--write` never invents a result: counts, outputs and figures come from running the notebook (`make notebooks`).
-nbval lets through a cell without a count, a skipped cell and any picture, so what it cannot see is refused here.
+`--write` never invents a result: counts, outputs and figures come from running the notebook (`make
+notebooks`). nbval lets through a cell without a count, a skipped cell and any picture, so what it
+cannot see is refused here.
 """
 
 import argparse
@@ -20,17 +22,23 @@ from settings import ROOT, TOOLS, all_notebooks, notebook_path, repository_url
 
 MAX_BYTES = 1_000_000
 SETUP = (TOOLS / "setup_cell.py").read_text().rstrip("\n")
-SETUP_START = SETUP.split(" ", 2)[1]  # "Set-up.": how a set-up cell of an earlier version is recognised
+SETUP_START = SETUP.split(" ", 2)[
+    1
+]  # "Set-up.": how a set-up cell of an earlier version is recognised
 BADGE_START = "[![Open in Colab]("
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {"name": "python", "pygments_lexer": "ipython3"}
-GPU = {"accelerator": "GPU", "colab": {"gpuType": "T4"}}  # the only other metadata, for chapters that gain by a GPU
+GPU = {
+    "accelerator": "GPU",
+    "colab": {"gpuType": "T4"},
+}  # the only other metadata, for chapters that gain by a GPU
 WIDGET = "application/vnd.jupyter.widget-view+json"
 # GitHub renders none of these, and nbval compares them with nothing.
 FOREIGN_OUTPUTS = (WIDGET, "application/javascript", "application/vnd.plotly.v1+json")
 SKIPS = re.compile(r"#\s*(nbval|pytest_validate)_\w+", re.IGNORECASE)
 ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:home|root|Users|work|tmp)\b|(?<!\w)[A-Za-z]:\\{1,2}\w")
-# A tagged figure of this run (vramlab_course.live) is not compared by nbval, so a size in one needs an assert beside it.
+# A tagged figure of this run (vramlab_course.live) is not compared by nbval, so a size in one needs
+# an assert beside it.
 LIVE_SIZE = re.compile(r"^live: .*\d\s?(?:[KMGT]i?B|bytes)\b(?!/s)", re.MULTILINE)
 
 
@@ -40,7 +48,9 @@ def setup_source(url: str) -> str:
 
 
 def badge(url: str, name: str) -> str:
-    """The Colab badge of the notebook `name` (its path from the repository's root) in the repository at `url`."""
+    """The Colab badge of the notebook `name` (its path from the repository's root) in the
+    repository at `url`.
+    """
     target = url.replace("https://github.com/", "https://colab.research.google.com/github/")
     return f"{BADGE_START}https://colab.research.google.com/assets/colab-badge.svg)]({target}/blob/main/{name})"
 
@@ -59,7 +69,9 @@ def says_in_text(output: NotebookNode) -> bool:
 def notebook_name(path: Path, root: Path = ROOT) -> str:
     """The notebook's path from the repository's `root`, also for a copy that lies elsewhere."""
     path = path.resolve()
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else f"notebooks/{path.name}"
+    return (
+        path.relative_to(root).as_posix() if path.is_relative_to(root) else f"notebooks/{path.name}"
+    )
 
 
 def text(nb: NotebookNode) -> str:
@@ -68,14 +80,17 @@ def text(nb: NotebookNode) -> str:
 
 
 def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
-    """A copy in canonical form: ids, metadata, badge and set-up cell; sources, counts and outputs stay as they are.
+    """A copy in canonical form: ids, metadata, badge and set-up cell; sources, counts and outputs
+    stay as they are.
 
     Only of a widget that also says in text what it shows, the text alone is kept.
     """
     nb = copy.deepcopy(nb)
     nb.nbformat, nb.nbformat_minor = 4, 5
     asks_gpu = nb.metadata.get("accelerator") == "GPU"
-    nb.metadata = nbformat.from_dict({"kernelspec": KERNELSPEC, "language_info": LANGUAGE, **(GPU if asks_gpu else {})})
+    nb.metadata = nbformat.from_dict(
+        {"kernelspec": KERNELSPEC, "language_info": LANGUAGE, **(GPU if asks_gpu else {})}
+    )
     _write_badge(nb, badge(url, name))
     _write_setup(nb, setup_source(url))
     for number, cell in enumerate(nb.cells, 1):
@@ -86,8 +101,15 @@ def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
             if says_in_text(output):
                 output.data.pop(WIDGET, None)
             if "metadata" in output:  # alternative texts and widths stay, all else goes
-                own = {mime: about for mime, about in output.metadata.items() if alternative_text(output, mime)}
-                kept = {mime: {k: about[k] for k in ("alt", "width") if k in about} for mime, about in own.items()}
+                own = {
+                    mime: about
+                    for mime, about in output.metadata.items()
+                    if alternative_text(output, mime)
+                }
+                kept = {
+                    mime: {k: about[k] for k in ("alt", "width") if k in about}
+                    for mime, about in own.items()
+                }
                 output.metadata = nbformat.from_dict(kept)
     return nb
 
@@ -99,7 +121,9 @@ def _write_badge(nb: NotebookNode, line: str) -> None:
     kept = [old for old in first.source.splitlines() if not old.startswith(BADGE_START)]
     had = len(kept) < len(first.source.splitlines())
     if had:  # where it stood
-        where = next(i for i, old in enumerate(first.source.splitlines()) if old.startswith(BADGE_START))
+        where = next(
+            i for i, old in enumerate(first.source.splitlines()) if old.startswith(BADGE_START)
+        )
         kept.insert(where, line)
     else:  # under the title
         kept[1:1] = ["", line]
@@ -136,7 +160,9 @@ def problems(path: Path, url: str | None = None) -> list[str]:
             kinds = [*_count_problems(cell, count), *kinds, *_code_problems(cell)]
         found += [f"cell {number}: {kind}" for kind in kinds]
     if not found and raw != text(canonical(nb, url, notebook_name(path))):
-        found.append("is not laid out as --write lays it out (key order, indent, blanks at line ends, last newline)")
+        found.append(
+            "is not laid out as --write lays it out (key order, indent, blanks at line ends, last newline)"
+        )
     return found
 
 
@@ -147,7 +173,9 @@ def _notebook_problems(nb: NotebookNode, size: int, url: str, name: str) -> Iter
         yield "holds widget state, which GitHub cannot render"
     expected = canonical(nb, url, name)
     if dict(nb.metadata) != dict(expected.metadata):
-        stray = sorted(set(nb.metadata) ^ set(expected.metadata) - {"widgets"}) or ["kernelspec or language_info"]
+        stray = sorted(set(nb.metadata) ^ set(expected.metadata) - {"widgets"}) or [
+            "kernelspec or language_info"
+        ]
         yield f"has other metadata than the canonical: {', '.join(stray)}"
     markdown = [cell.source for cell in nb.cells if cell.cell_type == "markdown"]
     code = [cell.source for cell in nb.cells if cell.cell_type == "code"]
@@ -157,7 +185,9 @@ def _notebook_problems(nb: NotebookNode, size: int, url: str, name: str) -> Iter
         yield "has no Colab badge for this repository's address in its first markdown cell"
     if not code or code[0] != setup_source(url):
         yield "has a first code cell that is not the set-up cell of tests/tools/setup_cell.py"
-    if [cell.get("id") for cell in nb.cells] != [f"cell-{n:02d}" for n in range(1, len(nb.cells) + 1)]:
+    if [cell.get("id") for cell in nb.cells] != [
+        f"cell-{n:02d}" for n in range(1, len(nb.cells) + 1)
+    ]:
         yield "has cell ids other than cell-01, cell-02, …"
 
 
@@ -225,7 +255,9 @@ def _output_texts(cell: NotebookNode) -> Iterator[str]:
 
 
 def _ends_with_show(source: str) -> bool:
-    """Whether the last statement is `plt.show()`; cell magics and shell lines are read as IPython reads them."""
+    """Whether the last statement is `plt.show()`; cell magics and shell lines are read as IPython
+    reads them.
+    """
     try:
         body = ast.parse(TransformerManager().transform_cell(source)).body
     except SyntaxError:
@@ -241,7 +273,13 @@ def _around(where: str, match: re.Match) -> str:
 def write(path: Path, url: str | None = None, root: Path = ROOT) -> bool:
     """Put the notebook at `path` into canonical form; True when that changed the file."""
     old = path.read_text(encoding="utf-8")
-    new = text(canonical(nbformat.reads(old, as_version=4), url or repository_url(root), notebook_name(path, root)))
+    new = text(
+        canonical(
+            nbformat.reads(old, as_version=4),
+            url or repository_url(root),
+            notebook_name(path, root),
+        )
+    )
     if new != old:
         path.write_text(new, encoding="utf-8")
     return new != old
@@ -252,7 +290,9 @@ def main() -> int:
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--check", action="store_true")
     mode.add_argument("--write", action="store_true")
-    parser.add_argument("notebooks", nargs="*", type=notebook_path, help="all of the course when none is named")
+    parser.add_argument(
+        "notebooks", nargs="*", type=notebook_path, help="all of the course when none is named"
+    )
     arguments = parser.parse_args()
     paths = arguments.notebooks or all_notebooks()
     if arguments.write:

@@ -1,9 +1,11 @@
-"""What chapters print and draw on a real card, stored small and shown on the site after the CPU's outputs.
+"""What chapters print and draw on a real card, stored small and shown on the site after the CPU's
+outputs.
 
     python tests/tools/card_outputs.py FOLDER     # executed notebooks and about.json, of on_card.py
 
-Stored are the outputs that the card changes: of cells whose text differs from the stored notebook's, and the figures of cells
-that use a name from such a cell. What a stand-in for a GPU printed is refused. A cell that is another today is not shown.
+Stored are the outputs that the card changes: of cells whose text differs from the stored
+notebook's, and the figures of cells that use a name from such a cell. What a stand-in for a GPU
+printed is refused. A cell that is another today is not shown.
 """
 
 import argparse
@@ -32,23 +34,31 @@ ABOUT = "about.json"  # card, driver, versions and date, written by on_card.py
 
 
 def store(executed: Path) -> Path | None:
-    """Store what the card changed in one executed notebook. Return the file; None where nothing differs.
+    """Store what the card changed in one executed notebook. Return the file; None where nothing
+    differs.
 
-    Raises ValueError where no real card ran it, as `about.json` beside it says, or it is another notebook than today's.
+    Raises ValueError where no real card ran it, as `about.json` beside it says, or it is another
+    notebook than today's.
     """
     about = json.loads((executed.parent / ABOUT).read_text(encoding="utf-8"))
     if not about["gpu"] or not about["driver"] or "stand-in" in about["driver"]:
         raise ValueError(f"{executed.name} was not run on a card: {about}")
-    ran, kept = (nbformat.read(path, as_version=4) for path in (executed, settings.NOTEBOOKS / executed.name))
+    ran, kept = (
+        nbformat.read(path, as_version=4) for path in (executed, settings.NOTEBOOKS / executed.name)
+    )
     if [cell.source for cell in ran.cells] != [cell.source for cell in kept.cells]:
-        raise ValueError(f"{executed.name} is another notebook than {settings.NOTEBOOKS / executed.name}")
+        raise ValueError(
+            f"{executed.name} is another notebook than {settings.NOTEBOOKS / executed.name}"
+        )
     cells = list(changed(ran, kept))
     if not cells:
         return None
     card = re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")
     path = FOLDER / card / f"{executed.stem}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"about": about, "cells": cells}, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(
+        path, json.dumps({"about": about, "cells": cells}, indent=1, ensure_ascii=False) + "\n"
+    )
     return path
 
 
@@ -66,7 +76,12 @@ def changed(ran: NotebookNode, kept: NotebookNode) -> Iterator[dict[str, Any]]:
         pictures = list(figures(cell)) if differs or loads & of_the_card else []
         if differs or pictures:
             said = "\n".join(PATH.sub("…", line) for line in text) if differs else ""
-            yield {"cell": number, "source": digest(cell.source), "text": said, "pictures": pictures}
+            yield {
+                "cell": number,
+                "source": digest(cell.source),
+                "text": said,
+                "pictures": pictures,
+            }
 
 
 def lines(cell: NotebookNode) -> list[str]:
@@ -105,13 +120,15 @@ def digest(source: str) -> str:
 
 
 def show(notebook: NotebookNode, target: Path) -> None:
-    """Add to a notebook of the site, after each cell that a card changed, what it gave there; figures are written beside
-    `target`, the notebook's place."""
+    """Add to a notebook of the site, after each cell that a card changed, what it gave there;
+    figures are written beside `target`, the notebook's place."""
     after: dict[int, list[NotebookNode]] = {}
     for path in sorted(FOLDER.glob(f"*/{target.stem}.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         for part in stored["cells"]:
-            if part["cell"] < len(notebook.cells) and part["source"] == digest(notebook.cells[part["cell"]].source):
+            if part["cell"] < len(notebook.cells) and part["source"] == digest(
+                notebook.cells[part["cell"]].source
+            ):
                 shown = nbformat.v4.new_markdown_cell(words(stored["about"], part, path, target))
                 after.setdefault(part["cell"], []).append(shown)
     cells = []
@@ -122,7 +139,9 @@ def show(notebook: NotebookNode, target: Path) -> None:
 
 def words(about: dict[str, str], part: dict[str, Any], path: Path, target: Path) -> str:
     """What a cell gave on a card, in MyST: text as it was printed, figures as files."""
-    versions = " · ".join(f"{name} {about[name]}" for name in ("driver", "torch", "transformers") if about[name])
+    versions = " · ".join(
+        f"{name} {about[name]}" for name in ("driver", "torch", "transformers") if about[name]
+    )
     blurred = f" · {about['jobs']} notebooks at a time" if about["jobs"] > 1 else ""
     heading = f"On this card: {about['gpu']} · {versions} · {about['date']}{blurred}"
     said = [f"````{{admonition}} {heading}", ":class: on-card", ""]

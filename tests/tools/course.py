@@ -1,6 +1,7 @@
 """`make course`: run every chapter on whatever hardware is here, and leave the results as pages.
 
-The committed notebooks are read and never written. A chapter that fails is reported at the end; the others still run.
+The committed notebooks are read and never written. A chapter that fails is reported at the end; the
+others still run.
 """
 
 import argparse
@@ -25,7 +26,9 @@ def machine() -> str:
 
 
 def run_course(paths: list[Path], out: Path, table: Callable[[], str]) -> int:
-    """Run `paths`, write notebooks, pages and the index into `out`, print the table; the exit status."""
+    """Run `paths`, write notebooks, pages and the index into `out`, print the table; the exit
+    status.
+    """
     runs: list[execute.Run] = []
     here = machine()
     out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +63,9 @@ def three_witnesses() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="every chapter when none is named")
+    parser.add_argument(
+        "notebooks", nargs="*", type=settings.notebook_path, help="every chapter when none is named"
+    )
     paths = parser.parse_args().notebooks or settings.chapters()
     settings.apply(deterministic=False)
     shutil.rmtree(OUT, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Run notebooks top to bottom in a fresh kernel of this very interpreter.
 
-As a script, re-runs notebooks in place (`make notebooks`): a notebook that fails stays as it was, and the rest go on.
+As a script, re-runs notebooks in place (`make notebooks`): a notebook that fails stays as it was,
+and the rest go on.
 """
 
 import argparse
@@ -31,11 +32,15 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels of the running interpreter, whatever "python3" means in the user's own Jupyter settings."""
+    """Starts kernels of the running interpreter, whatever "python3" means in the user's own Jupyter
+    settings.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
-        if self.has_trait("transport_encryption"):  # newer kernels warn on stderr when they talk in the clear
+        if self.has_trait(
+            "transport_encryption"
+        ):  # newer kernels warn on stderr when they talk in the clear
             self.transport_encryption = "auto"
 
     @property
@@ -45,7 +50,9 @@ class ThisInterpreter(AsyncKernelManager):
 
 @dataclass
 class Run:
-    """One notebook's run: the executed notebook, seconds, and where and why it stopped (cell 0: it ended well)."""
+    """One notebook's run: the executed notebook, seconds, and where and why it stopped (cell 0: it
+    ended well).
+    """
 
     path: Path
     notebook: nbformat.NotebookNode
@@ -56,12 +63,16 @@ class Run:
     @property
     def title(self) -> str:
         """The notebook's own title, or its file name when it has none."""
-        heading = re.search(r"^# (.+)$", self.notebook.cells[0].source if self.notebook.cells else "", re.MULTILINE)
+        heading = re.search(
+            r"^# (.+)$", self.notebook.cells[0].source if self.notebook.cells else "", re.MULTILINE
+        )
         return heading[1] if heading else self.path.stem
 
 
 def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = CELL_TIMEOUT) -> Run:
-    """Execute a copy of the notebook at `path`, in its own folder; `on_cell` is called after each cell that ran."""
+    """Execute a copy of the notebook at `path`, in its own folder; `on_cell` is called after each
+    cell that ran.
+    """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -79,7 +90,9 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
         on_cell_executed=lambda **_: on_cell(),
     )
     start = time.monotonic()
-    with tempfile.TemporaryFile() as said:  # what native code prints would run through the progress bar
+    with (
+        tempfile.TemporaryFile() as said
+    ):  # what native code prints would run through the progress bar
         try:
             client.execute(stderr=said)
         except Exception as error:
@@ -94,29 +107,45 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
 
 
 def interrupted(client: NotebookClient) -> bool:
-    """Whether Ctrl-C came. nbclient answers it by ending the kernel, and fails then in one of several ways, or not."""
+    """Whether Ctrl-C came. nbclient answers it by ending the kernel, and fails then in one of
+    several ways, or not.
+    """
     return hasattr(client, "_async_cleanup_kernel_future")
 
 
 def explain(error: Exception, said: BinaryIO, timeout: int) -> str:
-    """Why a notebook stopped, in a line; `said` is what its kernel printed. Raises what is no notebook's fault."""
+    """Why a notebook stopped, in a line; `said` is what its kernel printed.
+
+    Raises what is no notebook's fault.
+    """
     if isinstance(error, CellExecutionError):
         return f"{error.ename}: {error.evalue}"
     if isinstance(error, CellTimeoutError):
         return f"the cell took longer than {timeout} s"
     if isinstance(error, DeadKernelError):
         said.seek(0)
-        last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-1:]
+        last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][
+            -1:
+        ]
         return " ".join(["the kernel died (was it killed for its memory?)", *last])
     raise error
 
 
 def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) -> list[Run]:
-    """Run every notebook under one progress bar that counts cells; one plain line a notebook where nobody watches."""
+    """Run every notebook under one progress bar that counts cells; one plain line a notebook where
+    nobody watches.
+    """
     counts = {path: _code_cells(path) for path in paths}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     runs = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         bar = progress.add_task("cells", total=sum(counts.values()))
         before = 0
         for path in paths:
@@ -126,7 +155,9 @@ def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) ->
             runs.append(result)
             done(result)
             mark = f"failed in cell {result.failed_cell}" if result.error else "ok"
-            progress.console.print(f"{path.stem}  {result.seconds:.0f} s  {mark}", highlight=False, markup=False)
+            progress.console.print(
+                f"{path.stem}  {result.seconds:.0f} s  {mark}", highlight=False, markup=False
+            )
         progress.update(bar, completed=before)
     return runs
 
@@ -137,21 +168,29 @@ def _code_cells(path: Path) -> int:
 
 
 def failures(runs: list[Run]) -> list[str]:
-    """One line for each notebook that stopped: its name, the cell, that cell's first line, the error."""
+    """One line for each notebook that stopped: its name, the cell, that cell's first line, the
+    error.
+    """
     lines = []
     for result in runs:
         if result.error:
             first = result.notebook.cells[result.failed_cell - 1].source.strip().split("\n", 1)[0]
-            lines.append(f"{result.path.name}, cell {result.failed_cell} ({first}): {ANSI.sub('', result.error)}")
+            lines.append(
+                f"{result.path.name}, cell {result.failed_cell} ({first}): {ANSI.sub('', result.error)}"
+            )
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="all when none is named")
+    parser.add_argument(
+        "notebooks", nargs="*", type=settings.notebook_path, help="all when none is named"
+    )
     paths = parser.parse_args().notebooks or settings.all_notebooks()
     if nvml_snapshot().available:
-        print("This machine's GPU is hidden, since stored outputs are those of a CPU. `make course` uses it.")
+        print(
+            "This machine's GPU is hidden, since stored outputs are those of a CPU. `make course` uses it."
+        )
     settings.apply(deterministic=True)
     for path in paths:  # the set-up cell and the badge first, so that what runs is what is stored
         canonical.write(path)
@@ -167,12 +206,18 @@ def main() -> int:
 
 
 def exit_with(program: Callable[[], int]) -> None:
-    """End this process with what `program` returns, and quietly after Ctrl-C: what was written by then stays."""
+    """End this process with what `program` returns, and quietly after Ctrl-C: what was written by
+    then stays.
+    """
     try:
         sys.exit(program())
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
-        end(130)  # nbclient ends the kernel twice under load, and asyncio would print that the second time failed
+        end(
+            130
+            # nbclient ends the kernel twice under load, and asyncio would print that the second time
+            # failed
+        )
 
 
 if __name__ == "__main__":

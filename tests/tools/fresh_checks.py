@@ -1,6 +1,8 @@
-"""What `try_fresh.py` runs in the new environment, which has the wheel and what that brings, and nothing of the checkout.
+"""What `try_fresh.py` runs in the new environment, which has the wheel and what that brings, and
+nothing of the checkout.
 
-Prints a line for each check, with its seconds. A simulated CPU step must equal the real one to the byte.
+Prints a line for each check, with its seconds. A simulated CPU step must equal the real one to the
+byte.
 """
 
 import sys
@@ -28,7 +30,9 @@ def is_the_wheels() -> None:
 
 def agrees_with_formulas(name: str) -> None:
     """On a GPU the two that need none say the same, within 2 %."""
-    simulated, predicted = (look(RECIPES[name], gpu="T4").peak.total for look in (simulate, predict))
+    simulated, predicted = (
+        look(RECIPES[name], gpu="T4").peak.total for look in (simulate, predict)
+    )
     assert abs(predicted / simulated - 1) < 0.02, (predicted, simulated)
 
 

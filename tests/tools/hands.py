@@ -1,4 +1,6 @@
-"""What the gate asks of a chapter's blanks and guesses: they are left to the reader, and no number is given away."""
+"""What the gate asks of a chapter's blanks and guesses: they are left to the reader, and no number
+is given away.
+"""
 
 import ast
 import re
@@ -9,7 +11,8 @@ from nbformat import NotebookNode
 
 # The line that vramlab_course.guesses prints: "found 11.2 % · your guess: none".
 FOUND = re.compile(
-    r"^(?:live: )?found (?P<number>-?[\d.,]*\d)(?: (?P<unit>.+?))? · your guess: (?P<mine>.*)$", re.MULTILINE
+    r"^(?:live: )?found (?P<number>-?[\d.,]*\d)(?: (?P<unit>.+?))? · your guess: (?P<mine>.*)$",
+    re.MULTILINE,
 )
 
 
@@ -19,7 +22,11 @@ def problems(nb: NotebookNode) -> Iterator[str]:
     above: list[str] = []
     for number, cell in enumerate(nb.cells, 1):
         tree = _tree(cell)
-        for problem in [*_filled(tree), *_early(tree, guessed, number), *_given_away(cell, "\n".join(above))]:
+        for problem in [
+            *_filled(tree),
+            *_early(tree, guessed, number),
+            *_given_away(cell, "\n".join(above)),
+        ]:
             yield f"cell {number}: {problem}"
         above += [cell.source, *output_texts(cell)]
     for name, number in guessed.items():
@@ -56,17 +63,24 @@ def _calls(tree: ast.Module, function: str) -> Iterator[ast.Call]:
 
 def _filled(tree: ast.Module) -> Iterator[str]:
     """Blanks that a cell does not define itself, or in which somebody has written."""
-    written = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    written = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     for call in _calls(tree, "blank.check"):
         name, answer = map(ast.unparse, call.args)
         if answer not in written:
             yield f"the blank {name} is not defined in the cell that checks it"
-        elif not any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(written[answer])):
+        elif not any(
+            isinstance(node, ast.Constant) and node.value is ...
+            for node in ast.walk(written[answer])
+        ):
             yield f"the blank {name} is filled in"
 
 
 def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[str]:
-    """Guesses that are made already, or compared before the reader can make them; keeps those not compared in `guessed`."""
+    """Guesses that are made already, or compared before the reader can make them; keeps those not
+    compared in `guessed`.
+    """
     for statement in tree.body:
         for call in _calls(ast.Module([statement], []), "guess"):
             mine = next((given.value for given in call.keywords if given.arg == "mine"), None)

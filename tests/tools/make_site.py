@@ -1,7 +1,8 @@
-"""`make site`: the course as a web site in build/site, from the outputs that are stored in the notebooks.
+"""`make site`: the course as a web site in build/site, from the outputs that are stored in the
+notebooks.
 
-Nothing is executed but the experiments of the claims, whose verdicts are computed now. A warning of Sphinx, a link that
-leads nowhere and a page that would fetch anything from the network are errors.
+Nothing is executed but the experiments of the claims, whose verdicts are computed now. A warning of
+Sphinx, a link that leads nowhere and a page that would fetch anything from the network are errors.
 """
 
 import argparse
@@ -32,12 +33,19 @@ JOBS = "auto"  # processes of Sphinx
 
 
 def notebooks() -> list[Path]:
-    """Every notebook of the site: the chapters and what else stands beside them, then the solutions."""
-    return sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted((settings.NOTEBOOKS / "solutions").glob("*.ipynb"))
+    """Every notebook of the site: the chapters and what else stands beside them, then the
+    solutions.
+    """
+    return sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted(
+        (settings.NOTEBOOKS / "solutions").glob("*.ipynb")
+    )
 
 
-def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict], pyodide: Path | None) -> None:
-    """Lay out in `source` what Sphinx reads: the folder site/, the README, the notebooks and the generated pages.
+def assemble(
+    source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict], pyodide: Path | None
+) -> None:
+    """Lay out in `source` what Sphinx reads: the folder site/, the README, the notebooks and the
+    generated pages.
 
     `pyodide` is the folder of Pyodide's files, without which the calculator does not start.
 
@@ -48,7 +56,9 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
     shutil.copytree(settings.NOTEBOOKS / "figures", source / "notebooks" / "figures")
     places = [path.relative_to(settings.ROOT).as_posix() for path in notebooks]
     readme = (settings.ROOT / "README.md").read_text(encoding="utf-8")
-    (source / "README.md").write_text(site_links.link_files(readme, "README.md", places), encoding="utf-8")
+    (source / "README.md").write_text(
+        site_links.link_files(readme, "README.md", places), encoding="utf-8"
+    )
     titles, uses, tested = {}, {}, set()
     glossary = source / "glossary.md"
     terms = site_links.glossary_terms(glossary.read_text(encoding="utf-8"))
@@ -71,7 +81,9 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),
-        "speed": site_evidence.speed_page(source / "static" / "step_times.png", "/static/step_times.png"),
+        "speed": site_evidence.speed_page(
+            source / "static" / "step_times.png", "/static/step_times.png"
+        ),
         "records": site_evidence.records_page(measurements_folder(), site_evidence.wanted()),
     }
     generated = source / "generated"
@@ -85,17 +97,25 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
         shutil.copytree(pyodide, source / "static" / "calculator" / "pyodide")
 
 
-def for_the_site(notebook: nbformat.NotebookNode, here: str, places: Sequence[str]) -> nbformat.NotebookNode:
-    """The notebook with its set-up folded away, mentions as links, figures that say what they show, and no badge, which
-    would be a picture from the network."""
+def for_the_site(
+    notebook: nbformat.NotebookNode, here: str, places: Sequence[str]
+) -> nbformat.NotebookNode:
+    """The notebook with its set-up folded away, mentions as links, figures that say what they show,
+    and no badge, which would be a picture from the network."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
-            cell.source = site_links.link_mentions(site_links.link_files(source, here, places), here, places)
+            cell.source = site_links.link_mentions(
+                site_links.link_files(source, here, places), here, places
+            )
         elif cell.source.startswith("# " + canonical.SETUP_START):
             cell.metadata["tags"] = ["hide-input"]
         else:
-            alts = [canonical.alternative_text(output, "image/png") for output in cell.outputs if "metadata" in output]
+            alts = [
+                canonical.alternative_text(output, "image/png")
+                for output in cell.outputs
+                if "metadata" in output
+            ]
             if any(alts):
                 cell.metadata["mystnb"] = {"image": {"alt": " ".join(filter(None, alts))}}
     return notebook
@@ -106,25 +126,44 @@ def render(source: Path, out: Path) -> int:
     from sphinx.cmd.build import build_main
 
     return build_main(
-        ["-n", "-W", "--keep-going", "-q", "-j", JOBS, "-b", "html", "-d", f"{out}.doctrees", str(source), str(out)]
+        [
+            "-n",
+            "-W",
+            "--keep-going",
+            "-q",
+            "-j",
+            JOBS,
+            "-b",
+            "html",
+            "-d",
+            f"{out}.doctrees",
+            str(source),
+            str(out),
+        ]
     )
 
 
 def lighten(out: Path) -> None:
-    """Mend what the theme does: 0.5 MB of icons that its style sheet has too, a doubled title, names that hide a text."""
+    """Mend what the theme does: 0.5 MB of icons that its style sheet has too, a doubled title,
+    names that hide a text.
+    """
     for path in out.rglob("*.html"):
         page = path.read_text(encoding="utf-8")
         page = page.replace('<summary aria-label="Toggle hidden content">', "<summary>")
-        page = re.sub(r'(<button class="btn search-button-field[^>]*) aria-label="Search"', r"\1", page)
+        page = re.sub(
+            r'(<button class="btn search-button-field[^>]*) aria-label="Search"', r"\1", page
+        )
         page = re.sub(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>', "", page)
         page = page.replace("<title>VRAM Lab &#8212; VRAM Lab<", "<title>VRAM Lab<")
         path.write_text(frame_figures(page, path.parent), encoding="utf-8")
 
 
 def frame_figures(page: str, folder: Path) -> str:
-    """The page with each figure of `folder`'s site at the size that its resolution asks for, linked to the full one.
+    """The page with each figure of `folder`'s site at the size that its resolution asks for, linked
+    to the full one.
 
-    100 dots an inch are shown pixel by pixel, 200 in half the size. The first is loaded at once, others when they are near.
+    100 dots an inch are shown pixel by pixel, 200 in half the size. The first is loaded at once,
+    others when they are near.
     """
     count = 0
 
@@ -143,18 +182,23 @@ def frame_figures(page: str, folder: Path) -> str:
 
 
 def read_png(path: Path) -> tuple[tuple[int, int], int]:
-    """Width and height of a PNG file in pixels, and how many pixels it has for one of the page, a whole number."""
+    """Width and height of a PNG file in pixels, and how many pixels it has for one of the page, a
+    whole number.
+    """
     from PIL import Image
 
     with Image.open(path) as image:
         return image.size, max(1, round(image.info.get("dpi", (100,))[0] / 100))
 
 
-# --- links --------------------------------------------------------------------------------------------------------
+# --- links
+# --------------------------------------------------------------------------------------------------------
 
 
 class Page(HTMLParser):
-    """What a page of HTML offers and asks for: its anchors, its links, and what a browser would load with it."""
+    """What a page of HTML offers and asks for: its anchors, its links, and what a browser would
+    load with it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -167,10 +211,19 @@ class Page(HTMLParser):
         self.anchors.update(given[name] for name in ("id", "name") if name in given)
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
-        elif tag == "link" and given.get("rel") in ("canonical", "search", "next", "prev", "index", "author"):
+        elif tag == "link" and given.get("rel") in (
+            "canonical",
+            "search",
+            "next",
+            "prev",
+            "index",
+            "author",
+        ):
             self.links.extend([given["href"]] if "href" in given else [])
         else:
-            self.loaded += [given[name] for name in ("src", "href", "data", "poster") if name in given]
+            self.loaded += [
+                given[name] for name in ("src", "href", "data", "poster") if name in given
+            ]
 
     handle_startendtag = handle_starttag
 
@@ -183,11 +236,15 @@ def read_page(path: Path) -> Page:
 
 
 def check(out: Path) -> tuple[list[str], Counter]:
-    """Look through every page under `out`: what is wrong, a line each, and how often each external link stands there.
+    """Look through every page under `out`: what is wrong, a line each, and how often each external
+    link stands there.
 
-    Wrong are links and files inside the site that lead nowhere, and whatever a browser would fetch from elsewhere.
+    Wrong are links and files inside the site that lead nowhere, and whatever a browser would fetch
+    from elsewhere.
     """
-    pages = {path: read_page(path) for path in sorted(out.rglob("*.html")) if "_static" not in path.parts}
+    pages = {
+        path: read_page(path) for path in sorted(out.rglob("*.html")) if "_static" not in path.parts
+    }
     wrong, external = [], Counter()
     for path, page in pages.items():
         name = path.relative_to(out).as_posix()
@@ -198,7 +255,9 @@ def check(out: Path) -> tuple[list[str], Counter]:
                     external[link] += 1
                 else:
                     wrong.append(f"{name} loads {link} from the network")
-            elif parts.scheme not in ("data", "mailto", "javascript") and (said := _missing(path, parts, pages)):
+            elif parts.scheme not in ("data", "mailto", "javascript") and (
+                said := _missing(path, parts, pages)
+            ):
                 wrong.append(f"{name}: {link} {said}")
     return wrong, external
 
@@ -226,7 +285,9 @@ def make(
     status = render(source, out)
     lighten(out)
     wrong, external = check(out)
-    return ([f"Sphinx ended with {status}: see its warnings above"] if status else []) + wrong, external
+    return (
+        [f"Sphinx ended with {status}: see its warnings above"] if status else []
+    ) + wrong, external
 
 
 def main() -> int:
@@ -239,10 +300,14 @@ def main() -> int:
         f"Testing {len(claims)} claims and rendering {len(pages)} notebooks; this takes two minutes or more",
         flush=True,
     )
-    wrong, external = make(pages, map(judge, claims.values()), BUILD, web_calculator.fetch_pyodide(BUILD))
+    wrong, external = make(
+        pages, map(judge, claims.values()), BUILD, web_calculator.fetch_pyodide(BUILD)
+    )
     print(f"{sum(external.values())} external links, not fetched, to:")
     print(*(f"  {link} ({count})" for link, count in sorted(external.items())), sep="\n")
-    print(f"\n{BUILD / 'site' / 'index.html'}\nTo look at it: python -m http.server --directory build/site")
+    print(
+        f"\n{BUILD / 'site' / 'index.html'}\nTo look at it: python -m http.server --directory build/site"
+    )
     if wrong:
         print("\nWrong:", *wrong, sep="\n", file=sys.stderr)
     return 1 if wrong else 0

@@ -1,10 +1,13 @@
-"""Run chapters on this machine's card and keep the executed notebooks: `make course` without its pages.
+"""Run chapters on this machine's card and keep the executed notebooks: `make course` without its
+pages.
 
-    PYTHONPATH=helpers python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK …]
+    PYTHONPATH=helpers python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK
+    …]
 
-Needs the course's packages, nbclient, ipykernel and rich; nothing is installed and no page is made. A notebook that was
-kept before is not run again, one that does not end in time is ended. What ran by then is always in one file, FOLDER.tar.gz;
-`card_outputs.py FOLDER` stores of it what the card changes.
+Needs the course's packages, nbclient, ipykernel and rich; nothing is installed and no page is made.
+A notebook that was kept before is not run again, one that does not end in time is ended. What ran
+by then is always in one file, FOLDER.tar.gz; `card_outputs.py FOLDER` stores of it what the card
+changes.
 """
 
 import argparse
@@ -23,24 +26,34 @@ import settings
 from vramlab.hardware.nvml import nvml_snapshot
 from vramlab.report.report import environment
 
-# Those first that show most of a card: its allocator and profiler, measured against simulated, the roofline, its sensors.
+# Those first that show most of a card: its allocator and profiler, measured against simulated, the
+# roofline, its sensors.
 FIRST = ("07", "08", "00", "09", "05", "01", "02", "03", "06", "04")
 
 
 def in_order(paths: list[Path]) -> list[Path]:
     """The notebooks, those first that show most of a card."""
-    return sorted(paths, key=lambda path: FIRST.index(path.stem[:2]) if path.stem[:2] in FIRST else len(FIRST))
+    return sorted(
+        paths, key=lambda path: FIRST.index(path.stem[:2]) if path.stem[:2] in FIRST else len(FIRST)
+    )
 
 
 def keep(path: Path, out: Path) -> None:
     """Run one notebook and write what came of it."""
     run = execute.run(path)
-    nbformat.write(run.notebook, out / path.name if not run.error else out / f"{path.stem}.failed.ipynb")
-    print(f"{path.stem}  {run.seconds:.0f} s  {execute.failures([run])[0] if run.error else 'ok'}", flush=True)
+    nbformat.write(
+        run.notebook, out / path.name if not run.error else out / f"{path.stem}.failed.ipynb"
+    )
+    print(
+        f"{path.stem}  {run.seconds:.0f} s  {execute.failures([run])[0] if run.error else 'ok'}",
+        flush=True,
+    )
 
 
 def keep_all(paths: list[Path], out: Path, jobs: int, deadline: float) -> None:
-    """Run the notebooks, so many at a time; end those that still run at the deadline, with their kernels."""
+    """Run the notebooks, so many at a time; end those that still run at the deadline, with their
+    kernels.
+    """
     waiting, running = list(paths), {}
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < deadline:
@@ -77,10 +90,14 @@ def pack(out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="the chapters when none is named")
+    parser.add_argument(
+        "notebooks", nargs="*", type=settings.notebook_path, help="the chapters when none is named"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--jobs", type=int, default=1, help="notebooks at a time; more than one blurs times")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="notebooks at a time; more than one blurs times"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     settings.apply(deterministic=False)
@@ -92,10 +109,17 @@ def main() -> int:
     print(f"{seen.name or seen.reason}, driver {seen.driver}, {os.cpu_count()} cores", flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
     seen_versions = environment(gpu=seen.name, driver=seen.driver)
-    told = {name: seen_versions[name] for name in ("gpu", "driver", "python", "torch", "transformers", "date")}
+    told = {
+        name: seen_versions[name]
+        for name in ("gpu", "driver", "python", "torch", "transformers", "date")
+    }
     told["jobs"] = given.jobs
     (given.out / "about.json").write_text(json.dumps(told, indent=1) + "\n")
-    paths = [path for path in in_order(given.notebooks or settings.chapters()) if not (given.out / path.name).exists()]
+    paths = [
+        path
+        for path in in_order(given.notebooks or settings.chapters())
+        if not (given.out / path.name).exists()
+    ]
     keep_all(paths, given.out, given.jobs, deadline)
     return 0 if seen.available else 1
 

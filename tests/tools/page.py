@@ -1,4 +1,6 @@
-"""Executed notebooks as web pages that need no network: styles and figures inside, formulas as MathML, no scripts."""
+"""Executed notebooks as web pages that need no network: styles and figures inside, formulas as
+MathML, no scripts.
+"""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +33,9 @@ class MathML(IPythonRenderer):
 
 
 def _formula(tex: str, display: str) -> str:
-    """MathML, or "" for a formula that the converter cannot read: it is then shown as it was written."""
+    """MathML, or "" for a formula that the converter cannot read: it is then shown as it was
+    written.
+    """
     try:
         return convert(tex, display=display)
     except Exception:  # it raises a dozen kinds, IndexError among them
@@ -41,29 +45,42 @@ def _formula(tex: str, display: str) -> str:
 class Exporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context, source: str) -> str:
-        return MarkdownWithMath(renderer=MathML(escape=False, exclude_anchor_links=True)).render(source)
+        return MarkdownWithMath(renderer=MathML(escape=False, exclude_anchor_links=True)).render(
+            source
+        )
 
 
 def chapter(run: Run, links: dict[str, str] | None = None) -> str:
-    """The executed notebook as one HTML page; `links` are what its navigation says, each with its address."""
+    """The executed notebook as one HTML page; `links` are what its navigation says, each with its
+    address.
+    """
     notebook = nbformat.from_dict(run.notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":  # the badge is a picture from the network
             cell.source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
-    exporter = Exporter(template_name="lab", template_file="chapter.html.j2", extra_loaders=[TEMPLATES])
-    return exporter.from_notebook_node(notebook, {"metadata": {"name": run.title}, "links": links or {}})[0]
+    exporter = Exporter(
+        template_name="lab", template_file="chapter.html.j2", extra_loaders=[TEMPLATES]
+    )
+    return exporter.from_notebook_node(
+        notebook, {"metadata": {"name": run.title}, "links": links or {}}
+    )[0]
 
 
 def index(runs: list[Run], machine: str, witnesses: str = "") -> str:
-    """The front page: each chapter with its result, solutions and time, then the three witnesses' table as text."""
+    """The front page: each chapter with its result, solutions and time, then the three witnesses'
+    table as text.
+    """
     template = Environment(loader=TEMPLATES, autoescape=True).get_template("index.html.j2")
     solutions = {run.path: path.stem for run in runs if (path := solutions_of(run)).exists()}
     seconds = sum(run.seconds for run in runs)
-    return template.render(runs=runs, machine=machine, witnesses=witnesses, solutions=solutions, seconds=seconds)
+    return template.render(
+        runs=runs, machine=machine, witnesses=witnesses, solutions=solutions, seconds=seconds
+    )
 
 
 def save(run: Run, folder: Path, course: Sequence[Path] = ()) -> None:
-    """Write the executed notebook and its page into `folder`, and its solutions' page from their stored outputs.
+    """Write the executed notebook and its page into `folder`, and its solutions' page from their
+    stored outputs.
 
     `course` are all notebooks that are run: the page links to those before and after its own.
     """

@@ -1,7 +1,7 @@
 """Version sets for pip's `-c`, made from pyproject.toml: the floors, or exactly what is installed.
 
-`floors` gives every direct dependency at the lowest version that pyproject.toml allows; `installed` gives every package
-that the project needs, direct or not, as this environment has it.
+`floors` gives every direct dependency at the lowest version that pyproject.toml allows; `installed`
+gives every package that the project needs, direct or not, as this environment has it.
 """
 
 import json
@@ -37,7 +37,9 @@ def floor(requirement: Requirement) -> str:
     """The version behind `>=`. Raises ValueError when the dependency has none."""
     found = [part.version for part in requirement.specifier if part.operator == ">="]
     if len(found) != 1:
-        raise ValueError(f"{requirement} in pyproject.toml needs exactly one floor, like {requirement.name}>=1.0")
+        raise ValueError(
+            f"{requirement} in pyproject.toml needs exactly one floor, like {requirement.name}>=1.0"
+        )
     return found[0]
 
 
@@ -58,7 +60,9 @@ def installed() -> list[str]:
         if all((name, e) in found for e in extras):
             continue
         distribution = metadata.distribution(requirement.name)
-        version = re.sub(r"\+.*", "", distribution.version)  # "2.13.0+cpu" is 2.13.0 to everybody else
+        version = re.sub(
+            r"\+.*", "", distribution.version
+        )  # "2.13.0+cpu" is 2.13.0 to everybody else
         for e in extras:
             if (name, e) not in found:
                 found[name, e] = version
@@ -73,9 +77,11 @@ def pinned() -> dict[str, str]:
 
 
 def tested(newest: dict[str, str]) -> dict[str, dict[str, str]]:
-    """What `data/tested_versions.json` holds: floor and newest tested version of each library that users install.
+    """What `data/tested_versions.json` holds: floor and newest tested version of each library that
+    users install.
 
-    newest: versions of another environment that the tests or `make try-fresh` ran in; where they are newer they count.
+    newest: versions of another environment that the tests or `make try-fresh` ran in; where they
+        are newer they count.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -83,14 +89,20 @@ def tested(newest: dict[str, str]) -> dict[str, dict[str, str]]:
     found = {}
     for requirement in sorted(map(Requirement, lines), key=lambda requirement: requirement.name):
         versions = [pinned()[requirement.name], newest.get(requirement.name, "0")]
-        found[requirement.name] = {"floor": floor(requirement), "newest": max(versions, key=Version)}
+        found[requirement.name] = {
+            "floor": floor(requirement),
+            "newest": max(versions, key=Version),
+        }
     return found
 
 
 def write_tested(newest: dict[str, str]) -> None:
     """Write `data/tested_versions.json`; what it already names as newest stays tested."""
     before = json.loads(TESTED.read_text()) if TESTED.exists() else {}
-    known = {name: max(each["newest"], newest.get(name, "0"), key=Version) for name, each in before.items()}
+    known = {
+        name: max(each["newest"], newest.get(name, "0"), key=Version)
+        for name, each in before.items()
+    }
     TESTED.write_text(json.dumps(tested(newest | known), indent=2) + "\n")
 
 

@@ -1,8 +1,8 @@
-"""Draw the stored figures: the README's (one step byte by byte, its peaks by every witness, simulated against published
-peaks) and the cheat sheet that ends the course.
+"""Draw the stored figures: the README's (one step byte by byte, its peaks by every witness,
+simulated against published peaks) and the cheat sheet that ends the course.
 
-Run `make figure` after a change to the predictor or after new records, which it picks up by itself; the published peaks'
-simulations are those that `benchmarks/published_runs.py --write` stored.
+Run `make figure` after a change to the predictor or after new records, which it picks up by itself;
+the published peaks' simulations are those that `benchmarks/published_runs.py --write` stored.
 """
 
 from pathlib import Path
@@ -38,7 +38,9 @@ def published() -> dict[str, list[tuple[int, int]]]:
 
 
 def save(figure, name: str, dpi: int = 220, bbox_inches: str | None = "tight") -> None:
-    """Store the picture at about 2 × the pixels it is shown with, in 256 colours, a third of the bytes."""
+    """Store the picture at about 2 × the pixels it is shown with, in 256 colours, a third of the
+    bytes.
+    """
     path = FOLDER / name
     figure.savefig(path, dpi=dpi, bbox_inches=bbox_inches)
     Image.open(path).convert("RGB").quantize(256).save(path, optimize=True, dpi=(dpi, dpi))
@@ -51,8 +53,15 @@ if __name__ == "__main__":
     shown = [report for size in (4, 8, 16) for report in witnesses(RECIPE.replace(batch_size=size))]
     labels = [f"{SHORT[report.source]} at\u00a0{report.recipe['batch_size']}" for report in shown]
     title = "Memory at the peak by category, at batch 4, 8 and 16"
-    save(plot.bars(labels, shown, "peak, GiB", title=title, subtitle=shared_title(shown)), "peaks.png")
-    look = dict(band=0.01, title="95 published runs, 42 of them simulated with as_run", names=("simulated", "measured"))
+    save(
+        plot.bars(labels, shown, "peak, GiB", title=title, subtitle=shared_title(shown)),
+        "peaks.png",
+    )
+    look = dict(
+        band=0.01,
+        title="95 published runs, 42 of them simulated with as_run",
+        names=("simulated", "measured"),
+    )
     save(scatter_error(published(), **look), "published.png")
     sheet = cheat_sheet.draw()
     save(sheet, "cheat_sheet.png", dpi=200, bbox_inches=None)

@@ -1,4 +1,6 @@
-"""Write the repository's address where it is needed: pyproject.toml, the README, every badge and set-up cell."""
+"""Write the repository's address where it is needed: pyproject.toml, the README, every badge and
+set-up cell.
+"""
 
 import re
 import sys
@@ -11,14 +13,22 @@ ADDRESS = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
 
 
 def change(new: str, root: Path = settings.ROOT) -> list[Path]:
-    """Replace the repository's address by `new` under `root`; the files that changed. ValueError on a bad one."""
+    """Replace the repository's address by `new` under `root`; the files that changed.
+
+    ValueError on a bad one.
+    """
     new = new.removesuffix("/").removesuffix(".git")
     if not ADDRESS.fullmatch(new):
-        raise ValueError(f"the address is {new!r}, but it must read like https://github.com/OWNER/NAME")
+        raise ValueError(
+            f"the address is {new!r}, but it must read like https://github.com/OWNER/NAME"
+        )
     old, owner_name = settings.repository_url(root), new.removeprefix("https://github.com/")
-    # A badge's target holds owner and name behind Colab's own address, a workflow's step behind "uses".
+    # A badge's target holds owner and name behind Colab's own address, a workflow's step behind
+    # "uses".
     address = re.compile(
-        r"(github\.com/|/github/|uses: )" + re.escape(old.removeprefix("https://github.com/")) + r"(?![\w-])"
+        r"(github\.com/|/github/|uses: )"
+        + re.escape(old.removeprefix("https://github.com/"))
+        + r"(?![\w-])"
     )
     changed = []
     for path in (root / "pyproject.toml", root / "README.md"):
@@ -35,10 +45,14 @@ def change(new: str, root: Path = settings.ROOT) -> list[Path]:
 
 def main() -> int:
     if len(sys.argv) != 2 or not sys.argv[1]:
-        print(f"now {settings.repository_url()}; change it by: make repo-url URL=https://github.com/OWNER/NAME")
+        print(
+            f"now {settings.repository_url()}; change it by: make repo-url URL=https://github.com/OWNER/NAME"
+        )
         return 1
     try:
-        print(*(f"wrote {path.relative_to(settings.ROOT)}" for path in change(sys.argv[1])), sep="\n")
+        print(
+            *(f"wrote {path.relative_to(settings.ROOT)}" for path in change(sys.argv[1])), sep="\n"
+        )
     except ValueError as error:
         print(f"{error}.", file=sys.stderr)
         return 1

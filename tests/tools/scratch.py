@@ -23,8 +23,13 @@ live("took", 1.5, "s")"""
 
 
 def write(path: Path, *sources: str) -> Path:
-    """A notebook at `path` with a title, badge, set-up cell and `sources` as code cells; nothing has run yet."""
-    cells = [new_markdown_cell("# Scratch\n\nA notebook of the tests."), *map(new_code_cell, sources)]
+    """A notebook at `path` with a title, badge, set-up cell and `sources` as code cells; nothing
+    has run yet.
+    """
+    cells = [
+        new_markdown_cell("# Scratch\n\nA notebook of the tests."),
+        *map(new_code_cell, sources),
+    ]
     path.write_text(canonical.text(new_notebook(cells=cells)))
     canonical.write(path, URL)
     return path

@@ -1,4 +1,6 @@
-"""Where things are, and the surroundings in which notebooks and tests give the same output on every machine."""
+"""Where things are, and the surroundings in which notebooks and tests give the same output on every
+machine.
+"""
 
 import argparse
 import os
@@ -9,9 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tests" / "tools"
 NOTEBOOKS = ROOT / "notebooks"
 
-# Kernels and worker processes inherit these. No MPLBACKEND: a kernel that inherits one draws nothing inline.
+# Kernels and worker processes inherit these. No MPLBACKEND: a kernel that inherits one draws
+# nothing inline.
 DETERMINISTIC = {
-    "CUDA_VISIBLE_DEVICES": "",  # stored outputs are those of a CPU run, so that any machine can compare them
+    # stored outputs are those of a CPU run, so that any machine can compare them
+    "CUDA_VISIBLE_DEVICES": "",
     "COLUMNS": "120",  # text tables wrap at the terminal's width
     "OMP_NUM_THREADS": "1",  # CPU attention allocates one buffer per thread
     "PYTHONHASHSEED": "0",
@@ -22,12 +26,15 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1",  # models come from shapes, so a request to the hub is a mistake
     "HF_DATASETS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",  # or tokenizers warn on stderr after a fork
-    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # or Python 3.11 kernels warn on stderr about frozen modules
+    # or Python 3.11 kernels warn on stderr about frozen modules
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
 
 
 def apply(deterministic: bool) -> None:
-    """Set the surroundings for this process and those it starts; what the user has set stays unless `deterministic`."""
+    """Set the surroundings for this process and those it starts; what the user has set stays unless
+    `deterministic`.
+    """
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)
     if deterministic:
@@ -40,8 +47,14 @@ def chapters() -> list[Path]:
 
 
 def all_notebooks(root: Path = ROOT) -> list[Path]:
-    """Every notebook that is checked: chapters, what is no chapter (the calculator), then solutions."""
-    return [path for folder in ("notebooks", "notebooks/solutions") for path in sorted((root / folder).glob("*.ipynb"))]
+    """Every notebook that is checked: chapters, what is no chapter (the calculator), then
+    solutions.
+    """
+    return [
+        path
+        for folder in ("notebooks", "notebooks/solutions")
+        for path in sorted((root / folder).glob("*.ipynb"))
+    ]
 
 
 def notebook_path(text: str) -> Path:
@@ -53,5 +66,7 @@ def notebook_path(text: str) -> Path:
 
 
 def repository_url(root: Path = ROOT) -> str:
-    """The repository's address, from the one place where it stands: `[project.urls]` in pyproject.toml."""
+    """The repository's address, from the one place where it stands: `[project.urls]` in
+    pyproject.toml.
+    """
     return tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]["Repository"]

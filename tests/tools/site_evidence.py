@@ -1,4 +1,6 @@
-"""The site's pages of evidence, made of the data: how exact the witnesses are on others' runs, and our own records."""
+"""The site's pages of evidence, made of the data: how exact the witnesses are on others' runs, and
+our own records.
+"""
 
 import importlib.util
 import json
@@ -34,11 +36,17 @@ def figures(errors: Iterable[float]) -> str:
 
 
 def _percent(error: float) -> str:
-    return f"{error:.2%}".replace("%", "\u00a0%") if abs(error) < 0.1 else f"{error:.0%}".replace("%", "\u00a0%")
+    return (
+        f"{error:.2%}".replace("%", "\u00a0%")
+        if abs(error) < 0.1
+        else f"{error:.0%}".replace("%", "\u00a0%")
+    )
 
 
 def summary() -> str:
-    """A table of the witnesses' errors on the published runs, and with which versions they were made."""
+    """A table of the witnesses' errors on the published runs, and with which versions they were
+    made.
+    """
     found = pairs()
     plain_runs = [(run, said) for run, said in found if not run.as_run]
     reserved = [(run, said) for run, said in found if run.reserved]
@@ -70,14 +78,23 @@ def summary() -> str:
 
 def runs_table() -> str:
     """Every published run: what was measured, and how far each witness is off."""
-    lines = ["| run | GPU | measured, GiB | simulate | plainly | predict | reserved, GiB | simulated interval |"]
+    lines = [
+        "| run | GPU | measured, GiB | simulate | plainly | predict | reserved, GiB | simulated interval |"
+    ]
     lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
     for run, said in pairs():
-        off = [f"{said[name] / run.allocated - 1:+.2%}" for name in ("simulated", "plainly", "predicted")]
+        off = [
+            f"{said[name] / run.allocated - 1:+.2%}"
+            for name in ("simulated", "plainly", "predicted")
+        ]
         if run.as_run:
             off[2] = "–"
         low, _, high = said["reserved"]
-        held = (f"{run.reserved / GiB:.2f}", f"{low / GiB:.2f} to {high / GiB:.2f}") if run.reserved else ("–", "–")
+        held = (
+            (f"{run.reserved / GiB:.2f}", f"{low / GiB:.2f} to {high / GiB:.2f}")
+            if run.reserved
+            else ("–", "–")
+        )
         about = f"{plain(str(run.recipe))}<br><small>{plain(run.source)}, {plain(run.made_with.partition(', ')[2])}"
         about += f"; as_run: {run.as_run}</small>" if run.as_run else "</small>"
         cells = (about, run.gpu, f"{run.allocated / GiB:.3f}", *off, *held)
@@ -85,24 +102,32 @@ def runs_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- seconds ------------------------------------------------------------------------------------------------------------
+# --- seconds
+# ------------------------------------------------------------------------------------------------------------
 
 
 @cache
 def step_times() -> ModuleType:
     """`benchmarks/step_times.py`, which fits the constants and holds each model out in turn."""
-    spec = importlib.util.spec_from_file_location("step_times", settings.ROOT / "benchmarks" / "step_times.py")
+    spec = importlib.util.spec_from_file_location(
+        "step_times", settings.ROOT / "benchmarks" / "step_times.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def speed_page(path: Path, link: str) -> str:
-    """Draw measured against estimated seconds into `path`; the figure under `link`, and what it shows in words."""
+    """Draw measured against estimated seconds into `path`; the figure under `link`, and what it
+    shows in words.
+    """
     bench = step_times()
     found = {card: bench.held_out(card) for card in bench.CARDS}
     speed_figure(found, path)
-    rows = ["| card | runs | off on average | at worst | nine tenths measured |", "|---|--:|--:|--:|--:|"]
+    rows = [
+        "| card | runs | off on average | at worst | nine tenths measured |",
+        "|---|--:|--:|--:|--:|",
+    ]
     for card, pairs_of in found.items():
         rows.append(_speed_row(card, [ratio for _, ratio in pairs_of]))
     rows.append(_speed_row("either card by the other's constants", bench.elsewhere()))
@@ -130,7 +155,15 @@ def speed_figure(found: dict[str, Sequence[tuple]], path: Path) -> None:
             measured = [run.seconds for run, _ in pairs_of]
             estimated = [run.seconds / ratio for run, ratio in pairs_of]
             label = f"{card}, {len(measured)} runs"
-            axes.plot(estimated, measured, linestyle="", marker=marker, color=colour, alpha=0.7, label=label)
+            axes.plot(
+                estimated,
+                measured,
+                linestyle="",
+                marker=marker,
+                color=colour,
+                alpha=0.7,
+                label=label,
+            )
             reach += measured + estimated
         ends = [min(reach), max(reach)]
         axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=0)
@@ -147,7 +180,8 @@ def speed_figure(found: dict[str, Sequence[tuple]], path: Path) -> None:
         plt.close(figure)
 
 
-# --- our own records ----------------------------------------------------------------------------------------------
+# --- our own records
+# ----------------------------------------------------------------------------------------------
 
 
 def records_page(folder: Path, wanted: int) -> str:
@@ -166,7 +200,11 @@ def records_page(folder: Path, wanted: int) -> str:
     for path in files:
         reports = list(load(path).values())
         about = reports[0].environment if reports else {}
-        versions = ", ".join(f"{name} {about[name]}" for name in ("driver", "torch", "transformers") if about.get(name))
+        versions = ", ".join(
+            f"{name} {about[name]}"
+            for name in ("driver", "torch", "transformers")
+            if about.get(name)
+        )
         parts.append(
             f"## {plain(str(about.get('gpu', path.stem)))}\n\n{plain(versions)}; {len(reports)} recipes, in "
             f"[`{path.name}`]({settings.repository_url()}/blob/main/data/measurements/{path.name}).\n\n"
@@ -176,37 +214,60 @@ def records_page(folder: Path, wanted: int) -> str:
 
 
 def records_table(reports: Sequence[Report]) -> str:
-    """One row a record: the measured peak, what predict says of the same recipe, what was reserved, a step's time."""
+    """One row a record: the measured peak, what predict says of the same recipe, what was reserved,
+    a step's time.
+    """
     lines = ["| recipe | measured peak | predict | reserved | whole process | a step | date |"]
     lines.append("|---|--:|--:|--:|--:|--:|---|")
     for report in sorted(reports, key=lambda report: report.title):
         date = plain(str(report.environment.get("date", "–"))[:10])
         if report.status == "oom":
-            lines.append(f"| {plain(report.title)} | out of memory | {_predicted(report)} | – | – | – | {date} |")
+            lines.append(
+                f"| {plain(report.title)} | out of memory | {_predicted(report)} | – | – | – | {date} |"
+            )
             continue
         measured = report.allocated or report.peak.total
-        sizes = [format_bytes(size) if isinstance(size, int) else "–" for size in (report.reserved, report.process)]
+        sizes = [
+            format_bytes(size) if isinstance(size, int) else "–"
+            for size in (report.reserved, report.process)
+        ]
         step = f"{report.speed.median:.3g} s" if report.speed else "–"
         sharding = report.recipe["sharding"]
-        alone = " (rank 0 alone, without communication)" if sharding and sharding["world_size"] > 1 else ""
-        cells = (plain(report.title) + alone, format_bytes(measured), _predicted(report, measured), *sizes, step, date)
+        alone = (
+            " (rank 0 alone, without communication)"
+            if sharding and sharding["world_size"] > 1
+            else ""
+        )
+        cells = (
+            plain(report.title) + alone,
+            format_bytes(measured),
+            _predicted(report, measured),
+            *sizes,
+            step,
+            date,
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _predicted(report: Report, measured: int | None = None) -> str:
     try:
-        total = predict(rebuild(Recipe, "recipe", report.recipe), gpu=report.environment.get("gpu")).peak.total
+        total = predict(
+            rebuild(Recipe, "recipe", report.recipe), gpu=report.environment.get("gpu")
+        ).peak.total
     except VramLabError:
         return "not known"
     return f"{total / measured - 1:+.2%}" if measured else format_bytes(total)
 
 
-# --- the picture that others show of a link -------------------------------------------------------------------------
+# --- the picture that others show of a link
+# -------------------------------------------------------------------------
 
 
 def open_graph(path: Path) -> None:
-    """Draw 1,200 × 630 pixels: the question, and simulated over measured peaks of the published runs."""
+    """Draw 1,200 × 630 pixels: the question, and simulated over measured peaks of the published
+    runs.
+    """
     import matplotlib.pyplot as plt
     from PIL import Image
 
@@ -215,16 +276,25 @@ def open_graph(path: Path) -> None:
     with style.styled():
         figure = plt.figure(figsize=(12, 6.3), dpi=100, facecolor="white")
         figure.text(0.05, 0.84, "VRAM Lab", fontsize=22, color="#444444")
-        figure.text(0.05, 0.62, "Does my\ntraining fit?", fontsize=46, fontweight="bold", linespacing=1.1)
+        figure.text(
+            0.05, 0.62, "Does my\ntraining fit?", fontsize=46, fontweight="bold", linespacing=1.1
+        )
         median = f"{statistics.median(map(abs, errors)):.2%}".replace("%", " %")
         within = sum(abs(error) <= BAND for error in errors)
         said = f"Every byte predicted, simulated,\nmeasured. {len(errors)} runs of others:\n"
         said += f"median error {median}, {within} within 1 %."
         figure.text(0.05, 0.28, said, fontsize=22, linespacing=1.5)
         axes = figure.add_axes((0.58, 0.16, 0.38, 0.72))
-        for (colour, marker, _), gpu in zip(style.LINES, sorted({run.gpu for run, _ in found}), strict=False):
-            x, y = zip(*((r.allocated / GiB, s["simulated"] / GiB) for r, s in found if r.gpu == gpu), strict=True)
-            axes.plot(x, y, linestyle="", marker=marker, color=colour, markersize=9, alpha=0.85, label=gpu)
+        for (colour, marker, _), gpu in zip(
+            style.LINES, sorted({run.gpu for run, _ in found}), strict=False
+        ):
+            x, y = zip(
+                *((r.allocated / GiB, s["simulated"] / GiB) for r, s in found if r.gpu == gpu),
+                strict=True,
+            )
+            axes.plot(
+                x, y, linestyle="", marker=marker, color=colour, markersize=9, alpha=0.85, label=gpu
+            )
         axes.plot([0.8, 40], [0.8, 40], color=style.INK, linewidth=0.8, zorder=0)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)

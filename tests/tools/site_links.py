@@ -1,5 +1,6 @@
-"""Links that the site has and the notebooks have not: to chapters and files that a text names, to the glossary and the
-claims, and from those back to where a chapter uses the word or tests the claim."""
+"""Links that the site has and the notebooks have not: to chapters and files that a text names, to
+the glossary and the claims, and from those back to where a chapter uses the word or tests the
+claim."""
 
 import posixpath
 import re
@@ -20,9 +21,11 @@ TWO_MEANINGS = {"view", "temporary", "fraction", "kernel", "buffer", "container"
 
 
 def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands at `here`.
+    """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands
+    at `here`.
 
-    `places` are the notebooks that the site has; of others, and of the page itself, the mention stays as it is.
+    `places` are the notebooks that the site has; of others, and of the page itself, the mention
+    stays as it is.
     """
 
     def link(found: re.Match) -> str:
@@ -32,21 +35,30 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
             shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
         else:
             return found[0]
-        place = next((place for place in places if place.startswith(starts) and place != here), None)
-        return f"[{shown}]({posixpath.relpath(place, posixpath.dirname(here))})" if place else found[0]
+        place = next(
+            (place for place in places if place.startswith(starts) and place != here), None
+        )
+        return (
+            f"[{shown}]({posixpath.relpath(place, posixpath.dirname(here))})" if place else found[0]
+        )
 
     return MENTION.sub(link, text)
 
 
 def link_files(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown whose links to the site's own pages lead there, and those to files that it has not to the repository.
+    """Markdown whose links to the site's own pages lead there, and those to files that it has not
+    to the repository.
 
     What is in neither stays as it is, and fails the build.
     """
 
     def link(found: re.Match) -> str:
         place = posixpath.normpath(posixpath.join(posixpath.dirname(here), found[2]))
-        if place in places or place.startswith("notebooks/figures/") or not (settings.ROOT / place).exists():
+        if (
+            place in places
+            or place.startswith("notebooks/figures/")
+            or not (settings.ROOT / place).exists()
+        ):
             return found[0]
         if place.startswith("site/"):
             return f"{found[1]}({posixpath.relpath(place.removeprefix('site/'), posixpath.dirname(here))})"
@@ -55,7 +67,8 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
     return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
 
 
-# --- glossary -----------------------------------------------------------------------------------------------------
+# --- glossary
+# -----------------------------------------------------------------------------------------------------
 
 
 def glossary_terms(glossary: str) -> dict[str, str]:
@@ -70,10 +83,14 @@ def anchor_of(term: str) -> str:
     return "word-" + re.sub(r"[^a-z0-9]+", "-", term.lower()).strip("-")
 
 
-def link_terms(cells: Iterable[nbformat.NotebookNode], terms: Mapping[str, str], chapter: str) -> set[str]:
-    """Link each term's first appearance in the text of `cells` to the glossary, in place; return the terms linked.
+def link_terms(
+    cells: Iterable[nbformat.NotebookNode], terms: Mapping[str, str], chapter: str
+) -> set[str]:
+    """Link each term's first appearance in the text of `cells` to the glossary, in place; return
+    the terms linked.
 
-    The place gets an id, `anchor_of`, to which the glossary links back. Headings, code, formulas and links stay as they are.
+    The place gets an id, `anchor_of`, to which the glossary links back. Headings, code, formulas
+    and links stay as they are.
     """
     left = {term for term, home in terms.items() if term not in TWO_MEANINGS or home == chapter}
     linked: set[str] = set()
@@ -100,23 +117,30 @@ def link_terms(cells: Iterable[nbformat.NotebookNode], terms: Mapping[str, str],
 
 
 def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]) -> str:
-    """The glossary whose "(chapter 02)" leads there, to the term's place if it is in `uses`, the terms by chapter."""
+    """The glossary whose "(chapter 02)" leads there, to the term's place if it is in `uses`, the
+    terms by chapter.
+    """
     text = re.sub(r"\(chapter\n\s+(\d\d)\)", r"(chapter \1)", glossary)
     for term, chapter in glossary_terms(text).items():
         place = next((place for place in places if place.startswith(f"notebooks/{chapter}_")), None)
         if place:
             target = place.removesuffix(".ipynb") + ".html"
             target += f"#{anchor_of(term)}" if term in uses.get(chapter, ()) else ""
-            entry = re.compile(rf"(^{re.escape(term)}\n(?:.+\n)*?.*\()chapter {chapter}\)$", re.MULTILINE)
+            entry = re.compile(
+                rf"(^{re.escape(term)}\n(?:.+\n)*?.*\()chapter {chapter}\)$", re.MULTILINE
+            )
             text = entry.sub(rf'\g<1><a href="{target}">chapter {chapter}</a>)', text, count=1)
     return text
 
 
-# --- claims -------------------------------------------------------------------------------------------------------
+# --- claims
+# -------------------------------------------------------------------------------------------------------
 
 
 def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim]) -> set[str]:
-    """Link each claim in the tables of `cells`, in place, to its row on the page of claims; return the names linked."""
+    """Link each claim in the tables of `cells`, in place, to its row on the page of claims; return
+    the names linked.
+    """
     linked: set[str] = set()
     tables = [
         output.data

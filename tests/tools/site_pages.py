@@ -1,4 +1,6 @@
-"""The site's generated pages, as MyST text: what became of each claim, and the package's public names."""
+"""The site's generated pages, as MyST text: what became of each claim, and the package's public
+names.
+"""
 
 import inspect
 import re
@@ -6,7 +8,17 @@ from collections.abc import Collection, Iterable, Mapping
 
 from vramlab.report.text import markdown as plain
 from vramlab_course.claims import Verdict
-from vramlab_course.claims.ledger import HOLDS, NOT, UNDER, UNSEEN, WAITS, WAS, quoted, shown, stored
+from vramlab_course.claims.ledger import (
+    HOLDS,
+    NOT,
+    UNDER,
+    UNSEEN,
+    WAITS,
+    WAS,
+    quoted,
+    shown,
+    stored,
+)
 
 # Those that do not hold come first.
 SECTIONS = {
@@ -33,8 +45,9 @@ def claims_page(
 ) -> str:
     """Every claim with its source, figure, finding and verdict, a section for each outcome.
 
-    `titles` has the target and title of each chapter's page by its number, like {"02": ("notebooks/02_….ipynb", "02 · …")};
-    `tested` are the claims whose chapter has an anchor for them.
+    `titles` has the target and title of each chapter's page by its number, like {"02":
+    ("notebooks/02_….ipynb", "02 · …")}; `tested` are the claims whose chapter has an anchor for
+    them.
     """
     verdicts = list(verdicts)
     parts = [_summary(verdicts)]
@@ -49,11 +62,16 @@ def _summary(verdicts: list[Verdict]) -> str:
     for key, source in stored("sources").items():
         rows.append((source["name"], [v for v in verdicts if v.claim.source == key]))
     rows.append(("all five", verdicts))
-    lines = ["| source | claims | " + " | ".join(SECTIONS) + " |", "|---" * (2 + len(SECTIONS)) + "|"]
+    lines = [
+        "| source | claims | " + " | ".join(SECTIONS) + " |",
+        "|---" * (2 + len(SECTIONS)) + "|",
+    ]
     for name, own in rows:
         numbers = [len(own), *(sum(v.outcome == outcome for v in own) for outcome in SECTIONS)]
         lines.append(f"| {plain(name)} | " + " | ".join(map(str, numbers)) + " |")
-    titles = "; ".join(f"**{plain(s['name'])}** is {plain(s['title'])}" for s in stored("sources").values())
+    titles = "; ".join(
+        f"**{plain(s['name'])}** is {plain(s['title'])}" for s in stored("sources").values()
+    )
     return "\n".join(lines) + (
         f"\n\nOf the five, {titles}.\n\n"
         "*Holds under* names the conditions under which the claim holds; under the others it does not. *Not seen here*: the "
@@ -65,7 +83,9 @@ def _summary(verdicts: list[Verdict]) -> str:
     )
 
 
-def _table(verdicts: list[Verdict], titles: Mapping[str, tuple[str, str]], tested: Collection[str]) -> str:
+def _table(
+    verdicts: list[Verdict], titles: Mapping[str, tuple[str, str]], tested: Collection[str]
+) -> str:
     lines = ["| claim | the source says | verdict | found, and on what |", "|---|---|---|---|"]
     for verdict in verdicts:
         claim = verdict.claim
@@ -84,7 +104,9 @@ def _table(verdicts: list[Verdict], titles: Mapping[str, tuple[str, str]], teste
 
 
 def _found(verdict: Verdict) -> str:
-    """Each case's finding and its configuration; a configuration that all cases share stands once, at the end."""
+    """Each case's finding and its configuration; a configuration that all cases share stands once,
+    at the end.
+    """
     several = len(verdict.findings) > 1
     configurations = {found.configuration if found else None for found in verdict.findings.values()}
     shared = several and len(configurations) == 1 and None not in configurations
@@ -103,10 +125,18 @@ def _found(verdict: Verdict) -> str:
 
 
 def reference_page() -> str:
-    """The public names by kind, each with how it is called and the first paragraph of its docstring."""
+    """The public names by kind, each with how it is called and the first paragraph of its
+    docstring.
+    """
     import vramlab
 
-    kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": [], "Constants": [], "Modules": []}
+    kinds: dict[str, list[str]] = {
+        "Functions": [],
+        "Classes": [],
+        "Errors": [],
+        "Constants": [],
+        "Modules": [],
+    }
     for name in vramlab.__all__:
         value = getattr(vramlab, name)
         home = vramlab._HOME[name] or name
@@ -114,7 +144,12 @@ def reference_page() -> str:
         kinds[kind].append(
             f"`{_call(name, value, kind)}`\n: {_first(name, value, kind)}\n  <small>in `vramlab.{home}`</small>"
         )
-    return "\n\n".join(f"## {kind}\n\n" + "\n\n".join(entries) for kind, entries in kinds.items() if entries) + "\n"
+    return (
+        "\n\n".join(
+            f"## {kind}\n\n" + "\n\n".join(entries) for kind, entries in kinds.items() if entries
+        )
+        + "\n"
+    )
 
 
 def _kind(value: object) -> str:

@@ -1,7 +1,9 @@
-"""`make card` as if this machine had a T4, an RTX 4090 or an H100: PyTorch's CUDA build on the stand-in (`data/stand_in/`).
+"""`make card` as if this machine had a T4, an RTX 4090 or an H100: PyTorch's CUDA build on the
+stand-in (`data/stand_in/`).
 
-Every piece of the list that the card can do has to end well, a second call has to find nothing left to do, and what came out
-must be refused as a record. No kernel computes anything, so the figures mean nothing and are thrown away.
+Every piece of the list that the card can do has to end well, a second call has to find nothing left
+to do, and what came out must be refused as a record. No kernel computes anything, so the figures
+mean nothing and are thrown away.
 """
 
 import argparse
@@ -25,7 +27,9 @@ MINUTES = 230
 def rehearse(lists: list[str], minutes: float) -> list[str]:
     """Do all of the lists on the card that this process sees; return what went wrong."""
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
-        run = run_card(lists or None, minutes, folder, progress=lambda line: print(line, flush=True))
+        run = run_card(
+            lists or None, minutes, folder, progress=lambda line: print(line, flush=True)
+        )
         wrong = [f"{piece.title}: {why}" for piece, why in run.failed]
         wrong += [f"{piece.title}: not done in {minutes:g} minutes" for piece, _ in run.left]
         again = run_card(lists or None, minutes, folder, dry_run=True)
@@ -42,8 +46,12 @@ def rehearse(lists: list[str], minutes: float) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("lists", nargs="*", help="lists of pieces; the project's when none is named")
-    parser.add_argument("--card", action="append", help=f"may be given more than once; else {', '.join(CARDS)}")
+    parser.add_argument(
+        "lists", nargs="*", help="lists of pieces; the project's when none is named"
+    )
+    parser.add_argument(
+        "--card", action="append", help=f"may be given more than once; else {', '.join(CARDS)}"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for each card")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -63,8 +71,16 @@ def main() -> int:
 
 
 def started(given: argparse.Namespace, surroundings: dict[str, str]) -> int:
-    """Run this script on the stand-in, whose libraries a process has from its start; return its exit status."""
-    command = [sys.executable, str(Path(__file__).resolve()), *given.lists, "--here", f"--minutes={given.minutes}"]
+    """Run this script on the stand-in, whose libraries a process has from its start; return its
+    exit status.
+    """
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        *given.lists,
+        "--here",
+        f"--minutes={given.minutes}",
+    ]
     return subprocess.run(command, env={**os.environ, **surroundings}).returncode
 
 

@@ -1,7 +1,8 @@
-"""Run notebooks as if this machine had a GPU: PyTorch's CUDA build on the stand-in for NVIDIA's libraries.
+"""Run notebooks as if this machine had a GPU: PyTorch's CUDA build on the stand-in for NVIDIA's
+libraries.
 
-What is looked for is code that only runs where there is a GPU. No kernel computes anything (`data/stand_in/README.md`), so
-outputs are neither compared nor kept.
+What is looked for is code that only runs where there is a GPU. No kernel computes anything
+(`data/stand_in/README.md`), so outputs are neither compared nor kept.
 """
 
 import argparse
@@ -20,10 +21,15 @@ CARDS = {"T4": 1, "RTX 4090": 1, "H100": 2}  # and how many of them
 
 
 def surroundings(card: str) -> dict[str, str]:
-    """What makes the stand-in that card, or as many of it as CARDS says, for the processes started from here."""
+    """What makes the stand-in that card, or as many of it as CARDS says, for the processes started
+    from here.
+    """
     variables = stand_in.variables(find_gpu(card), CARDS.get(card, 1))
     libraries = stand_in.libraries()
-    own = {"LD_PRELOAD": ":".join(map(str, libraries)), "TRITON_LIBCUDA_PATH": str(libraries[0].parent)}
+    own = {
+        "LD_PRELOAD": ":".join(map(str, libraries)),
+        "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
+    }
     return own | variables
 
 
@@ -34,8 +40,12 @@ def without_records() -> list[Path]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="all when none is named")
-    parser.add_argument("--card", action="append", help=f"may be given more than once; else {', '.join(CARDS)}")
+    parser.add_argument(
+        "notebooks", nargs="*", type=settings.notebook_path, help="all when none is named"
+    )
+    parser.add_argument(
+        "--card", action="append", help=f"may be given more than once; else {', '.join(CARDS)}"
+    )
     given = parser.parse_args()
     settings.apply(deterministic=True)
     wrong = []

@@ -1,9 +1,12 @@
-"""Try the built wheel as a stranger gets it: an empty environment, no constraints, the newest of everything that is served.
+"""Try the built wheel as a stranger gets it: an empty environment, no constraints, the newest of
+everything that is served.
 
-The wheel is built from a copy of this working tree, installed with the extras `simulate`, `quantization` and `trl` outside
-of it, and run there: the command line, then `fresh_checks.py`. With --write the versions that passed become the newest
-tested ones, which the wheel carries (`data/tested_versions.json`, read by `vramlab doctor`). With --floor every library that
-pyproject.toml names has the lowest version that it allows, as where a library was there before and pip left it.
+The wheel is built from a copy of this working tree, installed with the extras `simulate`,
+`quantization` and `trl` outside of it, and run there: the command line, then `fresh_checks.py`.
+With --write the versions that passed become the newest tested ones, which the wheel carries
+(`data/tested_versions.json`, read by `vramlab doctor`). With --floor every library that
+pyproject.toml names has the lowest version that it allows, as where a library was there before and
+pip left it.
 """
 
 import argparse
@@ -43,7 +46,18 @@ print(json.dumps({each.name.lower().replace("_", "-"): each.version for each in 
 def built_wheel(root: Path, folder: Path, pip_flags: list[str]) -> Path:
     """Build the wheel of a copy of `root` in `folder`."""
     shutil.copytree(root, folder / "source", ignore=IGNORED)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *pip_flags, "-w", folder, folder / "source"]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        *pip_flags,
+        "-w",
+        folder,
+        folder / "source",
+    ]
     subprocess.run(build, check=True)
     shutil.rmtree(folder / "source")
     (wheel,) = folder.glob("vramlab-*.whl")
@@ -51,9 +65,16 @@ def built_wheel(root: Path, folder: Path, pip_flags: list[str]) -> Path:
 
 
 def surroundings(scripts: Path) -> dict[str, str]:
-    """The variables of a shell in the environment whose programs are in `scripts`, none of which show the checkout."""
+    """The variables of a shell in the environment whose programs are in `scripts`, none of which
+    show the checkout.
+    """
     shown = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return {**shown, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120", **settings.OFFLINE}
+    return {
+        **shown,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "120",
+        **settings.OFFLINE,
+    }
 
 
 def floor_flags(folder: Path) -> list[str]:
@@ -64,7 +85,9 @@ def floor_flags(folder: Path) -> list[str]:
 
 
 def not_at_the_floor(versions: dict[str, str]) -> list[str]:
-    """A line for each library that pyproject.toml names and that is installed in another version than its lowest."""
+    """A line for each library that pyproject.toml names and that is installed in another version
+    than its lowest.
+    """
     floors = dict(line.split("==") for line in pins.floors())
     return [
         f"{name} {versions[name]} is not the floor, {floor}"
@@ -77,7 +100,16 @@ def installed(wheel: Path, folder: Path, pip_flags: list[str]) -> Path:
     """Make an environment at `folder` and install the wheel with its extras; its interpreter."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pip_flags, f"{wheel}[{EXTRAS}]"]
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        *pip_flags,
+        f"{wheel}[{EXTRAS}]",
+    ]
     subprocess.run(install, check=True, env=surroundings(python.parent), cwd=folder)
     return python
 
@@ -87,7 +119,9 @@ def failures(python: Path, elsewhere: Path) -> list[str]:
     wrong, where = [], {"env": surroundings(python.parent), "cwd": elsewhere}
     for command in COMMANDS:
         print(f"$ vramlab {command}", flush=True)
-        run = subprocess.run([python.parent / "vramlab", *command.split()], **where, capture_output=True, text=True)
+        run = subprocess.run(
+            [python.parent / "vramlab", *command.split()], **where, capture_output=True, text=True
+        )
         print(run.stdout + run.stderr, flush=True)
         # doctor fails where what the course needs is missing, as matplotlib here
         if (run.returncode and command != "doctor") or "Traceback" in run.stderr or not run.stdout:
@@ -104,10 +138,16 @@ def failures(python: Path, elsewhere: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pip-flags", default="", help="more flags for pip, in one word")
-    parser.add_argument("--environment", type=Path, help="where to make the environment, which then stays")
+    parser.add_argument(
+        "--environment", type=Path, help="where to make the environment, which then stays"
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--write", action="store_true", help="if all passes, write data/tested_versions.json")
-    which.add_argument("--floor", action="store_true", help="the lowest versions that pyproject.toml allows")
+    which.add_argument(
+        "--write", action="store_true", help="if all passes, write data/tested_versions.json"
+    )
+    which.add_argument(
+        "--floor", action="store_true", help="the lowest versions that pyproject.toml allows"
+    )
     given = parser.parse_args()
     flags = shlex.split(given.pip_flags)
     with tempfile.TemporaryDirectory() as name:
@@ -117,11 +157,17 @@ def main() -> int:
         python = installed(wheel, given.environment or folder / "environment", [*flags, *chosen])
         (folder / "elsewhere").mkdir()
         wrong = failures(python, folder / "elsewhere")
-        found = subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True, text=True, cwd=folder).stdout
+        found = subprocess.run(
+            [python, "-c", VERSIONS], check=True, capture_output=True, text=True, cwd=folder
+        ).stdout
     versions = json.loads(found)
     if given.floor:
         wrong += not_at_the_floor(versions)
-    print("versions:", *(f"{name} {versions[name]}" for name in pins.tested({}) if name in versions), sep="\n  ")
+    print(
+        "versions:",
+        *(f"{name} {versions[name]}" for name in pins.tested({}) if name in versions),
+        sep="\n  ",
+    )
     if given.write and not wrong:
         pins.write_tested(versions)
     print(*wrong, sep="\n", file=sys.stderr)

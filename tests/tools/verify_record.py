@@ -1,8 +1,10 @@
-"""Judge record files that readers sent, reports and facts: form, physics, and what `simulate` and other records say beside.
+"""Judge record files that readers sent, reports and facts: form, physics, and what `simulate` and
+other records say beside.
 
     python tests/tools/verify_record.py data/measurements/FILE.json … [--json]
 
-Exit status: 0 accepted, 1 a finding (simulate says something else, tensor by tensor; or no step on such a card was ever so
+Exit status: 0 accepted, 1 a finding (simulate says something else, tensor by tensor; or no step on
+such a card was ever so
 fast: a person looks), 2 refused.
 """
 
@@ -16,7 +18,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vramlab import GiB, MiB, Recipe, RecipeError, RecordError, Report, diff, format_bytes, model_names, simulate
+from vramlab import (
+    GiB,
+    MiB,
+    Recipe,
+    RecipeError,
+    RecordError,
+    Report,
+    diff,
+    format_bytes,
+    model_names,
+    simulate,
+)
 from vramlab.faces.measure import card_of
 from vramlab.hardware.gpu import Gpu, GpuError, find_gpu
 from vramlab.hardware.overhead import rules_of
@@ -34,14 +47,25 @@ from vramlab.report.text import markdown
 ACCEPTED, FINDING, REFUSED = "accepted", "finding", "refused"
 TOLERANCE = 0.01  # of the allocated peak, and at least one of the allocator's small segments
 LEAST = 2 * MiB
-DRIVER_SHARE = 0.1  # of the table's memory that a driver may report more or less than the reading there
-SIMULATED_FOR = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")  # versions that move bytes
-# Letters of our own notes and of PyTorch's messages: nothing of HTML, Markdown's links and code, or other people's names.
+DRIVER_SHARE = (
+    0.1  # of the table's memory that a driver may report more or less than the reading there
+)
+SIMULATED_FOR = (
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+)  # versions that move bytes
+# Letters of our own notes and of PyTorch's messages: nothing of HTML, Markdown's links and code, or
+# other people's names.
 TEXT = re.compile(r"""[0-9A-Za-z ·×→−–…µΔ%()\[\],.:;=/_+*{}'"?#-]*""")
 MOST_REPEATS = 1000
-TRACKED = 0.1  # of the clean pass's peak that the tracked one may hold more: 4 % at most among our records
-# Measured over estimated seconds, by what takes longest, below which a person looks: a sixth under the least of the 184
-# timed records of an H100 (0.65, 0.66, 0.49, 0.88; paged optimizers that page nothing, 0.31).
+# of the clean pass's peak that the tracked one may hold more: 4 % at most among our records
+TRACKED = 0.1
+# Measured over estimated seconds, by what takes longest, below which a person looks: a sixth under
+# the least of the 184 timed records of an H100 (0.65, 0.66, 0.49, 0.88; paged optimizers that page
+# nothing, 0.31).
 FASTEST = {
     "matmuls": 0.54,
     "attention": 0.54,
@@ -69,7 +93,9 @@ class Verdict:
     file: str
     outcome: str
     reasons: list[str] = field(default_factory=list)
-    rows: list[tuple[str, int, int]] = field(default_factory=list)  # recipe, measured and simulated bytes allocated
+    rows: list[tuple[str, int, int]] = field(
+        default_factory=list
+    )  # recipe, measured and simulated bytes allocated
 
     def __str__(self) -> str:
         lines = [f"{markdown(self.file)}: **{self.outcome}**", ""]
@@ -77,7 +103,9 @@ class Verdict:
             lines += ["| recipe | measured | simulated | difference |", "|---|---|---|---|"]
             for title, measured, simulated in self.rows:
                 off = f"{simulated / measured - 1:+.2%}"
-                lines.append(f"| {markdown(title)} | {format_bytes(measured)} | {format_bytes(simulated)} | {off} |")
+                lines.append(
+                    f"| {markdown(title)} | {format_bytes(measured)} | {format_bytes(simulated)} | {off} |"
+                )
             lines.append("")
         return "\n".join([*lines, *(f"- {markdown(reason)}" for reason in self.reasons)])
 
@@ -90,7 +118,11 @@ def verify(path: Path) -> Verdict:
     except (OSError, RecordError) as error:
         return Verdict(path.name, REFUSED, [str(error)])
     reports, facts = list(records.reports.values()), list(records.facts.values())
-    wrong = list(_form(path.name, text, [*reports, *facts])) if reports or facts else ["it holds no report"]
+    wrong = (
+        list(_form(path.name, text, [*reports, *facts]))
+        if reports or facts
+        else ["it holds no report"]
+    )
     wrong = wrong or [f"{report.title}: {why}" for report in reports for why in _physics(report)]
     wrong = wrong or [f"{fact.title}: {why}" for fact in facts for why in _physics_of_fact(fact)]
     if wrong:
@@ -105,11 +137,19 @@ def verify(path: Path) -> Verdict:
             verdict.outcome = FINDING
             verdict.reasons.append(f"{fact.title}: {told}")
     here, there = environment(), (*reports, *facts)[0].environment
-    old, new = ({name: str(seen[name]).split("+")[0] for name in SIMULATED_FOR} for seen in (there, here))
-    others = [f"{name} {old[name]} ({new[name]} here)" for name in SIMULATED_FOR if old[name] != new[name]]
+    old, new = (
+        {name: str(seen[name]).split("+")[0] for name in SIMULATED_FOR} for seen in (there, here)
+    )
+    others = [
+        f"{name} {old[name]} ({new[name]} here)" for name in SIMULATED_FOR if old[name] != new[name]
+    ]
     if others:
         pins = " ".join(f"{name}=={old[name]}" for name in SIMULATED_FOR if there[name])
-        again = f": install {pins} and ask again before it counts as one" if verdict.outcome == FINDING else ""
+        again = (
+            f": install {pins} and ask again before it counts as one"
+            if verdict.outcome == FINDING
+            else ""
+        )
         verdict.reasons.append(f"measured with other versions, {', '.join(others)}{again}")
     return verdict
 
@@ -125,7 +165,11 @@ def _form(name: str, text: str, entries: list[Report | Fact]) -> Iterator[str]:
         if missing := [key for key in known if key not in entry.environment]:
             yield f"the environment lacks {', '.join(missing)}: `vramlab share` writes them"
             return
-        if nothing := [key for key in (*CARD, "date", "torch", "transformers") if entry.environment[key] is None]:
+        if nothing := [
+            key
+            for key in (*CARD, "date", "torch", "transformers")
+            if entry.environment[key] is None
+        ]:
             yield f"the environment says nothing of {', '.join(nothing)}"
             return
         yield from _texts(entry) if isinstance(entry, Report) else _letters(_words(entry.found))
@@ -159,7 +203,11 @@ def _texts(report: Report) -> Iterator[str]:
         return
     if report.title != title:
         yield f"its title is {report.title!r}, and its recipe's is {title!r}"
-    groups = (text for group in report.largest for text in (group.category, group.dtype, group.op, group.where))
+    groups = (
+        text
+        for group in report.largest
+        for text in (group.category, group.dtype, group.op, group.where)
+    )
     yield from _letters((report.message, report.target, *report.notes, *groups))
 
 
@@ -170,7 +218,9 @@ def _physics(report: Report) -> Iterator[str]:
         yield f"{card.name} has {format_bytes(listed)}, and it says {format_bytes(total)}"
     if report.status != "ok":
         return
-    sizes = {name: getattr(report, name) for name in ("requested", "allocated", "reserved", "process")}
+    sizes = {
+        name: getattr(report, name) for name in ("requested", "allocated", "reserved", "process")
+    }
     known = {name: size for name, size in sizes.items() if size is not None}
     for (small, less), (large, more) in zip(known.items(), list(known.items())[1:], strict=False):
         if less > more:
@@ -195,7 +245,9 @@ def _physics(report: Report) -> Iterator[str]:
 
 
 def _moments(report: Report) -> Iterator[str]:
-    """Say which moment or tensors of the tracked pass are far above the peak; a compiled step is tracked as an eager one."""
+    """Say which moment or tensors of the tracked pass are far above the peak; a compiled step is
+    tracked as an eager one.
+    """
     if report.recipe["torch_compile"]:
         return
     moments = {name: phase.peak.total for name, phase in report.phases.items()}
@@ -215,7 +267,9 @@ def _speed(report: Report, card: Gpu) -> Iterator[str]:
     middle = {1: speed.high, 2: (speed.low + speed.high) / 2}.get(speed.repeats, speed.median)
     if not 1 <= speed.repeats <= MOST_REPEATS:
         yield f"it was timed {speed.repeats:,} times, and measure does so 1 to {MOST_REPEATS:,} times"
-    elif abs(middle - speed.median) > 1e-6 * speed.median or (speed.repeats == 1 and speed.low < speed.high):
+    elif abs(middle - speed.median) > 1e-6 * speed.median or (
+        speed.repeats == 1 and speed.low < speed.high
+    ):
         yield f"{speed.low}, {speed.median} and {speed.high} are not the times of {speed.repeats} steps"
     if not 0 < speed.low <= speed.median <= speed.high:
         yield f"its seconds a step are {speed.low}, {speed.median} and {speed.high}"
@@ -262,7 +316,9 @@ def _times(fact: Fact, card: Gpu) -> Iterator[str]:
     found, recipe = fact.found, rebuild(Recipe, "recipe", fact.asked["recipe"])
     if len(found["seconds"]) != fact.asked["repeats"]:
         yield f"{len(found['seconds'])} times are not those of {fact.asked['repeats']} steps"
-    elif (peak := card.flops(recipe.precision)) and operations(recipe) / min(found["seconds"]) > 1.1 * peak:
+    elif (peak := card.flops(recipe.precision)) and operations(recipe) / min(
+        found["seconds"]
+    ) > 1.1 * peak:
         yield f"a step in {min(found['seconds']):.4g} s is faster than {card.name} computes"
     limit = found["power_limit"]
     if limit and found["power"] and max(found["power"]) > POWER * limit:
@@ -270,7 +326,9 @@ def _times(fact: Fact, card: Gpu) -> Iterator[str]:
 
 
 def _fact_beside_simulated(fact: Fact, verdict: Verdict) -> str:
-    """Add a row of both peaks of a fact that has one; return how the simulated report differs, or ""."""
+    """Add a row of both peaks of a fact that has one; return how the simulated report differs, or
+    "".
+    """
     if fact.kind == "context" or fact.asked["recipe"]["torch_compile"]:
         return ""
     recipe = rebuild(Recipe, "recipe", fact.asked["recipe"])
@@ -318,8 +376,8 @@ _known = cache(load)
 
 
 def _beside_times(report: Report, path: Path) -> str:
-    """Return why its time is to be looked at, or "": faster than any step was, or unlike that of the same recipe on another
-    card of the kind."""
+    """Return why its time is to be looked at, or "": faster than any step was, or unlike that of
+    the same recipe on another card of the kind."""
     recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
     if report.speed is None or recipe.torch_compile:
         return ""

@@ -1,4 +1,6 @@
-"""What the site's calculator loads: Pyodide from its npm package, vramlab and its data as an archive, and usual answers."""
+"""What the site's calculator loads: Pyodide from its npm package, vramlab and its data as an
+archive, and usual answers.
+"""
 
 import hashlib
 import io
@@ -21,7 +23,13 @@ SHA512 = (
     "d18bd7c4485f11da4b7dbfd790cd8114078c44eab488c517d9bcf31fda4eb6dc"
     "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
 )
-FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
+FILES = (
+    "pyodide.mjs",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "pyodide-lock.json",
+    "python_stdlib.zip",
+)
 COURSE = (
     "claims.json",
     "published_results.json",
@@ -41,13 +49,18 @@ USUAL = (
 
 
 def fetch_pyodide(folder: Path) -> Path:
-    """Return the folder of Pyodide's files, from the npm registry the first time. Raises ValueError for another package."""
+    """Return the folder of Pyodide's files, from the npm registry the first time.
+
+    Raises ValueError for another package.
+    """
     place = folder / f"pyodide-{VERSION}"
     if not all((place / name).is_file() for name in FILES):
         with urllib.request.urlopen(PACKAGE, timeout=120) as answer:
             package = answer.read()
         if (found := hashlib.sha512(package).hexdigest()) != SHA512:
-            raise ValueError(f"{PACKAGE} has the SHA-512 sum {found}, which is not the one written down here.")
+            raise ValueError(
+                f"{PACKAGE} has the SHA-512 sum {found}, which is not the one written down here."
+            )
         place.mkdir(parents=True, exist_ok=True)
         with tarfile.open(fileobj=io.BytesIO(package)) as archive:
             for name in FILES:
@@ -56,20 +69,30 @@ def fetch_pyodide(folder: Path) -> Path:
 
 
 def known_models() -> list[str]:
-    """The models of the catalogue that predict knows: those whose weights are written down, but no encoder–decoder."""
-    families = {name: FAMILIES.get(json.loads(entry["config"])["model_type"]) for name, entry in catalogue().items()}
-    written = [name for name, family in families.items() if family and family.layout_options is not None]
+    """The models of the catalogue that predict knows: those whose weights are written down, but no
+    encoder–decoder.
+    """
+    families = {
+        name: FAMILIES.get(json.loads(entry["config"])["model_type"])
+        for name, entry in catalogue().items()
+    }
+    written = [
+        name for name, family in families.items() if family and family.layout_options is not None
+    ]
     return [name for name in written if not read_shape(name).num_decoder_layers]
 
 
 def write_archive(path: Path) -> None:
-    """Write what the page's Python imports: vramlab, the data it reads, and the page's bridge to it.
+    """Write what the page's Python imports: vramlab, the data it reads, and the page's bridge to
+    it.
 
     Models that predict does not know stay out.
     """
     models = [ROOT / "data" / "models" / f"{name}.json" for name in known_models()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        course = [ROOT / "helpers" / "vramlab_course" / name for name in ("__init__.py", "calculator.py")]
+        course = [
+            ROOT / "helpers" / "vramlab_course" / name for name in ("__init__.py", "calculator.py")
+        ]
         for file in [*sorted((ROOT / "helpers" / "vramlab").rglob("*.py")), *course]:
             archive.write(file, file.relative_to(ROOT))
         data = sorted(file for file in (ROOT / "data").glob("*.json") if file.name not in COURSE)
@@ -98,7 +121,9 @@ CARDS = (
 
 
 def quick_answers() -> str:
-    """The first page's short form as MyST: answers for some models, ways and cards, said by the calculator's code."""
+    """The first page's short form as MyST: answers for some models, ways and cards, said by the
+    calculator's code.
+    """
     sys.path.insert(0, str(ROOT / "site" / "static" / "calculator"))
     import bridge
 
@@ -110,7 +135,12 @@ def quick_answers() -> str:
         }
         for model in USUAL
     }
-    data = {"cards": known, "ways": WAYS, "needs": needs, "start": ["llama-3.1-8b", "QLoRA", "RTX 4090"]}
+    data = {
+        "cards": known,
+        "ways": WAYS,
+        "needs": needs,
+        "start": ["llama-3.1-8b", "QLoRA", "RTX 4090"],
+    }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return f'```{{raw}} html\n<div id="quick"><script type="application/json">{text}</script></div>\n```\n'
 
@@ -122,7 +152,9 @@ def _answer(bridge, state: dict) -> list:
 
 
 def usual_answers() -> str:
-    """A Markdown table for who has no JavaScript: what usual models take, and the smallest tier on an RTX 4090."""
+    """A Markdown table for who has no JavaScript: what usual models take, and the smallest tier on
+    an RTX 4090.
+    """
     card = find_gpu("RTX 4090")
     lora = LoRA(r=16, target_modules="all-linear")
     ways = {
@@ -134,7 +166,9 @@ def usual_answers() -> str:
     for model in USUAL:
         cells = []
         for fields in ways.values():
-            recipe = Recipe(model, 1, 2048, "bf16-mixed", gradient_checkpointing=True, trainer="sft", **fields)
+            recipe = Recipe(
+                model, 1, 2048, "bf16-mixed", gradient_checkpointing=True, trainer="sft", **fields
+            )
             need = predict(recipe, gpu=card).process
             cells.append(f"{need.value / GiB:.1f} {need.verdict(card.total)}")
         lines.append(f"| {model} | {' | '.join(cells)} |")

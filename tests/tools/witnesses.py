@@ -1,7 +1,8 @@
 """The table that ends `make course`: a few recipes as predicted, simulated and measured.
 
-CUDA and CPU kernels hold different bytes. Without a GPU, the steps that run here are simulated for the CPU, and stand on
-one line with the formula's figure, which is for CUDA and says so; a recorded measurement has a line of its own.
+CUDA and CPU kernels hold different bytes. Without a GPU, the steps that run here are simulated for
+the CPU, and stand on one line with the formula's figure, which is for CUDA and says so; a recorded
+measurement has a line of its own.
 """
 
 import contextlib
@@ -12,14 +13,25 @@ from rich.progress import track
 from vramlab import LoRA, MeasurementError, Recipe, Report, compare, measure, predict, simulate
 from vramlab.report.report import format_bytes, text_table
 
-# The first three run in seconds on any machine, each with a peak made of something else; the last needs a GPU.
+# The first three run in seconds on any machine, each with a peak made of something else; the last
+# needs a GPU.
 RECIPES = (
     Recipe("gpt2", batch_size=1, seq_len=64, precision="fp32"),
-    Recipe("gpt2", batch_size=1, seq_len=64, precision="fp32", optim="sgd", gradient_checkpointing=True),
+    Recipe(
+        "gpt2", batch_size=1, seq_len=64, precision="fp32", optim="sgd", gradient_checkpointing=True
+    ),
     Recipe("gpt2", batch_size=1, seq_len=64, precision="fp32", lora=LoRA(r=8)),
     Recipe("polyglot-ko-1.3b", batch_size=4, seq_len=256, precision="fp16-true"),
 )
-HEAD = ("peak of allocated memory", "on", "predicted", "simulated", "measured", "predicted is", "simulated is")
+HEAD = (
+    "peak of allocated memory",
+    "on",
+    "predicted",
+    "simulated",
+    "measured",
+    "predicted is",
+    "simulated is",
+)
 COLUMNS = {"predicted": 0, "simulated": 1, "emulated": 2, "measured": 2, "recorded": 2}
 
 
@@ -29,10 +41,14 @@ def measure_once(recipe: Recipe, **options) -> Report:
 
 
 def table(recipes: Sequence[Recipe] = RECIPES, run: Callable[..., Report] = measure_once) -> str:
-    """Each recipe's peak by each witness, and how far the first two are from the measured one, as a text table."""
+    """Each recipe's peak by each witness, and how far the first two are from the measured one, as a
+    text table.
+    """
     watched = Console().is_terminal
     progress = track(recipes, "predict, simulate, measure", transient=True, disable=not watched)
-    return text_table([HEAD, *(_row(*reports) for recipe in progress for reports in _lines(recipe, run))])
+    return text_table(
+        [HEAD, *(_row(*reports) for recipe in progress for reports in _lines(recipe, run))]
+    )
 
 
 def _lines(recipe: Recipe, run: Callable[..., Report]) -> Iterator[list[Report]]:

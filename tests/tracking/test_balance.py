@@ -1,4 +1,6 @@
-"""On CUDA every byte is accounted for: the real passes, run here over an allocator that is made of a second tracker."""
+"""On CUDA every byte is accounted for: the real passes, run here over an allocator that is made of
+a second tracker.
+"""
 
 from types import SimpleNamespace
 
@@ -19,10 +21,11 @@ MATMULS = ("mm", "addmm", "bmm")
 
 
 class Card:
-    """Stands for torch.cuda: counts the storages of the CPU's tensors as the caching allocator would its blocks.
+    """Stands for torch.cuda: counts the storages of the CPU's tensors as the caching allocator
+    would its blocks.
 
-    Its first matmul takes a workspace for cuBLAS, each `scratchy` operator takes scratch while it runs, and every block
-    of over 32 KiB is `slack` bytes larger than what was asked for.
+    Its first matmul takes a workspace for cuBLAS, each `scratchy` operator takes scratch while it
+    runs, and every block of over 32 KiB is `slack` bytes larger than what was asked for.
     """
 
     def __init__(self, scratchy: str = "nothing", slack: int = 0):
@@ -91,16 +94,28 @@ def on(monkeypatch):
     build(recipe(), "cpu")  # what it imports must not be seen
 
     def run(card: Card, recipe: Recipe) -> Report:
-        names = ("synchronize", "reset_peak_memory_stats", "memory_stats", "memory_allocated", "empty_cache")
+        names = (
+            "synchronize",
+            "reset_peak_memory_stats",
+            "memory_stats",
+            "memory_allocated",
+            "empty_cache",
+        )
         for name in names:
             monkeypatch.setattr(torch.cuda, name, getattr(card, name))
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", card.clear, raising=False)
         monkeypatch.setattr(passes, "build", lambda recipe, device: build(recipe, "cpu"))
-        monkeypatch.setattr(passes, "Tracker", lambda device, round_to: Tracker("cpu", round_to=round_to))
+        monkeypatch.setattr(
+            passes, "Tracker", lambda device, round_to: Tracker("cpu", round_to=round_to)
+        )
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-        monkeypatch.setattr(passes, "nvml_snapshot", lambda index: Sensors(True, process=(4 + index) * MiB))
+        monkeypatch.setattr(
+            passes, "nvml_snapshot", lambda index: Sensors(True, process=(4 + index) * MiB)
+        )
         with card.shadow:
-            truth = passes.clean_pass(recipe, repeats=2, warmup=2, device="cuda", before=Sensors(True, used=MiB))
+            truth = passes.clean_pass(
+                recipe, repeats=2, warmup=2, device="cuda", before=Sensors(True, used=MiB)
+            )
             return passes.tracked_pass(recipe, "cuda", truth)
 
     return run
@@ -108,7 +123,9 @@ def on(monkeypatch):
 
 def recipe(**fields) -> Recipe:
     # torch's step counters are on the host on CUDA, and with these optimizers there are none
-    return Recipe(config("gpt2"), **{**SIZES, "optim": "sgd", "optim_args": "momentum=0.9", **fields})
+    return Recipe(
+        config("gpt2"), **{**SIZES, "optim": "sgd", "optim_args": "momentum=0.9", **fields}
+    )
 
 
 LAST = ("forward", "backward", "step", "between_steps")
@@ -116,7 +133,12 @@ LAST = ("forward", "backward", "step", "between_steps")
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"loop": "optimizer_in_backward"}],
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True},
+        {"loop": "optimizer_in_backward"},
+    ],
 )
 def test_the_balance_closes_with_nothing_unexplained(on, fields):
     card = Card()
@@ -127,7 +149,11 @@ def test_the_balance_closes_with_nothing_unexplained(on, fields):
             assert (split.workspace, split.unexplained) == (CUBLAS, 0), name
     assert report.phases["load"].end.workspace == report.phases["load"].end.unexplained == 0
     assert (report.peak.workspace, report.peak.unexplained) == (CUBLAS, 0)
-    assert report.peak.total == report.allocated == max(report.phases[name].peak.total for name in LAST)
+    assert (
+        report.peak.total
+        == report.allocated
+        == max(report.phases[name].peak.total for name in LAST)
+    )
     assert max(moment.bytes.total for moment in report.timeline) == report.peak.total
     assert report.requested <= report.allocated and report.reserved >= report.allocated
     assert (
@@ -138,9 +164,14 @@ def test_the_balance_closes_with_nothing_unexplained(on, fields):
 
 
 def test_scratch_that_nobody_saw_is_unexplained_where_it_was(on):
-    """One layer's matmuls are small beside the scratch of its last operator, so that this makes backward's peak."""
+    """One layer's matmuls are small beside the scratch of its last operator, so that this makes
+    backward's peak.
+    """
     fields = {"seq_len": 128, "batch_size": 1, "num_layers": 1}
-    sound, report = on(Card(), recipe(**fields)), on(Card(scratchy="native_layer_norm_backward"), recipe(**fields))
+    sound, report = (
+        on(Card(), recipe(**fields)),
+        on(Card(scratchy="native_layer_norm_backward"), recipe(**fields)),
+    )
     assert report.phases["backward"].peak.unexplained > SCRATCH // 2
     assert report.phases["backward"].peak.total > sound.phases["backward"].peak.total
     for name in ("forward", "step", "between_steps"):
@@ -165,7 +196,11 @@ def test_an_allocator_that_does_not_count_requests_closes_too(on, monkeypatch):
     levels = card.levels
     card.levels = lambda: [(allocated, 0) for allocated, _ in levels()]
     report = on(card, recipe(seq_len=128))
-    assert report.peak.workspace == CUBLAS and report.peak.unexplained > 0 and report.peak.unexplained % 5120 == 0
+    assert (
+        report.peak.workspace == CUBLAS
+        and report.peak.unexplained > 0
+        and report.peak.unexplained % 5120 == 0
+    )
     assert report.peak.total == report.allocated
 
 
@@ -184,7 +219,8 @@ def test_a_tracked_pass_that_peaks_elsewhere_is_said(on, monkeypatch):
     assert [note for note in report.notes if note.startswith("the tracked pass peaked at")]
 
 
-# --- the device's own figure -----------------------------------------------------------------------------------------
+# --- the device's own figure
+# -----------------------------------------------------------------------------------------
 
 
 BLIND = Sensors(False, reason="no NVIDIA driver answers")
@@ -194,7 +230,11 @@ BLIND = Sensors(False, reason="no NVIDIA driver answers")
     ("now", "process", "notes"),
     [
         (Sensors(True, process=7 * MiB), 7 * MiB, ()),
-        (Sensors(True, used=10 * MiB), 9 * MiB, ("process: the device's memory in use, less what was in use before",)),
+        (
+            Sensors(True, used=10 * MiB),
+            9 * MiB,
+            ("process: the device's memory in use, less what was in use before",),
+        ),
         (BLIND, None, ("process: not known, no NVIDIA driver answers",)),
         (Sensors(True, missing={"process": "it hides"}), None, ("process: not known, it hides",)),
     ],
@@ -204,7 +244,8 @@ def test_process_memory_is_nvmls_or_what_the_device_gained(now, process, notes):
     assert notes == () or passes.process_bytes(now, BLIND)[0] is None
 
 
-# --- out of memory on CUDA -------------------------------------------------------------------------------------------
+# --- out of memory on CUDA
+# -------------------------------------------------------------------------------------------
 
 TORCH = (
     "CUDA out of memory. Tried to allocate 1.53 GiB. GPU 0 has a total capacity of 14.56 GiB of which 811.50 MiB is "
@@ -219,7 +260,10 @@ ERRORS = [
         RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously"),
         "CUDA error: out of memory",
     ),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "CUDA error: CUBLAS_"),
+    (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        "CUDA error: CUBLAS_",
+    ),
     (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "cuDNN error"),
 ]
 
@@ -227,11 +271,19 @@ ERRORS = [
 @pytest.mark.parametrize(("error", "start"), ERRORS)
 def test_all_ways_to_run_out_are_one(error, start):
     message = worker.out_of_memory(error, "cuda")
-    assert message.startswith(start) and "documentation" not in message and "kernel errors" not in message
-    assert "\n" not in message and ("811.50 MiB is free" in message) == ("Tried to allocate" in message)
+    assert (
+        message.startswith(start)
+        and "documentation" not in message
+        and "kernel errors" not in message
+    )
+    assert "\n" not in message and ("811.50 MiB is free" in message) == (
+        "Tried to allocate" in message
+    )
 
 
-@pytest.mark.parametrize("text", ["mat1 and mat2 shapes cannot be multiplied", "CUDA error: invalid argument"])
+@pytest.mark.parametrize(
+    "text", ["mat1 and mat2 shapes cannot be multiplied", "CUDA error: invalid argument"]
+)
 def test_other_errors_are_not(text):
     error = RuntimeError(text)
     assert worker.out_of_memory(error, "cuda") == worker.out_of_memory(error, "cpu") == ""
@@ -239,17 +291,26 @@ def test_other_errors_are_not(text):
 
 def test_ram_that_runs_out_says_what_was_free(monkeypatch):
     monkeypatch.setattr(worker, "memory", lambda: (2**34, 2**33))
-    text = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    text = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    )
     text += "you tried to allocate 10737418240 bytes. Error code 12 (Cannot allocate memory)"
     message = worker.out_of_memory(RuntimeError(text), "cpu")
     assert message == "RAM ran out: it asked for 10.000 GiB more, and 8.000 GiB were free."
-    assert worker.out_of_memory(MemoryError(), "cpu") == "RAM ran out: an allocation failed, and 8.000 GiB were free."
+    assert (
+        worker.out_of_memory(MemoryError(), "cpu")
+        == "RAM ran out: an allocation failed, and 8.000 GiB were free."
+    )
 
 
 @pytest.fixture
 def t4(monkeypatch):
     properties = SimpleNamespace(
-        name="Tesla T4", major=7, minor=5, multi_processor_count=40, total_memory=find_gpu("T4").total
+        name="Tesla T4",
+        major=7,
+        minor=5,
+        multi_processor_count=40,
+        total_memory=find_gpu("T4").total,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (MiB, properties.total_memory))
@@ -265,8 +326,18 @@ def test_an_oom_report_names_the_card_and_how_far_it_got(monkeypatch, t4):
 
     monkeypatch.setattr(worker, "clean_pass", run_out)
     report = worker.run(recipe(), repeats=1, warmup=2, device="cuda")
-    assert (report.status, report.target, report.allocated, report.reserved) == ("oom", "cuda", 5 * MiB, 6 * MiB)
-    expected = {"gpu": "Tesla T4", "driver": "580.1", "compute_capability": "7.5", "total_memory": t4.total_memory}
+    assert (report.status, report.target, report.allocated, report.reserved) == (
+        "oom",
+        "cuda",
+        5 * MiB,
+        6 * MiB,
+    )
+    expected = {
+        "gpu": "Tesla T4",
+        "driver": "580.1",
+        "compute_capability": "7.5",
+        "total_memory": t4.total_memory,
+    }
     assert expected.items() <= report.environment.items()
 
 

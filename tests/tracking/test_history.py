@@ -7,7 +7,9 @@ from vramlab.tracking.history import History, Log, merge
 from vramlab.tracking.tracker import Storage
 
 
-def storage(size: int, category: str | None, op: str = "mm", shape: tuple = (), where: str = "") -> Storage:
+def storage(
+    size: int, category: str | None, op: str = "mm", shape: tuple = (), where: str = ""
+) -> Storage:
     return Storage(size, size, category, op, where, shape, "float32")
 
 
@@ -19,8 +21,12 @@ STATE = storage(2000, "optimizer_states")
 
 
 def one_step(first: bool) -> list:
-    """Forward keeps 300 and needs 700 for a moment, backward makes 1,000 and frees 300, the step keeps 2,000 once."""
-    saved, passing, gradient = (storage(s.size, s.category, s.op) for s in (SAVED, PASSING, GRADIENT))
+    """Forward keeps 300 and needs 700 for a moment, backward makes 1,000 and frees 300, the step
+    keeps 2,000 once.
+    """
+    saved, passing, gradient = (
+        storage(s.size, s.category, s.op) for s in (SAVED, PASSING, GRADIENT)
+    )
     events = [("forward", [(300, saved), (700, passing), (-700, passing)])]
     events.append(("backward", [(1000, gradient), (-300, saved)]))
     events.append(("step", [(2000, STATE)] if first else []))
@@ -61,14 +67,23 @@ def test_the_peak_is_the_first_highest_moment_of_the_whole_run():
     history = two_steps()
     at = history.highest()
     assert (at, history.live[at], history.phase_at(at)) == (12, 4300, "backward")
-    assert history.phase_at(0) == "load" and history.phase_at(1) == "load" and history.phase_at(2) == "forward"
+    assert (
+        history.phase_at(0) == "load"
+        and history.phase_at(1) == "load"
+        and history.phase_at(2) == "forward"
+    )
 
 
 def test_largest_are_what_is_alive_there():
     history = two_steps()
     alive = history.largest(12)
     assert sum(group.size * group.count for group in alive) == history.live[12]
-    assert {group.category for group in alive} == {"parameters", "optimizer_states", "activations", "gradients"}
+    assert {group.category for group in alive} == {
+        "parameters",
+        "optimizer_states",
+        "activations",
+        "gradients",
+    }
 
 
 def test_a_micro_batch_has_its_phases_merged():
@@ -78,7 +93,9 @@ def test_a_micro_batch_has_its_phases_merged():
 
 
 def test_largest_counts_every_birth_that_no_free_follows():
-    """A micro-batch's storages have the same numbers in each step, and a module may keep what it made."""
+    """A micro-batch's storages have the same numbers in each step, and a module may keep what it
+    made.
+    """
     events = [(700, PASSING, "mm"), (-700, PASSING, "free")]
     order = np.array([0, 1, 0, 0, 1, 0, 0])
     keys, shifts = np.array([0, 0, 0, 1, 1, 2, 0]), np.array([0, 0, 0, 1, 1, 2, 0])
@@ -118,4 +135,8 @@ def test_slack_of_the_allocator_is_workspace():
     weight = storage(11 * MiB, "parameters", "given")
     history = History([(11 * MiB, weight, "given")], [], allocator=True)
     assert history.split(1) == Bytes(parameters=11 * MiB, workspace=MiB)
-    assert (history.live.max(), history.live[1], history.requested) == (12 * MiB, 12 * MiB, 11 * MiB)
+    assert (history.live.max(), history.live[1], history.requested) == (
+        12 * MiB,
+        12 * MiB,
+        11 * MiB,
+    )

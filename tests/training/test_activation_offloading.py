@@ -1,4 +1,7 @@
-"""TRL's activation offloading, its own code on fake tensors. No CPU can run it for real: TRL asks for an accelerator."""
+"""TRL's activation offloading, its own code on fake tensors.
+
+No CPU can run it for real: TRL asks for an accelerator.
+"""
 
 import pytest
 from tiny_models import config
@@ -8,7 +11,9 @@ SFT = Recipe(config("llama"), 4, 64, num_layers=4, precision="bf16-mixed", train
 OFFLOADED = SFT.replace(activation_offloading=True)
 
 
-@pytest.mark.parametrize("fields", [{}, pytest.param({"lora": LoRA(r=4), "trainer": "dpo"}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fields", [{}, pytest.param({"lora": LoRA(r=4), "trainer": "dpo"}, marks=pytest.mark.slow)]
+)
 def test_activations_leave_the_gpu_and_nothing_else_changes(fields):
     plain, offloaded = (simulate(recipe.replace(**fields)) for recipe in (SFT, OFFLOADED))
     before, after = (report.phases["forward"].end for report in (plain, offloaded))
@@ -22,14 +27,18 @@ def test_activations_leave_the_gpu_and_nothing_else_changes(fields):
 
 @pytest.mark.slow
 def test_its_stash_is_what_stays(monkeypatch):
-    """As many saved tensors as TRL keeps until their copies are done, the newest ones, stay on the GPU."""
+    """As many saved tensors as TRL keeps until their copies are done, the newest ones, stay on the
+    GPU.
+    """
     from trl.models import activation_offloading as trl_code
 
     ends = []
     for stash in (1, 5, 40):
         make = trl_code.OffloadActivations.__init__
         with monkeypatch.context() as patch:
-            init = lambda self, *args, s=stash, m=make, **kwargs: m(self, *args, **{**kwargs, "max_fwd_stash_size": s})  # noqa: E731
+            init = lambda self, *args, s=stash, m=make, **kwargs: m(
+                self, *args, **{**kwargs, "max_fwd_stash_size": s}
+            )  # noqa: E731
             patch.setattr(trl_code.OffloadActivations, "__init__", init)
             ends.append(simulate(OFFLOADED).phases["forward"].end.activations)
     assert ends[0] < ends[1] < ends[2]
@@ -48,6 +57,10 @@ def test_refuses():
 
 
 def test_the_recipe_says_it():
-    again = Recipe.from_training_arguments(OFFLOADED.training_arguments("unused"), OFFLOADED.model, num_layers=4)
+    again = Recipe.from_training_arguments(
+        OFFLOADED.training_arguments("unused"), OFFLOADED.model, num_layers=4
+    )
     assert again == OFFLOADED and "activations offloaded" in str(again)
-    assert "activation_offloading" not in SFT.to_dict() and Recipe.from_json(again.to_json()) == again
+    assert (
+        "activation_offloading" not in SFT.to_dict() and Recipe.from_json(again.to_json()) == again
+    )

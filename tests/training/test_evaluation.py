@@ -1,4 +1,6 @@
-"""What evaluation takes: the Trainer's own loop on fake tensors, against real tensors and a real `Trainer.evaluate()`."""
+"""What evaluation takes: the Trainer's own loop on fake tensors, against real tensors and a real
+`Trainer.evaluate()`.
+"""
 
 from functools import partial
 
@@ -7,7 +9,15 @@ from quick import params
 from real_ranks import births
 from test_trainer_loop import trainer
 from tiny_models import config
-from vramlab import Evaluation, LoRA, Quantization, Recipe, RecipeError, Sharding, simulate_evaluation
+from vramlab import (
+    Evaluation,
+    LoRA,
+    Quantization,
+    Recipe,
+    RecipeError,
+    Sharding,
+    simulate_evaluation,
+)
 from vramlab.simulation.simulate import _run
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import claim_model, run_tracked
@@ -29,13 +39,27 @@ CASES = {
     "argmax only": (
         "gpt2",
         {"precision": "bf16-mixed"},
-        Evaluation(11, 3, True, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)),
+        Evaluation(
+            11, 3, True, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)
+        ),
     ),
-    "inputs kept too": ("gpt2", {}, Evaluation(11, 3, True, include_for_metrics=("inputs", "loss"))),
+    "inputs kept too": (
+        "gpt2",
+        {},
+        Evaluation(11, 3, True, include_for_metrics=("inputs", "loss")),
+    ),
     "several outputs": ("t5", {}, KEPT),
     "LoRA": ("llama", {"lora": LoRA(r=4)}, KEPT),
-    "4 bits": ("llama", {"lora": LoRA(r=4), "quantization": Quantization(), "precision": "bf16-mixed"}, KEPT),
-    "Liger, which computes logits here": ("llama", {"use_liger_kernel": True, "precision": "bf16-mixed"}, KEPT),
+    "4 bits": (
+        "llama",
+        {"lora": LoRA(r=4), "quantization": Quantization(), "precision": "bf16-mixed"},
+        KEPT,
+    ),
+    "Liger, which computes logits here": (
+        "llama",
+        {"use_liger_kernel": True, "precision": "bf16-mixed"},
+        KEPT,
+    ),
     "an optimizer with modes": ("gpt2", {"optim": "schedule_free_adamw"}, KEPT),
 }
 
@@ -52,7 +76,9 @@ def test_equals_real_tensors(name, monkeypatch):
         pytest.importorskip("liger_kernel", reason="Triton, which Liger needs, is for Linux")
         from triton.runtime.jit import KernelInterface
 
-        monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
+        monkeypatch.setattr(
+            KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None
+        )
     training, tracker = build(recipe, "cpu", target="cpu"), Tracker("cpu")
 
     def batch(samples: int):
@@ -60,23 +86,32 @@ def test_equals_real_tensors(name, monkeypatch):
         tracker.claim(made.values(), "inputs")
         return made
 
-    run_tracked(training, tracker, 1, "cpu", then=partial(evaluate, training, evaluation, batch, True))
+    run_tracked(
+        training, tracker, 1, "cpu", then=partial(evaluate, training, evaluation, batch, True)
+    )
     simulated = _run(recipe, "cpu", None, 1, evaluation, full=True)
-    assert births(History(simulated.log, simulated.marks)) == births(History(tracker.log, tracker.marks))
+    assert births(History(simulated.log, simulated.marks)) == births(
+        History(tracker.log, tracker.marks)
+    )
     assert simulate_evaluation(recipe, evaluation, "cpu").peak.total == max(
         History(tracker.log, tracker.marks).live[tracker.marks[-2][0] :]
     )
 
 
 @pytest.mark.parametrize(
-    "name", params(["logits in fp32 after autocast", "losses only"], ["logits in fp32 after autocast"])
+    "name",
+    params(["logits in fp32 after autocast", "losses only"], ["logits in fp32 after autocast"]),
 )
 def test_equals_a_real_trainer(name, tmp_path):
     """Its data loader has the next batch ready on the CPU, which is all that differs."""
     recipe, evaluation = case(name)
-    real = trainer(recipe, tmp_path, per_device_eval_batch_size=evaluation.per_device_eval_batch_size)
+    real = trainer(
+        recipe, tmp_path, per_device_eval_batch_size=evaluation.per_device_eval_batch_size
+    )
     batch = make_batch(recipe.replace(batch_size=evaluation.samples))
-    real.eval_dataset = [{key: tensor[i] for key, tensor in batch.items()} for i in range(evaluation.samples)]
+    real.eval_dataset = [
+        {key: tensor[i] for key, tensor in batch.items()} for i in range(evaluation.samples)
+    ]
     real.compute_metrics = (lambda prediction: {}) if evaluation.compute_metrics else None
     real.train()
     tracker = Tracker("cpu")
@@ -92,14 +127,22 @@ def test_equals_a_real_trainer(name, tmp_path):
 
 
 def test_batches_in_between_need_not_run():
-    """What is kept grows with each batch; what the model takes does not. Predictions go to the host in time."""
+    """What is kept grows with each batch; what the model takes does not.
+
+    Predictions go to the host in time.
+    """
     recipe = Recipe(config("gpt2"), **SIZES)
     for changes in ({}, {"eval_accumulation_steps": 4}):
         asked = Evaluation(20, 3, True, **changes)
-        assert simulate_evaluation(recipe, asked).phases == simulate_evaluation(recipe, asked, full=True).phases
+        assert (
+            simulate_evaluation(recipe, asked).phases
+            == simulate_evaluation(recipe, asked, full=True).phases
+        )
     logits = 4 * 3 * recipe.seq_len * recipe.shape.vocab_size
     kept = [
-        simulate_evaluation(recipe, Evaluation(samples, 3, True, eval_do_concat_batches=False), "cpu").peak.total
+        simulate_evaluation(
+            recipe, Evaluation(samples, 3, True, eval_do_concat_batches=False), "cpu"
+        ).peak.total
         for samples in (60, 63)
     ]
     assert logits <= kept[1] - kept[0] < 1.01 * logits

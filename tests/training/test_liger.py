@@ -1,6 +1,8 @@
-"""`use_liger_kernel=True` is what the Trainer does with Liger's kernels: real steps, watched, against the simulation.
+"""`use_liger_kernel=True` is what the Trainer does with Liger's kernels: real steps, watched,
+against the simulation.
 
-Kernels write where host code has allocated, so they are not launched: what is compared does not depend on values.
+Kernels write where host code has allocated, so they are not launched: what is compared does not
+depend on values.
 """
 
 import sys
@@ -48,7 +50,9 @@ def kernels(monkeypatch):
     """Triton's kernels, not launched."""
     from triton.runtime.jit import KernelInterface
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None
+    )
 
 
 @pytest.mark.parametrize("name", params(CASES, QUICK))
@@ -59,7 +63,11 @@ def test_a_real_step_is_what_simulate_says(name, kernels, tmp_path):
         made = sft_trainer(recipe, tmp_path, seen)
     else:
         made = trainer(recipe, tmp_path, seen, model=build_model(plain))
-    home = vars(sys.modules[type(build_model(plain.replace(lora=None, quantization=None), "meta")).__module__])
+    home = vars(
+        sys.modules[
+            type(build_model(plain.replace(lora=None, quantization=None), "meta")).__module__
+        ]
+    )
     with patch.dict(home):
         made.train()
     simulated = simulate(recipe, target="cpu", full=True)
@@ -67,14 +75,18 @@ def test_a_real_step_is_what_simulate_says(name, kernels, tmp_path):
 
 
 def test_nothing_is_left_behind():
-    """Liger replaces functions for every model of the process; after a simulation they are transformers' own."""
+    """Liger replaces functions for every model of the process; after a simulation they are
+    transformers' own.
+    """
     from transformers.models.qwen3 import modeling_qwen3
 
     before = dict(vars(modeling_qwen3))
     plain = Recipe(config("qwen3"), **{**SIZES, "use_liger_kernel": False})
     was = simulate(plain).peak
     fused = simulate(plain.replace(use_liger_kernel=True))
-    assert fused.phases["forward"].end.activations < simulate(plain).phases["forward"].end.activations
+    assert (
+        fused.phases["forward"].end.activations < simulate(plain).phases["forward"].end.activations
+    )
     assert dict(vars(modeling_qwen3)) == before and simulate(plain).peak == was
 
 
@@ -97,7 +109,11 @@ def test_deepened_is_the_whole_depth(family):
     "family, fields, field",
     [
         ("llama", {"task": "sequence-classification"}, "use_liger_kernel"),
-        ("mixtral", {}, "use_liger_kernel"),  # what its fused experts allocate depends on the router
+        (
+            "mixtral",
+            {},
+            "use_liger_kernel",
+        ),  # what its fused experts allocate depends on the router
         ("llama", {"sharding": Sharding(2, 2, "deepspeed")}, "use_liger_kernel"),
         ("llama", {"sharding": Sharding(3, 2), "lora": LoRA()}, "use_liger_kernel"),
         ("llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
@@ -113,10 +129,15 @@ def test_it_is_said_both_ways():
     recipe = Recipe(config("qwen3"), **SIZES)
     arguments = recipe.training_arguments()
     assert arguments.use_liger_kernel and not arguments.liger_kernel_config
-    assert Recipe.from_training_arguments(arguments, recipe.model, seq_len=32, num_layers=2) == recipe
+    assert (
+        Recipe.from_training_arguments(arguments, recipe.model, seq_len=32, num_layers=2) == recipe
+    )
     assert Recipe.from_json(recipe.to_json()) == recipe and "Liger kernels" in str(recipe)
     with pytest.raises(RecipeError, match=r"liger_kernel_config.*modelled together"):
         changed = recipe.training_arguments(liger_kernel_config={"rope": False})
         Recipe.from_training_arguments(changed, recipe.model, seq_len=32)
     plain = Recipe("gpt2")
-    assert "use_liger_kernel" not in plain.to_dict() and plain.replace(use_liger_kernel=True).key != plain.key
+    assert (
+        "use_liger_kernel" not in plain.to_dict()
+        and plain.replace(use_liger_kernel=True).key != plain.key
+    )

@@ -1,4 +1,6 @@
-"""What `simulate` and `predict` say of loading, against transformers' own `from_pretrained` of small checkpoints."""
+"""What `simulate` and `predict` say of loading, against transformers' own `from_pretrained` of
+small checkpoints.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ CASES = {
 def published(model: torch.nn.Module, recipe: Recipe) -> dict | None:
     """The weights with the head's apart, where the published checkpoint has them so."""
     return (
-        {name: weight.clone() for name, weight in model.state_dict().items()} if recipe.shape.stores_tied_head else None
+        {name: weight.clone() for name, weight in model.state_dict().items()}
+        if recipe.shape.stores_tied_head
+        else None
     )
 
 
@@ -38,7 +42,9 @@ def loaded(recipe: Recipe, folder) -> Tracker:
     from peft import prepare_model_for_kbit_training
 
     base = recipe.replace(lora=None, quantization=None)
-    build_model(base).save_pretrained(folder, max_shard_size="40KB", state_dict=published(build_model(base), recipe))
+    build_model(base).save_pretrained(
+        folder, max_shard_size="40KB", state_dict=published(build_model(base), recipe)
+    )
     quantization = recipe.quantization
     said = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -48,7 +54,9 @@ def loaded(recipe: Recipe, folder) -> Tracker:
     )
     kind = getattr(transformers, type(build_model(base)).__name__)
     with Tracker("cpu") as tracker:
-        model = kind.from_pretrained(folder, dtype=getattr(torch, recipe.weights_dtype), quantization_config=said)
+        model = kind.from_pretrained(
+            folder, dtype=getattr(torch, recipe.weights_dtype), quantization_config=said
+        )
         if quantization.prepare:
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return tracker.finish()
@@ -69,7 +77,12 @@ def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path, monke
     precision = "fp16-true" if family == "t5" else "bf16-true"
     task = "masked-lm" if family == "bert" else None
     recipe = Recipe(
-        config(family), task=task, precision=precision, num_layers=7, lora=LoRA(r=4), quantization=quantization
+        config(family),
+        task=task,
+        precision=precision,
+        num_layers=7,
+        lora=LoRA(r=4),
+        quantization=quantization,
     )
     assert loading_peak(recipe, "cpu").total == highest(loaded(recipe, tmp_path))
 
@@ -79,20 +92,24 @@ FORMULA = ["llama-3.1-8b", "mixtral-8x7b", "gpt2", "qwen3-1.7b"]
 
 @pytest.mark.parametrize("model", params(FORMULA, ["gpt2", "mixtral-8x7b"]))
 def test_the_formula_sums_up_what_is_loaded(model):
-    recipe = Recipe(model, seq_len=64, precision="bf16-true", lora=LoRA(), quantization=Quantization("nf4"))
+    recipe = Recipe(
+        model, seq_len=64, precision="bf16-true", lora=LoRA(), quantization=Quantization("nf4")
+    )
     found, said = loading_peak(recipe, "cuda"), predict(recipe).loading
     assert found.total - found.workspace == said.total
     assert said.total > predict(recipe).phases["load"].end.parameters
 
 
-# GiB, `torch.cuda.max_memory_allocated()` after from_pretrained and prepare_model_for_kbit_training on an RTX 4080
-# (can-i-finetune-this, MIT; see data/published_runs.json)
+# GiB, `torch.cuda.max_memory_allocated()` after from_pretrained and prepare_model_for_kbit_training
+# on an RTX 4080 (can-i-finetune-this, MIT; see data/published_runs.json)
 MEASURED = {"qwen2.5-0.5b": 0.9339, "qwen2.5-1.5b": 1.9436, "qwen2.5-3b": 3.0833}
 
 
 @pytest.mark.parametrize("model", params(MEASURED, ["qwen2.5-1.5b"]))
 def test_a_real_gpu_held_as_much(model):
-    recipe = Recipe(model, precision="bf16-true", lora=LoRA(r=16), quantization=Quantization("nf4", double=True))
+    recipe = Recipe(
+        model, precision="bf16-true", lora=LoRA(r=16), quantization=Quantization("nf4", double=True)
+    )
     assert loading_peak(recipe, "cuda").total / GiB == pytest.approx(MEASURED[model], abs=3e-4)
 
 
@@ -101,7 +118,9 @@ def test_a_tied_head_that_the_file_has_too_is_loaded_and_compared():
     base = {"dtype": "float32", "quantization": Quantization("nf4", double=True, prepare=False)}
     recipe = Recipe("qwen3-0.6b", 2, 1024, "bf16-mixed", lora=LoRA(r=8), **base)
     assert loading_peak(recipe, "cuda").total / GiB == pytest.approx(1.517, abs=5e-4)
-    own = recipe.replace(model=recipe.shape.config)  # a file that `save_pretrained` wrote has it once
+    own = recipe.replace(
+        model=recipe.shape.config
+    )  # a file that `save_pretrained` wrote has it once
     assert predict(recipe).loading.total - predict(own).loading.total > GiB / 2
 
 
@@ -115,18 +134,27 @@ def test_loading_may_need_more_than_training():
 
 
 def test_each_rank_loads_the_whole_quantized_base():
-    alone = Recipe("llama-3.1-8b", precision="bf16-true", lora=LoRA(), quantization=Quantization(prepare=False))
+    alone = Recipe(
+        "llama-3.1-8b", precision="bf16-true", lora=LoRA(), quantization=Quantization(prepare=False)
+    )
     rank = predict(alone.replace(sharding=Sharding(3, 8, "fsdp")))
-    assert rank.loading == predict(alone).loading and rank.loading.total > rank.phases["load"].end.total
+    assert (
+        rank.loading == predict(alone).loading
+        and rank.loading.total > rank.phases["load"].end.total
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_in_host_memory_weights_are_the_file_unless_they_are_converted(dtype, tmp_path):
     """Mapped pages, which all processes of a node share, or a copy for each process."""
-    build_model(Recipe(config("llama"), num_layers=1, precision="bf16-true")).save_pretrained(tmp_path)
+    build_model(Recipe(config("llama"), num_layers=1, precision="bf16-true")).save_pretrained(
+        tmp_path
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads are not followed
         with Tracker("cpu") as tracker:
-            model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+            model = transformers.LlamaForCausalLM.from_pretrained(
+                tmp_path, dtype=getattr(torch, dtype)
+            )
     made = {tracker.live[p.untyped_storage()._cdata].op for p in model.parameters()}
     assert made == ({"set_"} if dtype == "bfloat16" else {"_to_copy"})

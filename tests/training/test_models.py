@@ -1,4 +1,6 @@
-"""Models from shapes: what is built, on which storages, with which dtypes, and that a real one can be trained."""
+"""Models from shapes: what is built, on which storages, with which dtypes, and that a real one can
+be trained.
+"""
 
 from collections import Counter
 
@@ -12,12 +14,17 @@ from vramlab.report.errors import RecipeError
 from vramlab.training.models import build_model, real_tensors, weight_dtype
 from vramlab.training.training import build, train_step
 
-QLORA = {"lora": LoRA(r=4, target_modules="all-linear"), "quantization": Quantization(), "precision": "bf16-true"}
+QLORA = {
+    "lora": LoRA(r=4, target_modules="all-linear"),
+    "quantization": Quantization(),
+    "precision": "bf16-true",
+}
 
 
 def tiny(family: str, **changes) -> Recipe:
     return Recipe(
-        config(family), **{"batch_size": 2, "seq_len": None if family == "vit" else 24, "num_layers": 2, **changes}
+        config(family),
+        **{"batch_size": 2, "seq_len": None if family == "vit" else 24, "num_layers": 2, **changes},
     )
 
 
@@ -28,10 +35,14 @@ def test_real_models_start_usable_and_learn(family):
     training = build(tiny(family, optim_args="lr=0.01"), "cpu")
     state = {**dict(training.model.named_parameters()), **dict(training.model.named_buffers())}
     assert not any(tensor.is_meta for tensor in state.values())
-    assert all(torch.isfinite(tensor).all() for tensor in state.values() if tensor.is_floating_point())
+    assert all(
+        torch.isfinite(tensor).all() for tensor in state.values() if tensor.is_floating_point()
+    )
     losses = [float(train_step(training)) for _ in range(4)]
     assert losses[-1] < losses[0]
-    assert all(torch.isfinite(tensor).all() for tensor in state.values() if tensor.is_floating_point())
+    assert all(
+        torch.isfinite(tensor).all() for tensor in state.values() if tensor.is_floating_point()
+    )
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -102,7 +113,9 @@ def test_adapters_start_as_peft_starts_them():
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_quantized_weights_hold_the_values(kind):
-    """Real weights are quantized by bitsandbytes, so what they dequantize to is near a normal of deviation 0.02."""
+    """Real weights are quantized by bitsandbytes, so what they dequantize to is near a normal of
+    deviation 0.02.
+    """
     import bitsandbytes as bnb
 
     model = build_model(tiny("llama", **{**QLORA, "quantization": Quantization(kind)}))
@@ -121,7 +134,11 @@ def stored(model) -> Counter:
         nested = state.state2 if state is not None else None
         parts = {"weight" if state is not None else name: parameter}
         parts |= {"scales": state.absmax, "code": state.code} if state is not None else {}
-        parts |= {"offset": state.offset, "nested": nested.absmax, "nested code": nested.code} if nested else {}
+        parts |= (
+            {"offset": state.offset, "nested": nested.absmax, "nested code": nested.code}
+            if nested
+            else {}
+        )
         for part, tensor in parts.items():
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
@@ -131,17 +148,32 @@ def stored(model) -> Counter:
 
 
 QWEN3_MOE = {
-    **{"model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{
+        "model_type": "qwen3_moe",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 16,
+    },
+    **{
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen3_moe"])  # without and with biases, and fused experts
+@pytest.mark.parametrize(
+    "family", ["llama", "opt", "qwen3_moe"]
+)  # without and with biases, and fused experts
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dtype, tmp_path):
-    """A checkpoint that is loaded in 4 bits and ours: the same storages, the same dtype to unpack into, all counted."""
+    """A checkpoint that is loaded in 4 bits and ours: the same storages, the same dtype to unpack
+    into, all counted.
+    """
     import transformers
 
     quantization = Quantization("nf4", double=double, prepare=False)
@@ -151,7 +183,9 @@ def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dty
         if family == "qwen3_moe"
         else tiny(family, precision=precision)
     )
-    recipe = base.replace(lora=LoRA(r=4, target_modules=("q_proj", "v_proj")), quantization=quantization)
+    recipe = base.replace(
+        lora=LoRA(r=4, target_modules=("q_proj", "v_proj")), quantization=quantization
+    )
     build_model(base).save_pretrained(tmp_path)
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -162,7 +196,10 @@ def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dty
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     ours = build_model(recipe).unload()  # without its adapters
     assert stored(ours) == stored(theirs)
-    states = [[p.quant_state.dtype for p in m.parameters() if hasattr(p, "quant_state")] for m in (ours, theirs)]
+    states = [
+        [p.quant_state.dtype for p in m.parameters() if hasattr(p, "quant_state")]
+        for m in (ours, theirs)
+    ]
     assert states[0] == states[1] and set(states[0]) == {dtype}
     blocks = sum(-(-size // 512) * 512 * n for (_, _, size), n in stored(theirs).items())
     adapters = sum(row.count * row.size for row in parameter_table(recipe) if row.trained)
@@ -173,13 +210,20 @@ def test_prepared_bases_keep_the_rest_in_fp32():
     prepared = build_model(tiny("llama", **QLORA)).get_base_model()
     assert prepared.model.embed_tokens.weight.dtype == torch.float32
     plain = {**QLORA, "quantization": Quantization(prepare=False)}
-    assert build_model(tiny("llama", **plain)).get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
+    assert (
+        build_model(tiny("llama", **plain)).get_base_model().model.embed_tokens.weight.dtype
+        == torch.bfloat16
+    )
 
 
 def test_t5_keeps_one_matrix_in_fp32_under_fp16():
     """Its `wo` overflows in fp16 (`_keep_in_fp32_modules`)."""
     model = build_model(tiny("t5", precision="fp16-true"))
-    dtypes = {name.split(".")[-2]: p.dtype for name, p in model.named_parameters() if "DenseReluDense" in name}
+    dtypes = {
+        name.split(".")[-2]: p.dtype
+        for name, p in model.named_parameters()
+        if "DenseReluDense" in name
+    }
     assert dtypes == {"wi": torch.float16, "wo": torch.float32}
 
 
@@ -196,8 +240,19 @@ def test_real_tensors_can_be_made_within_a_fake_mode():
         assert isinstance(torch.ones(2), FakeTensor)
 
 
-TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 80}
-EXPERTS = {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+TEXT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "intermediate_size": 80,
+}
+EXPERTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 STATES = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2}
 OTHERS = {
     "gpt_oss": {**TEXT, **EXPERTS},
@@ -224,7 +279,18 @@ def test_architectures_without_sdpa_take_eager(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["speech_to_text", "sam", "wav2vec2", "swin", "convnext", "mamba", "rwkv", "gemma3n", "gemma3n_text", "gemma4"],
+    [
+        "speech_to_text",
+        "sam",
+        "wav2vec2",
+        "swin",
+        "convnext",
+        "mamba",
+        "rwkv",
+        "gemma3n",
+        "gemma3n_text",
+        "gemma4",
+    ],
 )
 def test_what_no_recipe_describes_goes_to_simulate_as_a_module(kind):
     from transformers import AutoConfig
@@ -244,6 +310,9 @@ def test_positions_that_are_counted_from_the_paddings():
 def test_sizes_that_differ_by_layer_are_no_traceback():
     """Gemma 4's heads are wider in some layers, and its configuration refuses to name one width."""
     try:
-        Recipe({"model_type": "gemma4_text", **TEXT, "num_key_value_heads": 2, "head_dim": 16}, seq_len=16)
+        Recipe(
+            {"model_type": "gemma4_text", **TEXT, "num_key_value_heads": 2, "head_dim": 16},
+            seq_len=16,
+        )
     except RecipeError as error:
         assert "\n" not in str(error)

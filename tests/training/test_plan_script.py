@@ -1,4 +1,6 @@
-"""What a plan writes trains: each kind of program on a tiny model, a few steps, then on from its checkpoint."""
+"""What a plan writes trains: each kind of program on a tiny model, a few steps, then on from its
+checkpoint.
+"""
 
 import dataclasses
 import itertools
@@ -27,7 +29,14 @@ from vramlab.report.report import CATEGORIES
 from written_scripts import STEPS, differing_dtypes, run_script, simulated, state
 
 TOKENS = 32
-ASKED = dict(seq_len=TOKENS, global_batch=4, optims="adamw_torch", attention="sdpa", confirm=False, offload=False)
+ASKED = dict(
+    seq_len=TOKENS,
+    global_batch=4,
+    optims="adamw_torch",
+    attention="sdpa",
+    confirm=False,
+    offload=False,
+)
 MIXED = dict(precisions="bf16-mixed")
 CASES = {
     f"{trainer} {method}": dict(MIXED, method=method, trainer=trainer)
@@ -60,7 +69,9 @@ SHARDINGS = {  # FSDP offloads to pinned memory, which takes a GPU
     "deepspeed alone, stage 3": Sharding(3, 1, "deepspeed", offload="parameters"),
 }
 NOT_OFFERED = {  # packed weights, which DeepSpeed neither divides nor moves
-    (name, "qlora") for name, s in SHARDINGS.items() if s.engine == "deepspeed" and (s.stage == 3 or s.offload)
+    (name, "qlora")
+    for name, s in SHARDINGS.items()
+    if s.engine == "deepspeed" and (s.stage == 3 or s.offload)
 }
 SHARDED = [
     (sharding, method, precision)
@@ -68,11 +79,36 @@ SHARDED = [
     for precision in ("fp32", "bf16-mixed", "bf16-true")
     if (sharding, method) not in NOT_OFFERED
     and not (method == "qlora" and precision == "fp32")
-    and not ("deepspeed" in sharding and precision == "bf16-true")  # which DeepSpeed's "bf16-mixed" is
+    and not (
+        "deepspeed" in sharding and precision == "bf16-true"
+    )  # which DeepSpeed's "bf16-mixed" is
 ]
-QUICK_SHARDED = [("fsdp stage 3", "lora", "bf16-mixed"), ("deepspeed alone, stage 3", "full", "bf16-mixed")]
-RESUMED = [("full", "fp32"), ("lora", "bf16-mixed"), ("qlora", "bf16-mixed")]  # once for each sharding and method
-WORDS = ["def", "word", "in", "text", "return", "none", "for", "each", "of", "them", "while", "it", "is", "true", "or"]
+QUICK_SHARDED = [
+    ("fsdp stage 3", "lora", "bf16-mixed"),
+    ("deepspeed alone, stage 3", "full", "bf16-mixed"),
+]
+RESUMED = [
+    ("full", "fp32"),
+    ("lora", "bf16-mixed"),
+    ("qlora", "bf16-mixed"),
+]  # once for each sharding and method
+WORDS = [
+    "def",
+    "word",
+    "in",
+    "text",
+    "return",
+    "none",
+    "for",
+    "each",
+    "of",
+    "them",
+    "while",
+    "it",
+    "is",
+    "true",
+    "or",
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,25 +121,48 @@ def base(tmp_path_factory) -> str:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(data_path("base_model"))
     tokenizer.save_pretrained(folder)
-    sizes = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    tiny = config("llama", vocab_size=len(tokenizer), num_hidden_layers=2, **sizes)  # whole blocks of 64 in 4 bits
+    sizes = dict(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    tiny = config(
+        "llama", vocab_size=len(tokenizer), num_hidden_layers=2, **sizes
+    )  # whole blocks of 64 in 4 bits
     LlamaForCausalLM(LlamaConfig(**tiny)).save_pretrained(folder)
     return folder
 
 
 def samples(trainer: str) -> list[dict]:
-    """Forty samples of many lengths. RewardTrainer leaves out what is longer than a sample may be."""
-    texts = [" ".join(WORDS[i % 7 :][: 3 + i % 9] * (1 if trainer == "reward" else 3)) for i in range(40)]
+    """Forty samples of many lengths.
+
+    RewardTrainer leaves out what is longer than a sample may be.
+    """
+    texts = [
+        " ".join(WORDS[i % 7 :][: 3 + i % 9] * (1 if trainer == "reward" else 3)) for i in range(40)
+    ]
     if trainer == "kto":
-        return [{"prompt": "if ", "completion": text, "label": i % 2 == 0} for i, text in enumerate(texts)]
+        return [
+            {"prompt": "if ", "completion": text, "label": i % 2 == 0}
+            for i, text in enumerate(texts)
+        ]
     if trainer in ("dpo", "reward"):
-        return [{"prompt": "if ", "chosen": text, "rejected": " ".join(text.split()[::-1])} for text in texts]
+        return [
+            {"prompt": "if ", "chosen": text, "rejected": " ".join(text.split()[::-1])}
+            for text in texts
+        ]
     return [{"text": text} for text in texts]
 
 
 def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) -> tuple:
-    """The recipe of the program that the plan's best answer, or the same with `sharding`, was written as; its files."""
-    found = plan(base, "A100 80GB", **{"liger": False, **ASKED, **asked})  # Triton compiles for no CPU
+    """The recipe of the program that the plan's best answer, or the same with `sharding`, was
+    written as; its files.
+    """
+    found = plan(
+        base, "A100 80GB", **{"liger": False, **ASKED, **asked}
+    )  # Triton compiles for no CPU
     choice = found.best
     if sharding:
         choice = dataclasses.replace(choice, recipe=choice.recipe.replace(sharding=sharding))
@@ -118,7 +177,10 @@ def test_a_program_with_repeated_keys_trains(base, tmp_path):
     """As for a T4: its recipe has that kernel, which the program registers."""
     asked = dict(attention="sdpa_repeated", method="lora", precisions="fp32")
     recipe, files = written(base, tmp_path, **asked)
-    assert recipe.attn_implementation == "sdpa_repeated" and "    repeat_shared_keys()" in files[0].read_text()
+    assert (
+        recipe.attn_implementation == "sdpa_repeated"
+        and "    repeat_shared_keys()" in files[0].read_text()
+    )
     run_script(tmp_path, steps=STEPS[:1])
 
 
@@ -130,7 +192,9 @@ def test_ligers_kernels_are_on_where_there_is_a_card(base, tmp_path):
 
 
 def test_a_program_asks_simulate_of_what_formulas_do_not_know(base, tmp_path):
-    recipe, _ = written(base, tmp_path, method="lora", lora={"r": 4, "use_dora": True}, packing=True)
+    recipe, _ = written(
+        base, tmp_path, method="lora", lora={"r": 4, "use_dora": True}, packing=True
+    )
     assert recipe.lora.use_dora
     assert "needed = simulate(recipe).peak.total" in (tmp_path / "train.py").read_text()
     run_script(tmp_path, "--watch", watched=2)
@@ -149,7 +213,9 @@ def assert_trained(folder: Path, recipe) -> None:
 @pytest.mark.parametrize("name", params(CASES, QUICK))
 def test_the_program_trains_saves_resumes_and_evaluates(name, base, tmp_path):
     recipe, _ = written(base, tmp_path, **CASES[name])
-    steps = 1 if recipe.quantization else 2  # on the CPU bitsandbytes packs 4-bit weights anew in an evaluation
+    steps = (
+        1 if recipe.quantization else 2
+    )  # on the CPU bitsandbytes packs 4-bit weights anew in an evaluation
     seen, _ = run_script(tmp_path, "--watch", watched=steps)
     assert_trained(tmp_path, recipe)
     said = simulated(recipe, steps)
@@ -165,17 +231,31 @@ def test_the_program_is_laid_out_and_says_the_recipe(name, tmp_path):
     compile(text, str(script), "exec")
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(script)],
+            [
+                sys.executable,
+                "-m",
+                "ruff",
+                *command,
+                "--config",
+                str(ROOT / "pyproject.toml"),
+                str(script),
+            ],
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stdout
-    assert f"default={'2e-4' if recipe.lora else '2e-5'}" in text or recipe.trainer in ("dpo", "kto", "reward")
+    assert f"default={'2e-4' if recipe.lora else '2e-5'}" in text or recipe.trainer in (
+        "dpo",
+        "kto",
+        "reward",
+    )
     assert "expandable_segments:True" in text and "$" not in text
 
 
 def test_a_configurations_name_is_not_run(tmp_path, monkeypatch, capsys):
-    named = config("llama") | {"_name_or_path": 'x"""\nimport os\nos.mkdir("taken")\n"""%(prog)s %d'}
+    named = config("llama") | {
+        "_name_or_path": 'x"""\nimport os\nos.mkdir("taken")\n"""%(prog)s %d'
+    }
     plan(named, "T4", **ASKED, method="lora").write(tmp_path / "train.py")
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
     monkeypatch.chdir(tmp_path)
@@ -200,8 +280,13 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
 
     written(base, tmp_path, method="full", precisions="fp32")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("it loads"))
-    with pytest.raises(SystemExit, match=r"batch .* needs 0\.\d\d GiB, and 0\.00 GiB are free here"):
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained",
+        lambda *_, **__: pytest.fail("it loads"),
+    )
+    with pytest.raises(
+        SystemExit, match=r"batch .* needs 0\.\d\d GiB, and 0\.00 GiB are free here"
+    ):
         run_script(tmp_path)
     assert not (tmp_path / "out").exists()
 
@@ -214,7 +299,11 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
             {"prompt": "a", "answer": "b"},
             "the columns prompt, answer, and a sample needs text, or messages.",
         ),
-        ("dpo", {"prompt": "a", "chosen": "b"}, "needs prompt and chosen and rejected, or chosen and rejected."),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b"},
+            "needs prompt and chosen and rejected, or chosen and rejected.",
+        ),
     ],
 )
 def test_a_column_that_is_missing_is_named(trainer, row, needed, base, tmp_path):
@@ -251,7 +340,10 @@ def test_a_program_ends_with_how_to_use_what_it_trained(base, tmp_path, capsys):
     assert line == 'To use it: peft.AutoPeftModelForCausalLM.from_pretrained("out")'
     import peft
 
-    whole = eval(line.removeprefix("To use it: ").replace('"out"', repr(str(tmp_path / "out"))), {"peft": peft})
+    whole = eval(
+        line.removeprefix("To use it: ").replace('"out"', repr(str(tmp_path / "out"))),
+        {"peft": peft},
+    )
     assert whole.merge_and_unload().get_input_embeddings() is not None
 
 
@@ -260,7 +352,9 @@ def test_a_chat_gets_no_special_tokens_but_its_templates(base, tmp_path):
 
     written(base, tmp_path, method="full", precisions="fp32")
     tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
+    )
     turns = [{"role": role, "content": "for each word"} for role in ("user", "assistant")]
     (tmp_path / "train.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 2))
     asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
@@ -278,25 +372,40 @@ def test_the_program_trains_on_one_card_where_there_are_more(base, tmp_path, mon
 
     written(base, tmp_path, method="full", precisions="fp32")
     monkeypatch.setattr(TrainingArguments, "__post_init__", two_cards)
-    monkeypatch.setattr(Trainer, "__init__", lambda trainer, args, **_: sys.exit(f"on {args.n_gpu}"))
+    monkeypatch.setattr(
+        Trainer, "__init__", lambda trainer, args, **_: sys.exit(f"on {args.n_gpu}")
+    )
     with pytest.raises(SystemExit, match=r"^on 1$"):
         run_script(tmp_path)
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks
+# ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("not __import__('importlib.util').util.find_spec('deepspeed')", reason="no deepspeed")
+@pytest.mark.skipif(
+    "not __import__('importlib.util').util.find_spec('deepspeed')", reason="no deepspeed"
+)
 @pytest.mark.parametrize(("sharding", "method", "precision"), params(SHARDED, QUICK_SHARDED))
-def test_ranks_train_and_go_on_and_hold_what_simulate_says(sharding, method, precision, launcher, base, tmp_path):
+def test_ranks_train_and_go_on_and_hold_what_simulate_says(
+    sharding, method, precision, launcher, base, tmp_path
+):
     asked = dict(method=method, packing=True, precisions=precision)
     goes_on = (method, precision) in RESUMED
-    recipe, files = written(base, tmp_path, SHARDINGS[sharding], checkpointing=method == "lora", **asked)
+    recipe, files = written(
+        base, tmp_path, SHARDINGS[sharding], checkpointing=method == "lora", **asked
+    )
     engine, world = recipe.sharding.engine, recipe.sharding.world_size
     steps = 1 if recipe.quantization else 2  # as above
     order = {"folder": str(tmp_path), "watched": steps, "steps": STEPS if goes_on else STEPS[:1]}
-    ranks = launcher.run("written_scripts:work", order, world, timeout=150, preload="written_scripts:preload")
-    names = {"train.py", *([f"train.{engine}.json"] if engine != "ddp" else []), *(["train.sbatch"] * (world > 1))}
+    ranks = launcher.run(
+        "written_scripts:work", order, world, timeout=150, preload="written_scripts:preload"
+    )
+    names = {
+        "train.py",
+        *([f"train.{engine}.json"] if engine != "ddp" else []),
+        *(["train.sbatch"] * (world > 1)),
+    }
     assert {path.name for path in files} == names
     if goes_on:
         assert_trained(tmp_path, recipe)
@@ -308,14 +417,26 @@ def test_ranks_train_and_go_on_and_hold_what_simulate_says(sharding, method, pre
 
 
 def assert_held(ran: Report, simulated: Report, recipe) -> None:
-    """Each category of each phase, and under DeepSpeed, whose own part of the backward pass comes after autograd's, the
-    peak; but for the row's bytes, which ranks free sooner, and DDP's flags for each tensor, which nothing leads to."""
+    """Each category of each phase, and under DeepSpeed, whose own part of the backward pass comes
+    after autograd's, the peak; but for the row's bytes, which ranks free sooner, and DDP's flags
+    for each tensor, which nothing leads to."""
     if recipe.sharding.engine == "deepspeed":
-        peaks = [max(p.peak.total - p.peak.inputs for p in report.phases.values()) for report in (ran, simulated)]
+        peaks = [
+            max(p.peak.total - p.peak.inputs for p in report.phases.values())
+            for report in (ran, simulated)
+        ]
         assert abs(peaks[0] - peaks[1]) <= SCALARS, peaks
         return
-    flags = 4 * sum(row.trained for row in tensors_in_order(recipe)) if recipe.sharding.engine == "ddp" else 0
+    flags = (
+        4 * sum(row.trained for row in tensors_in_order(recipe))
+        if recipe.sharding.engine == "ddp"
+        else 0
+    )
     for phase, moment in itertools.product(("forward", "backward", "step"), ("peak", "end")):
         real, said = (getattr(report.phases[phase], moment) for report in (ran, simulated))
-        more = {name: getattr(real, name) - getattr(said, name) for name in CATEGORIES if name != "inputs"}
+        more = {
+            name: getattr(real, name) - getattr(said, name)
+            for name in CATEGORIES
+            if name != "inputs"
+        }
         assert all(abs(n) <= SCALARS + flags for n in more.values()), f"{phase} {moment}: {more}"

@@ -1,4 +1,6 @@
-"""`trainer="dpo"`, "kto" and "reward" are what TRL's trainers do: their real steps, watched, against the simulation."""
+"""`trainer="dpo"`, "kto" and "reward" are what TRL's trainers do: their real steps, watched,
+against the simulation.
+"""
 
 import datasets
 import pytest
@@ -20,15 +22,28 @@ from vramlab.training.models import build_model
 pytestmark = pytest.mark.usefixtures("quiet")
 
 SIZES = {"batch_size": 2, "seq_len": 32, "num_layers": 2}
-# The watch takes the labels that TRL makes in the forward pass for inputs, as the model is called with them.
+# The watch takes the labels that TRL makes in the forward pass for inputs, as the model is called
+# with them.
 MERGED = dict.fromkeys(("inputs", "temporaries"), ("inputs", "temporaries"))
 MIXED = {"precision": "bf16-mixed"}
 CASES = {
     "dpo gpt2": ("dpo", "gpt2", {}),
-    "dpo llama bf16-mixed checkpointing": ("dpo", "llama", {**MIXED, "gradient_checkpointing": True}),
+    "dpo llama bf16-mixed checkpointing": (
+        "dpo",
+        "llama",
+        {**MIXED, "gradient_checkpointing": True},
+    ),
     "dpo llama accumulation": ("dpo", "llama", {"gradient_accumulation_steps": 2}),
-    "dpo qwen3 LoRA": ("dpo", "qwen3", {"lora": LoRA(r=4, lora_dropout=0.1), "precision": "bf16-true"}),
-    "dpo gpt2 LoRA checkpointing": ("dpo", "gpt2", {**MIXED, "lora": LoRA(r=4), "gradient_checkpointing": True}),
+    "dpo qwen3 LoRA": (
+        "dpo",
+        "qwen3",
+        {"lora": LoRA(r=4, lora_dropout=0.1), "precision": "bf16-true"},
+    ),
+    "dpo gpt2 LoRA checkpointing": (
+        "dpo",
+        "gpt2",
+        {**MIXED, "lora": LoRA(r=4), "gradient_checkpointing": True},
+    ),
     "dpo llama precomputed": ("dpo", "llama", {**MIXED, "precompute_ref_log_probs": True}),
     "dpo mixtral": ("dpo", "mixtral", MIXED),
     "kto gpt2 bf16-mixed": ("kto", "gpt2", MIXED),
@@ -41,7 +56,8 @@ CASES = {
     ),
 }
 
-# Each trainer; a reference that is a model of its own, none, and the adapters' base; a mixture's balancing loss.
+# Each trainer; a reference that is a model of its own, none, and the adapters' base; a mixture's
+# balancing loss.
 QUICK = (
     "dpo mixtral",
     "dpo gpt2 LoRA checkpointing",
@@ -53,7 +69,9 @@ QUICK = (
 
 
 class Seen(WatchCallback):
-    """Also knows the reference model, and all of the batch: neither is what the watched model is called with."""
+    """Also knows the reference model, and all of the batch: neither is what the watched model is
+    called with.
+    """
 
     def on_step_begin(self, *args, **kwargs):
         super().on_step_begin(*args, **kwargs)
@@ -78,7 +96,9 @@ def make(name: str) -> Recipe:
 
 
 def real(recipe: Recipe, out, *callbacks):
-    """TRL's own trainer on the recipe's base model; the adapters are given to it as a configuration."""
+    """TRL's own trainer on the recipe's base model; the adapters are given to it as a
+    configuration.
+    """
     import trl
     from peft import LoraConfig
 
@@ -91,7 +111,10 @@ def real(recipe: Recipe, out, *callbacks):
     )
     if recipe.has_reference:
         reference = {"ref_model": build_model(plain, "cpu").eval()}
-    said, names = recipe.training_arguments(str(out)).to_dict(), ("optim", "bf16", "use_cpu", "report_to")
+    said, names = (
+        recipe.training_arguments(str(out)).to_dict(),
+        ("optim", "bf16", "use_cpu", "report_to"),
+    )
     arguments = getattr(trl, TRL[recipe.trainer].replace("Trainer", "Config"))(
         str(out),
         per_device_train_batch_size=recipe.batch_size,
@@ -126,7 +149,9 @@ def samples(recipe: Recipe) -> datasets.Dataset:
     if recipe.trainer == "reward":
         return datasets.Dataset.from_dict({"chosen_ids": ids(n), "rejected_ids": ids(n)})
     if recipe.trainer == "dpo":
-        return datasets.Dataset.from_dict({"prompt_ids": ids(1), "chosen_ids": ids(n - 1), "rejected_ids": ids(n - 1)})
+        return datasets.Dataset.from_dict(
+            {"prompt_ids": ids(1), "chosen_ids": ids(n - 1), "rejected_ids": ids(n - 1)}
+        )
     answers = {"completion_ids": ids(n - 1), "KL_completion_ids": ids(n - 1)}
     label = [2 * (row % recipe.batch_size) < recipe.batch_size for row in range(rows)]
     return datasets.Dataset.from_dict({"prompt_ids": ids(1), **answers, "label": label})
@@ -143,22 +168,34 @@ def test_a_real_step_is_what_simulate_says(name, tmp_path, monkeypatch):
     trainer.train()
     simulated = simulate(recipe, target="cpu", full=True)
     assert (getattr(trainer, "ref_model", None) is not None) == recipe.has_reference
-    wrong, moments = [], [(p, m) for p in ("forward", "backward", "step", "between_steps") for m in ("peak", "end")]
+    wrong, moments = (
+        [],
+        [(p, m) for p in ("forward", "backward", "step", "between_steps") for m in ("peak", "end")],
+    )
     if (
         recipe.lora and recipe.gradient_checkpointing
     ):  # the watch's step begins while the graph holds the embedded tokens
-        moments = [moment for moment in moments if moment not in (("backward", "end"), ("step", "peak"))]
+        moments = [
+            moment for moment in moments if moment not in (("backward", "end"), ("step", "peak"))
+        ]
     for phase, moment in moments:
         ran, said = (getattr(report.phases[phase], moment) for report in (seen.report, simulated))
         for category in CATEGORIES:
-            difference = sum(getattr(ran, name) - getattr(said, name) for name in MERGED.get(category, (category,)))
+            difference = sum(
+                getattr(ran, name) - getattr(said, name)
+                for name in MERGED.get(category, (category,))
+            )
             if abs(difference) > SCALARS:
                 wrong.append(f"{phase} {moment} {category}: {difference:+,} bytes")
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize(
-    "name", params(["dpo llama bf16-mixed checkpointing", "dpo qwen3 LoRA", "kto gpt2 bf16-mixed"], ["dpo qwen3 LoRA"])
+    "name",
+    params(
+        ["dpo llama bf16-mixed checkpointing", "dpo qwen3 LoRA", "kto gpt2 bf16-mixed"],
+        ["dpo qwen3 LoRA"],
+    ),
 )
 def test_deepened_is_the_whole_depth(name):
     recipe = make(name).replace(num_layers=8)
@@ -176,8 +213,18 @@ def test_deepened_is_the_whole_depth(name):
         ("kto", "llama", {"batch_size": 1}, "batch_size"),
         ("dpo", "llama", {"sharding": Sharding(world_size=2)}, "sharding.engine"),
         ("dpo", "llama", {"lora": LoRA(), "quantization": Quantization()}, "quantization.prepare"),
-        ("dpo", "llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
-        ("dpo", "llama", {"lora": LoRA(autocast_adapter_dtype=False)}, "lora.autocast_adapter_dtype"),
+        (
+            "dpo",
+            "llama",
+            {"lora": LoRA(target_modules=("q_proj", "lm_head"))},
+            "lora.target_modules",
+        ),
+        (
+            "dpo",
+            "llama",
+            {"lora": LoRA(autocast_adapter_dtype=False)},
+            "lora.autocast_adapter_dtype",
+        ),
         ("reward", "llama", {"precompute_ref_log_probs": True}, "precompute_ref_log_probs"),
         ("sft", "llama", {"precompute_ref_log_probs": True}, "precompute_ref_log_probs"),
     ],
@@ -190,8 +237,12 @@ def test_what_they_do_not_train_is_refused(trainer, family, fields, field):
 
 def test_a_sample_is_a_pair():
     plain = Recipe(config("gpt2"), **SIZES)
-    assert [plain.replace(trainer=t).tokens // plain.tokens for t in ("sft", "dpo", "kto", "reward")] == [1, 2, 1, 2]
+    assert [
+        plain.replace(trainer=t).tokens // plain.tokens for t in ("sft", "dpo", "kto", "reward")
+    ] == [1, 2, 1, 2]
     recipe = plain.replace(trainer="dpo", precompute_ref_log_probs=True)
-    assert Recipe.from_json(recipe.to_json()) == recipe and "DPOTrainer · reference precomputed" in str(recipe)
+    assert Recipe.from_json(
+        recipe.to_json()
+    ) == recipe and "DPOTrainer · reference precomputed" in str(recipe)
     assert "precompute_ref_log_probs" not in plain.to_dict()
     assert recipe.replace(trainer="reward", precompute_ref_log_probs=False).shape.num_labels == 1

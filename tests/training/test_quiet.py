@@ -15,7 +15,9 @@ def test_known_warnings_are_dropped_and_others_shown():
         for start in quiet.KNOWN_WARNINGS:
             warnings.warn(f"{start} and more", FutureWarning, stacklevel=1)
         warnings.warn("something new about IProgress not found", UserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in shown] == ["something new about IProgress not found"]
+    assert [str(warning.message) for warning in shown] == [
+        "something new about IProgress not found"
+    ]
 
 
 def test_known_logs_are_dropped_and_others_shown(caplog):
@@ -25,7 +27,9 @@ def test_known_logs_are_dropped_and_others_shown(caplog):
         logger.propagate = True
         logger.warning("%s and more", start)
         logger.warning("new: %s", start)
-    shown = dict.fromkeys(record.getMessage() for record in caplog.records)  # a logger with a handler of its own twice
+    shown = dict.fromkeys(
+        record.getMessage() for record in caplog.records
+    )  # a logger with a handler of its own twice
     assert [*shown] == [f"new: {start}" for _, start in quiet.KNOWN_LOGS]
 
 

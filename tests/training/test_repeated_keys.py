@@ -1,4 +1,6 @@
-"""sdpa with repeated keys trains what sdpa trains, takes what is predicted, and has a kernel before Ampere."""
+"""sdpa with repeated keys trains what sdpa trains, takes what is predicted, and has a kernel before
+Ampere.
+"""
 
 import pytest
 import torch
@@ -51,7 +53,14 @@ def test_a_t4_gets_the_kernel_that_its_batches_have(tmp_path):
     eager = plan("qwen3-0.6b", "T4", seq_len=2048, attention="eager", confirm=False)
     assert found.best.time.tokens_per_second > 1.5 * eager.best.time.tokens_per_second
     program = found.write(tmp_path / "train.py")[0].read_text(encoding="utf-8")
-    assert 'attn_implementation="sdpa_repeated",' in program and "    repeat_shared_keys()" in program
+    assert (
+        'attn_implementation="sdpa_repeated",' in program and "    repeat_shared_keys()" in program
+    )
     assert "repeat_shared_keys" in program.partition("def ")[0]  # imported
-    question = Question("qwen3-0.6b", "RTX 4090", seq_len=2048)  # which has a kernel for shared keys
-    assert {family.attn_implementation for family in families(question, "full")} == {"sdpa", "eager"}
+    question = Question(
+        "qwen3-0.6b", "RTX 4090", seq_len=2048
+    )  # which has a kernel for shared keys
+    assert {family.attn_implementation for family in families(question, "full")} == {
+        "sdpa",
+        "eager",
+    }

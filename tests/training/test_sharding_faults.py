@@ -1,4 +1,6 @@
-"""Ranks that fail: within seconds, one clear message that names the rank, and no process left behind."""
+"""Ranks that fail: within seconds, one clear message that names the rank, and no process left
+behind.
+"""
 
 import contextlib
 import os
@@ -35,7 +37,9 @@ def launcher():
     assert started() == []
 
 
-BEFORE: set[psutil.Process] = set()  # what earlier test files started in this worker, such as a resource tracker
+BEFORE: set[psutil.Process] = (
+    set()
+)  # what earlier test files started in this worker, such as a resource tracker
 
 
 def started() -> list[psutil.Process]:
@@ -45,20 +49,25 @@ def started() -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def quickly(launcher):
-    """No test leaves more than the process that starts ranks and, after spawned ones, multiprocessing's resource tracker."""
+    """No test leaves more than the process that starts ranks and, after spawned ones,
+    multiprocessing's resource tracker.
+    """
     yield
     assert len(started()) <= 2
 
 
 def pids(folder: Path, count: int = 0) -> list[int]:
     until = time.monotonic() + 300
-    while len(found := [int(path.name) for path in folder.iterdir() if path.name.isdigit()]) < count:
+    while (
+        len(found := [int(path.name) for path in folder.iterdir() if path.name.isdigit()]) < count
+    ):
         assert time.monotonic() < until, "the ranks never started"
         time.sleep(0.05)
     return found
 
 
-# --- what works ------------------------------------------------------------------------------------------------------
+# --- what works
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", params([2, 3, 5], [5]))
@@ -66,12 +75,18 @@ def test_every_rank_answers_in_order(launcher, world_size):
     """Any number, more than there are cores included."""
     answers = launcher.run("rank_faults:greet", {"word": "안녕"}, world_size)
     total = sum(range(world_size))
-    assert answers == [{"rank": r, "word": "안녕", "total": total, "local": r} for r in range(world_size)]
+    assert answers == [
+        {"rank": r, "word": "안녕", "total": total, "local": r} for r in range(world_size)
+    ]
 
 
 def test_for_gpus_each_rank_is_a_fresh_process(launcher):
-    """CUDA does not survive a fork, so they are spawned; the ranks themselves may as well be a CPU's."""
-    assert [answer["rank"] for answer in launcher.run("rank_faults:greet", world_size=2, device="cuda")] == [0, 1]
+    """CUDA does not survive a fork, so they are spawned; the ranks themselves may as well be a
+    CPU's.
+    """
+    assert [
+        answer["rank"] for answer in launcher.run("rank_faults:greet", world_size=2, device="cuda")
+    ] == [0, 1]
 
 
 def test_three_ranks_compute_what_one_does(launcher):
@@ -80,12 +95,15 @@ def test_three_ranks_compute_what_one_does(launcher):
     assert ranks.losses == pytest.approx(alone.losses, rel=1e-6) and len(set(ranks.losses)) == 3
     assert set(ranks.gradients) == set(alone.gradients)
     for name, gradient in alone.gradients.items():
-        assert (ranks.gradients[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max().clamp(min=1e-3), name
+        assert (ranks.gradients[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max().clamp(
+            min=1e-3
+        ), name
     assert [report.recipe["sharding"]["rank"] for report in ranks.reports] == [0, 1, 2]
     assert {report.source for report in ranks.reports} == {"measured"}
 
 
-# --- ranks that fail -------------------------------------------------------------------------------------------------
+# --- ranks that fail
+# -------------------------------------------------------------------------------------------------
 
 FAILURES = {
     "raise": (None, "failed: ValueError: a bad value"),
@@ -103,7 +121,9 @@ def test_the_rank_that_failed_is_named_and_the_others_do_not_wait(launcher, tmp_
     code, words = FAILURES[how]
     begun = time.monotonic()
     with pytest.raises(RankError) as caught:
-        launcher.run("rank_faults:fail", {"how": how, "folder": str(tmp_path), "who": who}, 3, timeout=60)
+        launcher.run(
+            "rank_faults:fail", {"how": how, "folder": str(tmp_path), "who": who}, 3, timeout=60
+        )
     assert time.monotonic() - begun < 45, "long before gloo's own patience ends"
     assert (caught.value.rank, caught.value.code) == (who, code)
     assert str(caught.value).startswith(f"Rank {who} of 3 {words}")
@@ -116,7 +136,14 @@ def test_the_traceback_is_the_ranks_own_in_one_piece(launcher, tmp_path):
     text = str(caught.value)
     assert text.count("Traceback") == 1 and text.endswith("ValueError: a bad value\nof two lines")
     assert 'rank_faults.py", line' in text and "in _raise" in text
-    for others in ("torchelastic", "elastic_launch", "torch/distributed/run", "ranks.py", "[rank", "="):
+    for others in (
+        "torchelastic",
+        "elastic_launch",
+        "torch/distributed/run",
+        "ranks.py",
+        "[rank",
+        "=",
+    ):
         assert others not in text, "it is not torchrun's wall of text"
 
 
@@ -141,19 +168,25 @@ def test_without_deepspeed_it_says_what_to_install(launcher):
 
 
 def test_memory_that_runs_out_on_a_rank_is_a_report_that_names_it(launcher, monkeypatch):
-    monkeypatch.setattr("vramlab.measurement.measure.Launcher", lambda: contextlib.nullcontext(launcher))
+    monkeypatch.setattr(
+        "vramlab.measurement.measure.Launcher", lambda: contextlib.nullcontext(launcher)
+    )
     report = measure(FSDP.replace(batch_size=2**24, seq_len=2**12), device="cpu", recorded=False)
     assert report.status == "oom"
     assert re.fullmatch(
-        r"Rank \d of 2: RAM ran out: it asked for 512\.000 GiB more, and .* GiB were free\.", report.message
+        r"Rank \d of 2: RAM ran out: it asked for 512\.000 GiB more, and .* GiB were free\.",
+        report.message,
     )
 
 
-# --- what cannot be started ------------------------------------------------------------------------------------------
+# --- what cannot be started
+# ------------------------------------------------------------------------------------------
 
 
 def test_too_few_gpus_is_a_sentence():
-    with pytest.raises(MeasurementError, match=r"2 ranks need as many GPUs and \d are here: take device='cpu'"):
+    with pytest.raises(
+        MeasurementError, match=r"2 ranks need as many GPUs and \d are here: take device='cpu'"
+    ):
         run_ranks(FSDP, device="cuda")
 
 
@@ -166,7 +199,11 @@ def test_what_ranks_do_not_find_is_their_error(launcher):
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [({"steps": 0}, "'steps' is 0"), ({"steps": True}, "'steps' is True"), ({"device": "tpu"}, "'device' is 'tpu'")],
+    [
+        ({"steps": 0}, "'steps' is 0"),
+        ({"steps": True}, "'steps' is True"),
+        ({"device": "tpu"}, "'device' is 'tpu'"),
+    ],
 )
 def test_wrong_arguments_are_sentences(arguments, why):
     with pytest.raises(RecipeError, match=why):
@@ -175,13 +212,16 @@ def test_wrong_arguments_are_sentences(arguments, why):
         run_ranks(FSDP.replace(sharding=None))
 
 
-# --- the one who asked -----------------------------------------------------------------------------------------------
+# --- the one who asked
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_timeout_ends_ranks_that_ignore_everything(launcher, tmp_path):
     launcher.run("rank_faults:greet")  # so that its libraries are loaded
     begun = time.monotonic()
-    with pytest.raises(MeasurementError, match="it took over 5 s, so all was ended: raise timeout="):
+    with pytest.raises(
+        MeasurementError, match="it took over 5 s, so all was ended: raise timeout="
+    ):
         launcher.run("rank_faults:hang", {"folder": str(tmp_path)}, timeout=5)
     assert time.monotonic() - begun < 20
     assert len(pids(tmp_path)) == 2 and gone(pids(tmp_path)) and started() == []
@@ -190,7 +230,9 @@ def test_a_timeout_ends_ranks_that_ignore_everything(launcher, tmp_path):
 
 
 def test_no_order_finds_what_an_earlier_one_or_a_trainer_has_left(launcher, monkeypatch):
-    """Else a rank built its model in parts ("'weight' must be 2-D") when a Trainer had run before it."""
+    """Else a rank built its model in parts ("'weight' must be 2-D") when a Trainer had run before
+    it.
+    """
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(name, "true")
     launcher.end()
@@ -211,20 +253,32 @@ except KeyboardInterrupt:
 """
 
 
-ENDS = [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGINT, 1), (signal.SIGKILL, 1)]
+ENDS = [
+    (signal.SIGINT, 2),
+    (signal.SIGTERM, 2),
+    (signal.SIGKILL, 2),
+    (signal.SIGINT, 1),
+    (signal.SIGKILL, 1),
+]
 
 
 @pytest.mark.parametrize(("how", "ranks"), params(ENDS, [ENDS[0], ENDS[-1]]))
 def test_nothing_outlives_the_one_who_asked(how, ranks, tmp_path):
-    """Ctrl-C is answered at once; a killed notebook takes ranks or its one measurement with it, and no folder stays."""
+    """Ctrl-C is answered at once; a killed notebook takes ranks or its one measurement with it, and
+    no folder stays.
+    """
     files = tmp_path / "files"
     files.mkdir()
     tests = os.path.dirname(os.path.dirname(__file__))
     code = ASKING.format(tests=tests, folder=str(tmp_path), ranks=ranks)
     surroundings = {**os.environ, "TMPDIR": str(files)}
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings
+    )
     try:
-        family = pids(tmp_path, ranks) + [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
+        family = pids(tmp_path, ranks) + [
+            child.pid for child in psutil.Process(parent.pid).children(recursive=True)
+        ]
         begun = time.monotonic()
         parent.send_signal(how)
         out, _ = parent.communicate(timeout=30)

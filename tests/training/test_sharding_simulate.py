@@ -1,8 +1,8 @@
 """One rank of many, simulated, against each rank of real processes: every allocation, to the byte.
 
-Real ranks (`real_ranks.py`) run over gloo, followed by the tracker; simulated ones are alone, on fake tensors, in a
-process group whose other ranks do not exist. Losses, gradients and weights of the real ranks are held against one
-process that trains the same global batch.
+Real ranks (`real_ranks.py`) run over gloo, followed by the tracker; simulated ones are alone, on
+fake tensors, in a process group whose other ranks do not exist. Losses, gradients and weights of
+the real ranks are held against one process that trains the same global batch.
 """
 
 import time
@@ -34,10 +34,20 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama, stage 3, plain loop": ("llama", {}, FSDP3, {"loop": "plain"}),
     "llama, one unit": ("llama", {}, {**FSDP3, "wrap": "model"}, {}),
     "llama, resharded root": ("llama", {}, {**FSDP3, "reshard_root": True}, {}),
-    "gpt2, resharded root, plain loop": ("gpt2", {}, {**FSDP3, "reshard_root": True}, {"loop": "plain"}),
+    "gpt2, resharded root, plain loop": (
+        "gpt2",
+        {},
+        {**FSDP3, "reshard_root": True},
+        {"loop": "plain"},
+    ),
     "gpt2, tied, stage 3": ("gpt2", {}, FSDP3, {}),
     "gpt2, tied, stage 2, plain loop": ("gpt2", {}, FSDP2, {"loop": "plain"}),
-    "gpt2, sizes that nothing divides": ("gpt2", {"n_embd": 66, "vocab_size": 1001, "n_positions": 37}, FSDP3, {}),
+    "gpt2, sizes that nothing divides": (
+        "gpt2",
+        {"n_embd": 66, "vocab_size": 1001, "n_positions": 37},
+        FSDP3,
+        {},
+    ),
     "llama, accumulating": ("llama", {}, FSDP3, {"gradient_accumulation_steps": 2}),
     "llama, accumulating, bf16-mixed": (
         "llama",
@@ -51,7 +61,12 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama, bf16-true": ("llama", {}, FSDP3, {"precision": "bf16-true"}),
     "llama, LoRA": ("llama", {}, FSDP3, {"lora": EVERYWHERE}),
     "llama, LoRA on bf16": ("llama", {}, FSDP3, {"lora": EVERYWHERE, "precision": "bf16-true"}),
-    "llama, offloaded": ("llama", {}, {**FSDP3, "offload": "parameters"}, {"gradient_accumulation_steps": 2}),
+    "llama, offloaded": (
+        "llama",
+        {},
+        {**FSDP3, "offload": "parameters"},
+        {"gradient_accumulation_steps": 2},
+    ),
     "gpt2, offloaded, plain loop, bf16-mixed": (
         "gpt2",
         {},
@@ -73,7 +88,12 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "llama",
         {},
         FSDP3,
-        {"trainer": "sft", "gradient_accumulation_steps": 2, "gradient_checkpointing": True, "precision": "bf16-mixed"},
+        {
+            "trainer": "sft",
+            "gradient_accumulation_steps": 2,
+            "gradient_checkpointing": True,
+            "precision": "bf16-mixed",
+        },
     ),
     "llama, SFTTrainer, stage 3, LoRA on bf16": (
         "llama",
@@ -87,9 +107,19 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "llama",
         {},
         DDP,
-        {"trainer": "sft", "lora": EVERYWHERE, "gradient_checkpointing": True, "precision": "bf16-mixed"},
+        {
+            "trainer": "sft",
+            "lora": EVERYWHERE,
+            "gradient_checkpointing": True,
+            "precision": "bf16-mixed",
+        },
     ),
-    "llama, SFTTrainer, DDP, packed": ("llama", {}, DDP, {"trainer": "sft", "packing": True, "lengths": (9, 20, 12)}),
+    "llama, SFTTrainer, DDP, packed": (
+        "llama",
+        {},
+        DDP,
+        {"trainer": "sft", "packing": True, "lengths": (9, 20, 12)},
+    ),
     "llama, SFTTrainer, stage 3, joined": (
         "llama",
         {},
@@ -97,7 +127,12 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"trainer": "sft", "padding_free": True, "lengths": (9, 20)},
     ),
     "llama, SFTTrainer, DDP, padded": ("llama", {}, DDP, {"trainer": "sft", "lengths": (9, 20)}),
-    "llama, DPOTrainer, DDP": ("llama", {}, DDP, {"trainer": "dpo", "gradient_accumulation_steps": 2}),
+    "llama, DPOTrainer, DDP": (
+        "llama",
+        {},
+        DDP,
+        {"trainer": "dpo", "gradient_accumulation_steps": 2},
+    ),
     "llama, DPOTrainer, DDP, LoRA, bf16-mixed": (
         "llama",
         {},
@@ -105,7 +140,12 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"trainer": "dpo", "lora": EVERYWHERE, "precision": "bf16-mixed"},
     ),
     "llama, KTOTrainer, ZeRO-1": ("llama", {}, ZERO1, {"trainer": "kto"}),
-    "llama, RewardTrainer, DDP": ("llama", {}, DDP, {"trainer": "reward", "task": "sequence-classification"}),
+    "llama, RewardTrainer, DDP": (
+        "llama",
+        {},
+        DDP,
+        {"trainer": "reward", "task": "sequence-classification"},
+    ),
     "llama, Liger, DDP": ("llama", {}, DDP, {"use_liger_kernel": True}),
     "llama, DPOTrainer, stage 3, LoRA, bf16-mixed": (
         "llama",
@@ -158,7 +198,8 @@ LEARNED = (
     "gpt2, ZeRO-1, plain loop",
     "llama, bf16-mixed",
 )
-# those that the allocator itself is asked about; a first step that makes DDP's buckets anew has no steady second one
+# those that the allocator itself is asked about; a first step that makes DDP's buckets anew has no
+# steady second one
 WITNESSED = ("llama, stage 3", "llama, one unit", "llama, DDP")
 OF_FOUR = (
     "llama, stage 3",
@@ -170,7 +211,8 @@ OF_FOUR = (
     "gpt2, ZeRO-1, plain loop",
 )
 WORLDS = {2: tuple(TABLE), 4: OF_FOUR}
-# What `make test` runs: each engine and stage, each knob once. The rest is combinations, for `make test-all`.
+# What `make test` runs: each engine and stage, each knob once. The rest is combinations, for `make
+# test-all`.
 QUICK = {
     2: (
         "llama, stage 3",
@@ -190,12 +232,18 @@ QUICK = {
 
 def recipe_of(name: str, world_size: int = 2) -> Recipe:
     family, changes, sharding, options = TABLE[name]
-    return Recipe(config(family, **changes), sharding=Sharding(world_size=world_size, **sharding), **SMALL | options)
+    return Recipe(
+        config(family, **changes),
+        sharding=Sharding(world_size=world_size, **sharding),
+        **SMALL | options,
+    )
 
 
 @pytest.fixture(scope="module")
 def real(launcher):
-    return when_asked(launcher, WORLDS, QUICK, recipe_of, learn={2: LEARNED}, witness={2: WITNESSED})
+    return when_asked(
+        launcher, WORLDS, QUICK, recipe_of, learn={2: LEARNED}, witness={2: WITNESSED}
+    )
 
 
 @pytest.mark.parametrize(("world", "name"), cases(WORLDS, QUICK))
@@ -204,17 +252,23 @@ def test_every_rank_allocates_what_its_simulation_says(real, world, name):
 
 
 def test_ranks_differ_where_sizes_do_not_divide(real):
-    """The comparison above is no tautology: ranks of one world are told apart, and so are other units."""
+    """The comparison above is no tautology: ranks of one world are told apart, and so are other
+    units.
+    """
     first, second = (left["phases"] for left in real(2, "gpt2, sizes that nothing divides"))
     states = [phases["between_steps"]["end"]["optimizer_states"] for phases in (first, second)]
     assert states[0] > states[1]
     assert real(2, "llama, one unit")[0]["births"] != real(2, "llama, stage 3")[0]["births"]
-    assert first["load"]["end"]["parameters"] == second["load"]["end"]["parameters"]  # shards are padded to equal sizes
+    assert (
+        first["load"]["end"]["parameters"] == second["load"]["end"]["parameters"]
+    )  # shards are padded to equal sizes
 
 
 @pytest.mark.parametrize("name", WITNESSED)
 def test_the_allocator_says_the_same_on_every_rank(real, name):
-    """The tracker's bytes on a rank are the CPU allocator's, but for literals of a few bytes, in every phase."""
+    """The tracker's bytes on a rank are the CPU allocator's, but for literals of a few bytes, in
+    every phase.
+    """
     for left in real(2, name):
         for phase, claimed in left["tracked"].items():
             for seen, said in zip(left["witnessed"][phase], claimed, strict=True):
@@ -223,7 +277,9 @@ def test_the_allocator_says_the_same_on_every_rank(real, name):
         assert left["witnessed"]["backward"][0] > 1_000_000
 
 
-@pytest.mark.parametrize(("world", "name"), cases({2: [name for name in LEARNED if "mixed" not in name]}, QUICK))
+@pytest.mark.parametrize(
+    ("world", "name"), cases({2: [name for name in LEARNED if "mixed" not in name]}, QUICK)
+)
 def test_two_ranks_learn_what_one_process_does(real, world, name):
     """Equal losses, gradients and weights over two steps, up to the order in which fp32 is summed."""
     assert_learned_alike(recipe_of(name), real(world, name))
@@ -231,7 +287,9 @@ def test_two_ranks_learn_what_one_process_does(real, world, name):
 
 @pytest.mark.slow
 def test_half_precision_policy_learns_nearly_the_same(real):
-    """The bf16 policy is another computation than autocast, so it is held to bf16's three digits only."""
+    """The bf16 policy is another computation than autocast, so it is held to bf16's three digits
+    only.
+    """
     name = "llama, bf16-mixed"
     expected = learned(alone(recipe_of(name)).replace(precision="fp32"), steps=1)["losses"][0]
     loss = sum(left["losses"][0][0] for left in real(2, name)) / 2
@@ -258,7 +316,9 @@ def test_deepened_units_equal_the_full_depth(family, target, stage, changes):
     recipe = Recipe(config(family), 2, 24, num_layers=9, sharding=sharding, **changes)
     shallow, full = trace(recipe, target), trace(recipe, target, full=True)
 
-    def sizes(history: History) -> list[tuple]:  # all but shapes: the vector of norms keeps the shallow run's
+    def sizes(
+        history: History,
+    ) -> list[tuple]:  # all but shapes: the vector of norms keeps the shallow run's
         return [(*birth[:3], *birth[4:]) for birth in births(history)]
 
     assert sizes(shallow) == sizes(full)
@@ -266,9 +326,13 @@ def test_deepened_units_equal_the_full_depth(family, target, stage, changes):
 
 
 def test_a_thousand_ranks_in_seconds():
-    """Llama 3.1 8B at stage 3 on 1,024 ranks: 1/1,024 of parameters and of states, and one layer gathered at a time."""
+    """Llama 3.1 8B at stage 3 on 1,024 ranks: 1/1,024 of parameters and of states, and one layer
+    gathered at a time.
+    """
     options = {"precision": "bf16-true", "seq_len": 1024}
-    simulate(Recipe(config("llama"), 1, 8, num_layers=2, sharding=Sharding(3, 2)))  # what loads once has loaded
+    simulate(
+        Recipe(config("llama"), 1, 8, num_layers=2, sharding=Sharding(3, 2))
+    )  # what loads once has loaded
     start = time.monotonic()
     rank = simulate(Recipe("llama-3.1-8b", 1, sharding=Sharding(3, 1024), **options))
     assert time.monotonic() - start < 60
@@ -286,7 +350,10 @@ def test_stages_order_as_zero_says():
     engines = {0: "ddp", 1: "ddp", 2: "fsdp", 3: "fsdp"}
     found = {
         stage: simulate(
-            Recipe(config("llama"), 2, 24, num_layers=4, sharding=Sharding(stage, 4, engine=engine)), "cpu"
+            Recipe(
+                config("llama"), 2, 24, num_layers=4, sharding=Sharding(stage, 4, engine=engine)
+            ),
+            "cpu",
         ).phases
         for stage, engine in engines.items()
     }
@@ -319,7 +386,8 @@ def test_units_are_accelerates(family):
             state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
             if state and (group := state._fsdp_param_group):
                 inside = sorted(
-                    (names[id(p._module_info.module)], p._module_info.param_name) for p in group.fsdp_params
+                    (names[id(p._module_info.module)], p._module_info.param_name)
+                    for p in group.fsdp_params
                 )
                 kept = not group._reshard_after_forward or state._auto_reshard_after_forward
                 groups.append((inside, kept, group.mp_policy))
@@ -332,13 +400,19 @@ def test_units_are_accelerates(family):
         ours = build_model(recipe)
         shard(ours, units(ours), half="bfloat16")
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
         )
         plugin.set_mixed_precision("bf16")
         state = SimpleNamespace(fsdp_plugin=plugin)
-        accelerator = SimpleNamespace(state=state, mixed_precision="bf16", is_main_process=True, device="cpu")
+        accelerator = SimpleNamespace(
+            state=state, mixed_precision="bf16", is_main_process=True, device="cpu"
+        )
         theirs = build_model(recipe)
-        with pytest.MonkeyPatch.context() as patch:  # without a GPU, FSDP would take the mesh of one
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # without a GPU, FSDP would take the mesh of one
             from torch.distributed.device_mesh import init_device_mesh
 
             accelerator.torch_device_mesh = {("fsdp",): init_device_mesh("cpu", (2,))}
@@ -349,8 +423,13 @@ def test_units_are_accelerates(family):
 
 
 def test_wrapping_a_plain_module(launcher):
-    """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer or two."""
-    found = [launcher.run("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping}) for wrapping in WRAPPINGS]
+    """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer
+    or two.
+    """
+    found = [
+        launcher.run("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping})
+        for wrapping in WRAPPINGS
+    ]
     for plain, one, each in zip(*found, strict=True):
         whole = 100 * 256 * 256 * 4
         assert one["gathered"] == 2 * whole  # full weights, and the flat tensor that they arrive in
@@ -361,7 +440,9 @@ def test_wrapping_a_plain_module(launcher):
 
 
 def test_a_resharded_root_is_freed_after_its_forward_pass():
-    """`fully_shard(model, reshard_after_forward=True)`, as accelerate said before 1.14; by default the root is kept."""
+    """`fully_shard(model, reshard_after_forward=True)`, as accelerate said before 1.14; by default
+    the root is kept.
+    """
     kept = Recipe(config("llama"), **SMALL, loop="plain", sharding=Sharding(**FSDP3, world_size=2))
     freed = kept.replace(sharding=Sharding(**FSDP3, world_size=2, reshard_root=True))
     before, after = (simulate(each, "cpu").phases["forward"].end for each in (kept, freed))

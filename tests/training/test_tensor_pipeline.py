@@ -1,7 +1,8 @@
 """Tensor and pipeline parallel: real ranks against one process, and fake ranks against real ones.
 
 2 and 4 processes over gloo train the tables. Their losses and gradients are those of one process to
-rounding (fp32 sums in another order), and a simulated rank allocates what the real one does, event by event.
+rounding (fp32 sums in another order), and a simulated rank allocates what the real one does, event
+by event.
 """
 
 import functools
@@ -20,7 +21,10 @@ from vramlab.training.engines.pipeline import keep_stage
 from vramlab_course.ranks import alone
 
 EIGHT_HEADS = {"hidden_size": 128, "num_attention_heads": 8}
-WHOLE = {"gpt_neox": {}, "phi": {"num_key_value_heads": 8, "resid_pdrop": 0.0}}  # families without grouped heads
+WHOLE = {
+    "gpt_neox": {},
+    "phi": {"num_key_value_heads": 8, "resid_pdrop": 0.0},
+}  # families without grouped heads
 
 Row = tuple[
     str, dict[str, Any], dict[str, Any], dict[str, Any]
@@ -28,7 +32,12 @@ Row = tuple[
 TENSOR: dict[str, Row] = {
     "grouped key and value heads": ("llama", {}, {}, {}),
     "one matrix for queries, keys and values": ("gpt_neox", {}, {}, {}),
-    "tied, plain loop, accumulating": ("qwen2", {}, {}, {"loop": "plain", "gradient_accumulation_steps": 2}),
+    "tied, plain loop, accumulating": (
+        "qwen2",
+        {},
+        {},
+        {"loop": "plain", "gradient_accumulation_steps": 2},
+    ),
     "norms of heads, checkpointing": ("qwen3", {}, {}, {"gradient_checkpointing": True}),
     "a vocabulary that nothing divides, momentum": (
         "mistral",
@@ -65,7 +74,8 @@ ON_FOUR = [  # two ranks run everything
     "checkpointing, layers that do not divide",
 ]
 WORLDS = {2: [*TENSOR, *PIPELINE], 4: ON_FOUR}
-# What `make test` runs: both schedules, ways to slice heads and their norms, a tied head, a first, middle and last stage.
+# What `make test` runs: both schedules, ways to slice heads and their norms, a tied head, a first,
+# middle and last stage.
 QUICK = {
     2: [
         "grouped key and value heads",
@@ -90,7 +100,9 @@ def recipe_of(name: str, world_size: int = 2) -> Recipe:
         sizes.pop("num_key_value_heads")
     layers, cut = 4 if engine == "pipeline" else 2, Sharding(0, world_size, engine, **sharding)
     return Recipe(
-        config(family, **sizes), **{"batch_size": 4, "seq_len": 24, "num_layers": layers, **rest}, sharding=cut
+        config(family, **sizes),
+        **{"batch_size": 4, "seq_len": 24, "num_layers": layers, **rest},
+        sharding=cut,
     )
 
 
@@ -111,12 +123,16 @@ def test_ranks_compute_what_one_process_does(ranks, world, name):
     for rank in found if name in TENSOR else found[-1:]:
         for losses, expected in zip(rank["losses"], one["losses"], strict=True):
             # a pipeline's loss is that of the whole batch
-            assert losses == pytest.approx(expected if name in TENSOR else [sum(expected) / len(expected)], rel=LOSS)
+            assert losses == pytest.approx(
+                expected if name in TENSOR else [sum(expected) / len(expected)], rel=LOSS
+            )
     seen = set()
     for rank in found:
         for key, tensor in rank["tensors"].items():
             # a tied head has a name of its own where no embedding stands beside it
-            expected = one["tensors"].get(key, one["tensors"].get(key.replace("lm_head", "model.embed_tokens")))
+            expected = one["tensors"].get(
+                key, one["tensors"].get(key.replace("lm_head", "model.embed_tokens"))
+            )
             assert tensor.shape == expected.shape
             moved = MOVED if key.startswith("weight") else 0
             assert (tensor - expected).abs().max() <= GRADIENT * expected.abs().max() + moved, key
@@ -130,7 +146,8 @@ def test_a_simulated_rank_allocates_what_a_real_one_does(ranks, world, name):
 
 
 def test_a_layer_all_reduces_four_times(ranks):
-    """Shoeybi et al. (2019), figure 4: two in the forward pass and two in the backward pass, hidden states each.
+    """Shoeybi et al. (2019), figure 4: two in the forward pass and two in the backward pass, hidden
+    states each.
 
     Beside them stand one for the embedding's slices, one for the head's, and numbers for clipping.
     """
@@ -160,23 +177,35 @@ def test_slices_are_equal_shares():
 
 def test_sixty_four_stages_hold_the_model_once():
     recipe = Recipe(
-        config("llama"), 4, 8, num_layers=70, sharding=Sharding(0, 64, "pipeline", schedule="gpipe", micro_batches=4)
+        config("llama"),
+        4,
+        8,
+        num_layers=70,
+        sharding=Sharding(0, 64, "pipeline", schedule="gpipe", micro_batches=4),
     )
     found = [simulate(on_rank(recipe, rank), "cpu").phases["load"].end for rank in (0, 6, 63)]
     layer = 4 * sum(w.size for w in recipe.shape.weights() if w.layer == 0)
     embedding, norm = 4 * 1000 * 96, 4 * 96
-    assert [one.parameters for one in found] == [2 * layer + embedding, layer, layer + norm + embedding]
+    assert [one.parameters for one in found] == [
+        2 * layer + embedding,
+        layer,
+        layer + norm + embedding,
+    ]
 
 
 @pytest.mark.parametrize("target", params(["cuda", "cpu"], ["cpu"]))
 def test_deepening_slices_is_running_them(target):
-    recipe = Recipe(config("llama", **EIGHT_HEADS), 2, 24, num_layers=6, sharding=Sharding(0, 2, "tensor"))
+    recipe = Recipe(
+        config("llama", **EIGHT_HEADS), 2, 24, num_layers=6, sharding=Sharding(0, 2, "tensor")
+    )
     deep, full = trace(recipe, target), trace(recipe, target, full=True)
     assert births(deep) == births(full)
 
 
 def test_1f1b_holds_fewer_micro_batches_than_gpipe():
-    """Rank r of N keeps at most min(m, N - r) micro-batches' activations (Narayanan et al. 2021), GPipe all m."""
+    """Rank r of N keeps at most min(m, N - r) micro-batches' activations (Narayanan et al. 2021),
+    GPipe all m.
+    """
     most = {}
     for schedule in ("gpipe", "1f1b"):
         sharding = Sharding(0, 2, "pipeline", micro_batches=4, schedule=schedule)
@@ -199,7 +228,12 @@ def test_stages_have_every_layer_once(layers, stages):
 @pytest.mark.parametrize(
     ("model", "sharding", "rest", "words"),
     [
-        ("llama-3.1-8b", {"engine": "tensor", "world_size": 16}, {}, "16.*divide the 8 key/value heads"),
+        (
+            "llama-3.1-8b",
+            {"engine": "tensor", "world_size": 16},
+            {},
+            "16.*divide the 8 key/value heads",
+        ),
         ("qwen2.5-0.5b", {"engine": "tensor", "world_size": 4}, {}, "4.*divide the 14 heads"),
         ("gpt2", {"engine": "tensor", "world_size": 2}, {}, "llama.*gpt2"),
         (
@@ -221,9 +255,19 @@ def test_stages_have_every_layer_once(layers, stages):
             {"batch_size": 2},
             "4 stages.*gpipe",
         ),
-        ("llama-3.1-8b", {"engine": "tensor", "world_size": 2}, {"optim": "adafactor"}, "adamw_torch"),
+        (
+            "llama-3.1-8b",
+            {"engine": "tensor", "world_size": 2},
+            {"optim": "adafactor"},
+            "adamw_torch",
+        ),
         ("llama-3.1-8b", {"engine": "tensor", "world_size": 2}, {"lora": {"r": 8}}, "lora"),
-        ("llama-3.1-8b", {"engine": "pipeline", "world_size": 1}, {"precision": "fp16-mixed"}, "bf16-mixed"),
+        (
+            "llama-3.1-8b",
+            {"engine": "pipeline", "world_size": 1},
+            {"precision": "fp16-mixed"},
+            "bf16-mixed",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_its_numbers(model, sharding, rest, words):
@@ -232,4 +276,7 @@ def test_what_does_not_divide_is_refused_with_its_numbers(model, sharding, rest,
 
 
 def test_tables_cover_the_families():
-    assert len({row[0] for row in TENSOR.values()}) == 7 and len({row[0] for row in PIPELINE.values()}) == 5
+    assert (
+        len({row[0] for row in TENSOR.values()}) == 7
+        and len({row[0] for row in PIPELINE.values()}) == 5
+    )

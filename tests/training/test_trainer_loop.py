@@ -1,4 +1,6 @@
-"""The loop "trainer" is what `transformers.Trainer` does: one of its real steps, watched, against the simulation."""
+"""The loop "trainer" is what `transformers.Trainer` does: one of its real steps, watched, against
+the simulation.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -17,8 +19,9 @@ from vramlab.training.training import _groups, make_batch
 pytestmark = pytest.mark.usefixtures("quiet")
 
 SIZES = {"batch_size": 2, "seq_len": 32, "num_layers": 2}
-# What the Trainer keeps besides, in bytes: the number of labels, the running loss, the last gradient norm, and a loss
-# per micro-batch that is divided by the number of those: one scalar each. No tensor that grows with anything.
+# What the Trainer keeps besides, in bytes: the number of labels, the running loss, the last
+# gradient norm, and a loss per micro-batch that is divided by the number of those: one scalar each.
+# No tensor that grows with anything.
 SCALARS = 32
 
 
@@ -28,12 +31,23 @@ def trainer(recipe: Recipe, out, *callbacks, model=None, **changes) -> transform
         model.hf_quantizer = SimpleNamespace(is_trainable=True)  # as from_pretrained leaves one
     rows = recipe.batch_size * recipe.gradient_accumulation_steps * 3
     batch = make_batch(
-        recipe.replace(batch_size=rows, lengths=recipe.lengths and recipe.lengths * (rows // recipe.batch_size))
+        recipe.replace(
+            batch_size=rows, lengths=recipe.lengths and recipe.lengths * (rows // recipe.batch_size)
+        )
     )
     data = [{name: tensor[i] for name, tensor in batch.items()} for i in range(rows)]
-    changes = {"logging_strategy": "no", "train_sampling_strategy": "sequential", "max_steps": 3, **changes}
-    arguments = recipe.training_arguments(str(out), disable_tqdm=True, dataloader_pin_memory=False, **changes)
-    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+    changes = {
+        "logging_strategy": "no",
+        "train_sampling_strategy": "sequential",
+        "max_steps": 3,
+        **changes,
+    }
+    arguments = recipe.training_arguments(
+        str(out), disable_tqdm=True, dataloader_pin_memory=False, **changes
+    )
+    return transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks)
+    )
 
 
 HALF = {"precision": "bf16-mixed", "dtype": "bfloat16"}
@@ -41,12 +55,18 @@ CASES = {
     "gpt2": ("gpt2", {}),
     "bert": ("bert", {}),
     "gpt2 bf16-mixed": ("gpt2", {"precision": "bf16-mixed"}),
-    "bert bf16-mixed accumulation": ("bert", {"precision": "bf16-mixed", "gradient_accumulation_steps": 3}),
+    "bert bf16-mixed accumulation": (
+        "bert",
+        {"precision": "bf16-mixed", "gradient_accumulation_steps": 3},
+    ),
     "gpt2 bf16-true": ("gpt2", {"precision": "bf16-true"}),
     "gpt2 accumulation": ("gpt2", {"gradient_accumulation_steps": 2}),
     "vit accumulation": ("vit", {"gradient_accumulation_steps": 4, "seq_len": None}),
     "gpt2 checkpointing": ("gpt2", {"gradient_checkpointing": True}),
-    "llama checkpointing bf16-mixed": ("llama", {"gradient_checkpointing": True, "precision": "bf16-mixed"}),
+    "llama checkpointing bf16-mixed": (
+        "llama",
+        {"gradient_checkpointing": True, "precision": "bf16-mixed"},
+    ),
     "gpt2 adafactor": ("gpt2", {"optim": "adafactor"}),
     "gpt2 momentum": ("gpt2", {"optim": "sgd", "optim_args": "momentum=0.9"}),
     "gpt2 fused": ("gpt2", {"optim": "adamw_torch_fused"}),
@@ -59,15 +79,31 @@ CASES = {
     # PEFT makes the embeddings' output a leaf, whose gradient lives as long as the loss
     "gpt2 LoRA checkpointing": ("gpt2", {"lora": LoRA(r=4), "gradient_checkpointing": True}),
     "gpt2 bf16 under bf16-mixed": ("gpt2", HALF),
-    "llama bf16 under bf16-mixed, checkpointing": ("llama", {**HALF, "gradient_checkpointing": True}),
-    "llama bf16 under bf16-mixed, LoRA": ("llama", {**HALF, "lora": LoRA(r=4, target_modules="all-linear")}),
-    "llama bf16 under bf16-mixed, bf16 LoRA": ("llama", {**HALF, "lora": LoRA(r=4, autocast_adapter_dtype=False)}),
+    "llama bf16 under bf16-mixed, checkpointing": (
+        "llama",
+        {**HALF, "gradient_checkpointing": True},
+    ),
+    "llama bf16 under bf16-mixed, LoRA": (
+        "llama",
+        {**HALF, "lora": LoRA(r=4, target_modules="all-linear")},
+    ),
+    "llama bf16 under bf16-mixed, bf16 LoRA": (
+        "llama",
+        {**HALF, "lora": LoRA(r=4, autocast_adapter_dtype=False)},
+    ),
     "llama padded": ("llama", {"lengths": (32, 9)}),
     "bert padded, bf16-mixed": ("bert", {"lengths": (32, 9), "precision": "bf16-mixed"}),
-    "llama 4 bits": ("llama", {"precision": "bf16-mixed", "lora": LoRA(r=4), "quantization": Quantization()}),
+    "llama 4 bits": (
+        "llama",
+        {"precision": "bf16-mixed", "lora": LoRA(r=4), "quantization": Quantization()},
+    ),
     "llama 4 bits, unprepared": (
         "llama",
-        {**HALF, "lora": LoRA(r=4), "quantization": Quantization(prepare=False, compute_dtype="float32")},
+        {
+            **HALF,
+            "lora": LoRA(r=4),
+            "quantization": Quantization(prepare=False, compute_dtype="float32"),
+        },
     ),
 }
 
@@ -89,13 +125,20 @@ def assert_same_but_for_scalars(ran, simulated):
             real, said = (getattr(report.phases[phase], moment) for report in (ran, simulated))
             for category in CATEGORIES:
                 difference = getattr(real, category) - getattr(said, category)
-                assert abs(difference) <= SCALARS, f"{phase} {moment} {category}: {difference:+,} bytes"
+                assert abs(difference) <= SCALARS, (
+                    f"{phase} {moment} {category}: {difference:+,} bytes"
+                )
 
 
 COMBINED = (
     *("bert", "gpt2 bf16-mixed", "gpt2 accumulation", "gpt2 checkpointing", "vit accumulation"),
     *("gpt2 momentum", "gpt2 lion", "gpt2 AdEMAMix in 8 bits", "gpt2 LoRA"),
-    *("gpt2 bf16 under bf16-mixed", "llama bf16 under bf16-mixed, LoRA", "llama 4 bits", "llama padded"),
+    *(
+        "gpt2 bf16 under bf16-mixed",
+        "llama bf16 under bf16-mixed, LoRA",
+        "llama 4 bits",
+        "llama padded",
+    ),
 )
 
 
@@ -106,7 +149,10 @@ def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
     simulated = simulate(recipe, target="cpu", full=True)
     assert seen.report.source == "measured" and simulated.source == "simulated"
     assert_same_but_for_scalars(seen.report, simulated)
-    assert seen.report.phases["load"].end.optimizer_states == simulated.phases["step"].end.optimizer_states
+    assert (
+        seen.report.phases["load"].end.optimizer_states
+        == simulated.phases["step"].end.optimizer_states
+    )
 
 
 NEUTRAL = dict(
@@ -132,7 +178,10 @@ def test_the_optimizers_groups_are_the_trainers(family):
     decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [{names[id(p)] for p in group["params"]} for group in _groups(recipe, model)]
-    assert groups == [{n for n in names.values() if n in decayed}, {n for n in names.values() if n not in decayed}]
+    assert groups == [
+        {n for n in names.values() if n in decayed},
+        {n for n in names.values() if n not in decayed},
+    ]
     assert len(groups) == 2 and all(groups)
 
 
@@ -147,7 +196,8 @@ def test_the_scalars_allowed_for_hide_nothing(tmp_path):
     assert seen.report.phases["step"].end.total - simulated.phases["step"].end.total >= logits
 
 
-# --- the callback itself ----------------------------------------------------------------------------------------------
+# --- the callback itself
+# ----------------------------------------------------------------------------------------------
 
 
 def test_the_step_asked_for_is_watched(tmp_path):
@@ -155,10 +205,15 @@ def test_the_step_asked_for_is_watched(tmp_path):
     first, second, never = WatchCallback(step=1), WatchCallback(), WatchCallback(step=9)
     trainer(recipe, tmp_path, first, second, never).train()
     assert never.report is None
-    assert first.report.title == "Trainer, step 1: GPT2LMHeadModel" and second.report.title.startswith(
-        "Trainer, step 2"
+    assert (
+        first.report.title == "Trainer, step 1: GPT2LMHeadModel"
+        and second.report.title.startswith("Trainer, step 2")
     )
-    assert first.report.phases["load"].end.optimizer_states == 0 < second.report.phases["load"].end.optimizer_states
+    assert (
+        first.report.phases["load"].end.optimizer_states
+        == 0
+        < second.report.phases["load"].end.optimizer_states
+    )
     assert _get_current_dispatch_mode() is None
 
 
@@ -207,10 +262,16 @@ def test_in_a_notebook_the_end_of_the_cell_closes_it(tmp_path, monkeypatch):
     shell.user_ns["training"] = broken(make("gpt2"), tmp_path, seen)
     result = shell.run_cell("training.train()")
     assert isinstance(result.error_in_exec, MemoryError)
-    assert _get_current_dispatch_mode() is None and torch.autograd.backward.__module__ == "torch.autograd"
+    assert (
+        _get_current_dispatch_mode() is None
+        and torch.autograd.backward.__module__ == "torch.autograd"
+    )
     shell.user_ns["training"] = trainer(make("gpt2"), tmp_path, seen)
     assert shell.run_cell("training.train()").success and seen.report is not None
-    assert shell.events.callbacks["post_run_cell"] == InteractiveShell().events.callbacks["post_run_cell"]
+    assert (
+        shell.events.callbacks["post_run_cell"]
+        == InteractiveShell().events.callbacks["post_run_cell"]
+    )
 
 
 def test_a_step_that_is_never_reached_is_said(tmp_path):
@@ -239,7 +300,9 @@ def run_of(tmp_path, monkeypatch, sizes, hoard):
     recipe = make("gpt2")
     model = build_model(recipe)
     if hoard:
-        model.lm_head.register_forward_hook(lambda module, args, logits: kept.append(logits.detach()))
+        model.lm_head.register_forward_hook(
+            lambda module, args, logits: kept.append(logits.detach())
+        )
     options = {
         "max_steps": 16,
         "logging_strategy": "steps",
@@ -255,7 +318,8 @@ def run_of(tmp_path, monkeypatch, sizes, hoard):
 
 def test_a_leak_is_named_by_its_line(tmp_path, monkeypatch):
     with pytest.warns(
-        UserWarning, match=r"(?s)memory grows with every step.*modeling_gpt2.py:\d+ logits = self.lm_head"
+        UserWarning,
+        match=r"(?s)memory grows with every step.*modeling_gpt2.py:\d+ logits = self.lm_head",
     ):
         seen, _, _ = run_of(tmp_path, monkeypatch, range(0, 2**40, 2**20), hoard=True)
     (leak,) = seen.leaks
@@ -274,7 +338,9 @@ def test_what_is_held_is_logged_and_kept(tmp_path, monkeypatch):
     others = [(step, after) for step, after, *_ in seen.held if after != "step"]
     assert sorted(others) == [(8, "evaluation"), (16, "checkpoint"), (16, "evaluation")]
     assert len(seen.held) == 16 + 3 and set(seen.held[0][2:]) == {2**30, 2**40}
-    assert len(reporter.logs) == len(training.state.log_history) == 5  # losses, evaluations and the end
+    assert (
+        len(reporter.logs) == len(training.state.log_history) == 5
+    )  # losses, evaluations and the end
     for entry in (*reporter.logs, *training.state.log_history):
         assert (entry["memory_gib"], entry["memory_peak_gib"]) == (1, 1024)
 

@@ -37,18 +37,25 @@ def as_text(answer: dict[str, Any]) -> str:
 
 
 def standard_input() -> str:
-    """Return what is piped in, at most MOST_TEXT bytes of it. Raises RecipeError where it is closed."""
+    """Return what is piped in, at most MOST_TEXT bytes of it.
+
+    Raises RecipeError where it is closed.
+    """
     if sys.stdin is None:
-        raise RecipeError("message", "-", "standard input is closed: pipe a message in, or name a file")
+        raise RecipeError(
+            "message", "-", "standard input is closed: pipe a message in, or name a file"
+        )
     return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
 
 
 def check_written(**files: Path | None) -> None:
-    """Raise RecipeError, before anything is computed, at the first of the options `files` that cannot be written, or is
-    there already and not of our making."""
+    """Raise RecipeError, before anything is computed, at the first of the options `files` that
+    cannot be written, or is there already and not of our making."""
     for name, path in files.items():
         if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
-            raise RecipeError(name, str(path), "it must be the name of a file in a folder that can be written to")
+            raise RecipeError(
+                name, str(path), "it must be the name of a file in a folder that can be written to"
+            )
         if path and path.exists() and not is_ours(path):
             raise RecipeError(name, str(path), NOT_OURS)
 
@@ -72,7 +79,9 @@ def is_size(name: str | None) -> bool:
 
 
 def card_of(name: str) -> Gpu:
-    """Return the card of a name, or of a size of memory the table's least that has it, which is said."""
+    """Return the card of a name, or of a size of memory the table's least that has it, which is
+    said.
+    """
     if not is_size(name):
         return find_gpu(name)
     card = card_with(size_of("gpu", name))
@@ -80,7 +89,9 @@ def card_of(name: str) -> Gpu:
     return card
 
 
-def granted_to(card: Gpu | None, other_memory: str | None, expandable_segments: bool) -> dict[str, Any]:
+def granted_to(
+    card: Gpu | None, other_memory: str | None, expandable_segments: bool
+) -> dict[str, Any]:
     """Return what the process is granted. Raises RecipeError for memory of no card."""
     size = size_of("other_memory", other_memory) or 0
     if size and card is None:
@@ -109,10 +120,11 @@ def on_host(report: Report) -> str:
 
 
 def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
-    """Print the report, or the `whole` that it is of, and whether it fits the card; exit as both mean.
+    """Print the report, or the `whole` that it is of, and whether it fits the card; exit as both
+    mean.
 
-    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or null where the card lies
-    within the interval.
+    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or
+    null where the card lies within the interval.
     """
     fits: bool | None = True
     sentence = ""
@@ -121,7 +133,9 @@ def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -
         fits = fits_card(report)
         has = format_bytes(report.usable)
         needs = Interval.of(report.process)
-        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}{on_host(report)}"
+        sentence = (
+            f"{report.verdict}: {card.name} has {has}, the process needs {needs}{on_host(report)}"
+        )
         report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report

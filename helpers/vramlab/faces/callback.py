@@ -1,4 +1,6 @@
-"""`WatchCallback` for `transformers.Trainer`: where the bytes of one real step are, and what is held over the whole run."""
+"""`WatchCallback` for `transformers.Trainer`: where the bytes of one real step are, and what is
+held over the whole run.
+"""
 
 import contextlib
 import sys
@@ -15,31 +17,40 @@ from ..report.report import GiB, KiB, Report
 from ..tracking.recorder import Recorder
 from .watch import watch
 
-WINDOW = 5  # steps; all of them hold more than all of as many before: then it is looked which lines leave storages
+# steps; all of them hold more than all of as many before: then it is looked which lines leave
+# storages
+WINDOW = 5
 FOLLOWED, LOOKS = 3, 3  # steps that are followed then, and how often in a run
 LEAST = 64 * KiB  # a step: less is no leak to warn of
 
 
 def held_bytes() -> tuple[int, int]:
-    """Return the bytes held now and at most so far: allocated by torch on CUDA, else the process's resident set."""
+    """Return the bytes held now and at most so far: allocated by torch on CUDA, else the process's
+    resident set.
+    """
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     return rss(), peak_rss()
 
 
 class WatchCallback(TrainerCallback):
-    """Watch one optimizer step of a `Trainer`, all its micro-batches, and leave the report in `.report`; over the whole
-    run log what is held as `memory_gib` and `memory_peak_gib`, and warn of a leak with the line that makes it.
+    """Watch one optimizer step of a `Trainer`, all its micro-batches, and leave the report in
+    `.report`; over the whole run log what is held as `memory_gib` and `memory_peak_gib`, and warn
+    of a leak with the line that makes it.
 
     Args:
-        step: which optimizer step to watch, from 1; the second is the first in which all states exist.
+        step: which optimizer step to watch, from 1; the second is the first in which all states
+            exist.
     Attributes:
         report: None until that step has ended. A run that ends before warns of it.
-        held: (step, "step", "evaluation" or "checkpoint", bytes held after it, bytes held at most so far).
+        held: (step, "step", "evaluation" or "checkpoint", bytes held after it, bytes held at most
+            so far).
         searched: "" where there were steps enough to look for a leak, else how many that takes.
-        leaks: the lines of which every step leaves storages, and how much; empty until memory was seen to grow.
+        leaks: the lines of which every step leaves storages, and how much; empty until memory was
+            seen to grow.
 
-    Where training breaks off, the end of a notebook's cell ends the watch; a script that goes on calls `close()`.
+    Where training breaks off, the end of a notebook's cell ends the watch; a script that goes on
+    calls `close()`.
     """
 
     def __init__(self, step: int = 2):
@@ -61,9 +72,14 @@ class WatchCallback(TrainerCallback):
         self._begin()
         if args.n_gpu > 1:
             why = "which is not modelled: CUDA_VISIBLE_DEVICES=0 lets it see one"
-            warnings.warn(f"the Trainer splits each batch over {args.n_gpu} GPUs (DataParallel), {why}", stacklevel=2)
+            warnings.warn(
+                f"the Trainer splits each batch over {args.n_gpu} GPUs (DataParallel), {why}",
+                stacklevel=2,
+            )
         handler = sys._getframe(1).f_locals.get("self")
-        if isinstance(handler, CallbackHandler):  # to add to what reporters log, this one comes before them
+        if isinstance(
+            handler, CallbackHandler
+        ):  # to add to what reporters log, this one comes before them
             handler.callbacks.sort(key=lambda each: each is not self)
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
@@ -104,7 +120,9 @@ class WatchCallback(TrainerCallback):
         self.close()  # a callback may have stopped training between two micro-batches
         needed = 2 * WINDOW + FOLLOWED + 1
         if not self.leaks and 0 < self._steps < needed:
-            self.searched = f"no leak was looked for: that takes {needed} steps, and there were {self._steps}"
+            self.searched = (
+                f"no leak was looked for: that takes {needed} steps, and there were {self._steps}"
+            )
         if self.report is None:
             why = f"it waits for step {self.step}, and training ended in step {self._steps}"
             warnings.warn(f"WatchCallback has no report: {why}", stacklevel=2)
@@ -123,7 +141,10 @@ class WatchCallback(TrainerCallback):
 
     def _grows(self) -> bool:
         steps = [now for _, after, now, _ in self.held[self._since :] if after == "step"]
-        return len(steps) >= 2 * WINDOW and min(steps[-WINDOW:]) - max(steps[-2 * WINDOW : -WINDOW]) >= LEAST
+        return (
+            len(steps) >= 2 * WINDOW
+            and min(steps[-WINDOW:]) - max(steps[-2 * WINDOW : -WINDOW]) >= LEAST
+        )
 
     def _end_look(self, recorder: Recorder) -> None:
         """Warn of the lines of which each step followed has left storages."""

@@ -1,8 +1,9 @@
 """The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
-Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and it fits where a card was named; 1 it does
-not fit, no plan does, the run failed, or doctor misses what the package needs; 2 asked wrongly (one sentence on stderr);
-130 stopped with Ctrl-C. `run` passes on the script's own.
+Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and it fits where a
+card was named; 1 it does not fit, no plan does, the run failed, or doctor misses what the package
+needs; 2 asked wrongly (one sentence on stderr); 130 stopped with Ctrl-C. `run` passes on the
+script's own.
 """
 
 import functools
@@ -65,9 +66,13 @@ class Commands(TyperGroup):
             raise typer.Exit(WRONG) from None
 
     def _sentence(self, error: Exception, name: str | None) -> str:
-        """Return what was asked wrongly, by the option that says it; "" for an error that is none of the package's."""
+        """Return what was asked wrongly, by the option that says it; "" for an error that is none
+        of the package's.
+        """
         if isinstance(error, RecipeError) and name in self.commands:
-            options_of = "predict" if name in ("explain", "diff") else name  # whose words these take
+            options_of = (
+                "predict" if name in ("explain", "diff") else name
+            )  # whose words these take
             flag = flag_of(error.field, self.commands[options_of])
             if flag:
                 return printable(error.about(flag))
@@ -85,17 +90,29 @@ app = typer.Typer(
 
 
 Json = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
-DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
-EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
-EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
-GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
-Release = option(str | None, "An older version whose ways are known, such as 4.48.", "--transformers")
-LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
-Pretrained = option(bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained")
-OtherMemory = option(
-    str | None, "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.", "--other-memory"
+DIFFERING = (
+    "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 )
-Expandable = option(bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments")
+EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
+EXPLAINED += (
+    "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
+)
+GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+Release = option(
+    str | None, "An older version whose ways are known, such as 4.48.", "--transformers"
+)
+LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+Pretrained = option(
+    bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained"
+)
+OtherMemory = option(
+    str | None,
+    "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.",
+    "--other-memory",
+)
+Expandable = option(
+    bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments"
+)
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
@@ -107,9 +124,7 @@ EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evalu
 def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
     said = {name: given.pop(name) for name in EVALUATION}
     if said["compute_metrics"] and said["samples"] is None:
-        rest = (
-            "with compute_metrics all of them keep their predictions on the card: say how many the evaluation set has"
-        )
+        rest = "with compute_metrics all of them keep their predictions on the card: say how many the evaluation set has"
         raise RecipeError("evaluation.samples", None, rest)
     evaluation = Evaluation(**fields_of(EVALUATION, said))
     return recipe_of(model, given), evaluation
@@ -128,7 +143,9 @@ def predict(
     recipe: Recipe,
     lengths: option(Path | None, LENGTHS + ": a whole run.", "--lengths", "--dataset") = None,
     pretrained: Pretrained = False,
-    train_sampling_strategy: option(str | None, "With --lengths, as in TrainingArguments: random if left out.") = None,
+    train_sampling_strategy: option(
+        str | None, "With --lengths, as in TrainingArguments: random if left out."
+    ) = None,
     gpu: GpuName = None,
     other_memory: OtherMemory = None,
     expandable_segments: Expandable = False,
@@ -173,10 +190,15 @@ def simulate(
     finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
-@app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
+@app.command(
+    help="Memory of the Trainer's evaluation between two steps of training, on fake tensors."
+)
 @takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
 def evaluate(
-    asked: tuple[Recipe, Evaluation], target: Target = "cuda", gpu: GpuName = None, as_json: Json = False
+    asked: tuple[Recipe, Evaluation],
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    as_json: Json = False,
 ) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate_evaluation
@@ -188,7 +210,9 @@ def evaluate(
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
 @takes_recipe
 def measure(
-    recipe: Recipe, repeats: option(int, "Timed steps after warm-up.", parser=number) = 5, as_json: Json = False
+    recipe: Recipe,
+    repeats: option(int, "Timed steps after warm-up.", parser=number) = 5,
+    as_json: Json = False,
 ) -> None:
     from .measure import measure
 
@@ -213,11 +237,15 @@ def plan(
     check_written(write=write)
     if is_size(gpu):
         if asked.get("memory") is not None:
-            raise RecipeError("gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out")
+            raise RecipeError(
+                "gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out"
+            )
         asked["memory"] = gpu
         gpu = None
     if dataset:
-        asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
+        asked["lengths"] = read_lengths(
+            dataset, functools.partial(tokens_of, asked["model"], pretrained)
+        )
     if confirm and is_watched() and not as_json:
         at_once = plan(gpu=gpu, confirm=False, **asked)
         if at_once.choices:
@@ -237,7 +265,9 @@ def plan(
     help="Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU.",
 )
 def record(
-    paths: Annotated[list[Path] | None, typer.Argument(help="Lists of recipes; the course's when left out.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Lists of recipes; the course's when left out.")
+    ] = None,
     minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 8,
     dry_run: option(bool, "Only list what would be measured.", "--dry-run") = False,
     folder: option(Path | None, "Where records lie; the course's when left out.") = None,
@@ -246,19 +276,29 @@ def record(
     from .measure import record
 
     progress = functools.partial(say, err=as_json)
-    outcome = record(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=progress)
-    say(json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1) if as_json else outcome)
+    outcome = record(
+        paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=progress
+    )
+    say(
+        json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1)
+        if as_json
+        else outcome
+    )
 
 
 @app.command(
     help="All that the project wants from a card, the most worth a second first: records, contexts, power, a run that dies.",
 )
 def card(
-    paths: Annotated[list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")
+    ] = None,
     minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
-    compare: option(bool, "Print what simulate says beside each report, which takes time.", "--compare") = False,
+    compare: option(
+        bool, "Print what simulate says beside each report, which takes time.", "--compare"
+    ) = False,
 ) -> None:
     from .measure import run_card
 
@@ -273,9 +313,13 @@ def card(
     help="Show exactly what your records would tell others, without a name or a path, and where to send it.",
 )
 def share(
-    source: Annotated[Path | None, typer.Argument(help="A record file or folder; the course's when left out.")] = None,
+    source: Annotated[
+        Path | None, typer.Argument(help="A record file or folder; the course's when left out.")
+    ] = None,
     folder: option(Path, "Where to write what may be sent.") = Path("."),
-    browse: option(bool, "Open the page that takes it. Nothing is sent before you say so there.") = True,
+    browse: option(
+        bool, "Open the page that takes it. Nothing is sent before you say so there."
+    ) = True,
 ) -> None:
     from ..measurement.share import share
 
@@ -285,7 +329,9 @@ def share(
             typer.launch(made.page)
 
 
-@app.command(help="What this machine and environment can do, and what to do about what they cannot.")
+@app.command(
+    help="What this machine and environment can do, and what to do about what they cannot."
+)
 def doctor(as_json: Json = False) -> None:
     from .doctor import doctor
 
@@ -300,7 +346,9 @@ def doctor(as_json: Json = False) -> None:
     help="What filled, or would fill, the card, and the three cheapest changes.",
 )
 def explain(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)
+    ] = None,
     gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
     other_memory: OtherMemory = None,
     expandable_segments: Expandable = False,
@@ -341,9 +389,13 @@ def explain(
 )
 def run_script(
     gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")
+    ],
     gpus: option(int, "How many such cards there are.", min=1) = 1,
-    steps: option(int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1) = None,
+    steps: option(
+        int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1
+    ) = None,
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
 ) -> None:
@@ -353,11 +405,15 @@ def run_script(
     found = run(command, find_gpu(gpu), gpus, snapshot, steps)
     say(str(found))
     if report and found.reports:
-        write_atomically(report, max(found.reports, key=lambda one: one.allocated).to_json(indent=2))
+        write_atomically(
+            report, max(found.reports, key=lambda one: one.allocated).to_json(indent=2)
+        )
     raise typer.Exit(found.status)
 
 
-@app.command(help="Which bytes and tensors came and went: two recipes, or reports of two commits or environments.")
+@app.command(
+    help="Which bytes and tensors came and went: two recipes, or reports of two commits or environments."
+)
 def diff(
     a: Annotated[str, typer.Argument(help=DIFFERING)],
     b: Annotated[str, typer.Argument(help="Likewise; differences are B − A.")],
@@ -375,8 +431,12 @@ def diff(
     say(as_text(asdict(found)) if as_json else str(found))
 
 
-@app.command(help="The models that have a name, their sizes, and the hub's names that share their architecture.")
-def models(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False) -> None:
+@app.command(
+    help="The models that have a name, their sizes, and the hub's names that share their architecture."
+)
+def models(
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False
+) -> None:
     from . import lists
 
     found = lists.models(filtered)
@@ -384,14 +444,18 @@ def models(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_j
 
 
 @app.command(help="The cards that have a name: memory and rates.")
-def gpus(filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False) -> None:
+def gpus(
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False
+) -> None:
     from . import lists
 
     found = lists.gpus(filtered)
     say(as_text({"gpus": found}) if as_json else lists.gpus_table(found))
 
 
-@app.command(help="What --json prints, as JSON Schema: of one command, or of all with what exit codes mean.")
+@app.command(
+    help="What --json prints, as JSON Schema: of one command, or of all with what exit codes mean."
+)
 def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = None) -> None:
     from .schema import schema_of, schemas
 
@@ -403,4 +467,6 @@ def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = N
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:
     """Return what `predict` would be told by the words `rest`."""
-    return typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
+    return (
+        typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
+    )

@@ -19,7 +19,9 @@ from .options import OPTIONS, Options
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
-    """Return the annotation of an option of a command, named as its parameter unless there are `names`."""
+    """Return the annotation of an option of a command, named as its parameter unless there are
+    `names`.
+    """
     return Annotated[kind, typer.Option(*names, help=text, **rules)]
 
 
@@ -37,7 +39,10 @@ ALSO = {
     "liger": ("--liger/--no-liger", "--use-liger-kernel/--no-use-liger-kernel"),
     "attn_implementation": ("--attn-implementation", "--attention"),
 }
-TRAINERS_PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}  # as TrainingArguments' bf16 and fp16
+TRAINERS_PRECISION = {
+    "bf16": "bf16-mixed",
+    "fp16": "fp16-mixed",
+}  # as TrainingArguments' bf16 and fp16
 
 
 def tokens(text: str) -> int | float | str:
@@ -67,15 +72,21 @@ def flag_of(field: str, command: typer.core.TyperCommand) -> str:
 
 
 def shared_name(model: str) -> str:
-    """Return the note on a model's name whose architecture was taken from elsewhere, "" for others and for errors."""
+    """Return the note on a model's name whose architecture was taken from elsewhere, "" for others
+    and for errors.
+    """
     try:
         return read_shape(model).shares
     except RecipeError:
         return ""  # the recipe says it
 
 
-def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callable[[Callable], Callable]:
-    """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its first argument."""
+def takes(
+    known: Options, make: Callable[[str, dict[str, Any]], Any]
+) -> Callable[[Callable], Callable]:
+    """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its
+    first argument.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -87,11 +98,18 @@ def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callabl
             command(make(model, {name: values.pop(name) for name in known}), **values)
 
         model = Annotated[
-            str, typer.Argument(help="A name, such as gpt2 or Qwen/Qwen3-8B, or a path to a config.json.")
+            str,
+            typer.Argument(
+                help="A name, such as gpt2 or Qwen/Qwen3-8B, or a path to a config.json."
+            ),
         ]
         parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
-        fetch = option(bool, "Read MODEL's config.json from the hub, and no other file.", "--download")
-        parameters.append(Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False))
+        fetch = option(
+            bool, "Read MODEL's config.json from the hub, and no other file.", "--download"
+        )
+        parameters.append(
+            Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False)
+        )
         parameters += [_parameter(name, *known[name]) for name in known]
         _, *own = inspect.signature(command).parameters.values()
         parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
@@ -104,7 +122,11 @@ def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callabl
 
 def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
     """An option as typer wants it; lists and a part's options are None where they are not given."""
-    text = ": ".join(filter(None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]))
+    text = ": ".join(
+        filter(
+            None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]
+        )
+    )
     dashed = name.replace("_", "-")
     if knob.kind is bool:
         default = bool(knob.default)

@@ -1,4 +1,7 @@
-"""What this machine and environment can do, and what to do about what they cannot. Nothing here raises."""
+"""What this machine and environment can do, and what to do about what they cannot.
+
+Nothing here raises.
+"""
 
 import os
 import platform
@@ -60,21 +63,35 @@ class Doctor:
 
 
 def doctor() -> Doctor:
-    """Look at Python, libraries, GPU, driver, memory and cores. Loads torch only where a GPU may be."""
+    """Look at Python, libraries, GPU, driver, memory and cores.
+
+    Loads torch only where a GPU may be.
+    """
     found: list[Check] = []
     for name, look in LOOKS.items():
         try:
             found += look()
         except Exception as error:
-            found.append(Check(name, WARN, "could not be checked", f"{type(error).__name__}: {error}"))
+            found.append(
+                Check(name, WARN, "could not be checked", f"{type(error).__name__}: {error}")
+            )
     return Doctor(tuple(found))
 
 
 def environment_stamp() -> str:
-    """Return where a notebook ran: two lines that start with "machine: ". Loads neither torch nor transformers."""
+    """Return where a notebook ran: two lines that start with "machine: ".
+
+    Loads neither torch nor transformers.
+    """
     seen = environment()
-    versions = [f"{name} {version or 'missing'}" for name, version in seen.items() if name not in ("system", "date")]
-    cards = " + ".join(s.name or "a GPU without a name" for s in all_sensors()) or f"no GPU{_hidden()}"
+    versions = [
+        f"{name} {version or 'missing'}"
+        for name, version in seen.items()
+        if name not in ("system", "date")
+    ]
+    cards = (
+        " + ".join(s.name or "a GPU without a name" for s in all_sensors()) or f"no GPU{_hidden()}"
+    )
     try:
         ram = format_bytes(host.memory()[0], digits=1)
     except MissingExtra:
@@ -84,8 +101,8 @@ def environment_stamp() -> str:
 
 
 def requirements(extra: str = "course") -> list[tuple[str, str]]:
-    """Return (package, version specifier) of what the course needs, from the package's metadata; of `extra` "" what the
-    package itself does."""
+    """Return (package, version specifier) of what the course needs, from the package's metadata; of
+    `extra` "" what the package itself does."""
     from packaging.requirements import Requirement
 
     found = [Requirement(line) for line in metadata.requires("vramlab") or []]
@@ -106,7 +123,11 @@ def packages() -> Iterator[Check]:
     for name, specifier in requirements():
         if (version := installed(name)) is None:
             advice = f"pip install '{name}{specifier}'"
-            advice += "" if name in own else " where simulate, measure or the course want it; predict does not"
+            advice += (
+                ""
+                if name in own
+                else " where simulate, measure or the course want it; predict does not"
+            )
             yield Check(name, MISSING, f"none, {specifier} needed", advice, name in own)
             continue
         advice = f"pip install --upgrade '{name}{specifier}'"
@@ -124,7 +145,9 @@ def packages() -> Iterator[Check]:
 
 
 def _newer(name: str, version: str) -> str:
-    """Say that `version` is newer than what was tested, and what to do if that matters; "" where it is not."""
+    """Say that `version` is newer than what was tested, and what to do if that matters; "" where it
+    is not.
+    """
     tested = version_ranges().get(name)
     if not tested or not tested.is_newer(version):
         return ""
@@ -132,7 +155,9 @@ def _newer(name: str, version: str) -> str:
 
 
 def may_have_gpu() -> bool:
-    """Return whether NVIDIA's or AMD's driver is there; without one torch, whose import takes seconds, is not asked."""
+    """Return whether NVIDIA's or AMD's driver is there; without one torch, whose import takes
+    seconds, is not asked.
+    """
     return nvml_snapshot().available or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 
 
@@ -143,10 +168,18 @@ def gpus() -> Iterator[Check]:
 
             cuda = torch.version.cuda
         else:
-            cuda = runpy.run_path(str(metadata.distribution("torch").locate_file("torch/version.py")))["cuda"]
+            cuda = runpy.run_path(
+                str(metadata.distribution("torch").locate_file("torch/version.py"))
+            )["cuda"]
     except (ImportError, OSError) as error:
         is_there = installed("torch") is not None
-        yield Check("torch build", MISSING, "does not load", f"{error}: install torch again", required=is_there)
+        yield Check(
+            "torch build",
+            MISSING,
+            "does not load",
+            f"{error}: install torch again",
+            required=is_there,
+        )
         return
     yield Check("torch build", OK, f"CUDA {cuda}" if cuda else "CPU only")
     if not loaded or not torch.cuda.is_available():
@@ -166,11 +199,17 @@ def _no_gpu(cuda: str | None) -> Check:
     seen = nvml_snapshot()
     if seen.available:
         advice = f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a torch for an older CUDA"
-        advice = advice if cuda else "torch is a CPU build: install one for CUDA (pytorch.org/get-started)"
+        advice = (
+            advice
+            if cuda
+            else "torch is a CPU build: install one for CUDA (pytorch.org/get-started)"
+        )
         return judged("GPU", f"{seen.name}, but torch cannot use it", advice)
     if hidden := _hidden():
         return judged("GPU", f"none{hidden}", "unset the variable, then start Python again")
-    where = (menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ))
+    where = (
+        menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ)
+    )
     without = "predict and simulate need none; what fits runs on the CPU, the rest shows recorded measurements"
     return Check("GPU", MISSING, "none", next(where, "") + without)
 
@@ -178,7 +217,11 @@ def _no_gpu(cuda: str | None) -> Check:
 def _hidden() -> str:
     """Say that the environment keeps this machine's GPUs from the process; "" where it does not."""
     said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f" (CUDA_VISIBLE_DEVICES={said!r} hides it)" if "CUDA_VISIBLE_DEVICES" in nvml_snapshot().reason else ""
+    return (
+        f" (CUDA_VISIBLE_DEVICES={said!r} hides it)"
+        if "CUDA_VISIBLE_DEVICES" in nvml_snapshot().reason
+        else ""
+    )
 
 
 def nvml() -> Iterator[Check]:
@@ -190,7 +233,11 @@ def nvml() -> Iterator[Check]:
     for s in all_sensors():
         if s.free is not None:
             busy = s.used - (s.process or 0) > max(GiB, 0.05 * s.total)
-            advice = "other processes hold memory (nvidia-smi lists them): stop them before measuring" if busy else ""
+            advice = (
+                "other processes hold memory (nvidia-smi lists them): stop them before measuring"
+                if busy
+                else ""
+            )
             free, total = (format_bytes(n, digits=2) for n in (s.free, s.total))
             yield judged(f"GPU {s.index} memory", f"{free} free of {total}", advice)
 
@@ -198,8 +245,14 @@ def nvml() -> Iterator[Check]:
 def machine() -> Iterator[Check]:
     yield Check("CPU cores", OK, str(host.cores()))
     total, free = host.memory()
-    advice = "close other programs: notebooks that train on the CPU take a few GiB" if free < RAM_NEEDED else ""
-    yield judged("RAM", f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}", advice)
+    advice = (
+        "close other programs: notebooks that train on the CPU take a few GiB"
+        if free < RAM_NEEDED
+        else ""
+    )
+    yield judged(
+        "RAM", f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}", advice
+    )
 
 
 LOOKS = {"packages": packages, "GPU": gpus, "NVML": nvml, "machine": machine}

@@ -103,7 +103,9 @@ def _of_recipe(run: Run) -> Explanation:
     return Explanation(lines, split, missing=missing, changes=changes)
 
 
-def _of_both(message: Message, recipe: Recipe, assumed: bool, card: Gpu | None, granted: dict[str, Any]) -> Explanation:
+def _of_both(
+    message: Message, recipe: Recipe, assumed: bool, card: Gpu | None, granted: dict[str, Any]
+) -> Explanation:
     """Return what message and recipe say together, with one figure for what is missing."""
     taken = ""
     if assumed:
@@ -125,12 +127,14 @@ def _of_both(message: Message, recipe: Recipe, assumed: bool, card: Gpu | None, 
 
 
 def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given: Any) -> Report:
-    """Raise AssertionError, which names the largest parts, unless the training step fits the card; return its report.
+    """Raise AssertionError, which names the largest parts, unless the training step fits the card;
+    return its report.
 
     Args:
-        what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what else `simulate` takes,
-            such as expandable_segments=True or other_memory.
-        tier: "safe", "likely" or "tight": which end of the interval of what the process holds is within the card's memory.
+        what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what
+            else `simulate` takes, such as expandable_segments=True or other_memory.
+        tier: "safe", "likely" or "tight": which end of the interval of what the process holds is
+            within the card's memory.
     Raises:
         RecipeError, GpuError: an unknown tier or card, or something that cannot be simulated.
     """
@@ -143,14 +147,21 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
     over = getattr(needs, TIERS[tier]) - usable
     if report.status != "ok" or over > 0:
         has = format_bytes(usable)
-        why = report.message or f"it needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
-        raise AssertionError("\n".join([f"{report.title} does not fit {card.name} ({tier}): {why}", *parts(report)]))
+        why = (
+            report.message
+            or f"it needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
+        )
+        raise AssertionError(
+            "\n".join([f"{report.title} does not fit {card.name} ({tier}): {why}", *parts(report)])
+        )
     return report
 
 
 @needing("assert_fits")
 def report_of(what: Any, **given: Any) -> Report:
-    """Return the report of `what`, as in `assert_fits`: simulated with what is `given`, unless it is one."""
+    """Return the report of `what`, as in `assert_fits`: simulated with what is `given`, unless it
+    is one.
+    """
     if isinstance(what, Report):
         return what
     from ..simulation.simulate import simulate

@@ -77,19 +77,25 @@ def _of_host(message: Message) -> list[str]:
         parts.append(f"{sized(found['used'])} of the machine's {sized(found['total'])} were used")
     lines = [", ".join(parts)]
     if "allocated" in found:
-        lines.append(f"the card was not full for that: PyTorch held {sized(found['allocated'])} there")
+        lines.append(
+            f"the card was not full for that: PyTorch held {sized(found['allocated'])} there"
+        )
     return [*lines, HOST_REMEDY]
 
 
 def _of_card(message: Message, alone: bool) -> list[str]:
     found = message.bytes
-    said = [words.format(sized(found[name])) for name, words in WORDS["asked"].items() if name in found]
+    said = [
+        words.format(sized(found[name])) for name, words in WORDS["asked"].items() if name in found
+    ]
     lines = [", ".join(said)]
     for name, words in WORDS["holders"].items():
         if found.get(name):
             lines.append(f"{sized(found[name])} held by {words}")
     if found.get("allocated", 0) > found.get("total", found.get("allocated", 0)):
-        lines.append("more than the card has: Windows lends it the host's memory, at the speed of PCIe")
+        lines.append(
+            "more than the card has: Windows lends it the host's memory, at the speed of PCIe"
+        )
     if "lack" not in found:
         return [*lines, CARD_REMEDY] if alone else lines
     return lines + _verdict(found, missing_of(message) or 0, alone)
@@ -106,10 +112,14 @@ def _verdict(found: dict[str, int], missing: int, alone: bool) -> list[str]:
         lines += [text, OTHERS_REMEDY]
     remedy = [CARD_REMEDY] if alone else []
     if lack <= 0:
-        text = "that much is free: another process held it then, or what is free is not in one piece"
+        text = (
+            "that much is free: another process held it then, or what is free is not in one piece"
+        )
         return [*lines, text, f"{OTHERS_REMEDY}; {FRAGMENTS_REMEDY}"]
     if scattered < lack:
-        text = "a real lack: what is free and what is unallocated together are less than it asks for"
+        text = (
+            "a real lack: what is free and what is unallocated together are less than it asks for"
+        )
         if alone:
             text = f"a real lack: at least {sized(missing)} are missing, even if what is unallocated were in one piece"
         return [*lines, text, *remedy]

@@ -57,13 +57,17 @@ class Run:
         lines = [f"{report.source}: {self.recipe}", *parts(report)]
         if self.card:
             has = format_bytes(report.usable)
-            lines.append(f"{report.verdict}: {self.card.name} has {has}, the process needs {report.process}")
+            lines.append(
+                f"{report.verdict}: {self.card.name} has {has}, the process needs {report.process}"
+            )
         return lines
 
     def host_lines(self) -> list[str]:
         """Return what the recipe needs of the machine's memory."""
         need = host_memory(self.recipe)
-        return [f"all ranks together need {sized(need)} of it for weights while they load and what is offloaded"]
+        return [
+            f"all ranks together need {sized(need)} of it for weights while they load and what is offloaded"
+        ]
 
     def missing(self, message: Message | None = None, trusted: bool = True) -> int | None:
         """Return the bytes that are missing, at most by what is known; None where nothing says it.
@@ -117,7 +121,9 @@ class Run:
             if change["seconds"]:
                 where = self.card.name if self.card else DEFAULT_CARD
                 before = change["seconds_before"]
-                text += f" ({change['seconds']:.3g} s a step, {before:.3g} now, estimated on {where})"
+                text += (
+                    f" ({change['seconds']:.3g} s a step, {before:.3g} now, estimated on {where})"
+                )
             if missing and not change["enough"]:
                 text += ", not enough alone"
             lines.append(text)
@@ -136,8 +142,12 @@ class Run:
                 text += "longer samples or another precision ran, or more than this training is in the process"
                 said.append(text)
             elif loaded > (1 + TOLERANCE) * (held + found["asked"]):
-                text = f"the recipe's weights take {sized(loaded)}, but {sized(held)} were allocated: "
-                text += "it died while they were loading, or they are in fewer bits or on several cards"
+                text = (
+                    f"the recipe's weights take {sized(loaded)}, but {sized(held)} were allocated: "
+                )
+                text += (
+                    "it died while they were loading, or they are in fewer bits or on several cards"
+                )
                 said.append(text)
         total = found.get("total")
         is_card = message.kind == "card" and total and self.card
@@ -179,7 +189,10 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, int]]:
             f"an activation of an MLP in {form}, {rows} × {shape.intermediate_size:,}",
             tokens * shape.intermediate_size * width,
         )
-        yield f"a hidden state in {form}, {rows} × {shape.hidden_size:,}", tokens * shape.hidden_size * width
+        yield (
+            f"a hidden state in {form}, {rows} × {shape.hidden_size:,}",
+            tokens * shape.hidden_size * width,
+        )
         yield (
             f"the embedding or the head in {form}, {shape.vocab_size:,} × {shape.hidden_size:,}",
             shape.vocab_size * shape.hidden_size * width,
@@ -191,7 +204,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 
 def says_no_method(recipe: Recipe) -> bool:
-    """Return whether a recipe leaves how it trains to the defaults, so that a message may say it better."""
+    """Return whether a recipe leaves how it trains to the defaults, so that a message may say it
+    better.
+    """
     usual = Recipe(recipe.model)
     names = {name for fields in METHODS.values() for name in fields}
     names |= {"optim", "sharding", "gradient_checkpointing", "trainer", "loop"}
@@ -206,11 +221,15 @@ def taken_from(message: Message, recipe: Recipe) -> tuple[Recipe, str]:
     said = [why] if why else []
     if sized_as:
         recipe = recipe.replace(**sized_as)
-        said.append(f"{recipe.batch_size} × {recipe.seq_len:,} tokens (the request is their logits' size)")
+        said.append(
+            f"{recipe.batch_size} × {recipe.seq_len:,} tokens (the request is their logits' size)"
+        )
         kept = _kept_too_much(message, recipe)
         if kept:
             recipe = recipe.replace(gradient_checkpointing=True)
-            said.append(f"gradient_checkpointing, without which the layers had kept {sized(kept)} by then")
+            said.append(
+                f"gradient_checkpointing, without which the layers had kept {sized(kept)} by then"
+            )
     if not said:
         return recipe, ""
     rest = "the options, the arguments or the script say it exactly"
@@ -237,9 +256,7 @@ def _method(message: Message, recipe: Recipe) -> tuple[dict[str, Any], str]:
         if kept <= room:
             why = f"{name}"
             if heavier:
-                why += (
-                    f", because {heavier[0]} keeps {sized(heavier[1])} between two steps and {sized(room)} were in play"
-                )
+                why += f", because {heavier[0]} keeps {sized(heavier[1])} between two steps and {sized(room)} were in play"
             return {**fields, **named}, why
         heavier = name, kept
     return named, ""
@@ -250,7 +267,13 @@ def _tokens(message: Message, recipe: Recipe) -> dict[str, int]:
     words = recipe.shape.vocab_size
     usual = Recipe(recipe.model)
     said = (recipe.batch_size, recipe.seq_len) != (usual.batch_size, usual.seq_len)
-    if said or message.kind != "card" or message.bytes["asked"] < LARGE or not words or recipe.shape.image_tokens:
+    if (
+        said
+        or message.kind != "card"
+        or message.bytes["asked"] < LARGE
+        or not words
+        or recipe.shape.image_tokens
+    ):
         return {}
     for width in FORMATS:
         count = round(message.bytes["asked"] / (words * width) / TOKENS) * TOKENS
@@ -263,11 +286,15 @@ def _tokens(message: Message, recipe: Recipe) -> dict[str, int]:
 
 
 def _kept_too_much(message: Message, recipe: Recipe) -> int:
-    """Return the bytes that layers keep until the logits are made where the message has no room for them, else 0."""
+    """Return the bytes that layers keep until the logits are made where the message has no room for
+    them, else 0.
+    """
     if recipe.gradient_checkpointing or "allocated" not in message.bytes:
         return 0
     forward = predict(recipe).phases["forward"].peak
-    logits = 2 * message.bytes["asked"]  # in the model's format too, and what the loss keeps of them
+    logits = (
+        2 * message.bytes["asked"]
+    )  # in the model's format too, and what the loss keeps of them
     return forward.activations if forward.activations > message.bytes["allocated"] + logits else 0
 
 

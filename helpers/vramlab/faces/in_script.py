@@ -1,6 +1,8 @@
-"""What `vramlab run` does inside the script that it started: follow the allocator, and leave what it held behind.
+"""What `vramlab run` does inside the script that it started: follow the allocator, and leave what
+it held behind.
 
-A `sitecustomize.py` in a folder of ours calls `install`. torch and transformers are changed when the script has loaded them.
+A `sitecustomize.py` in a folder of ours calls `install`. torch and transformers are changed when
+the script has loaded them.
 """
 
 import atexit
@@ -16,10 +18,13 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what it held
-STEPS = "VRAMLAB_RUN_STEPS"  # environment variable: after so many optimizer steps a process ends, "" never
+# environment variable: after so many optimizer steps a process ends, "" never
+STEPS = "VRAMLAB_RUN_STEPS"
 EVENTS = 100_000  # of the allocator that are kept, the newest
 SITE = "import vramlab.faces.in_script\nvramlab.faces.in_script.install()\n"
-watched: list[Any] = []  # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
+watched: list[
+    Any
+] = []  # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
 kept: list[Any] = []  # what ends when it is freed
 
 
@@ -48,18 +53,28 @@ class AfterImport:
 def install() -> None:
     """Wait for the script to load torch and transformers."""
     zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
-    sys.meta_path.insert(0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero}))
+    sys.meta_path.insert(
+        0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero})
+    )
 
 
 def follow(torch: ModuleType) -> None:
-    """Record the allocator's history from the moment at which the script first uses CUDA to its end."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its workspace is not known: flash attention in its place
+    """Record the allocator's history from the moment at which the script first uses CUDA to its
+    end.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # its workspace is not known: flash attention in its place
     select_all(torch)
     last_a_while(torch)
     end_after(int(os.environ.get(STEPS) or 0))
     LoopWatch(torch).install()
-    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # it draws until no value lies outside
-    history = functools.partial(torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python")
+    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: (
+        tensor
+    )  # it draws until no value lies outside
+    history = functools.partial(
+        torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python"
+    )
     torch.cuda._lazy_call(history)
     peaks = {"allocated": 0, "reserved": 0}
 
@@ -74,21 +89,28 @@ def follow(torch: ModuleType) -> None:
 
         return first_look
 
-    for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):  # a script's own measuring
+    for name in (
+        "_cuda_resetPeakMemoryStats",
+        "_accelerator_resetPeakStats",
+    ):  # a script's own measuring
         setattr(torch._C, name, looking(getattr(torch._C, name)))
     atexit.register(leave, torch, peaks, look, os.getpid())
 
 
 def last_a_while(torch: ModuleType) -> None:
-    """Let a step of several ranks last as long as on a GPU: NCCL's watchdog looks ten times a second for what was sent."""
+    """Let a step of several ranks last as long as on a GPU: NCCL's watchdog looks ten times a
+    second for what was sent.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(lambda *_: torch.distributed.is_initialized() and time.sleep(0.2))
+    register_optimizer_step_post_hook(
+        lambda *_: torch.distributed.is_initialized() and time.sleep(0.2)
+    )
 
 
 def end_after(steps: int) -> Any:
-    """End the process as its own end would, before the optimizer step that follows `steps` of them; 0: never. Return what
-    removes that."""
+    """End the process as its own end would, before the optimizer step that follows `steps` of them;
+    0: never. Return what removes that."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     made: dict[int, int] = {}
@@ -104,8 +126,8 @@ def end_after(steps: int) -> Any:
 class LoopWatch:
     """Watches the second optimizer step of a loop of the script's own, for the split by phase.
 
-    The outermost module that is called is taken for the model. A Trainer has its WatchCallback, and a process of several
-    ranks or with a compiled model none: a watch would run it otherwise.
+    The outermost module that is called is taken for the model. A Trainer has its WatchCallback, and
+    a process of several ranks or with a compiled model none: a watch would run it otherwise.
     """
 
     def __init__(self, torch: ModuleType):
@@ -126,7 +148,8 @@ class LoopWatch:
             self.before_call(model)
             return self.call(model, *args, **kwargs)
 
-        # not a hook: the watch's own hooks on the model may not go while those of one call are gone through
+        # not a hook: the watch's own hooks on the model may not go while those of one call are gone
+        # through
         module.__call__ = called
         self.after = register_optimizer_step_post_hook(self.after_step)
         watched.append(self)
@@ -145,7 +168,9 @@ class LoopWatch:
         elif self.model is not None and self._alone():
             from .watch import watch
 
-            self.running = watch(self.model, optimizer, title=f"step 2 of the loop: {type(self.model).__name__}")
+            self.running = watch(
+                self.model, optimizer, title=f"step 2 of the loop: {type(self.model).__name__}"
+            )
             self.running.__enter__()
 
     def _alone(self) -> bool:
@@ -166,7 +191,9 @@ class LoopWatch:
 
 
 def select_all(torch: ModuleType) -> None:
-    """Let a mask select everything, as a condition on values holds: without values it would be nothing, or any number."""
+    """Let a mask select everything, as a condition on values holds: without values it would be
+    nothing, or any number.
+    """
 
     def nonzero(mask: Any) -> Any:
         return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
@@ -176,15 +203,21 @@ def select_all(torch: ModuleType) -> None:
 
 
 def step_always(module: ModuleType) -> None:
-    """Let DeepSpeed make its optimizer's steps: it would find overflows in gradients, as conditions on values hold."""
-    optimizer = getattr(module, "DeepSpeedZeroOptimizer", None) or module.DeepSpeedZeroOptimizer_Stage3
+    """Let DeepSpeed make its optimizer's steps: it would find overflows in gradients, as conditions
+    on values hold.
+    """
+    optimizer = (
+        getattr(module, "DeepSpeedZeroOptimizer", None) or module.DeepSpeedZeroOptimizer_Stage3
+    )
     overflowed = optimizer.has_overflow
     optimizer.has_overflow = lambda *args, **kwargs: overflowed(*args, **kwargs) and False
     module.is_invalid_grad_norm = lambda norm: False
 
 
 def watch_trainers(module: ModuleType) -> None:
-    """Give each Trainer a WatchCallback, for the split by phase; not one that compiles, which a watch would run eagerly."""
+    """Give each Trainer a WatchCallback, for the split by phase; not one that compiles, which a
+    watch would run eagerly.
+    """
     original = module.Trainer.__init__
 
     @functools.wraps(original)
@@ -200,7 +233,9 @@ def watch_trainers(module: ModuleType) -> None:
 
 
 def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], process: int) -> None:
-    """Write the peaks, the report of the last Trainer's watched step and the allocator's history to the folder."""
+    """Write the peaks, the report of the last Trainer's watched step and the allocator's history to
+    the folder.
+    """
     folder = os.environ.get(FOLDER)
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():
         return

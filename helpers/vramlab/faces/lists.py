@@ -9,14 +9,20 @@ from ..report.report import GiB, text_table
 
 
 def models(filtered: str = "") -> list[dict[str, Any]]:
-    """Return the models whose name, hub name or architecture has `filtered` in it, with their sizes in bytes."""
+    """Return the models whose name, hub name or architecture has `filtered` in it, with their sizes
+    in bytes.
+    """
     found = []
     for name in model_names():
         entry = catalogue()[name]
         others = [other for other, said in KNOWN["names"].items() if said["entry"] == name]
         names = [name, entry["hub_id"], *entry.get("aliases", ()), *others]
         if any(filtered.lower() in each.lower() for each in names):
-            fact = {"name": name, "hub_id": entry["hub_id"], "also": [*entry.get("aliases", ()), *others]}
+            fact = {
+                "name": name,
+                "hub_id": entry["hub_id"],
+                "also": [*entry.get("aliases", ()), *others],
+            }
             fact |= {"task": entry["task"], "parameters": entry["parameters"]}
             found.append(fact | {"bytes_in_16_bits": 2 * entry["parameters"]})
     return found
@@ -42,7 +48,9 @@ def gpus(filtered: str = "") -> list[dict[str, Any]]:
         fact = {"name": name, "total": card.total, "total_known": card.total_known}
         fact |= {"usable": usable_memory(card), "bandwidth": card.bandwidth, "flops": card.peak}
         capability = ".".join(map(str, card.compute_capability))
-        found.append(fact | {"nvlink": card.nvlink, "watts": card.tdp, "compute_capability": capability})
+        found.append(
+            fact | {"nvlink": card.nvlink, "watts": card.tdp, "compute_capability": capability}
+        )
     return found
 
 
@@ -51,9 +59,14 @@ def gpus_table(found: list[dict[str, Any]]) -> str:
     rows = [("card", "GiB usable", "of", "GB/s", "bf16 TFLOP/s", "fp16", "NVLink GB/s", "compute")]
     for one in found:
         bandwidth = f"{one['bandwidth'] / 1e9:,.0f}" if one["bandwidth"] else "?"
-        rates = [f"{one['flops'][form] / 1e12:,.0f}" if form in one["flops"] else "–" for form in ("bf16", "fp16")]
+        rates = [
+            f"{one['flops'][form] / 1e12:,.0f}" if form in one["flops"] else "–"
+            for form in ("bf16", "fp16")
+        ]
         nvlink = f"{one['nvlink'] / 1e9:,.0f}" if one["nvlink"] else "–"
         total = f"{one['total'] / GiB:,.2f}" + ("" if one["total_known"] else " nominal")
         usable = f"{one['usable'] / GiB:,.2f}"
-        rows.append((one["name"], usable, total, bandwidth, *rates, nvlink, one["compute_capability"]))
+        rows.append(
+            (one["name"], usable, total, bandwidth, *rates, nvlink, one["compute_capability"])
+        )
     return text_table(rows)

@@ -7,7 +7,8 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from .watch import watch
 
-# `run_cell` would show the error of the cell inside, and `raise_error` shows it for the cell outside.
+# `run_cell` would show the error of the cell inside, and `raise_error` shows it for the cell
+# outside.
 MUTED = ("showtraceback", "showsyntaxerror", "showindentationerror")
 
 
@@ -16,7 +17,10 @@ class WatchMagic(Magics):
     """Magics of VRAM Lab; load them with `%load_ext vramlab`."""
 
     @magic_arguments()
-    @argument("model", help="the module to watch: a variable, or an expression without spaces such as trainer.model")
+    @argument(
+        "model",
+        help="the module to watch: a variable, or an expression without spaces such as trainer.model",
+    )
     @argument("optimizer", nargs="?", help="its optimizer, when that has states already")
     @cell_magic
     def watch(self, line: str, cell: str) -> None:
@@ -25,8 +29,13 @@ class WatchMagic(Magics):
         An error in the cell is raised as always, after the report of what ran until then.
         """
         options = parse_argstring(self.watch, line)
-        watcher = watch(*(self.shell.ev(text) for text in (options.model, options.optimizer) if text))
-        with watcher, mock.patch.multiple(self.shell, **dict.fromkeys(MUTED, lambda *args, **kwargs: None)):
+        watcher = watch(
+            *(self.shell.ev(text) for text in (options.model, options.optimizer) if text)
+        )
+        with (
+            watcher,
+            mock.patch.multiple(self.shell, **dict.fromkeys(MUTED, lambda *args, **kwargs: None)),
+        ):
             result = self.shell.run_cell(cell)
         print(watcher.report())
         result.raise_error()

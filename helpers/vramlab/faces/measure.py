@@ -1,4 +1,6 @@
-"""`measure` and `record` as `vramlab` offers them: with the other two witnesses, which `measurement` does not know."""
+"""`measure` and `record` as `vramlab` offers them: with the other two witnesses, which
+`measurement` does not know.
+"""
 
 import functools
 from typing import Any
@@ -33,13 +35,17 @@ def record(*args: Any, **options: Any) -> Outcome:
 @needing("card")
 @functools.wraps(_run_card)
 def run_card(*args: Any, compare: bool = False, **options: Any) -> CardRun:
-    """As `measurement.card.run_card`; `compare` prints beside each report what simulate says, which takes some seconds."""
+    """As `measurement.card.run_card`; `compare` prints beside each report what simulate says, which
+    takes some seconds.
+    """
     beside = simulated_beside if compare else None
     return _run_card(*args, **{"estimate": peak_bytes, "beside": beside, **options})
 
 
 def peak_bytes(recipe: Recipe) -> int:
-    """Return the predicted peak; where predict refuses, parameters, gradients and states of one process alone."""
+    """Return the predicted peak; where predict refuses, parameters, gradients and states of one
+    process alone.
+    """
     try:
         return predict(recipe).peak.total
     except RecipeError:
@@ -53,7 +59,9 @@ def card_of(environment: dict[str, Any]) -> Gpu | None:
     if not environment.get("gpu"):
         return None
     capability = tuple(int(n) for n in environment["compute_capability"].split("."))
-    return seen_gpu(environment["gpu"], environment["total_memory"], capability, environment["multiprocessors"])
+    return seen_gpu(
+        environment["gpu"], environment["total_memory"], capability, environment["multiprocessors"]
+    )
 
 
 def simulated_beside(report: Report) -> str:

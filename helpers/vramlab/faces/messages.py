@@ -62,7 +62,9 @@ def read_message(text: str) -> Message:
     if message is None and holders:
         message = Message("table")
     if message is None:
-        rest = "PyTorch's says 'Tried to allocate …' and what is free; logs of Slurm, Ray, DeepSpeed, "
+        rest = (
+            "PyTorch's says 'Tried to allocate …' and what is free; logs of Slurm, Ray, DeepSpeed, "
+        )
         rest += "a container or Linux say that a process was killed, and nvidia-smi's table who holds what."
         raise MessageError(f"this is no out-of-memory message: {rest}")
     message.holders = holders
@@ -141,7 +143,9 @@ def _of_host(text: str) -> Message | None:
 
 
 def _add_deepspeed(text: str, found: dict[str, int]) -> None:
-    """Put the last line of DeepSpeed's see_memory_usage into `found`, and from its percentage the machine's total."""
+    """Put the last line of DeepSpeed's see_memory_usage into `found`, and from its percentage the
+    machine's total.
+    """
     patterns = WORDS["deepspeed"]
     for name in ("used", "allocated", "reserved"):
         matches = list(re.finditer(patterns[name], text))

@@ -1,4 +1,6 @@
-"""What the command line and the calculator share: options read from knobs, and whether a report fits a card."""
+"""What the command line and the calculator share: options read from knobs, and whether a report
+fits a card.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,10 +21,15 @@ from ..report.report import NO_TIER, Report
 
 MOST_DATA = 2 * 1024**3  # bytes of a data set's JSONL
 ANSWERS = ("completion", "chosen", "rejected")
-LENGTHS = ("length", "input_ids")  # `TrainingArguments.length_column_name`, and what the Trainer counts without it
+LENGTHS = (
+    "length",
+    "input_ids",
+)  # `TrainingArguments.length_column_name`, and what the Trainer counts without it
 
 # Two names of one argument, of which transformers would take the second without a word
-SAME = tuple((f"gradient_{name}", f"activation_{name}") for name in ("checkpointing", "checkpointing_kwargs"))
+SAME = tuple(
+    (f"gradient_{name}", f"activation_{name}") for name in ("checkpointing", "checkpointing_kwargs")
+)
 
 # Option to the field of `Recipe` or of its part, ("lora", "r"), and what the recipe says of it.
 Options = dict[str, tuple[tuple[str, ...], Knob]]
@@ -30,7 +37,9 @@ OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Recipe)}
 
 
 def fields_of(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields, those of a part in a dictionary; leave out options that are None, empty, or an unset switch."""
+    """Return fields, those of a part in a dictionary; leave out options that are None, empty, or an
+    unset switch.
+    """
     fields: dict[str, Any] = {}
     for option, value in given.items():
         (*part, name), knob = known[option]
@@ -45,7 +54,9 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     """Return the recipe of `given` options. Raises RecipeError."""
     fields = fields_of(OPTIONS, given)
     sharding = fields.get("sharding", {})
-    if 3 not in STAGES.get(sharding.get("engine"), (3,)):  # the default stage is none of this engine's
+    if 3 not in STAGES.get(
+        sharding.get("engine"), (3,)
+    ):  # the default stage is none of this engine's
         sharding.setdefault("stage", 0)
     if fields.get("trainer", "transformers") != "transformers" and "quantization" in fields:
         fields["quantization"].setdefault("prepare", False)  # TRL's trainers do not call it
@@ -53,36 +64,57 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
 
 
 def recipe_of_arguments(
-    model: str, given: Mapping[str, Any], values: Mapping[str, Any], kind: str | None = None, **fields: Any
+    model: str,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    kind: str | None = None,
+    **fields: Any,
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe of arguments that were written as JSON, and those of their names that no field has.
+    """Return the recipe of arguments that were written as JSON, and those of their names that no
+    field has.
 
     Args:
         given: options, which count where they are no default (a part's: not None).
         kind: the class of the arguments; None: the one that their names tell.
         fields: others of the recipe.
     Raises:
-        RecipeError: arguments of a trainer that no recipe models, or values that their class or recipe refuses.
+        RecipeError: arguments of a trainer that no recipe models, or values that their class or
+            recipe refuses.
     """
-    own = {name: n for name, n in given.items() if len(OPTIONS[name][0]) > 1 or n != OPTIONS[name][1].default}
+    own = {
+        name: n
+        for name, n in given.items()
+        if len(OPTIONS[name][0]) > 1 or n != OPTIONS[name][1].default
+    }
     fields |= fields_of(OPTIONS, own)
     kind = kind or class_of(values, fields.get("trainer"))
     trainer = fields.setdefault("trainer", TRAINERS[kind])
     if trainer not in (TRAINERS[kind], "sft"):
-        raise RecipeError("trainer", trainer, f"{TRL[trainer]} takes no {kind}: say a {CONFIGS[trainer]}")
+        raise RecipeError(
+            "trainer", trainer, f"{TRL[trainer]} takes no {kind}: say a {CONFIGS[trainer]}"
+        )
     for one, other in SAME:
         if one in values and other in values and (values[one] or None) != (values[other] or None):
-            raise RecipeError(one, values[one], f"{other}, which is the same, is {values[other]!r}: say one of them")
+            raise RecipeError(
+                one,
+                values[one],
+                f"{other}, which is the same, is {values[other]!r}: say one of them",
+            )
     foreign = undeclared(values, kind)
     with needing(kind):
-        arguments = _made(TRAINERS[kind], {name: n for name, n in values.items() if name not in foreign})
+        arguments = _made(
+            TRAINERS[kind], {name: n for name, n in values.items() if name not in foreign}
+        )
         if TRAINERS[kind] != trainer == "sft":  # SFTTrainer makes an SFTConfig of them
             arguments = _made(trainer, arguments.to_dict())
     return Recipe.from_training_arguments(arguments, model, **fields), foreign
 
 
 def _made(trainer: str, values: Mapping[str, Any]) -> Any:
-    """Return the arguments of `trainer` with those of `values` that memory depends on. Raises RecipeError."""
+    """Return the arguments of `trainer` with those of `values` that memory depends on.
+
+    Raises RecipeError.
+    """
     import torch
 
     kind = arguments_class(SimpleNamespace(trainer=trainer))
@@ -98,33 +130,44 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
     except ModuleNotFoundError:
         raise
     except Exception as error:  # whatever their checks come upon
-        raise RecipeError("training_arguments", said, f"{kind.__name__} refuses it: {reason(error)}") from error
+        raise RecipeError(
+            "training_arguments", said, f"{kind.__name__} refuses it: {reason(error)}"
+        ) from error
     arguments.tf32 = tf32
     return arguments
 
 
 def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = None) -> list[int]:
-    """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with one of LENGTHS a line;
-    of other objects what `tokens` says of them. Raises RecipeError for a file that does not say them."""
+    """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with
+    one of LENGTHS a line; of other objects what `tokens` says of them. Raises RecipeError for a
+    file that does not say them."""
     try:
-        lines = read_text(path, MOST_DATA).split("\n")  # and not at the other ends of lines, which a text may have
+        lines = read_text(path, MOST_DATA).split(
+            "\n"
+        )  # and not at the other ends of lines, which a text may have
         rows = [strict_json(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
-        raise RecipeError("lengths", str(path), f"it must be a JSONL file ({str(error).rstrip('.')})") from error
+        raise RecipeError(
+            "lengths", str(path), f"it must be a JSONL file ({str(error).rstrip('.')})"
+        ) from error
     values = [
-        next((row[name] for name in LENGTHS if name in row), row) if isinstance(row, dict) else row for row in rows
+        next((row[name] for name in LENGTHS if name in row), row) if isinstance(row, dict) else row
+        for row in rows
     ]
     texts = [value for value in values if isinstance(value, dict)]
     if texts and tokens is None:
-        raise RecipeError("lengths", ", ".join(texts[0]), "each sample must say its " + " or ".join(LENGTHS))
+        raise RecipeError(
+            "lengths", ", ".join(texts[0]), "each sample must say its " + " or ".join(LENGTHS)
+        )
     counted = iter(tokens(texts) if texts else ())
     values = [next(counted) if isinstance(value, dict) else value for value in values]
     return [len(value) if isinstance(value, list) else value for value in values]
 
 
 def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
-    """Count the tokens of samples as programs of `plan` train on them, with the model's tokenizer: from its folder or the
-    hub's local cache, from the hub if `pretrained`. A pair of answers has its longer one. Raises RecipeError."""
+    """Count the tokens of samples as programs of `plan` train on them, with the model's tokenizer:
+    from its folder or the hub's local cache, from the hub if `pretrained`. A pair of answers has
+    its longer one. Raises RecipeError."""
     with needing("text in --dataset"):
         from transformers import AutoTokenizer
     name = read_shape(model).hub_id or model
@@ -150,5 +193,7 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
 
 
 def fits_card(report: Report) -> bool | None:
-    """Return whether the process of `report` fits its card, None where that lies within the interval."""
+    """Return whether the process of `report` fits its card, None where that lies within the
+    interval.
+    """
     return {"safe": True, NO_TIER: False}.get(report.verdict)

@@ -1,7 +1,8 @@
-"""A pytest plug-in: `@pytest.mark.fits("T4")` on a test that returns a recipe, and budgets of bytes kept like snapshots.
+"""A pytest plug-in: `@pytest.mark.fits("T4")` on a test that returns a recipe, and budgets of bytes
+kept like snapshots.
 
-The fixture `memory_budget` takes what `assert_fits` takes, and fails where the peak is above that in
-`<test file>.budgets.json`; `--update-memory-budgets` writes that file.
+The fixture `memory_budget` takes what `assert_fits` takes, and fails where the peak is above that
+in `<test file>.budgets.json`; `--update-memory-budgets` writes that file.
 """
 
 import json
@@ -16,11 +17,15 @@ UPDATE = "--update-memory-budgets"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("vramlab").addoption(UPDATE, action="store_true", help="Write the budgets of memory_budget.")
+    parser.getgroup("vramlab").addoption(
+        UPDATE, action="store_true", help="Write the budgets of memory_budget."
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns")
+    config.addinivalue_line(
+        "markers", "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,7 +43,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """A function of what `assert_fits` takes: its peak must not be above the budget that the file has for this test."""
+    """A function of what `assert_fits` takes: its peak must not be above the budget that the file
+    has for this test.
+    """
     path, name = request.path.with_suffix(".budgets.json"), request.node.nodeid.partition("::")[2]
 
     def check(what: Any, **given: Any) -> None:
@@ -51,7 +58,9 @@ def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
             write_atomically(path, json.dumps(budgets, indent=1, sort_keys=True) + "\n")
             return
         if name not in budgets:
-            pytest.fail(f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it")
+            pytest.fail(
+                f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it"
+            )
         over = peak.total - budgets[name]["total"]
         grown = (f"{part} {n - budgets[name].get(part, 0):+,} B" for part, n in peak.items())
         if over > 0:

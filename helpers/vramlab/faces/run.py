@@ -1,7 +1,8 @@
 """`vramlab run`: any script on any GPU, without the GPU.
 
-The command runs in PyTorch's CUDA build, on stand-ins for CUDA's libraries (`data/stand_in`): dispatcher, autograd, host
-code of kernels and caching allocator are PyTorch's own, and so is the OutOfMemoryError where the card would give it.
+The command runs in PyTorch's CUDA build, on stand-ins for CUDA's libraries (`data/stand_in`):
+dispatcher, autograd, host code of kernels and caching allocator are PyTorch's own, and so is the
+OutOfMemoryError where the card would give it.
 """
 
 import dataclasses
@@ -34,8 +35,8 @@ LIMITS = (
 
 @dataclass
 class ScriptRun:
-    """What a script held on a card: its exit `status`; for each process that used CUDA, by rank, a report and what its
-    allocator's history says."""
+    """What a script held on a card: its exit `status`; for each process that used CUDA, by rank, a
+    report and what its allocator's history says."""
 
     command: str
     card: Gpu
@@ -51,7 +52,9 @@ class ScriptRun:
             peaks = f"{format_bytes(report.allocated)} allocated, {format_bytes(report.reserved)} reserved"
             lines.append(f"{rank}peaks {peaks}; with CUDA's context {report.process}")
             if report.phases and report.status == "ok":
-                lines.append(str(dataclasses.replace(report, reserved=None, process=None, notes=[])))
+                lines.append(
+                    str(dataclasses.replace(report, reserved=None, process=None, notes=[]))
+                )
             lines += [history, report.message]
         none = "no Python process of it that has vramlab held memory of the card"
         lines += [f"note: {note}" for note in LIMITS] if self.reports else [none]
@@ -59,16 +62,23 @@ class ScriptRun:
 
 
 def run(
-    command: Sequence[str], card: Gpu, count: int = 1, snapshot: Path | None = None, steps: int | None = None
+    command: Sequence[str],
+    card: Gpu,
+    count: int = 1,
+    snapshot: Path | None = None,
+    steps: int | None = None,
 ) -> ScriptRun:
     """Run `command` on the stand-in for `count` such cards and return what its processes held.
 
-    `snapshot` is a file for memory_viz, of the process that held most; after `steps` optimizer steps each process ends.
+    `snapshot` is a file for memory_viz, of the process that held most; after `steps` optimizer
+    steps each process ends.
 
     Raises StandInError where the command or a part of the stand-in is missing.
     """
     if not shutil.which(command[0]):
-        raise StandInError(f"vramlab run finds no program {command[0]!r}: it takes a command such as python train.py.")
+        raise StandInError(
+            f"vramlab run finds no program {command[0]!r}: it takes a command such as python train.py."
+        )
     found = libraries()
     own = {"LD_PRELOAD": ":".join(map(str, found)), "TRITON_LIBCUDA_PATH": str(found[0].parent)}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,12 +86,19 @@ def run(
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         own |= {"PYTHONPATH": os.pathsep.join(paths), FOLDER: folder, STEPS: str(steps or "")}
         status = _status(command, {**os.environ, **own, **variables(card, count)})
-        left = [(json.loads(path.read_text()), path.with_suffix(".pickle")) for path in Path(folder).glob("*.json")]
+        left = [
+            (json.loads(path.read_text()), path.with_suffix(".pickle"))
+            for path in Path(folder).glob("*.json")
+        ]
         left = sorted((one for one in left if one[0]["allocated"]), key=lambda one: one[0]["rank"])
         if snapshot and left:
-            write_atomically(snapshot, max(left, key=lambda one: one[0]["allocated"])[1].read_bytes())
+            write_atomically(
+                snapshot, max(left, key=lambda one: one[0]["allocated"])[1].read_bytes()
+            )
         reports = [_report(found, shlex.join(command), card, status) for found, _ in left]
-        return ScriptRun(shlex.join(command), card, status, reports, [_history(path) for _, path in left])
+        return ScriptRun(
+            shlex.join(command), card, status, reports, [_history(path) for _, path in left]
+        )
 
 
 def _status(command: Sequence[str], variables: dict[str, str]) -> int:
@@ -96,17 +113,25 @@ def _status(command: Sequence[str], variables: dict[str, str]) -> int:
 
 
 def killed(status: int) -> str:
-    """Return by which signal a command of that exit status ended, and what that mostly means; "" where by none."""
+    """Return by which signal a command of that exit status ended, and what that mostly means; ""
+    where by none.
+    """
     number = status - 128
     if number not in set(signal.Signals) or number == signal.SIGINT:
         return ""
     name = signal.Signals(number).name
-    why = "; mostly Linux's, because the machine's own memory ran out: dmesg says so" if name == "SIGKILL" else ""
+    why = (
+        "; mostly Linux's, because the machine's own memory ran out: dmesg says so"
+        if name == "SIGKILL"
+        else ""
+    )
     return f"the command was killed by signal {number} ({name}){why}"
 
 
 def _report(found: dict[str, Any], command: str, card: Gpu, status: int) -> Report:
-    """Return the report of one process, in whose split what no Trainer's watched step explains is "unexplained"."""
+    """Return the report of one process, in whose split what no Trainer's watched step explains is
+    "unexplained".
+    """
     held = Bytes(unexplained=found["allocated"])
     seen = Report.from_dict(found["report"]) if found["report"] else None
     seen = seen or Report("emulated", None, command, "cuda", {}, held, "")

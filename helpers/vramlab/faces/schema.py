@@ -18,7 +18,14 @@ from .explain import Explanation
 
 VERSION = 1
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", NoneType: "null", dict: "object"}
+PLAIN = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    NoneType: "null",
+    dict: "object",
+}
 # Properties that `to_dict` adds to a dataclass's fields.
 ADDED: dict[type, dict[str, Any]] = {
     Bytes: {"total": {"type": "integer"}},
@@ -124,7 +131,11 @@ def _of_dataclass(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
         fields = [field.name for field in dataclasses.fields(kind)]
         properties = {field: _described(types[field], definitions) for field in fields}
         properties |= ADDED.get(kind, {})
-        definitions[name] = {"type": "object", "properties": properties, "required": list(properties)}
+        definitions[name] = {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+        }
     return {"$ref": f"#/$defs/{name}"}
 
 

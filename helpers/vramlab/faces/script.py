@@ -1,4 +1,6 @@
-"""What a script says, read off its syntax tree as a recipe; what the command line says of a Trainer's arguments."""
+"""What a script says, read off its syntax tree as a recipe; what the command line says of a
+Trainer's arguments.
+"""
 
 import ast
 import re
@@ -21,31 +23,48 @@ from .script_names import WORDS
 from .script_tree import Tree, Unread
 
 # A Trainer's class to the recipe's trainer
-KINDS = {"Trainer": "transformers", "Seq2SeqTrainer": "transformers"} | {name: kind for kind, name in TRL.items()}
-HEADS = {task.auto_class.removeprefix("AutoModel"): name for name, task in TASKS.items()} | {"LMHeadModel": "causal-lm"}
+KINDS = {"Trainer": "transformers", "Seq2SeqTrainer": "transformers"} | {
+    name: kind for kind, name in TRL.items()
+}
+HEADS = {task.auto_class.removeprefix("AutoModel"): name for name, task in TASKS.items()} | {
+    "LMHeadModel": "causal-lm"
+}
 COLLATORS = re.compile("|".join([*WORDS["collators"], "default_data_collator"]))
 ONE_CARD = (None, "cuda", "cuda:0", 0, {"": 0}, {"": "cuda"}, {"": "cuda:0"})  # of `device_map`
 UNTOLD = "whose value only running it would tell"
 # What the command line says of a Trainer's argument that is no option.
-WHY_NOT = dict.fromkeys(CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out")
-WHY_NOT |= {name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]}
-SAY = {name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere}
+WHY_NOT = dict.fromkeys(
+    CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out"
+)
+WHY_NOT |= {
+    name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]
+}
+SAY = {
+    name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
+}
 
 
 def instead(error: Exception, command: str | None) -> str:
-    """Return a sentence on the option that click's NoSuchOption names, "" unless a Trainer's arguments have it."""
+    """Return a sentence on the option that click's NoSuchOption names, "" unless a Trainer's
+    arguments have it.
+    """
     if not (option := getattr(error, "option_name", "")):
         return ""
-    name, known = option.lstrip("-").replace("-", "_"), {o for each in error.ctx.command.params for o in each.opts}
-    why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(name, "").format(command)
+    name, known = (
+        option.lstrip("-").replace("-", "_"),
+        {o for each in error.ctx.command.params for o in each.opts},
+    )
+    why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(
+        name, ""
+    ).format(command)
     why = f"say {SAY[name]}" if SAY.get(name) in known else why
     return f"There is no option {option}: {why}." if why and command else ""
 
 
 @dataclass
 class Script:
-    """What a script trains: `kind` is the class of its `arguments`, `fields` are the recipe's others, `notes` say which
-    lines are left out."""
+    """What a script trains: `kind` is the class of its `arguments`, `fields` are the recipe's
+    others, `notes` say which lines are left out."""
 
     model: str | None
     kind: str
@@ -57,8 +76,9 @@ class Script:
 def read_script(path: Path) -> Script:
     """Return what a script says. It is not executed, and constants are computed within bounds.
 
-    Raises RecipeError for what is no Python file, for one without a Trainer that a recipe models, and where a line
-    changes what is trained in a way that no recipe says, or more lines than a few are not understood.
+    Raises RecipeError for what is no Python file, for one without a Trainer that a recipe models,
+    and where a line changes what is trained in a way that no recipe says, or more lines than a few
+    are not understood.
     """
     try:
         return _Reader(path).read()
@@ -66,9 +86,12 @@ def read_script(path: Path) -> Script:
         raise RecipeError("script", str(path), "it is nested too deeply to be read") from error
 
 
-def recipe_of_script(path: Path, model: str = "", given: Mapping[str, Any] | None = None) -> tuple[Recipe, list[str]]:
-    """Return the recipe of a script, of another `model` and with `given` options where they are said, and notes on what of
-    the script it leaves out. Raises RecipeError as `read_script` does, and where no model is named."""
+def recipe_of_script(
+    path: Path, model: str = "", given: Mapping[str, Any] | None = None
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe of a script, of another `model` and with `given` options where they are
+    said, and notes on what of the script it leaves out. Raises RecipeError as `read_script` does,
+    and where no model is named."""
     script, given = read_script(path), given or {}
     model, fields, notes = model or script.model, dict(script.fields), list(script.notes)
     if not model:
@@ -82,7 +105,12 @@ def recipe_of_script(path: Path, model: str = "", given: Mapping[str, Any] | Non
         fields.pop("task")
     recipe, foreign = recipe_of_arguments(model, given, script.arguments, script.kind, **fields)
     notes += [f"without {name}: {script.kind} has no field of that name" for name in foreign]
-    said = fields.get("seq_len") or fields.get("lengths") or given.get("seq_len") or given.get("lengths")
+    said = (
+        fields.get("seq_len")
+        or fields.get("lengths")
+        or given.get("seq_len")
+        or given.get("lengths")
+    )
     if recipe.trainer == "transformers" and not said and not shape.image_tokens:
         notes.append(f"the tokens of a sample are not written in it: {recipe.seq_len} are taken")
     return recipe, notes
@@ -117,8 +145,14 @@ class _Reader:
         return Script(self.model, kind, self.arguments, self.fields, self.lines.listed())
 
     def _trainer(self) -> tuple[ast.Call, str]:
-        """Return the call that makes the Trainer, and its class or the one that the script's own is made from."""
-        found = [call for call in self.tree.calls if self.lines.is_trainer(call) and not self.tree.dead(call)]
+        """Return the call that makes the Trainer, and its class or the one that the script's own is
+        made from.
+        """
+        found = [
+            call
+            for call in self.tree.calls
+            if self.lines.is_trainer(call) and not self.tree.dead(call)
+        ]
         if not found:
             self.lines.refuse(None, f"none of {', '.join(KINDS)} is called in it")
         call, *others = found
@@ -131,20 +165,33 @@ class _Reader:
                 is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
                 says_nothing = isinstance(line, ast.Pass) or is_text
                 if not says_nothing and getattr(line, "name", "") not in WORDS["trainer_overrides"]:
-                    self.lines.refuse(line, f"replaces what {name} does in a step, which no recipe says")
+                    self.lines.refuse(
+                        line, f"replaces what {name} does in a step, which no recipe says"
+                    )
             for other in own.bases[1:]:
-                self.lines.refuse(other, f"is a second class that {name} is made from, which no recipe says")
+                self.lines.refuse(
+                    other, f"is a second class that {name} is made from, which no recipe says"
+                )
             whole = self.tree.dotted(own.bases[0]) or ast.unparse(own.bases[0])
             name = whole.rpartition(".")[2]
-        if name not in KINDS or (whole.partition(".")[0] or "trl") not in ("transformers", "trl", name):
+        if name not in KINDS or (whole.partition(".")[0] or "trl") not in (
+            "transformers",
+            "trl",
+            name,
+        ):
             self.lines.refuse(call, "is a trainer that no recipe models")
         return call, name
 
     def _words(self, call: ast.Call, positions: Sequence[str] = ()) -> dict[str, ast.expr]:
-        """Return what a call is given, by name. Raises RecipeError where only running it would tell."""
+        """Return what a call is given, by name.
+
+        Raises RecipeError where only running it would tell.
+        """
         self.lines.understood.add(call)
         self._account_for_library(call)
-        if len(call.args) > len(positions) or any(isinstance(arg, ast.Starred) for arg in call.args):
+        if len(call.args) > len(positions) or any(
+            isinstance(arg, ast.Starred) for arg in call.args
+        ):
             self.lines.refuse(call, "has arguments without a name, which are not read")
         found = dict(zip(positions, call.args, strict=False))
         for word in call.keywords:
@@ -153,34 +200,52 @@ class _Reader:
                 continue
             held = self.tree.sources(word.value)
             whole = held[0] if len(held) == 1 and not self.tree.is_written(held[0]) else None
-            if isinstance(whole, ast.Dict) and all(isinstance(key, ast.Constant) for key in whole.keys):
-                found |= {key.value: value for key, value in zip(whole.keys, whole.values, strict=True)}
+            if isinstance(whole, ast.Dict) and all(
+                isinstance(key, ast.Constant) for key in whole.keys
+            ):
+                found |= {
+                    key.value: value for key, value in zip(whole.keys, whole.values, strict=True)
+                }
             elif isinstance(whole, ast.Call) and self.tree.name(whole) == "dict" and not whole.args:
                 found |= self._words(whole)
             else:
-                self.lines.refuse(call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}")
+                self.lines.refuse(
+                    call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}"
+                )
         return found
 
     def _account_for_library(self, call: ast.Call) -> None:
-        """Note a class of a name that is known which another library has. Raises RecipeError for one of the script's own."""
+        """Note a class of a name that is known which another library has.
+
+        Raises RecipeError for one of the script's own.
+        """
         owner = (
-            call.func.value if isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func) else call.func
+            call.func.value
+            if isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func)
+            else call.func
         )
         if getattr(owner, "id", "") in self.tree.classes and call is not self.lines.trainer:
             self.lines.refuse(call, "is of a class of its own, which no recipe says")
-        whole = self.tree.dotted(owner).removesuffix(".from_pretrained").removesuffix(".from_config")
+        whole = (
+            self.tree.dotted(owner).removesuffix(".from_pretrained").removesuffix(".from_config")
+        )
         if whole and self.lines.names.is_foreign(whole):
             self.lines.note(call, f"of {whole}, which is not read")
 
     def _only(self, node: ast.expr | None, what: str) -> ast.expr | None:
-        """Return what an expression stands for. Raises RecipeError where that may be several things."""
+        """Return what an expression stands for.
+
+        Raises RecipeError where that may be several things.
+        """
         found = self.tree.sources(node)
         if len(found) != 1 or (found[0] is None and node is not None):
             self.lines.refuse(node, f"does not say {what}: only running it would tell")
         return found[0]
 
     def _value(self, name: str, node: ast.expr, quiet: bool = False) -> Any:
-        """Return a constant, or None with a note where only running the script would tell, unless that is `quiet`."""
+        """Return a constant, or None with a note where only running the script would tell, unless
+        that is `quiet`.
+        """
         try:
             return self.tree.value(node)
         except Unread:
@@ -192,7 +257,9 @@ class _Reader:
         self.lines.understood.update(ast.walk(node))
         self.lines.note(node, why, f"{name}={self.lines.text(node)}")
 
-    def _values(self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()) -> dict[str, Any]:
+    def _values(
+        self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Return the constants that a call of a configuration is given, with notes on the others."""
         found = {}
         for name, node in self._words(call, positions).items():
@@ -209,13 +276,24 @@ class _Reader:
         return found
 
     def _unseen(self) -> None:
-        """Take what a program of plan says beside the Trainer's arguments: its own check of the memory."""
-        call = next((call for call in self.tree.calls if self.tree.name(call) == "from_training_arguments"), None)
+        """Take what a program of plan says beside the Trainer's arguments: its own check of the
+        memory.
+        """
+        call = next(
+            (call for call in self.tree.calls if self.tree.name(call) == "from_training_arguments"),
+            None,
+        )
         words = {word.arg: word.value for word in call.keywords} if call else {}
-        found = {name: self._value(name, words[name]) for name in ("precision", "seq_len", "lengths") if name in words}
+        found = {
+            name: self._value(name, words[name])
+            for name in ("precision", "seq_len", "lengths")
+            if name in words
+        }
         if "sharding" in words:
             sharding = self._only(words["sharding"], "the sharding")
-            found["sharding"] = {word.arg: self._value(word.arg, word.value) for word in sharding.keywords}
+            found["sharding"] = {
+                word.arg: self._value(word.arg, word.value) for word in sharding.keywords
+            }
         self.fields |= {name: value for name, value in found.items() if value is not None}
 
     def _read_arguments(self, node: ast.expr | None, trainer: str) -> str:
@@ -228,7 +306,11 @@ class _Reader:
             self.lines.refuse(call, "makes the Trainer's arguments, and does not say them")
         if kind not in TRAINERS:
             self.lines.refuse(call, "is of a trainer that no recipe models")
-        engine = ("fsdp", "fsdp_config", "deepspeed")  # in a file of its own, where the sharding is said
+        engine = (
+            "fsdp",
+            "fsdp_config",
+            "deepspeed",
+        )  # in a file of its own, where the sharding is said
         quiet = {*CLASSIFIED["neutral"], *(engine if self.fields.get("sharding") else ())}
         self.arguments |= self._values(call, COMMON | OWN[kind], quiet, ("output_dir",))
         return kind
@@ -236,13 +318,19 @@ class _Reader:
     def _load(self, node: ast.expr | None) -> None:
         """Take what is said of the model that an expression gives, from the loading on."""
         call = self._only(node, "the model")
-        if isinstance(call, ast.Constant | ast.JoinedStr | ast.BinOp) and self.fields["trainer"] in TRL:
+        if (
+            isinstance(call, ast.Constant | ast.JoinedStr | ast.BinOp)
+            and self.fields["trainer"] in TRL
+        ):
             self.model = self._value("model", call, quiet=True)
             return
         if not isinstance(call, ast.Call):
             self.lines.refuse(node or self.lines.trainer, "does not say how the model is loaded")
         self.lines.understood.add(call)
-        name, method = self.tree.name(call), isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func)
+        name, method = (
+            self.tree.name(call),
+            isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func),
+        )
         if name == "get_peft_model":
             self._give_adapters(call)
         elif name == "prepare_model_for_kbit_training":
@@ -261,7 +349,9 @@ class _Reader:
         self._adapt(words.pop("peft_config", None))
         cast = words.pop("autocast_adapter_dtype", None)
         if cast is not None and self.fields.get("lora") is not None:
-            self.fields["lora"]["autocast_adapter_dtype"] = self._value("autocast_adapter_dtype", cast)
+            self.fields["lora"]["autocast_adapter_dtype"] = self._value(
+                "autocast_adapter_dtype", cast
+            )
         for name, node in words.items():
             self._note(name, node)
 
@@ -271,7 +361,9 @@ class _Reader:
         if call is None or (isinstance(call, ast.Constant) and call.value is None):
             return
         if not isinstance(call, ast.Call) or self.tree.name(call) != "LoraConfig":
-            self.lines.refuse(call, "is no LoraConfig, the only one of PEFT's methods that a recipe says")
+            self.lines.refuse(
+                call, "is no LoraConfig, the only one of PEFT's methods that a recipe says"
+            )
         known = [name for knob in knobs(LoRA).values() for name in knob.elsewhere]
         refused = CLASSIFIED["refused_in"]["LoraConfig"]
         said = self._values(call, {*known, *refused}, CLASSIFIED["neutral_in"]["LoraConfig"])
@@ -279,8 +371,12 @@ class _Reader:
         self.fields["lora"] = {name: value for name, value in said.items() if name in known}
 
     def _prepare(self, call: ast.Call) -> None:
-        """Take PEFT's preparation of a quantized base, which also switches checkpointing on unless it is told not to."""
-        words = self._words(call, ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"))
+        """Take PEFT's preparation of a quantized base, which also switches checkpointing on unless
+        it is told not to.
+        """
+        words = self._words(
+            call, ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs")
+        )
         self._load(words.get("model"))
         if not self.fields.get("quantization"):
             self.lines.note(call)
@@ -296,14 +392,18 @@ class _Reader:
 
     def _read_loading(self, call: ast.Call, method: str) -> None:
         """Take what `from_pretrained` or `from_config` says of the model."""
-        owner = (self.tree.dotted(call.func.value) or ast.unparse(call.func.value)).rpartition(".")[2]
+        owner = (self.tree.dotted(call.func.value) or ast.unparse(call.func.value)).rpartition(".")[
+            2
+        ]
         liger, head = "AutoLigerKernel", re.search(r"(For[A-Z]\w+|LMHeadModel)$", owner)
         if not head or head[0] not in HEADS or re.search("Peft|Unsloth|AutoAWQ|AutoGPTQ", owner):
             self.lines.refuse(call, "loads a model in a way that no recipe says")
         if owner.startswith(liger):
             self.arguments["use_liger_kernel"] = True
         self.fields["task"] = HEADS[head[0]]
-        words = self._words(call, ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",))
+        words = self._words(
+            call, ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",)
+        )
         for name, node in words.items():
             self._loading_word(name, node)
 
@@ -326,15 +426,27 @@ class _Reader:
         elif name == "num_hidden_layers" and value is not None:
             self.fields["num_layers"] = value
         elif name in ("load_in_8bit", "load_in_4bit") and value is not False:
-            self.lines.refuse(node, f"asks for {name}, which a recipe reads in a BitsAndBytesConfig of 4 bits only")
+            self.lines.refuse(
+                node,
+                f"asks for {name}, which a recipe reads in a BitsAndBytesConfig of 4 bits only",
+            )
         elif not quiet and not self._is_usual(name, value):
             self._note(name, node)
 
     def _is_usual(self, name: str, value: Any) -> bool:
         """Whether an argument of loading has the value that recipes are modelled with."""
         labels = 1 if self.fields["trainer"] == "reward" else 2
-        usual = {"device_map": ONE_CARD, "num_labels": (labels,), "load_in_8bit": (False,), "load_in_4bit": (False,)}
-        return value in usual.get(name, (None,)) if not isinstance(value, bool) else value in usual.get(name, ())
+        usual = {
+            "device_map": ONE_CARD,
+            "num_labels": (labels,),
+            "load_in_8bit": (False,),
+            "load_in_4bit": (False,),
+        }
+        return (
+            value in usual.get(name, (None,))
+            if not isinstance(value, bool)
+            else value in usual.get(name, ())
+        )
 
     def _configure(self, node: ast.expr) -> None:
         """Take the model's name and layers from the configuration that it is loaded with."""
@@ -350,9 +462,17 @@ class _Reader:
         if isinstance(call, ast.Constant) and call.value is None:
             return
         if not isinstance(call, ast.Call) or self.tree.name(call) != "BitsAndBytesConfig":
-            self.lines.refuse(node, "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits")
+            self.lines.refuse(
+                node, "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits"
+            )
         own, refused = "bnb_4bit_", CLASSIFIED["refused_in"]["BitsAndBytesConfig"]
-        names = {f"{own}quant_type", f"{own}use_double_quant", f"{own}compute_dtype", "load_in_4bit", *refused}
+        names = {
+            f"{own}quant_type",
+            f"{own}use_double_quant",
+            f"{own}compute_dtype",
+            "load_in_4bit",
+            *refused,
+        }
         said = self._values(call, names, ("bnb_4bit_quant_storage",))
         check_table(said, refused)
         if said.get("load_in_4bit"):
@@ -367,13 +487,17 @@ class _Reader:
         """Account for an argument of the Trainer beside its model and arguments."""
         held = self.tree.sources(node)
         empty = (
-            all(ast.unparse(one) in ("None", "(None, None)") for one in held if one is not None) and None not in held
+            all(ast.unparse(one) in ("None", "(None, None)") for one in held if one is not None)
+            and None not in held
         )
         if name == "callbacks" and self.lines.names.unread_callback(node):
             self._note(name, node)
         if empty or name in WORDS["trainer_arguments"]:
             return
-        made = (self.tree.name(one) if isinstance(one, ast.Call) else getattr(one, "id", "") for one in held)
+        made = (
+            self.tree.name(one) if isinstance(one, ast.Call) else getattr(one, "id", "")
+            for one in held
+        )
         if name == "data_collator" and all(map(COLLATORS.fullmatch, made)):
             for one in held:
                 self._collate(one)
@@ -392,7 +516,12 @@ class _Reader:
         """Whether a reference is loaded as the model is, which is what TRL does without one."""
         known = (one for one in self.lines.understood if isinstance(one, ast.Call))
         loads = {ast.dump(one) for one in known if self.lines.kind(one) == "model"}
-        return not self.fields.get("lora") and len(held) == 1 and held[0] is not None and ast.dump(held[0]) in loads
+        return (
+            not self.fields.get("lora")
+            and len(held) == 1
+            and held[0] is not None
+            and ast.dump(held[0]) in loads
+        )
 
     def _read_length(self) -> None:
         """Take the length that the tokenizer cuts samples to."""

@@ -1,4 +1,5 @@
-"""Every line of a script accounted for: it is in the recipe, known to move no memory of a step, or listed.
+"""Every line of a script accounted for: it is in the recipe, known to move no memory of a step, or
+listed.
 
 What is known to move none is in `data/script_calls.json` (`script_names.py`).
 """
@@ -23,15 +24,34 @@ METHODS = {name for kind in BUILT_IN for name in dir(kind) if not name.startswit
 CASTS = {"half": "float16", "float": "float32", "bfloat16": "bfloat16"}
 CHECKPOINTING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 CHANGING_MODELS = {*CASTS, *CHECKPOINTING, *WORDS["refused"], "to", "cuda", "cpu", "to_empty"}
-HANDED_OVER = ("map", "filter", "set_transform", "with_transform", "from_generator", "sort", "starmap", "apply")
+HANDED_OVER = (
+    "map",
+    "filter",
+    "set_transform",
+    "with_transform",
+    "from_generator",
+    "sort",
+    "starmap",
+    "apply",
+)
 MOST_NOTES = 3
 TAKING_FUNCTIONS = ("map", "filter", "sorted", "min", "max")  # built in ones
-LITERALS = (ast.Constant, ast.JoinedStr, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.BinOp)
+LITERALS = (
+    ast.Constant,
+    ast.JoinedStr,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.BinOp,
+)
 LITERALS += (ast.Compare, ast.UnaryOp, ast.Lambda, ast.Dict, ast.Set)
 
 
 class Lines:
-    """The lines of a script: what each expression stands for, which are understood, and notes on those that are not."""
+    """The lines of a script: what each expression stands for, which are understood, and notes on
+    those that are not.
+    """
 
     def __init__(self, tree: Tree):
         self.tree, self.names = tree, Names(tree)
@@ -41,7 +61,9 @@ class Lines:
         self.arguments: dict[str, Any] = {}  # of the Trainer's
         self.fields: dict[str, Any] = {}  # of the recipe
         self.trainer: ast.Call | None = None
-        self.of_data: set[ast.AST] = set()  # nodes of functions that prepare data or evaluate, which others call
+        self.of_data: set[ast.AST] = (
+            set()
+        )  # nodes of functions that prepare data or evaluate, which others call
 
     def text(self, node: ast.AST) -> str:
         """The source of a node in one short line that every terminal can show."""
@@ -56,7 +78,9 @@ class Lines:
         return node
 
     def note(self, node: ast.AST, why: str = "", text: str = "") -> None:
-        """List what is not in the recipe: `text`, or the node itself where it stands in a longer statement."""
+        """List what is not in the recipe: `text`, or the node itself where it stands in a longer
+        statement.
+        """
         statement = self.statement(node)
         compound = isinstance(statement, (*SCOPES, ast.If, ast.For, ast.While, ast.With, ast.Try))
         source = text or self.text(node if compound else statement)
@@ -67,24 +91,35 @@ class Lines:
         """Raise RecipeError, which names the line and the command that runs the script."""
         where = f"line {node.lineno} (`{self.text(node)}`) " if node is not None else ""
         name = self.tree.path.name
-        rest = f"{where}{why}: vramlab run --gpu NAME -- python {name} runs it and says what it holds"
+        rest = (
+            f"{where}{why}: vramlab run --gpu NAME -- python {name} runs it and says what it holds"
+        )
         raise RecipeError("script", name, rest)
 
     def listed(self) -> list[str]:
-        """The notes, in the script's order. Raises RecipeError where they are too many for an answer."""
+        """The notes, in the script's order.
+
+        Raises RecipeError where they are too many for an answer.
+        """
         found = sorted(self.notes.items(), key=lambda pair: start_of(pair[0]))
         if len(found) > MOST_NOTES:
             first, _ = found[0]
             others = ", ".join(str(statement.lineno) for statement, _ in found[1:12])
-            self.refuse(first, f"is one of {len(found)} lines that no recipe says, as are lines {others}")
+            self.refuse(
+                first, f"is one of {len(found)} lines that no recipe says, as are lines {others}"
+            )
         return [f"without line {min(texts.values())}: {'; '.join(texts)}" for _, texts in found]
 
     def kind(self, node: ast.AST | None) -> str:
-        """What an expression gives: "model", "trainer", "args", "tokenizer", "config", "data"; "" where unknown."""
+        """What an expression gives: "model", "trainer", "args", "tokenizer", "config", "data"; ""
+        where unknown.
+        """
         if node not in self.kinds:
             self.kinds[node] = ""
             found = {self._kind(one) for one in self.tree.sources(node)}
-            self.kinds[node] = "model" if "model" in found else found.pop() if len(found) == 1 else ""
+            self.kinds[node] = (
+                "model" if "model" in found else found.pop() if len(found) == 1 else ""
+            )
         return self.kinds[node]
 
     def _kind(self, node: ast.AST | None) -> str:
@@ -92,13 +127,17 @@ class Lines:
             return self._kind_of_call(node)
         if isinstance(node, ast.Attribute) and not self.tree.dotted(node):
             whole = self.kind(node.value)
-            return {"trainer": {"model": "model", "args": "args"}.get(node.attr, "")}.get(whole, whole)
+            return {"trainer": {"model": "model", "args": "args"}.get(node.attr, "")}.get(
+                whole, whole
+            )
         if isinstance(node, ast.Subscript | ast.Starred | ast.Await):
             return self.kind(node.value)
         if isinstance(node, ast.List | ast.Tuple | ast.BoolOp):
             parts = {self.kind(one) for one in getattr(node, "elts", getattr(node, "values", ()))}
             return "model" if "model" in parts else "data"
-        if isinstance(node, LITERALS) or (node is not None and self.names.is_of_modules(self.tree.dotted(node))):
+        if isinstance(node, LITERALS) or (
+            node is not None and self.names.is_of_modules(self.tree.dotted(node))
+        ):
             return "data"
         return "data" if isinstance(node, ast.Name) and node.id in self.tree.classes else ""
 
@@ -119,7 +158,9 @@ class Lines:
         if name == "vars" and not whole:
             return self.kind(next(iter(call.args), None))
         if name in self.tree.classes and not whole:
-            modules = any(self.text(base).endswith("Module") for base in self.tree.classes[name].bases)
+            modules = any(
+                self.text(base).endswith("Module") for base in self.tree.classes[name].bases
+            )
             return "model" if modules else "data"
         if isinstance(call.func, ast.Attribute) and not whole:
             return self.kind(call.func.value)
@@ -133,7 +174,10 @@ class Lines:
         return name not in self.tree.functions and any(one.endswith("Trainer") for one in ends)
 
     def account(self) -> None:
-        """Note every line that is neither understood nor known to move nothing. Raises RecipeError as `refuse` does."""
+        """Note every line that is neither understood nor known to move nothing.
+
+        Raises RecipeError as `refuse` does.
+        """
         outside, self.of_data = self._outside()
         for node in self.tree.nodes:
             if node in outside or self.tree.dead(node) is True:
@@ -145,7 +189,9 @@ class Lines:
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 for target in getattr(node, "targets", None) or [node.target]:
                     self._account_for_target(target, node)
-            elif isinstance(node, ast.Delete) and any(self._is_of_model(one) for one in node.targets):
+            elif isinstance(node, ast.Delete) and any(
+                self._is_of_model(one) for one in node.targets
+            ):
                 self.note(node)
             elif isinstance(node, ast.Attribute):
                 self._account_for_method_as_value(node)
@@ -156,7 +202,9 @@ class Lines:
         return isinstance(node, ast.Attribute | ast.Subscript) and self.kind(node.value) == "model"
 
     def _touches_training(self, node: ast.AST) -> bool:
-        """Whether a node in a function that prepares data or evaluates is about the model, the Trainer or its arguments."""
+        """Whether a node in a function that prepares data or evaluates is about the model, the
+        Trainer or its arguments.
+        """
         parts: list[ast.AST] = []
         if isinstance(node, ast.Call):
             parts = [node.func, *node.args, *(word.value for word in node.keywords)]
@@ -173,16 +221,26 @@ class Lines:
         return is_switch or any(self.kind(one) in ("model", "trainer", "args") for one in holders)
 
     def _account_for_method_as_value(self, node: ast.Attribute) -> None:
-        """Note a method that changes a model and is not called here but handed over, such as torch.nn.Module.half."""
+        """Note a method that changes a model and is not called here but handed over, such as
+        torch.nn.Module.half.
+        """
         parent = self.tree.parents.get(node)
-        if isinstance(node.ctx, ast.Store) or (isinstance(parent, ast.Call) and parent.func is node):
+        if isinstance(node.ctx, ast.Store) or (
+            isinstance(parent, ast.Call) and parent.func is node
+        ):
             return
-        of_torch = self.tree.dotted(node).startswith("torch.") and self.text(node.value).endswith("Module")
+        of_torch = self.tree.dotted(node).startswith("torch.") and self.text(node.value).endswith(
+            "Module"
+        )
         if node.attr in CHANGING_MODELS and (of_torch or self.kind(node.value) == "model"):
             self.note(node)
 
-    def _account_for_definition(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Note what a class or function is made from and what it is wrapped in, where that is not read."""
+    def _account_for_definition(
+        self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    ) -> None:
+        """Note what a class or function is made from and what it is wrapped in, where that is not
+        read.
+        """
         for decorator in node.decorator_list:
             if not self._is_known_decorator(decorator, node):
                 self.note(decorator, "a decorator that is not read")
@@ -195,8 +253,8 @@ class Lines:
                 self.note(base, "a class that is not read")
 
     def _is_known_decorator(self, decorator: ast.expr, node: ast.AST) -> bool:
-        """Whether a decorator is of a module that moves nothing, or the script's own, which is read, on what gives neither
-        model nor Trainer."""
+        """Whether a decorator is of a module that moves nothing, or the script's own, which is
+        read, on what gives neither model nor Trainer."""
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         whole, name = self.tree.dotted(called), self.text(called).rpartition(".")[2]
         if whole or name in WORDS["builtins"]:
@@ -209,17 +267,23 @@ class Lines:
         return own and not makes and not any(self.text(one).endswith("Trainer") for one in given)
 
     def _outside(self) -> tuple[set[ast.AST], set[ast.AST]]:
-        """Nodes that are no part of training: those after it, and those of functions that prepare data or evaluate."""
+        """Nodes that are no part of training: those after it, and those of functions that prepare
+        data or evaluate.
+        """
         after: set[ast.AST] = set()
         found: set[ast.AST] = set()
         for call in self.tree.calls:
             method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             if method == "train" and self.kind(call.func.value) == "trainer":
                 after.update(self._after(self.statement(call)))
-            values = [word.value for word in call.keywords if word.arg in WORDS["trainer_arguments"]]
+            values = [
+                word.value for word in call.keywords if word.arg in WORDS["trainer_arguments"]
+            ]
             if method in HANDED_OVER and self.kind(call.func.value) != "model":
                 values += [*call.args, *(word.value for word in call.keywords)]
-                given = next((word.value for word in call.keywords if word.arg == "fn_kwargs"), None)
+                given = next(
+                    (word.value for word in call.keywords if word.arg == "fn_kwargs"), None
+                )
                 if given is not None and any(self.kind(one) == "model" for one in ast.walk(given)):
                     self.note(call)
             for value in values:
@@ -246,59 +310,92 @@ class Lines:
     def _account_for_call(self, call: ast.Call) -> None:
         name, whole = self.tree.name(call), self.tree.dotted(call.func)
         owner = call.func.value if isinstance(call.func, ast.Attribute) and not whole else None
-        why = WORDS["refused"].get(name) or WORDS["refused"].get(whole.rpartition(".")[0].rpartition(".")[2])
+        why = WORDS["refused"].get(name) or WORDS["refused"].get(
+            whole.rpartition(".")[0].rpartition(".")[2]
+        )
         if why:
             self.refuse(call, f"is not modelled, as {why}")
         if owner is not None:
             self._account_for_method(call, owner, name)
         elif name == "setattr" and len(call.args) == 3:
-            attribute = ast.Attribute(call.args[0], getattr(call.args[1], "value", "?"), ast.Store())
+            attribute = ast.Attribute(
+                call.args[0], getattr(call.args[1], "value", "?"), ast.Store()
+            )
             self._account_for_target(attribute, call, call.args[2])
         elif re.fullmatch(r"apply_liger_kernel_to_\w+", name):
             self._take_liger(call, name)
         elif name == "set_float32_matmul_precision":
-            self.arguments.setdefault("tf32", getattr(call.args[0], "value", "") in ("high", "medium"))
+            self.arguments.setdefault(
+                "tf32", getattr(call.args[0], "value", "") in ("high", "medium")
+            )
         elif not self._is_known_call(call, whole, name):
             self.note(call)
 
     def _is_known_call(self, call: ast.Call, whole: str, name: str) -> bool:
         own = not whole and (name in self.tree.functions or name in self.tree.classes)
-        if own or (isinstance(call.func, ast.Name) and self.kind(call.func) in ("tokenizer", "data")):
+        if own or (
+            isinstance(call.func, ast.Name) and self.kind(call.func) in ("tokenizer", "data")
+        ):
             return True
         if self.kind(call) in ("tokenizer", "config", "args") and name not in ("copy", "deepcopy"):
             return True
-        if whole.startswith(("os.environ.", "os.putenv")) and name != "get" and not self._sets_known(call):
+        if (
+            whole.startswith(("os.environ.", "os.putenv"))
+            and name != "get"
+            and not self._sets_known(call)
+        ):
             return False
         if name.endswith("Callback"):
             return self.names.is_known_class(call.func)
         given = [*call.args, *(word.value for word in call.keywords)]
         with_model = any(self.kind(arg) == "model" for arg in given)
-        if not whole and name in TAKING_FUNCTIONS and with_model and not all(map(self._is_harmless_function, given)):
+        if (
+            not whole
+            and name in TAKING_FUNCTIONS
+            and with_model
+            and not all(map(self._is_harmless_function, given))
+        ):
             return False
-        copies = self.names.is_of_modules(whole) and with_model  # such as copy.deepcopy and wandb.watch
+        copies = (
+            self.names.is_of_modules(whole) and with_model
+        )  # such as copy.deepcopy and wandb.watch
         copies = copies and not whole.startswith("vramlab.")
         on_card = whole.startswith("torch.") and any(word.arg == "device" for word in call.keywords)
         return self.names.is_harmless_name(whole, name) and not copies and not on_card
 
     def _is_harmless_function(self, node: ast.expr) -> bool:
-        """Whether an argument is no function, or one that is read or changes nothing of what it is given."""
+        """Whether an argument is no function, or one that is read or changes nothing of what it is
+        given.
+        """
         whole, name = self.tree.dotted(node), self.text(node).rpartition(".")[2]
-        read = isinstance(node, ast.Lambda | ast.Constant) or (not whole and name in self.tree.functions)
+        read = isinstance(node, ast.Lambda | ast.Constant) or (
+            not whole and name in self.tree.functions
+        )
         reads = name in WORDS["model_methods"] or self.names.is_harmless_name(whole, name)
-        return read or self.kind(node) == "model" or (isinstance(node, ast.Name | ast.Attribute) and reads)
+        return (
+            read
+            or self.kind(node) == "model"
+            or (isinstance(node, ast.Name | ast.Attribute) and reads)
+        )
 
     def _sets_known(self, call: ast.Call) -> bool:
         """Whether a call sets environment variables that move nothing only."""
         first = call.args[0] if call.args else None
         said = first.keys if isinstance(first, ast.Dict) else call.args[:1]
-        names = [getattr(key, "value", "") for key in said] + [word.arg or "" for word in call.keywords]
+        names = [getattr(key, "value", "") for key in said] + [
+            word.arg or "" for word in call.keywords
+        ]
         return all(str(name).startswith(tuple(WORDS["environment"])) for name in names)
 
     def _account_for_method(self, call: ast.Call, owner: ast.expr, name: str) -> None:
-        """A method of a model, a Trainer, its arguments, a tokenizer, data, or of something unknown."""
+        """A method of a model, a Trainer, its arguments, a tokenizer, data, or of something
+        unknown.
+        """
         kind, certain = self.kind(owner), self.tree.dead(call) is False and call not in self.of_data
         if kind == "model" and certain and name in CHECKPOINTING:
-            self.checkpoint(next((word.value for word in call.keywords), None) or next(iter(call.args), None))
+            self.checkpoint(
+                next((word.value for word in call.keywords), None) or next(iter(call.args), None)
+            )
         elif kind == "model" and certain and (name in CASTS or name in ("to", "cuda")):
             self.cast(call, name)
         elif kind == "args" and name == "__setattr__":
@@ -306,9 +403,15 @@ class Lines:
         elif kind == "tokenizer" or (kind == "data" and name not in ("to", "cuda")):
             return
         else:
-            known = {"model": "model_methods", "trainer": "trainer_methods", "args": "arguments_methods"}
+            known = {
+                "model": "model_methods",
+                "trainer": "trainer_methods",
+                "args": "arguments_methods",
+            }
             names = WORDS[known[kind]] if kind in known else METHODS.union(WORDS["calls"])
-            if name not in names or (name == "add_callback" and any(map(self.names.unread_callback, call.args))):
+            if name not in names or (
+                name == "add_callback" and any(map(self.names.unread_callback, call.args))
+            ):
                 self.note(call)
 
     def checkpoint(self, options: ast.expr | None) -> None:
@@ -341,7 +444,9 @@ class Lines:
             self.fields["dtype"] = dtype
 
     def _take_liger(self, call: ast.Call, name: str) -> None:
-        """Take over Liger's patch of the classes, which with all of its kernels is what use_liger_kernel does."""
+        """Take over Liger's patch of the classes, which with all of its kernels is what
+        use_liger_kernel does.
+        """
         certain = self.tree.dead(call) is False and not call.args and not call.keywords
         if not certain or self.fields.get("trainer") != "transformers":
             self.note(call)
@@ -349,7 +454,9 @@ class Lines:
         self.arguments["use_liger_kernel"] = True
         self.fields["liger_family"] = name.removeprefix("apply_liger_kernel_to_")
 
-    def _account_for_target(self, target: ast.expr, node: ast.AST, value: ast.expr | None = None) -> None:
+    def _account_for_target(
+        self, target: ast.expr, node: ast.AST, value: ast.expr | None = None
+    ) -> None:
         """An attribute or an element that is assigned to."""
         value = value if value is not None else getattr(node, "value", None)
         if isinstance(target, ast.Tuple | ast.List):
@@ -365,13 +472,19 @@ class Lines:
         elif isinstance(target, ast.Attribute):
             self._account_for_attribute(target, node, value)
 
-    def _account_for_attribute(self, target: ast.Attribute, node: ast.AST, value: ast.expr | None) -> None:
+    def _account_for_attribute(
+        self, target: ast.Attribute, node: ast.AST, value: ast.expr | None
+    ) -> None:
         name, whole, kind = target.attr, self.tree.dotted(target), self.kind(target.value)
         if name == "requires_grad":
             self.refuse(node, "is not modelled, as it changes which weights are trained")
         if kind == "args":
             self._set_argument(name, node, value)
-        elif name == "allow_tf32" and whole.startswith("torch.backends.cuda") and isinstance(value, ast.Constant):
+        elif (
+            name == "allow_tf32"
+            and whole.startswith("torch.backends.cuda")
+            and isinstance(value, ast.Constant)
+        ):
             self.arguments.setdefault("tf32", bool(value.value))
         elif kind in ("model", "config") and name in WORDS["model_attributes"]:
             return
@@ -402,7 +515,10 @@ class Lines:
         self.note(node)
 
     def account_for_imports(self) -> None:
-        """Note modules whose names are not known. Raises RecipeError for those that change what others do."""
+        """Note modules whose names are not known.
+
+        Raises RecipeError for those that change what others do.
+        """
         for node in self.tree.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._account_for_import(node)
@@ -415,7 +531,11 @@ class Lines:
         if modules[-1] == "*" and not self.names.is_of_modules(modules[0]):
             self.note(node, "whose names are not known")
             return
-        roots = {name.name.partition(".")[0] for name in node.names} if isinstance(node, ast.Import) else {modules[0]}
+        roots = (
+            {name.name.partition(".")[0] for name in node.names}
+            if isinstance(node, ast.Import)
+            else {modules[0]}
+        )
         foreign = [root for root in roots if self.names.is_foreign(root)]
         names = {name.asname or name.name.partition(".")[0] for name in node.names}
         if foreign and not names & self.tree.names:

@@ -1,4 +1,6 @@
-"""Which names of a script are of libraries that are known, and move no memory of a step (`data/script_calls.json`)."""
+"""Which names of a script are of libraries that are known, and move no memory of a step
+(`data/script_calls.json`).
+"""
 
 import ast
 import builtins
@@ -38,11 +40,17 @@ class Names:
         if whole:
             root = whole.partition(".")[0]
             return root not in LIBRARIES and not self.is_of_modules(whole)
-        return name not in self.tree.functions and name not in self.tree.classes and not hasattr(builtins, name)
+        return (
+            name not in self.tree.functions
+            and name not in self.tree.classes
+            and not hasattr(builtins, name)
+        )
 
     def unread_callback(self, node: ast.expr) -> bool:
         """Whether a callback, an instance or a class, is of a class that is not read."""
-        return any(one is None or not self._is_known_callback(one) for one in self.tree.sources(node))
+        return any(
+            one is None or not self._is_known_callback(one) for one in self.tree.sources(node)
+        )
 
     def _is_known_callback(self, node: ast.expr) -> bool:
         if isinstance(node, ast.List | ast.Tuple):

@@ -1,4 +1,7 @@
-"""The syntax tree of a script: what names are bound to, which branches run, and constants. Nothing of it is executed."""
+"""The syntax tree of a script: what names are bound to, which branches run, and constants.
+
+Nothing of it is executed.
+"""
 
 import ast
 import operator
@@ -18,11 +21,36 @@ MOST_LETTERS = 1000  # of a text that is put together
 MOST_ELEMENTS = 2**16  # of a tuple
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef, ast.Module)
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 OPERATORS |= {ast.Div: operator.truediv}
-COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
-COMPARISONS |= {ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le}
-CHANGING = {"update", "append", "extend", "insert", "pop", "popitem", "setdefault", "clear", "remove"}
+COMPARISONS = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+COMPARISONS |= {
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+}
+CHANGING = {
+    "update",
+    "append",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "setdefault",
+    "clear",
+    "remove",
+}
 
 
 class Unread(ValueError):
@@ -42,18 +70,25 @@ def start_of(node: ast.AST) -> tuple[int, int]:
 
 
 class Tree:
-    """A script's tree with its scopes. Raises RecipeError for what is no Python file, or one that is too large."""
+    """A script's tree with its scopes.
+
+    Raises RecipeError for what is no Python file, or one that is too large.
+    """
 
     def __init__(self, path: Path):
         self.path, self.steps = path, 0
         try:
             self.module = ast.parse(read_text(path, MOST_SCRIPT))
         except (RecursionError, MemoryError) as error:
-            raise RecipeError("script", str(path), "it must be a Python file (it is nested too deeply)") from error
+            raise RecipeError(
+                "script", str(path), "it must be a Python file (it is nested too deeply)"
+            ) from error
         except (OSError, ValueError, SyntaxError) as error:
             why = str(error).rstrip(".")
             raise RecipeError("script", str(path), f"it must be a Python file ({why})") from error
-        self.parents = {child: node for node in ast.walk(self.module) for child in ast.iter_child_nodes(node)}
+        self.parents = {
+            child: node for node in ast.walk(self.module) for child in ast.iter_child_nodes(node)
+        }
         self.nodes = list(self.parents)
         self.functions = {node.name: node for node in self.nodes if isinstance(node, FUNCTIONS)}
         self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
@@ -93,18 +128,26 @@ class Tree:
             for index, one in enumerate(target.elts):
                 each = None
                 if value is not None and not isinstance(value, ast.Tuple | ast.List):
-                    each = ast.copy_location(ast.Subscript(value, ast.Constant(index), ast.Load()), value)
+                    each = ast.copy_location(
+                        ast.Subscript(value, ast.Constant(index), ast.Load()), value
+                    )
                     self.parents[each] = statement
                 elif value is not None and len(value.elts) == len(target.elts):
                     each = value.elts[index]
                 self._bind(one, each, statement)
 
     def _bind_parameters(self, function: ast.FunctionDef) -> None:
-        """Bind parameters to what the function is called with, and to the default where it is called without."""
+        """Bind parameters to what the function is called with, and to the default where it is
+        called without.
+        """
         said = function.args
         names = [*said.posonlyargs, *said.args]
         defaults = dict(zip([one.arg for one in names[::-1]], said.defaults[::-1], strict=False))
-        defaults |= {one.arg: value for one, value in zip(said.kwonlyargs, said.kw_defaults, strict=True) if value}
+        defaults |= {
+            one.arg: value
+            for one, value in zip(said.kwonlyargs, said.kw_defaults, strict=True)
+            if value
+        }
         calls = [node for node in self.calls if getattr(node.func, "id", None) == function.name]
         for index, one in enumerate([*names, *said.kwonlyargs]):
             found = self.bindings.setdefault((function, one.arg), [])
@@ -114,7 +157,9 @@ class Tree:
                 starred = None in keywords or any(isinstance(arg, ast.Starred) for arg in call.args)
                 value = None if starred else place or keywords.get(one.arg, defaults.get(one.arg))
                 found.append(Binding(value, function))
-            if not calls:  # a method is called by others, with what they have; a function by Fire, say
+            if (
+                not calls
+            ):  # a method is called by others, with what they have; a function by Fire, say
                 is_method = isinstance(self.parents.get(function), ast.ClassDef)
                 found.append(Binding(None if is_method else defaults.get(one.arg), function))
 
@@ -130,7 +175,9 @@ class Tree:
 
     @cached_property
     def options(self) -> dict[str, ast.expr | None]:
-        """Defaults of the command line's options and of classes' fields, by the attribute that has them."""
+        """Defaults of the command line's options and of classes' fields, by the attribute that has
+        them.
+        """
         found: dict[str, list[ast.expr | None]] = {}
         for call in self.calls:
             if self.name(call) == "add_argument":
@@ -138,7 +185,9 @@ class Tree:
                 action = getattr(words.get("action"), "value", "")
                 usual = ast.Constant({"store_true": False, "store_false": True}.get(action))
                 default = words.get("default", None if "required" in words else usual)
-                said = [arg.value for arg in call.args if isinstance(getattr(arg, "value", None), str)]
+                said = [
+                    arg.value for arg in call.args if isinstance(getattr(arg, "value", None), str)
+                ]
                 said += [words["dest"].value] if isinstance(words.get("dest"), ast.Constant) else []
                 for name in said:
                     found.setdefault(name.lstrip("-").replace("-", "_"), []).append(default)
@@ -159,7 +208,9 @@ class Tree:
         return node
 
     def dotted(self, node: ast.AST) -> str:
-        """The imported name that an expression is, such as "torch.cuda.is_available"; "" for others."""
+        """The imported name that an expression is, such as "torch.cuda.is_available"; "" for
+        others.
+        """
         if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
             return before and f"{before}.{node.attr}"
@@ -186,9 +237,14 @@ class Tree:
         return found
 
     def decide(self, test: ast.expr) -> bool | None:
-        """Whether a condition holds, None where only running would tell. A GPU is there, and this is the main program."""
+        """Whether a condition holds, None where only running would tell.
+
+        A GPU is there, and this is the main program.
+        """
         if test not in self.decided:
-            self.decided[test] = None  # while it is looked at, as a name in it may be bound under it
+            self.decided[test] = (
+                None  # while it is looked at, as a name in it may be bound under it
+            )
             try:
                 is_main = ast.unparse(test) == "__name__ == '__main__'"
                 self.decided[test] = is_main or bool(self.value(test))
@@ -197,7 +253,9 @@ class Tree:
         return self.decided[test]
 
     def sources(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> list[ast.expr | None]:
-        """What an expression may stand for: itself, or what its name is bound to, what the function called returns."""
+        """What an expression may stand for: itself, or what its name is bound to, what the function
+        called returns.
+        """
         if node not in self.found:
             self.found[node] = [node]  # where a name stands for itself
             self.found[node] = list(dict.fromkeys(self._sources(node, depth)))
@@ -207,8 +265,16 @@ class Tree:
         self._step(depth)
         if isinstance(node, ast.Name):
             found = self._bound(node)
-            return [one for value in found for one in self.sources(value, depth - 1)] if found else [node]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.functions:
+            return (
+                [one for value in found for one in self.sources(value, depth - 1)]
+                if found
+                else [node]
+            )
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in self.functions
+        ):
             returned = self.returns(self.functions[node.func.id])
             return [one for value in returned for one in self.sources(value, depth - 1)] or [None]
         if isinstance(node, ast.Call) and self.dotted(node.func) == "torch.cuda.is_available":
@@ -217,8 +283,16 @@ class Tree:
             whole = self.sources(node.value, depth - 1)
             if any(map(self.is_written, whole)):
                 return [None]
-            parts = [part for part in (_element(one, node.slice.value) for one in whole) if part is not None]
-            return [one for part in parts for one in self.sources(part, depth - 1)] if parts else [node]
+            parts = [
+                part
+                for part in (_element(one, node.slice.value) for one in whole)
+                if part is not None
+            ]
+            return (
+                [one for part in parts for one in self.sources(part, depth - 1)]
+                if parts
+                else [node]
+            )
         if isinstance(node, ast.IfExp):
             said = self.decide(node.test)
             both = [node.body] * (said is not False) + [node.orelse] * (said is not True)
@@ -237,7 +311,9 @@ class Tree:
     def returns(self, function: ast.FunctionDef) -> list[ast.expr]:
         """What a function's return statements give, of those that may run."""
         found = (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value)
-        return [node.value for node in found if self.scope(node) is function and not self.dead(node)]
+        return [
+            node.value for node in found if self.scope(node) is function and not self.dead(node)
+        ]
 
     def _is_option(self, node: ast.Attribute) -> bool:
         """Whether an attribute is one of the parsed command line, or a class's field."""
@@ -250,13 +326,22 @@ class Tree:
 
     def _makes_options(self, call: ast.Call) -> bool:
         """Whether a call gives an object with the defaults as they are written."""
-        made = self.name(call) in ("parse_args", "parse_known_args", "parse_args_into_dataclasses", *self.classes)
+        made = self.name(call) in (
+            "parse_args",
+            "parse_known_args",
+            "parse_args_into_dataclasses",
+            *self.classes,
+        )
         return made and not (call.args or call.keywords)
 
     def _bound(self, use: ast.Name) -> list[ast.expr | None]:
-        """What a name may be bound to where it is used: the last certain binding before, and uncertain ones after that."""
+        """What a name may be bound to where it is used: the last certain binding before, and
+        uncertain ones after that.
+        """
         scope = inner = self.scope(use)
-        while (scope, use.id) not in self.bindings or (isinstance(scope, ast.ClassDef) and scope is not inner):
+        while (scope, use.id) not in self.bindings or (
+            isinstance(scope, ast.ClassDef) and scope is not inner
+        ):
             if scope is self.module:
                 return []
             scope = self.scope(scope)
@@ -283,7 +368,10 @@ class Tree:
         return self.dead(binding.statement) is None and node is not block
 
     def _is_before(self, statement: ast.AST, use: ast.AST) -> bool:
-        if isinstance(statement, (*FUNCTIONS, ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.comprehension)):
+        if isinstance(
+            statement,
+            (*FUNCTIONS, ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.comprehension),
+        ):
             return True
         return (statement.end_lineno, statement.end_col_offset) <= start_of(use)
 
@@ -295,14 +383,17 @@ class Tree:
     def value(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> Any:
         """The value of a constant expression: numbers, text and containers of them. Raises Unread.
 
-        Sums and products are of numbers only and bounded, as is the text put together, so that no script makes this long.
+        Sums and products are of numbers only and bounded, as is the text put together, so that no
+        script makes this long.
         """
         self._step(depth)
         found = self.sources(node, depth)
         if any(map(self.is_written, found)):
             raise Unread("a container that is written to")
         values = [self._constant(one, depth - 1) for one in found]
-        if not values or any(type(one) is not type(values[0]) or one != values[0] for one in values):
+        if not values or any(
+            type(one) is not type(values[0]) or one != values[0] for one in values
+        ):
             raise Unread("several values")
         return values[0]
 
@@ -315,14 +406,20 @@ class Tree:
             return node.attr  # a dtype
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
             return node.attr
-        if isinstance(node, ast.Call) and ast.unparse(node).startswith("getattr(torch, ") and len(node.args) == 2:
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node).startswith("getattr(torch, ")
+            and len(node.args) == 2
+        ):
             return self.value(node.args[1], depth)
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             values = [self.value(one, depth) for one in node.elts]
             return {ast.Tuple: tuple, ast.List: list, ast.Set: list}[type(node)](values)
         if isinstance(node, ast.Dict) and None not in node.keys:
             pairs = zip(node.keys, node.values, strict=True)
-            return {_hashable(self.value(key, depth)): self.value(value, depth) for key, value in pairs}
+            return {
+                _hashable(self.value(key, depth)): self.value(value, depth) for key, value in pairs
+            }
         if isinstance(node, ast.JoinedStr):
             return _text("".join(str(self._part(one, depth)) for one in node.values))
         return self._computed(node, depth)
@@ -330,7 +427,9 @@ class Tree:
     def _part(self, node: ast.expr, depth: int) -> Any:
         if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
             raise Unread("a format")
-        return self.value(getattr(node, "value", node) if isinstance(node, ast.FormattedValue) else node, depth)
+        return self.value(
+            getattr(node, "value", node) if isinstance(node, ast.FormattedValue) else node, depth
+        )
 
     def _computed(self, node: ast.expr | None, depth: int) -> Any:
         """The value of an operation on constants."""
@@ -338,7 +437,11 @@ class Tree:
             return not self.value(node.operand, depth)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -_number(self.value(node.operand, depth))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        if (
+            isinstance(node, ast.Compare)
+            and len(node.ops) == 1
+            and type(node.ops[0]) in COMPARISONS
+        ):
             sides = self.value(node.left, depth), self.value(node.comparators[0], depth)
             return _tried(COMPARISONS[type(node.ops[0])], *sides)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -366,7 +469,9 @@ def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
         element = ast.copy_location(ast.Subscript(node.iter, ast.Slice(), ast.Load()), node.iter)
         yield node.target, element
     elif isinstance(node, ast.With | ast.AsyncWith):
-        yield from ((item.optional_vars, item.context_expr) for item in node.items if item.optional_vars)
+        yield from (
+            (item.optional_vars, item.context_expr) for item in node.items if item.optional_vars
+        )
     elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGING:
         yield ast.Subscript(node.func.value, ast.Slice(), ast.Store()), None
 
@@ -375,14 +480,25 @@ def _element(node: ast.expr | None, key: Any) -> ast.expr | None:
     """The element of a literal container, None where it has none."""
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
-        return next((value for one, value in pairs if isinstance(one, ast.Constant) and one.value == key), None)
-    if isinstance(node, ast.Tuple | ast.List) and isinstance(key, int) and -len(node.elts) <= key < len(node.elts):
+        return next(
+            (value for one, value in pairs if isinstance(one, ast.Constant) and one.value == key),
+            None,
+        )
+    if (
+        isinstance(node, ast.Tuple | ast.List)
+        and isinstance(key, int)
+        and -len(node.elts) <= key < len(node.elts)
+    ):
         return node.elts[key]
     return None
 
 
 def _number(value: Any) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST_NUMBER < value < MOST_NUMBER:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not -MOST_NUMBER < value < MOST_NUMBER
+    ):
         raise Unread("no number, or too large a one")
     return value
 

@@ -1,9 +1,11 @@
-"""See where the memory of your own code goes: `with watch(model) as w: …`, then `print(w.report())`.
+"""See where the memory of your own code goes: `with watch(model) as w: …`, then
+`print(w.report())`.
 
-Every storage made inside is followed, on the device the model is on; what is used inside and was made before (a teacher
-in the loss, labels) counts from the start. A forward pass of the model begins the phase
-"forward", `backward()` "backward", and its end "step", so that clipping, unscaling and the freeing of gradients directly
-after the update count there. Without an update (another micro-batch follows, or nothing) there was no step.
+Every storage made inside is followed, on the device the model is on; what is used inside and was
+made before (a teacher in the loss, labels) counts from the start. A forward pass of the model
+begins the phase "forward", `backward()` "backward", and its end "step", so that clipping, unscaling
+and the freeing of gradients directly after the update count there. Without an update (another
+micro-batch follows, or nothing) there was no step.
 """
 
 import contextlib
@@ -11,7 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..hardware.gpu import source_of
 from ..hardware.overhead import UNIT
@@ -29,11 +34,15 @@ class watch:
     """Follow every storage while it is entered; entered again it starts anew.
 
     Args:
-        model: whose parameters, buffers, gradients and inputs are named, and whose forward passes are recognised.
-        optimizer: one that has states already; others that step on the model's parameters inside are recognised.
-        batch: tensors, also in mappings or sequences, to name as inputs; what the model is called with is recognised.
+        model: whose parameters, buffers, gradients and inputs are named, and whose forward passes
+            are recognised.
+        optimizer: one that has states already; others that step on the model's parameters inside
+            are recognised.
+        batch: tensors, also in mappings or sequences, to name as inputs; what the model is called
+            with is recognised.
     Raises:
-        VramLabError: `model` is no module or has lazy parameters, or the same watch is entered inside its own block.
+        VramLabError: `model` is no module or has lazy parameters, or the same watch is entered
+            inside its own block.
     """
 
     def __init__(
@@ -44,11 +53,15 @@ class watch:
         title: str | None = None,
     ):
         if not isinstance(model, torch.nn.Module):
-            raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
+            raise VramLabError(
+                f"watch follows a torch.nn.Module, and this is a {type(model).__name__}"
+            )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise VramLabError(f"watch {SCRIPTED}: watch the module that was scripted or traced")
         if (lazy := lazy_parameter(model)) is not None:
-            raise VramLabError(f"watch needs every size, and {lazy!r} is lazy: call the module once before")
+            raise VramLabError(
+                f"watch needs every size, and {lazy!r} is lazy: call the module once before"
+            )
         self.model, self.batch, self.title = model, batch, title or type(model).__name__
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self.target = "cuda" if self._device == "cuda" else "cpu"
@@ -59,7 +72,9 @@ class watch:
 
     def __enter__(self) -> "watch":
         if self.tracker is not None and self.history is None:
-            raise VramLabError("this watch is running: take another one for a block inside its block")
+            raise VramLabError(
+                "this watch is running: take another one for a block inside its block"
+            )
         self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
         self.tracker.meets = True
         self.history = None
@@ -72,8 +87,11 @@ class watch:
         add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         add(register_optimizer_step_pre_hook(self._before_step).remove)
         add(register_optimizer_step_post_hook(self._after_step).remove)
-        # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss the loss's backward.
-        self._stack.enter_context(replaced(torch.autograd, "backward", self._around(plain(torch.autograd, "backward"))))
+        # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss
+        # the loss's backward.
+        self._stack.enter_context(
+            replaced(torch.autograd, "backward", self._around(plain(torch.autograd, "backward")))
+        )
         named = gradients_named(self.tracker, self.model), fsdp_units_named(self.tracker)
         for follows in (*named, self.tracker.modules(self.model), self.tracker):
             self._stack.enter_context(follows)
@@ -90,14 +108,21 @@ class watch:
         self.history = History(self.tracker.log, self.tracker.marks)
 
     def report(self) -> Report:
-        """Return a measured report of the last step, after an exception of what ran until then, without the allocator's
-        and the process's own bytes. Raises VramLabError before the block has ended."""
+        """Return a measured report of the last step, after an exception of what ran until then,
+        without the allocator's and the process's own bytes. Raises VramLabError before the block
+        has ended."""
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
-        report = to_report(self.history, source_of(self.target), None, self.target, title=self.title)
-        report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
+        report = to_report(
+            self.history, source_of(self.target), None, self.target, title=self.title
+        )
+        report.notes.append(
+            "storages of the watched code; the allocator's own peak needs measure()"
+        )
         if is_compiled(self.model):
-            report.notes.append("torch.compile: a watched model runs as eager operators, and that is what is counted")
+            report.notes.append(
+                "torch.compile: a watched model runs as eager operators, and that is what is counted"
+            )
         return report
 
     def _begin(self, phase: str) -> None:
@@ -110,13 +135,16 @@ class watch:
             storage = self.tracker.live.get(tensor.untyped_storage()._cdata)
             if storage is None or not storage.category:
                 self.tracker.claim([tensor], "inputs")
-        # neither a checkpoint's recomputation nor an evaluation, and no second call before the backward pass
+        # neither a checkpoint's recomputation nor an evaluation, and no second call before the
+        # backward pass
         if not self._backwards and torch.is_grad_enabled() and self.tracker.phase != "forward":
             self._end_step()
             self._begin("forward")
 
     def _around(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `torch.autograd.backward` in its phase; a reentrant checkpoint calls it again inside."""
+        """Wrap `torch.autograd.backward` in its phase; a reentrant checkpoint calls it again
+        inside.
+        """
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._backwards:
@@ -149,18 +177,25 @@ class watch:
             self._begin("between_steps")
 
     def _end_step(self) -> None:
-        """End a "step" without an optimizer: an update by hand frees gradients, else it is backward."""
+        """End a "step" without an optimizer: an update by hand frees gradients, else it is
+        backward.
+        """
         if self.tracker.phase != "step" or self._stepped:
             return
         start = self.tracker.marks[-1][0]
-        if any(size < 0 and storage.category == "gradients" for size, storage, _ in self.tracker.log[start:]):
+        if any(
+            size < 0 and storage.category == "gradients"
+            for size, storage, _ in self.tracker.log[start:]
+        ):
             self._begin("between_steps")
         else:
             self.tracker.marks.pop()
             self.tracker.phase = "backward"
 
     def _move_frees(self) -> None:
-        """Count what is freed directly after a phase to it: the loss's graph to backward, gradients to the step."""
+        """Count what is freed directly after a phase to it: the loss's graph to backward, gradients
+        to the step.
+        """
         start, phase = self.tracker.marks[-1] if self.tracker.marks else (0, "load")
         for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
             category = storage.category
@@ -170,4 +205,6 @@ class watch:
                 self.tracker.marks[-1] = (position, phase)
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        return any(
+            id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]
+        )

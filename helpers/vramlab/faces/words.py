@@ -18,17 +18,24 @@ from .script import recipe_of_script
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of one argument of `diff`. Raises RecipeError where a quote in it has no end."""
+    """Return the words of one argument of `diff`.
+
+    Raises RecipeError where a quote in it has no end.
+    """
     try:
         return [text] if os.path.isfile(text) else shlex.split(text)
     except ValueError as error:
-        raise RecipeError("recipe", text, f"it must be words as a shell takes them ({error})") from None
+        raise RecipeError(
+            "recipe", text, f"it must be words as a shell takes them ({error})"
+        ) from None
 
 
-def said(words: list[str], options: Callable[[list[str]], dict[str, Any]]) -> tuple[Recipe | Report, list[str]]:
-    """Return what words say, and notes on what of it is left out: the JSON file of a report or a recipe, or MODEL and
-    options as of `predict`, among them the JSON file of a TrainingArguments or a Python script, which may name the model.
-    `options` reads those of `predict`."""
+def said(
+    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+) -> tuple[Recipe | Report, list[str]]:
+    """Return what words say, and notes on what of it is left out: the JSON file of a report or a
+    recipe, or MODEL and options as of `predict`, among them the JSON file of a TrainingArguments or
+    a Python script, which may name the model. `options` reads those of `predict`."""
     if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
         found = _object(words[0])
         if "phases" in found:
@@ -38,7 +45,9 @@ def said(words: list[str], options: Callable[[list[str]], dict[str, Any]]) -> tu
     return _recipe_said(words, options)
 
 
-def _recipe_said(words: list[str], options: Callable[[list[str]], dict[str, Any]]) -> tuple[Recipe, list[str]]:
+def _recipe_said(
+    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+) -> tuple[Recipe, list[str]]:
     """Return the recipe of MODEL and options, and notes, as `said` does."""
     rest, script, arguments = list(words), None, None
     for word in words:
@@ -62,7 +71,11 @@ def _recipe_said(words: list[str], options: Callable[[list[str]], dict[str, Any]
         recipe = recipe_of(given["model"], known)
         return recipe, [recipe.shape.shares] if recipe.shape.shares else []
     recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
-    named = [f"without {', '.join(foreign)}: the arguments have no field of that name"] if foreign else []
+    named = (
+        [f"without {', '.join(foreign)}: the arguments have no field of that name"]
+        if foreign
+        else []
+    )
     return recipe, named
 
 
@@ -70,5 +83,7 @@ def _object(path: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raises RecipeError."""
     found = read_json_file("file", path)
     if not isinstance(found, dict):
-        raise RecipeError("file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments")
+        raise RecipeError(
+            "file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments"
+        )
     return found

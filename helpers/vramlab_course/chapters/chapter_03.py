@@ -1,4 +1,6 @@
-"""Chapter 03: a figure of several steps; for its claims, bytes that autograd keeps and steps that empty the cache."""
+"""Chapter 03: a figure of several steps; for its claims, bytes that autograd keeps and steps that
+empty the cache.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -15,7 +17,8 @@ LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
 
 
 def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[int, Any]:
-    """Bytes of storages that autograd keeps for the backward pass of `function()`, those of `own` left out; and its result.
+    """Bytes of storages that autograd keeps for the backward pass of `function()`, those of `own`
+    left out; and its result.
 
     `watch` cannot be used for compiled models: under it torch.compile runs eagerly.
     """
@@ -37,11 +40,15 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
 @cache
 def requests() -> Requests:
     """Requests of a gpt2 of four layers at each of LENGTHS."""
-    return requests_of(Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4), LENGTHS)
+    return requests_of(
+        Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4), LENGTHS
+    )
 
 
 @cache
-def replayed(empty_cache: str = "", limit: int | None = None, lengths: tuple[int, ...] = ()) -> Followed:
+def replayed(
+    empty_cache: str = "", limit: int | None = None, lengths: tuple[int, ...] = ()
+) -> Followed:
     """The steps of `lengths` (LENGTHS) through the allocator's model; see `follow`.
 
     Raises AllocatorError when `limit` is too low.
@@ -50,12 +57,34 @@ def replayed(empty_cache: str = "", limit: int | None = None, lengths: tuple[int
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):
-    """Return a figure of what is alive over one step of each run, drawn equally wide whatever their number of events."""
-    rows = [("run", "peak, MiB"), *((name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items())]
+    """Return a figure of what is alive over one step of each run, drawn equally wide whatever their
+    number of events.
+    """
+    rows = [
+        ("run", "peak, MiB"),
+        *((name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items()),
+    ]
     alt = f"What is alive over one step, a line each. {title}. {'; '.join(': '.join(row) for row in rows)}."
     with plot.canvas(title, alt, about, rows) as ax:
-        for (name, peak), report, line in zip(rows[1:], runs.values(), ("-", "--", "-."), strict=True):
-            sizes = [m.bytes.total / MiB for m in report.timeline if m.bytes.parameters == report.peak.parameters]
-            ax.plot([i / len(sizes) for i in range(len(sizes))], sizes, line, label=f"{name}: {peak} MiB")
-        ax.set(ylabel="MiB", xlabel="allocations and releases of one step", xlim=(0, 1), ylim=0, xticks=[])
+        for (name, peak), report, line in zip(
+            rows[1:], runs.values(), ("-", "--", "-."), strict=True
+        ):
+            sizes = [
+                m.bytes.total / MiB
+                for m in report.timeline
+                if m.bytes.parameters == report.peak.parameters
+            ]
+            ax.plot(
+                [i / len(sizes) for i in range(len(sizes))],
+                sizes,
+                line,
+                label=f"{name}: {peak} MiB",
+            )
+        ax.set(
+            ylabel="MiB",
+            xlabel="allocations and releases of one step",
+            xlim=(0, 1),
+            ylim=0,
+            xticks=[],
+        )
     return ax.figure

@@ -1,7 +1,9 @@
-"""What chapter 04's cells share: ranks that run a function of the notebook, two collectives, and a step that is followed.
+"""What chapter 04's cells share: ranks that run a function of the notebook, two collectives, and a
+step that is followed.
 
-Ranks are forked, so that they may run functions which a reader has just written. Where there is a GPU, a process that ran a
-backward pass cannot fork such ranks any more (autograd has started threads), hence `apart` for a simulation.
+Ranks are forked, so that they may run functions which a reader has just written. Where there is a
+GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
+threads), hence `apart` for a simulation.
 """
 
 import gc
@@ -28,10 +30,14 @@ class RankFailed(VramLabError):
     """A function that failed on a rank, with its error's type and text."""
 
 
-def on_ranks(function: Callable[[int, int], Any], world: int = 2, seconds: float = 300) -> list[Any]:
-    """What `function(rank, world)` returns on each of `world` processes, which are the ranks of a gloo group.
+def on_ranks(
+    function: Callable[[int, int], Any], world: int = 2, seconds: float = 300
+) -> list[Any]:
+    """What `function(rank, world)` returns on each of `world` processes, which are the ranks of a
+    gloo group.
 
-    A rank waits `seconds` at most for another. Raises RankFailed with the error of the rank that failed first.
+    A rank waits `seconds` at most for another. Raises RankFailed with the error of the rank that
+    failed first.
     """
     return _forked(_rank, world, (function, seconds))
 
@@ -43,7 +49,9 @@ def apart(function: Callable[[], Any]) -> Any:
 
 def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        processes = mp.start_processes(_enter, (work, count, folder, given), count, join=False, start_method="fork")
+        processes = mp.start_processes(
+            _enter, (work, count, folder, given), count, join=False, start_method="fork"
+        )
         try:
             while not processes.join():
                 pass
@@ -66,7 +74,9 @@ def _alone(number: int, count: int, folder: str, function: Callable[[], Any]) ->
     return function()
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable[[int, int], Any], seconds: float) -> Any:
+def _rank(
+    rank: int, world: int, folder: str, function: Callable[[int, int], Any], seconds: float
+) -> Any:
     at = f"file://{folder}/meeting"
     with one_gloo_thread():
         dist.init_process_group("gloo", at, timedelta(seconds=seconds), rank=rank, world_size=world)
@@ -91,12 +101,19 @@ def all_gather(part: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def followed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> Report:
-    """The bytes of the second of two steps on `rows`, each storage followed from its birth to its end."""
+def followed(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor
+) -> Report:
+    """The bytes of the second of two steps on `rows`, each storage followed from its birth to its
+    end.
+    """
     training = Training(
         model=model,
         optimizer=optimizer,
-        batch={"input_ids": rows.clone(), "labels": rows.clone()},  # a chunk's storage is the whole batch
+        batch={
+            "input_ids": rows.clone(),
+            "labels": rows.clone(),
+        },  # a chunk's storage is the whole batch
         device=torch.device("cpu"),
         multi_tensor=False,
         loop=Loop.named("plain"),

@@ -1,4 +1,6 @@
-"""Chapter 07: what its blanks stand on, and batches of many lengths through the allocator of a card of 24 GB."""
+"""Chapter 07: what its blanks stand on, and batches of many lengths through the allocator of a card
+of 24 GB.
+"""
 
 import random
 from functools import cache
@@ -34,16 +36,22 @@ CARD = "RTX 4090"
 
 
 def draw_lengths(count: int = 24) -> list[int]:
-    """Lengths like those of texts: log-normal around 365 tokens, multiples of 128 up to 1,024, from a fixed seed."""
+    """Lengths like those of texts: log-normal around 365 tokens, multiples of 128 up to 1,024, from
+    a fixed seed.
+    """
     rng = random.Random(0)
-    return [min(1024, max(128, 128 * round(rng.lognormvariate(5.9, 0.6) / 128))) for _ in range(count)]
+    return [
+        min(1024, max(128, 128 * round(rng.lognormvariate(5.9, 0.6) / 128))) for _ in range(count)
+    ]
 
 
 LENGTHS = draw_lengths()
 
 
 def room() -> int:
-    """Bytes that RECIPE's segments may take: the card without CUDA's context and without WHOLE's other layers."""
+    """Bytes that RECIPE's segments may take: the card without CUDA's context and without WHOLE's
+    other layers.
+    """
     card = find_gpu(CARD)
     others = predict(WHOLE, gpu=CARD).peak.total - predict(RECIPE, gpu=CARD).peak.total
     return card.total - context_on(card).value - others
@@ -51,7 +59,9 @@ def room() -> int:
 
 @cache
 def requests() -> Requests:
-    """Requests of RECIPE at every length of the chapter; its first step, which makes the states, has the shortest."""
+    """Requests of RECIPE at every length of the chapter; its first step, which makes the states,
+    has the shortest.
+    """
     return requests_of(RECIPE, sorted({*LENGTHS, *BUCKETS}))
 
 
@@ -66,13 +76,18 @@ def cured_lengths(cure: str) -> list[int]:
 
 
 def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
-    """Run LENGTHS with a cure through the allocator's model. Raises AllocatorError when `limit` is too low."""
+    """Run LENGTHS with a cure through the allocator's model.
+
+    Raises AllocatorError when `limit` is too low.
+    """
     kind = ExpandableAllocator if expandable else Allocator
     return follow(requests(), cured_lengths(cure), kind(limit=limit))
 
 
 def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
-    """(recipe, seconds of a step) of each record of WHOLE's model with a frozen base on the card `name`."""
+    """(recipe, seconds of a step) of each record of WHOLE's model with a frozen base on the card
+    `name`.
+    """
     kept = []
     for recipe, seconds in timed_records(name):
         if recipe.name == WHOLE.name and recipe.lora:
@@ -88,11 +103,15 @@ def step_operations(recipe: Recipe, recomputed: bool) -> int:
 
 
 def storages(values: Any) -> "set[torch.UntypedStorage]":
-    """The storages, the memory behind tensors, of all tensors in nested lists, tuples and dictionaries."""
+    """The storages, the memory behind tensors, of all tensors in nested lists, tuples and
+    dictionaries.
+    """
     import torch
     from torch.utils._pytree import tree_leaves
 
-    return {value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)}
+    return {
+        value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)
+    }
 
 
 def round_up(size: int, unit: int) -> int:
@@ -101,7 +120,9 @@ def round_up(size: int, unit: int) -> int:
 
 
 class Block:
-    """A piece of a segment: its size in bytes, the list of blocks that it stands in, its pool, and whether it is free."""
+    """A piece of a segment: its size in bytes, the list of blocks that it stands in, its pool, and
+    whether it is free.
+    """
 
     def __init__(self, size: int, segment: list["Block"], small: bool):
         self.size = size

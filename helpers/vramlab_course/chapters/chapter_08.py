@@ -10,11 +10,15 @@ import vramlab
 from vramlab.faces.plot import canvas, style
 from vramlab.report.report import GiB, Report
 
-Row = tuple[float, Sequence[float], vramlab.Recipe]  # tokens/s; bytes at least, likely, at most; recipe
+Row = tuple[
+    float, Sequence[float], vramlab.Recipe
+]  # tokens/s; bytes at least, likely, at most; recipe
 
 
 def run(program: Path, *options: str) -> Report:
-    """Run `python program options… --watch` in this process, without its output; return what it saw of its memory."""
+    """Run `python program options… --watch` in this process, without its output; return what it saw
+    of its memory.
+    """
     from IPython.utils.capture import capture_output
     from transformers.utils import logging
 
@@ -38,17 +42,34 @@ def run(program: Path, *options: str) -> Report:
 
 
 def cloud(rows: Sequence[Row], marked: Mapping[str, Row], usable: int, title: str, subtitle: str):
-    """Return a figure of recipes by likely memory and speed, two of them `marked` by name, and a card's usable bytes."""
+    """Return a figure of recipes by likely memory and speed, two of them `marked` by name, and a
+    card's usable bytes.
+    """
     alt = "A cloud of recipes: speed over likely memory, from 8 to over 500 GiB. Few are left of the card's line; the "
     alt += "lightest is the slowest. Those without checkpointing are faster, and all to the right of the line."
     with canvas(title, alt, subtitle) as ax:
         for name, mark in (("LoRA", "o"), ("QLoRA", "^")):
             kind = [row for row in rows if bool(row[2].quantization) is (name == "QLoRA")]
-            ax.plot([row[1][1] / GiB for row in kind], [row[0] for row in kind], mark, linestyle="", label=name)
-        for (name, (speed, needs, _)), where in zip(marked.items(), ((0, -20), (-16, 10)), strict=True):
+            ax.plot(
+                [row[1][1] / GiB for row in kind],
+                [row[0] for row in kind],
+                mark,
+                linestyle="",
+                label=name,
+            )
+        for (name, (speed, needs, _)), where in zip(
+            marked.items(), ((0, -20), (-16, 10)), strict=True
+        ):
             ax.plot(needs[1] / GiB, speed, "o", markersize=15, fillstyle="none", color=style.INK)
-            ax.annotate(name, (needs[1] / GiB, speed), where, textcoords="offset points", ha="center")
-        ax.axvline(usable / GiB, color=style.ALARM, linestyle="--", label=f"the card: {usable / GiB:.1f} GiB")
+            ax.annotate(
+                name, (needs[1] / GiB, speed), where, textcoords="offset points", ha="center"
+            )
+        ax.axvline(
+            usable / GiB,
+            color=style.ALARM,
+            linestyle="--",
+            label=f"the card: {usable / GiB:.1f} GiB",
+        )
         ax.text(26, 1600, "without checkpointing", va="center")
         ax.text(155, 1000, "with checkpointing", va="center")
         ax.set(xscale="log", xlabel="likely memory of the process, GiB", xlim=(9, 850))

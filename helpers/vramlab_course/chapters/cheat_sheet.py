@@ -1,8 +1,8 @@
 """The cheat sheet that ends the course: one page with numbers computed when it is drawn.
 
 from vramlab_course.chapters import cheat_sheet
-figure = cheat_sheet.draw()      # A4 with 10 mm margins; `make figure` stores it in notebooks/figures as PDF and PNG
-print(cheat_sheet.as_text())     # its numbers as text
+figure = cheat_sheet.draw()      # A4 with 10 mm margins; `make figure` stores it in
+notebooks/figures as PDF and PNG print(cheat_sheet.as_text())     # its numbers as text
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,9 @@ from vramlab.recipe.options import Quantization
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import CATEGORIES, GiB, text_table
 
-NF4 = Quantization("nf4", double=True, prepare=False)  # as `plan` advises: no cast of what stays in 16 bits
+NF4 = Quantization(
+    "nf4", double=True, prepare=False
+)  # as `plan` advises: no cast of what stays in 16 bits
 LADDER_MODEL, TOKENS, BATCH, LADDER_CARD = "llama-3.1-8b", 1024, 8, "H200"
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
 # By size: if one fits, so do those before it.
@@ -35,7 +37,11 @@ INDENT = -0.23  # tables begin where the bars' labels do
 PAGE, MARGIN = (8.27, 11.69), 10 / 25.4  # inches
 HEAD = ("largest part of the peak", "what to do", "chapter")
 MOVES = (
-    ("activations, logits", "fused loss · smaller micro-batch, accumulated · sdpa · checkpointing", "03"),
+    (
+        "activations, logits",
+        "fused loss · smaller micro-batch, accumulated · sdpa · checkpointing",
+        "03",
+    ),
     ("optimizer states", "8-bit or paged AdamW · fused, not foreach · shards", "03, 04"),
     ("gradients", "train adapters only: LoRA · shards", "04, 05"),
     ("parameters", "16 bits · 4-bit base: QLoRA · shards, offload", "01, 04, 06"),
@@ -57,8 +63,13 @@ LETTERS = (
 
 
 def bytes_rows() -> list[tuple[str, dict[str, float]]]:
-    """Bytes kept for each parameter by weights, gradients and states, for each way to train LADDER_MODEL."""
-    rows, eight_bits = [], 2 * (1 + 4 / 256)  # two states of a byte, and an fp32 scale for 256 of them
+    """Bytes kept for each parameter by weights, gradients and states, for each way to train
+    LADDER_MODEL.
+    """
+    rows, eight_bits = (
+        [],
+        2 * (1 + 4 / 256),
+    )  # two states of a byte, and an fp32 scale for 256 of them
     for label, width, states in (
         ("fp32 or mixed, AdamW", 4, 8),
         ("mixed, 8-bit AdamW", 4, eight_bits),
@@ -99,7 +110,9 @@ def ladder() -> tuple[tuple[str, Recipe], ...]:
 
 @cache
 def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
-    """Each rung, its predicted peak by category in bytes, and its estimated time relative to the first rung."""
+    """Each rung, its predicted peak by category in bytes, and its estimated time relative to the
+    first rung.
+    """
     first = step_time(ladder()[0][1], LADDER_CARD).seconds
     rows = []
     for label, recipe in ladder():
@@ -110,17 +123,21 @@ def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
 
 @cache
 def largest_model(card: str, method: str) -> str:
-    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none; of full training also
-    whether its weights are fp32 ("mixed")."""
+    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none;
+    of full training also whether its weights are fp32 ("mixed")."""
     number, _, name = card.rpartition(" × ")
     gpus, low, high, said = int(number or 1), 0, len(MODELS), "–"
     while low < high:  # models below `low` fit, from `high` on they do not
         middle = (low + high) // 2
-        question = Question(MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method, offload=False)
+        question = Question(
+            MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method, offload=False
+        )
         recipe = Search(question).any_fit()
         low, high = (middle + 1, high) if recipe else (low, middle)
         if recipe:
-            said = MODELS[middle] + (f" ({SAID.get(recipe.precision, 'mixed')})" if method == "full" else "")
+            said = MODELS[middle] + (
+                f" ({SAID.get(recipe.precision, 'mixed')})" if method == "full" else ""
+            )
     return said
 
 
@@ -129,23 +146,36 @@ def matrix() -> list[tuple[str, ...]]:
     rows = [("card", "usable", *("full", "LoRA r = 16", "QLoRA r = 16"))]
     for card in CARDS:
         memory = usable_memory(find_gpu(card.rpartition(" × ")[2]))
-        rows.append((card, f"{memory / GiB:.1f} GiB", *(largest_model(card, method) for method in METHODS)))
+        rows.append(
+            (card, f"{memory / GiB:.1f} GiB", *(largest_model(card, method) for method in METHODS))
+        )
     return rows
 
 
 def as_text() -> str:
     """The numbers of the sheet as text tables."""
     kept = [("bytes a parameter, kept", "weights", "gradients", "states", "sum")]
-    kept += [(label, *(f"{n:.2f}" for n in (*parts.values(), sum(parts.values())))) for label, parts in bytes_rows()]
+    kept += [
+        (label, *(f"{n:.2f}" for n in (*parts.values(), sum(parts.values()))))
+        for label, parts in bytes_rows()
+    ]
     climbed = [(f"{LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens", "peak, GiB", "time, ×")]
-    climbed += [(label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}") for label, split, time in ladder_rows()]
+    climbed += [
+        (label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}")
+        for label, split, time in ladder_rows()
+    ]
     titles = (
         "What a parameter keeps",
         "What each switch saves",
         f"Largest model that fits, {TOKENS:,} tokens, no offload",
         "What to do",
     )
-    parts = (text_table(kept), text_table(climbed), text_table(matrix()), text_table(_left([HEAD, *MOVES])))
+    parts = (
+        text_table(kept),
+        text_table(climbed),
+        text_table(matrix()),
+        text_table(_left([HEAD, *MOVES])),
+    )
     text = "\n\n".join(f"{title}\n\n{part}" for title, part in zip(titles, parts, strict=True))
     return "\n".join([text, "", *RULES, *LETTERS])
 
@@ -153,7 +183,9 @@ def as_text() -> str:
 def _left(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Align all columns to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [tuple(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [
+        tuple(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
 
 
 @style.styled()
@@ -161,7 +193,9 @@ def draw():
     """Draw the page, A4 upright."""
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(FigureClass=style.figure_class(), figsize=PAGE, dpi=style.DPI, layout="constrained")
+    figure = plt.figure(
+        FigureClass=style.figure_class(), figsize=PAGE, dpi=style.DPI, layout="constrained"
+    )
     x, y = MARGIN / PAGE[0], MARGIN / PAGE[1]
     figure.get_layout_engine().set(rect=(x, y + 0.02, 1 - 2 * x, 1 - 2 * y - 0.05))
     figure.heading = "Make it fit: GPU memory of training on one page"
@@ -169,7 +203,10 @@ def draw():
     figure.text(x, y, _made(), fontsize=7, color="#444444")
     kept, climb, fits, moves, rules = figure.subplots(5, 1, height_ratios=(2.1, 3.4, 2.3, 2.1, 2.0))
     _stacks(kept, [(label, parts) for label, parts in bytes_rows()], "{:.2f} B", 1)
-    _title(kept, f"1 · Bytes a parameter keeps, derived (weights, gradients, states; both LoRA: of {LADDER_MODEL})")
+    _title(
+        kept,
+        f"1 · Bytes a parameter keeps, derived (weights, gradients, states; both LoRA: of {LADDER_MODEL})",
+    )
     rows = ladder_rows()
     after = [f" · time × {t:.2f}" for *_, t in rows]
     _stacks(climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, after)
@@ -178,24 +215,46 @@ def draw():
         f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the other, each kept",
         16,
     )
-    climb.set_xlabel(f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has", fontsize=8)
-    for name, side in (("T4", "right"), ("RTX 4090", "left"), ("H100 SXM", "center"), ("H200", "center")):
+    climb.set_xlabel(
+        f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has", fontsize=8
+    )
+    for name, side in (
+        ("T4", "right"),
+        ("RTX 4090", "left"),
+        ("H100 SXM", "center"),
+        ("H200", "center"),
+    ):
         total = usable_memory(find_gpu(name)) / GiB
         climb.axvline(total, color=style.ALARM, linewidth=0.9, linestyle="--", zorder=0.5)
-        climb.text(total, -0.6, name, color=style.ALARM, fontsize=7.5, ha=side, va="bottom", bbox=style.PATCH)
+        climb.text(
+            total,
+            -0.6,
+            name,
+            color=style.ALARM,
+            fontsize=7.5,
+            ha=side,
+            va="bottom",
+            bbox=style.PATCH,
+        )
     heading = f"3 · Largest of {len(MODELS)} models that fits safely, predicted"
     _table(fits, matrix(), f"{heading} (global batch 8 × {TOKENS:,} tokens; no offload)")
     _table(moves, [HEAD, *MOVES], "4 · Does not fit? Look at the largest part")
     rules.set_axis_off()
     _title(rules, "5 · Five sentences, and their letters")
     text = "\n".join([*RULES, *LETTERS])
-    rules.text(INDENT, 0.95, text, fontsize=7.2, va="top", linespacing=1.8, transform=rules.transAxes)
-    return style.finish(figure, _summary(), "One page with five parts; the text beside it has all of its numbers.")
+    rules.text(
+        INDENT, 0.95, text, fontsize=7.2, va="top", linespacing=1.8, transform=rules.transAxes
+    )
+    return style.finish(
+        figure, _summary(), "One page with five parts; the text beside it has all of its numbers."
+    )
 
 
 def _made() -> str:
     """When the page was drawn, and with what."""
-    versions = " · ".join(f"{name} {version(name)}" for name in ("vramlab", "torch", "transformers", "peft"))
+    versions = " · ".join(
+        f"{name} {version(name)}" for name in ("vramlab", "torch", "transformers", "peft")
+    )
     return f"VRAM Lab, {date.today().isoformat()} · {versions} · all numbers are computed by the course's package"
 
 
@@ -206,11 +265,16 @@ def _title(ax, text: str, pad: int = 6) -> None:
 
 def _summary() -> list[tuple[str, ...]]:
     """The table of the figure: the ladder."""
-    rows = [(label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}") for label, split, time in ladder_rows()]
+    rows = [
+        (label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}")
+        for label, split, time in ladder_rows()
+    ]
     return [("recipe", "peak, GiB", "time, ×"), *rows]
 
 
-def _stacks(ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, after: Sequence[str] = ()) -> None:
+def _stacks(
+    ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, after: Sequence[str] = ()
+) -> None:
     """Draw horizontal stacked bars with their sums, the first row on top."""
     names = [
         name

@@ -16,11 +16,15 @@ INK = "#222222"
 
 
 def ranges():
-    """Draw how far each format reaches, from its smallest positive number to its largest, with its step at 1."""
+    """Draw how far each format reaches, from its smallest positive number to its largest, with its
+    step at 1.
+    """
     rows = [("format", "bits", "smallest", "largest", "step at 1")]
     for f in FORMATS:
         fields = f"1 + {f.exponent_bits} + {f.fraction_bits}"
-        rows.append((f.name, fields, f"{f.smallest:.1e}", f"{f.max:.3g}", f"1/{1 / f.epsilon:,.0f}"))
+        rows.append(
+            (f.name, fields, f"{f.smallest:.1e}", f"{f.max:.3g}", f"1/{1 / f.epsilon:,.0f}")
+        )
     title = "Exponent bits buy range, fraction bits buy precision"
     spans = [f"{name}: {low} to {high}, steps of {step}" for name, _, low, high, step in rows[1:]]
     said = f"Bars on a logarithmic axis. {'; '.join(spans)}."
@@ -33,8 +37,23 @@ def ranges():
             )
             for low, high, colour, name in parts:
                 label = name if row == 0 else None
-                ax.barh(row, high - low, 0.6, left=low, color=colour, edgecolor=INK, linewidth=0.5, label=label)
-            ax.annotate(f" {rows[row + 1][4]}", (f.max, row), (3, 0), textcoords="offset points", va="center")
+                ax.barh(
+                    row,
+                    high - low,
+                    0.6,
+                    left=low,
+                    color=colour,
+                    edgecolor=INK,
+                    linewidth=0.5,
+                    label=label,
+                )
+            ax.annotate(
+                f" {rows[row + 1][4]}",
+                (f.max, row),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+            )
         ax.axvline(1, color=INK, linewidth=0.8)
         ax.set(xscale="log", xlim=(1e-46, 1e52), xlabel="number")
         ax.set_xticks([1e-40, 1e-30, 1e-20, 1e-10, 1, 1e10, 1e20, 1e30, 1e40])
@@ -44,7 +63,9 @@ def ranges():
 
 
 def bell(table: Sequence[float], deviations: float):
-    """Draw the share of normal numbers between neighbouring codes; 1 is so many standard deviations."""
+    """Draw the share of normal numbers between neighbouring codes; 1 is so many standard
+    deviations.
+    """
     normal, rows = NormalDist(0, 1 / deviations), [("from", "to", "share of the numbers")]
     title = "Between two NF4 levels lies about the same share of the numbers"
     said = f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Below it int4's codes, in even steps."
@@ -63,7 +84,9 @@ def bell(table: Sequence[float], deviations: float):
 
 
 def costs(stores: Mapping[str, tuple[float, float]], title: str):
-    """Draw what each way to store the base model costs: (bits a number, % more bits per byte) by name."""
+    """Draw what each way to store the base model costs: (bits a number, % more bits per byte) by
+    name.
+    """
     ways = sorted(stores.items(), key=lambda way: way[1][1])
     rows = [("matrices in", "bits a number", "more bits per byte")]
     rows += [(name, f"{bits:g}", f"{round(cost, 1) + 0.0:.1f} %") for name, (bits, cost) in ways]
@@ -76,7 +99,11 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
             ax.plot(*place, looks[kind][0], color=looks[kind][1], markersize=9, label=kind)
             ax.annotate(rows[y + 1][2], place, (9, 0), textcoords="offset points", va="center")
         ax.set_yticks(range(len(ways)), [f"{name}: {bits:g} bits" for name, (bits, _) in ways])
-        ax.set(xscale="log", xlim=(0.085, 300), xlabel="more bits per byte (up to 0.1 % at the left edge)")
+        ax.set(
+            xscale="log",
+            xlim=(0.085, 300),
+            xlabel="more bits per byte (up to 0.1 % at the left edge)",
+        )
         ax.set_xticks([0.1, 1, 10, 100], ["0.1 %", "1 %", "10 %", "100 %"])
         ax.tick_params(axis="x", which="minor", length=0)
         ax.invert_yaxis()

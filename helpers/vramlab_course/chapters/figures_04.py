@@ -20,10 +20,14 @@ SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in for
 
 
 @style.styled()
-def who_holds_what(world_size: int = 4, title: str = "Who holds what", ways: Sequence[str] = tuple(WAYS)):
-    """Return a figure of each rank's share of parameters, gradients and optimizer states, a row per way of dividing.
+def who_holds_what(
+    world_size: int = 4, title: str = "Who holds what", ways: Sequence[str] = tuple(WAYS)
+):
+    """Return a figure of each rank's share of parameters, gradients and optimizer states, a row per
+    way of dividing.
 
-    A square is the whole of one part. Tensor parallelism divides each layer upright, pipelining across, ZeRO flat lists.
+    A square is the whole of one part. Tensor parallelism divides each layer upright, pipelining
+    across, ZeRO flat lists.
     """
     about = f"derived: {world_size} ranks; a square is all: P parameters, G gradients, S states"
     figure, ax = style.start(title, about)
@@ -34,11 +38,27 @@ def who_holds_what(world_size: int = 4, title: str = "Who holds what", ways: Seq
         low, cut = -1.3 * row, [part in divided or isinstance(divided, str) for part in PARTS]
         for i, look in enumerate(style.look(PARTS).values()):
             left = [3.9 * rank + 1.08 * i for rank in ranks]
-            ax.bar(left, 1, 1, low, align="edge", facecolor="white", edgecolor="#888888", linewidth=0.6)
+            ax.bar(
+                left, 1, 1, low, align="edge", facecolor="white", edgecolor="#888888", linewidth=0.6
+            )
             if divided == "layers":
-                ax.bar(left, share, 1, [low + 1 - (rank + 1) * share for rank in ranks], align="edge", **look)
+                ax.bar(
+                    left,
+                    share,
+                    1,
+                    [low + 1 - (rank + 1) * share for rank in ranks],
+                    align="edge",
+                    **look,
+                )
             elif cut[i]:
-                ax.bar([x + rank * share for rank, x in enumerate(left)], 1, share, low, align="edge", **look)
+                ax.bar(
+                    [x + rank * share for rank, x in enumerate(left)],
+                    1,
+                    share,
+                    low,
+                    align="edge",
+                    **look,
+                )
             else:
                 ax.bar(left, 1, 1, low, align="edge", **look)
             for x in left if row == 0 else ():
@@ -53,11 +73,14 @@ def who_holds_what(world_size: int = 4, title: str = "Who holds what", ways: Seq
     return style.finish(figure, rows, f"Squares. {title} on {world_size} ranks.", say_rows=True)
 
 
-def stage_order(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+def stage_order(
+    schedule: str, stage: int, stages: int, micro_batches: int
+) -> list[tuple[str, int]]:
     """Return the passes of a stage in order, as ("forward" or "backward", micro-batch).
 
-    "gpipe" runs all forward passes first (Huang et al. 2019); "1f1b" begins a backward pass as soon as it can, so that
-    stage s holds at most `stages - s` micro-batches (Narayanan et al. 2021, figure 4).
+    "gpipe" runs all forward passes first (Huang et al. 2019); "1f1b" begins a backward pass as soon
+    as it can, so that stage s holds at most `stages - s` micro-batches (Narayanan et al. 2021,
+    figure 4).
     """
     ahead = micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
     order = [("forward", m) for m in range(ahead)]
@@ -67,7 +90,10 @@ def stage_order(schedule: str, stage: int, stages: int, micro_batches: int) -> l
 
 
 def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, int], float]:
-    """Return when each (stage, pass, micro-batch) ends, in forward passes; sending takes no time. `orders`: each stage's."""
+    """Return when each (stage, pass, micro-batch) ends, in forward passes; sending takes no time.
+
+    `orders`: each stage's.
+    """
     stages = len(orders)
 
     @cache
@@ -81,7 +107,9 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
 
 
 def bubble(ends: dict[tuple[int, str, int], float]) -> float:
-    """Return the share of the stages' time in which they wait: (N − 1)/(m + N − 1) for both schedules."""
+    """Return the share of the stages' time in which they wait: (N − 1)/(m + N − 1) for both
+    schedules.
+    """
     busy = sum(SECONDS[kind] for _, kind, _ in ends)
     return 1 - busy / (max(ends.values()) * (1 + max(stage for stage, *_ in ends)))
 
@@ -100,16 +128,28 @@ def pipeline(stages: int = 4, micro_batches: int = 8, title: str = "Who works wh
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
     rows = [("schedule", "time units", "waiting", "most micro-batches held")]
     for ax, name in zip(axes, ("GPipe", "1F1B"), strict=True):
-        orders = [stage_order(name.lower(), stage, stages, micro_batches) for stage in range(stages)]
+        orders = [
+            stage_order(name.lower(), stage, stages, micro_batches) for stage in range(stages)
+        ]
         ends = pipeline_ends(orders)
         for kind, time in SECONDS.items():
             found = [(stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind]
-            at, starts = ([stages - 0.5 - stage for stage, *_ in found], [start for *_, start in found])
-            look = {"color": colours[kind], "edgecolor": style.INK, "linewidth": 0.5, "label": labels[kind]}
+            at, starts = (
+                [stages - 0.5 - stage for stage, *_ in found],
+                [start for *_, start in found],
+            )
+            look = {
+                "color": colours[kind],
+                "edgecolor": style.INK,
+                "linewidth": 0.5,
+                "label": labels[kind],
+            }
             done = ax.barh(at, time, 0.84, starts, **look)
             ax.bar_label(done, [m + 1 for _, m, _ in found], label_type="center", fontsize=8)
         ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
-        ax.set_yticks([stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)])
+        ax.set_yticks(
+            [stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)]
+        )
         ax.grid(visible=False)
         held = most_held(orders[0])
         rows.append((name, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))

@@ -17,12 +17,16 @@ TARGETS = {
 def flow(inputs: int, outputs: int, r: int):
     """Draw how x goes through the frozen matrix and, beside it, through A and B."""
     frozen, trained = inputs * outputs, r * (inputs + outputs)
-    title = f"Two thin matrices are trained: {100 * trained / frozen:.1f} % of the frozen one's numbers"
+    title = (
+        f"Two thin matrices are trained: {100 * trained / frozen:.1f} % of the frozen one's numbers"
+    )
     said = (
         f"Arrows. x, {inputs:,} numbers a token, goes up into the frozen W and down into A, which makes {r} numbers of it. "
         f"B makes {outputs:,} of these, times α / r. Both ways are added to y."
     )
-    with canvas(title, said, f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r}") as ax:
+    with canvas(
+        title, said, f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r}"
+    ) as ax:
         boxes = (
             (0.5, 1, 1.1, f"x\n{inputs:,}\na token", "white"),
             (5.1, 2, 4.2, f"W, frozen\n{outputs:,} × {inputs:,}\n{frozen:,} numbers", GREY),
@@ -43,7 +47,12 @@ def flow(inputs: int, outputs: int, r: int):
             ((9.5, 1), (10.15, 1)),
         )
         for start, end in arrows:
-            ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4})
+            ax.annotate(
+                "",
+                end,
+                start,
+                arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4},
+            )
         ax.text(4.92, 0.12, f"{r}", ha="center", color=BLUE, fontsize=11)
         ax.text(8.95, 0.25, "× α / r", ha="center", color=BLUE)
         ax.text(9.25, 1, "+", ha="center", va="center", fontsize=15)
@@ -53,18 +62,35 @@ def flow(inputs: int, outputs: int, r: int):
 
 
 def over_length(
-    predicted: Mapping[str, Mapping[int, int]], simulated: Mapping[str, Mapping[int, int]], title: str, about: str
+    predicted: Mapping[str, Mapping[int, int]],
+    simulated: Mapping[str, Mapping[int, int]],
+    title: str,
+    about: str,
 ):
     """Draw peaks over the length: `predicted` as lines, `simulated` as marks."""
     rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in next(iter(simulated.values()))))]
     for name, peaks in simulated.items():
         rows.append((name, *(f"{size / GiB:.1f}" for size in peaks.values())))
-    said = f"Lines that rise with the length. {title}. " + "; ".join(", ".join(row) for row in rows) + "."
+    said = (
+        f"Lines that rise with the length. {title}. "
+        + "; ".join(", ".join(row) for row in rows)
+        + "."
+    )
     with canvas(title, said, about, rows) as ax:
-        for (name, peaks), (colour, mark, dash) in zip(predicted.items(), style.LINES, strict=False):
-            ax.plot([*peaks], [size / GiB for size in peaks.values()], dash, color=colour, label=name)
+        for (name, peaks), (colour, mark, dash) in zip(
+            predicted.items(), style.LINES, strict=False
+        ):
+            ax.plot(
+                [*peaks], [size / GiB for size in peaks.values()], dash, color=colour, label=name
+            )
             marks = simulated[name]
-            ax.plot([*marks], [size / GiB for size in marks.values()], mark, color=colour, label="_simulated")
+            ax.plot(
+                [*marks],
+                [size / GiB for size in marks.values()],
+                mark,
+                color=colour,
+                label="_simulated",
+            )
         ticks = [2048, 8192, 16384, 32768]
         ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
@@ -77,7 +103,9 @@ def label(run: SimpleNamespace) -> str:
 
 
 def compared(sweep: SimpleNamespace, title: str):
-    """Draw what `finetuning.recorded_sweep` holds: bits per byte of unseen prose, a dot for each seed, by setting."""
+    """Draw what `finetuning.recorded_sweep` holds: bits per byte of unseen prose, a dot for each
+    seed, by setting.
+    """
     rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
     base = sweep.base
     rows.append(("untuned", "0", "", f"{base['documentation']:.3f}", "", f"{base['programs']:.3f}"))
@@ -85,15 +113,19 @@ def compared(sweep: SimpleNamespace, title: str):
     for run in runs:
         found = f"{run.documentation:.3f}", f"{run.deviation:.3f}", f"{run.programs:.3f}"
         rows.append((label(run), f"{run.trained:,}", f"{run.learning_rate:g}", *found))
-    said = "Five dots for each setting. " + "; ".join(f"{row[0]} {row[3]}" for row in rows[1:]) + "."
-    about = (
-        f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, {len(runs[0].seeds['documentation'])} seeds"
+    said = (
+        "Five dots for each setting. " + "; ".join(f"{row[0]} {row[3]}" for row in rows[1:]) + "."
     )
+    about = f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, {len(runs[0].seeds['documentation'])} seeds"
     with canvas(title, said, about, rows) as ax:
         for row, run in enumerate(runs):
             bits = run.seeds["documentation"]
-            ax.plot(bits, [row] * len(bits), "o", color=BLUE if run.r else RED, markersize=6, alpha=0.6)
-            ax.plot([run.documentation], [row], "|", color=style.INK, markersize=20, markeredgewidth=2)
+            ax.plot(
+                bits, [row] * len(bits), "o", color=BLUE if run.r else RED, markersize=6, alpha=0.6
+            )
+            ax.plot(
+                [run.documentation], [row], "|", color=style.INK, markersize=20, markeredgewidth=2
+            )
         ax.axvline(base["documentation"], color=style.INK, linestyle=":")
         ax.text(base["documentation"], len(runs) - 0.4, "untuned ", ha="right", va="center")
         ax.set_yticks(range(len(runs)), [label(run) for run in runs])

@@ -1,4 +1,6 @@
-"""Chapter 07's pictures: traces of a loop, a layer's times, a memory history, and the allocator's segments."""
+"""Chapter 07's pictures: traces of a loop, a layer's times, a memory history, and the allocator's
+segments.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +109,9 @@ def trace(seen: Trace, title: str, subtitle: str):
         for label, colour in COLOURS.items():
             bars = [(start - seen.start, length) for start, length in seen.labels[label]]
             ax.broken_barh(bars, (-0.3, 0.6), facecolor=colour, label=label)
-            rows.append((label, f"{sum(length for _, length in bars):.2f}", f"{seen.share(label):.0%}"))
+            rows.append(
+                (label, f"{sum(length for _, length in bars):.2f}", f"{seen.share(label):.0%}")
+            )
         for y, spans in enumerate(seen.lanes.values(), 1):
             bars = [(start - seen.start, length) for start, length in spans]
             ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=style.INK)
@@ -118,11 +122,11 @@ def trace(seen: Trace, title: str, subtitle: str):
 
 
 def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
-    """Return a figure of the labels of each run over time, the first run on top, with its length and share of waiting."""
+    """Return a figure of the labels of each run over time, the first run on top, with its length
+    and share of waiting.
+    """
     rows = [("loop", "seconds", "waiting")]
-    alt = (
-        f"Labels over time, one bar for each loop: {', '.join(runs)}. The first waits before each step, the last never."
-    )
+    alt = f"Labels over time, one bar for each loop: {', '.join(runs)}. The first waits before each step, the last never."
     with canvas(title, alt, subtitle, rows) as ax:
         for y, (name, seen) in enumerate(runs.items()):
             for label, colour in COLOURS.items():
@@ -135,13 +139,23 @@ def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
     return ax.figure
 
 
-def layer_times(line: Mapping[int, float], measured: Mapping[int, float], title: str, subtitle: str):
-    """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones as dots."""
+def layer_times(
+    line: Mapping[int, float], measured: Mapping[int, float], title: str, subtitle: str
+):
+    """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones
+    as dots.
+    """
     rows = [("tokens", "least, ms", "measured, ms")]
-    rows += [(f"{n:,}", f"{1e3 * line[n]:.2f}", f"{1e3 * took:.2f}") for n, took in measured.items()]
+    rows += [
+        (f"{n:,}", f"{1e3 * line[n]:.2f}", f"{1e3 * took:.2f}") for n, took in measured.items()
+    ]
     alt = "A line of the least time is flat for few tokens and then rises. The measured dots lie on or above it."
     with canvas(title, alt, subtitle, rows) as ax:
-        ax.plot(list(line), [1e3 * seconds for seconds in line.values()], label="the roofline: least time")
+        ax.plot(
+            list(line),
+            [1e3 * seconds for seconds in line.values()],
+            label="the roofline: least time",
+        )
         dots = [1e3 * seconds for seconds in measured.values()]
         ax.plot(list(measured), dots, "o", color=style.INK, markersize=8, label="measured")
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
@@ -152,7 +166,9 @@ def layer_times(line: Mapping[int, float], measured: Mapping[int, float], title:
 
 @style.styled()
 def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
-    """Return a figure of memory histories on one scale: what is alive over events, by the line that asked for it."""
+    """Return a figure of memory histories on one scale: what is alive over events, by the line that
+    asked for it.
+    """
     figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True, sharey=True)
     lines = [group.line for group in next(iter(runs.values())).largest(count=len(BANDS) - 1)]
     rows = [("run", "peak, MiB", "at the end, MiB")]
@@ -181,7 +197,9 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
 
 
 def segments(held: "Segments", request: int, title: str, subtitle: str, count: int = 14):
-    """Return a figure of the largest segments, their blocks in use filled, and the `request` of bytes above them."""
+    """Return a figure of the largest segments, their blocks in use filled, and the `request` of
+    bytes above them.
+    """
     large = sorted(held.segments, key=lambda segment: -sum(block.size for block in segment))[:count]
     rows = [("segment", "GiB", "largest free block, GiB")]
     alt = f"{title}. Bars of segments, most of them white, which is free; the request on top is longer than any white part."
@@ -208,7 +226,9 @@ def segments(held: "Segments", request: int, title: str, subtitle: str, count: i
 
 
 def climb(run: Followed, lengths: list[int], room: int, title: str, subtitle: str):
-    """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's `room` in bytes."""
+    """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's
+    `room` in bytes.
+    """
     steps, held = range(1, len(lengths) + 1), [size / GiB for size in run.between]
     peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
     alt = "Allocated goes up and down. Reserved only rises, at the samples longer than all before, in the end past the line."

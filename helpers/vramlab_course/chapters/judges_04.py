@@ -1,4 +1,6 @@
-"""Judges of chapter 04's blanks and exercises: what readers' pieces do, on real ranks where they send anything."""
+"""Judges of chapter 04's blanks and exercises: what readers' pieces do, on real ranks where they
+send anything.
+"""
 
 from collections.abc import Callable
 from itertools import chain
@@ -33,12 +35,18 @@ def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
         return on_ranks(work, seconds=20)
     except RankFailed as error:
         text = str(error)
-        raise BrokenPiece(text.partition("BrokenPiece: ")[2] or f"On a rank your piece fails with {text}") from None
+        raise BrokenPiece(
+            text.partition("BrokenPiece: ")[2] or f"On a rank your piece fails with {text}"
+        ) from None
 
 
 def sent(counting: Collectives, numbers: int) -> float:
-    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers: an all-reduce counts twice."""
-    return sum(2 * seen.sent for seen in counting.seen.values()) / (4 * numbers)  # two ranks: a ring sends half
+    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers: an
+    all-reduce counts twice.
+    """
+    return sum(2 * seen.sent for seen in counting.seen.values()) / (
+        4 * numbers
+    )  # two ranks: a ring sends half
 
 
 def _must_be_function(answer: Any) -> None:
@@ -47,7 +55,9 @@ def _must_be_function(answer: Any) -> None:
 
 
 def updated(answer: Callable) -> SimpleNamespace:
-    """What `zero_1` does in two updates by SGD, which tells a mean from a sum, on two ranks of different gradients."""
+    """What `zero_1` does in two updates by SGD, which tells a mean from a sum, on two ranks of
+    different gradients.
+    """
 
     _must_be_function(answer)
 
@@ -69,7 +79,12 @@ def updated(answer: Callable) -> SimpleNamespace:
         kind=type(first).__name__,
         length=len(first) if hasattr(first, "__len__") else 0,
         same=lambda: bool(torch.equal(first, second)),
-        moved=lambda: not any(torch.equal(row.chunk(2)[rank], own[rank]) for rank, row in enumerate((first, second))),
+        moved=lambda: (
+            not any(
+                torch.equal(row.chunk(2)[rank], own[rank])
+                for rank, row in enumerate((first, second))
+            )
+        ),
         right=lambda: bool(torch.allclose(first, wanted)),
         sent=round(numbers, 2),
     )
@@ -91,7 +106,8 @@ def gathered(answer: Any) -> SimpleNamespace:
             output.backward(slope[rank])
         return {
             "output": output.detach(),
-            "kept": sum(one.numel() for one in kept if isinstance(one, torch.Tensor)) - rows.numel(),
+            "kept": sum(one.numel() for one in kept if isinstance(one, torch.Tensor))
+            - rows.numel(),
             "input": rows.grad,
             "shard": shard.grad,
             "sent": sent(counting, weight.numel()),
@@ -100,10 +116,19 @@ def gathered(answer: Any) -> SimpleNamespace:
     found = _on_two(work)
     mean = torch.einsum("nro,nri->oi", slope, x) / 2
     return SimpleNamespace(
-        output=all(torch.allclose(one["output"], x[rank] @ weight.T, atol=1e-6) for rank, one in enumerate(found)),
+        output=all(
+            torch.allclose(one["output"], x[rank] @ weight.T, atol=1e-6)
+            for rank, one in enumerate(found)
+        ),
         kept=found[0]["kept"],
-        input=all(torch.allclose(one["input"], slope[rank] @ weight, atol=1e-6) for rank, one in enumerate(found)),
-        shard=all(torch.allclose(one["shard"], mean.chunk(2)[rank], atol=1e-6) for rank, one in enumerate(found)),
+        input=all(
+            torch.allclose(one["input"], slope[rank] @ weight, atol=1e-6)
+            for rank, one in enumerate(found)
+        ),
+        shard=all(
+            torch.allclose(one["shard"], mean.chunk(2)[rank], atol=1e-6)
+            for rank, one in enumerate(found)
+        ),
         sent=round(found[0]["sent"], 2),
     )
 
@@ -112,13 +137,20 @@ def tiny_llama() -> torch.nn.Module:
     """A Llama of three layers with random weights, the same on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 
 
 def units(answer: Callable) -> SimpleNamespace:
-    """How `sharded` cuts a Llama of three layers on two ranks: its units, and the parameters that it leaves whole."""
+    """How `sharded` cuts a Llama of three layers on two ranks: its units, and the parameters that
+    it leaves whole.
+    """
     _must_be_function(answer)
     model = tiny_llama()
 
@@ -126,7 +158,11 @@ def units(answer: Callable) -> SimpleNamespace:
         found = answer(model, init_device_mesh("cpu", (world,)))
         groups = {}
         for name, module in model.named_modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            group = (
+                module._get_fsdp_state()._fsdp_param_group
+                if isinstance(module, FSDPModule)
+                else None
+            )
             if group:
                 groups[name] = sum(one._orig_size.numel() for one in group.fsdp_params)
         whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
@@ -143,7 +179,9 @@ def units(answer: Callable) -> SimpleNamespace:
 
 
 class Recorded(list):
-    """A rank's chunks; counts what is written, and how often that was neither what `before` had nor its sum with that."""
+    """A rank's chunks; counts what is written, and how often that was neither what `before` had nor
+    its sum with that.
+    """
 
     def __init__(self, chunks: list[float]):
         super().__init__(chunks)
@@ -153,7 +191,9 @@ class Recorded(list):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         places = range(len(self))[index]
-        for place, new in zip(places, value, strict=True) if isinstance(index, slice) else [(places, value)]:
+        for place, new in (
+            zip(places, value, strict=True) if isinstance(index, slice) else [(places, value)]
+        ):
             self.written += 1
             self.strange += not {new, new - self[place]} & self.before.had[place]
             self.had[place].add(new)
@@ -174,7 +214,9 @@ def _ring(answer: Callable) -> str | None:
                 return f"With {n} ranks, rank {number} ends with {list(rank)}; the sums are {sums}."
         written = [rank.written for rank in ranks]
         if max(written) > 2 * (n - 1):
-            return f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
+            return (
+                f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
+            )
         if any(rank.strange for rank in ranks):
             return f"With {n} ranks a rank gets what the rank before it never had: it can hear from that one only."
     return ""
@@ -200,8 +242,14 @@ def all_to_all(ranks: list[list[float]]) -> None:
 
 
 def _clips(answer: Callable) -> str | None:
-    """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two ranks has a shard."""
-    for whole, largest in (([3.0, 0.0, 0.0, 4.0], 1.0), ([0.3, 0.1, 0.2, 0.1], 1.0), ([6.0, 8.0, 0.0, 0.0], 2.0)):
+    """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two
+    ranks has a shard.
+    """
+    for whole, largest in (
+        ([3.0, 0.0, 0.0, 4.0], 1.0),
+        ([0.3, 0.1, 0.2, 0.1], 1.0),
+        ([6.0, 8.0, 0.0, 0.0], 2.0),
+    ):
         gradient = torch.tensor(whole)
         wanted = gradient * min(1.0, largest / gradient.norm().item())
 
@@ -225,7 +273,9 @@ def _numbers(tensor: torch.Tensor) -> list[float]:
 
 
 def _learns(answer: Callable) -> str | None:
-    """Whether `answer(model, mesh)` returns a sharded model and an optimizer that changes its shards and keeps no others."""
+    """Whether `answer(model, mesh)` returns a sharded model and an optimizer that changes its
+    shards and keeps no others.
+    """
     model = tiny_llama()
     whole = sum(p.numel() for p in model.parameters())
 
@@ -238,9 +288,14 @@ def _learns(answer: Callable) -> str | None:
         rows = torch.arange(16).reshape(2, 8) + rank
         model(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
-        moved = any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+        moved = any(
+            not torch.equal(p.to_local(), old)
+            for p, old in zip(model.parameters(), before, strict=True)
+        )
         held = [
-            getattr(value, "_local_tensor", value) for state in optimizer.state.values() for value in state.values()
+            getattr(value, "_local_tensor", value)
+            for state in optimizer.state.values()
+            for value in state.values()
         ]
         units_of = sum(isinstance(module, FSDPModule) for module in model.modules())
         return moved, sum(tensor.numel() for tensor in held if tensor.dim()), units_of
@@ -295,9 +350,14 @@ def sum_of_norms(mine: torch.Tensor, largest: float) -> torch.Tensor:
 def _averaged(answer: Callable) -> str | None:
     torch.manual_seed(0)
     for counts in ((10, 10), (10, 30), (7, 1, 40), (5, 0, 3)):
-        weight, rows = torch.randn(3, requires_grad=True), [torch.randn(count, 3) for count in counts]
+        weight, rows = (
+            torch.randn(3, requires_grad=True),
+            [torch.randn(count, 3) for count in counts],
+        )
         gradients = [
-            torch.autograd.grad((row @ weight).square().mean(), weight)[0] if len(row) else torch.zeros(3)
+            torch.autograd.grad((row @ weight).square().mean(), weight)[0]
+            if len(row)
+            else torch.zeros(3)
             for row in rows
         ]
         (wanted,) = torch.autograd.grad((torch.cat(rows) @ weight).square().mean(), weight)
@@ -317,26 +377,36 @@ def _scheduled(answer: Callable) -> str | None:
         orders = [[tuple(one) for one in order] for order in orders]
         case = f"With {stages} stages and {count} micro-batches"
         for stage, order in enumerate(orders):
-            if sorted(order) != sorted(chain.from_iterable((("forward", m), ("backward", m)) for m in range(count))):
+            if sorted(order) != sorted(
+                chain.from_iterable((("forward", m), ("backward", m)) for m in range(count))
+            ):
                 return f"{case} stage {stage} does not have each micro-batch's forward and backward pass once."
-            if any(order.index(("backward", m)) < order.index(("forward", m)) for m in range(count)):
-                return f"{case} stage {stage} goes back through a micro-batch before it went forward."
+            if any(
+                order.index(("backward", m)) < order.index(("forward", m)) for m in range(count)
+            ):
+                return (
+                    f"{case} stage {stage} goes back through a micro-batch before it went forward."
+                )
         try:
             ends = pipeline_ends(orders)
         except RecursionError:
             return f"{case} the stages wait for each other for ever."
         if max(ends.values()) > 3 * (count + stages - 1):
-            return (
-                f"{case} it takes {max(ends.values()):g} forward passes of time; {3 * (count + stages - 1)} are enough."
-            )
+            return f"{case} it takes {max(ends.values()):g} forward passes of time; {3 * (count + stages - 1)} are enough."
         for stage, order in enumerate(orders):
             if most_held(order) > stages - stage:
                 return f"{case} stage {stage} holds {most_held(order)} micro-batches; {stages - stage} are enough."
     return ""
 
 
-clips_judged = judged(_clips, "a norm is a sum over all shards, so the ranks have to add up their squares.")
-learns_judged = judged(_learns, "fully_shard gives the model other parameters, and the optimizer has to see those.")
+clips_judged = judged(
+    _clips, "a norm is a sum over all shards, so the ranks have to add up their squares."
+)
+learns_judged = judged(
+    _learns, "fully_shard gives the model other parameters, and the optimizer has to see those."
+)
 ring_judged = judged(_ring, "each rank sends 2 (N − 1) / N of the whole, however many there are.")
 averaged_judged = judged(_averaged, "every token counts the same, wherever it was read.")
-schedule_judged = judged(_scheduled, "1F1B: no stage holds more than the stages that follow it, and itself.")
+schedule_judged = judged(
+    _scheduled, "1F1B: no stage holds more than the stages that follow it, and itself."
+)

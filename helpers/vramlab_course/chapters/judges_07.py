@@ -15,7 +15,14 @@ from vramlab.report.report import MiB
 
 from ..answers import NOT_ANSWERED, Feedback, kind_of
 
-SPLITS = [(12, 1, 1), (12, 1, 2), (13, 2, 1), (13, 2, 3), (3, 2, 2), (100, 4, 3)]  # samples, ranks, workers
+SPLITS = [
+    (12, 1, 1),
+    (12, 1, 2),
+    (13, 2, 1),
+    (13, 2, 3),
+    (3, 2, 2),
+    (100, 4, 3),
+]  # samples, ranks, workers
 MOST_PADDING = 1.2  # tokens computed for each real one
 
 
@@ -47,7 +54,9 @@ def _parts(answer: Callable) -> str | None:
     for count, ranks, workers in SPLITS:
         samples = list(range(count))
         parts = [
-            answer(list(samples), rank, ranks, worker, workers) for rank in range(ranks) for worker in range(workers)
+            answer(list(samples), rank, ranks, worker, workers)
+            for rank in range(ranks)
+            for worker in range(workers)
         ]
         if parts[0] is None or parts[0] is ...:
             return None
@@ -66,15 +75,24 @@ def _parts(answer: Callable) -> str | None:
 
 
 class _Meter(TorchDispatchMode):
-    """Bytes in storages made inside: now, and at most. Beyond `limit` an operator runs out of memory."""
+    """Bytes in storages made inside: now, and at most.
+
+    Beyond `limit` an operator runs out of memory.
+    """
 
     def __init__(self, limit: float = float("inf")) -> None:
         super().__init__()
         self.now = self.most = 0
         self.limit = limit
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        old = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in old:
@@ -91,7 +109,9 @@ class _Meter(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-def trained(model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]) -> tuple[list[float], float]:
+def trained(
+    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+) -> tuple[list[float], float]:
     """What exercise 07.3's loop has to do: keeps numbers only."""
     history = []
     for batch in batches:
@@ -104,7 +124,9 @@ def trained(model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tens
     return history, output.mean().item()
 
 
-def leaky(model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]) -> tuple[list, Any]:
+def leaky(
+    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+) -> tuple[list, Any]:
     """Exercise 07.3's loop as it is given."""
     history, last = [], []
     for batch in batches:
@@ -118,7 +140,9 @@ def leaky(model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor
     return history, last[-1].mean()
 
 
-def half_repaired(model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]) -> tuple[list, float]:
+def half_repaired(
+    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+) -> tuple[list, float]:
     """Numbers come back, and the outputs of all steps are still kept while it runs."""
     history, last = leaky(model, optimizer, batches)
     return [loss.item() for loss in history], last.item()
@@ -127,7 +151,10 @@ def half_repaired(model: torch.nn.Module, optimizer: Any, batches: Sequence[torc
 def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Meter]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
-    batches, optimizer = list(torch.randn(count, 64, 32)), torch.optim.SGD(model.parameters(), lr=0.1)
+    batches, optimizer = (
+        list(torch.randn(count, 64, 32)),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     meter = _Meter()
     with meter:
         result = loop(model, optimizer, batches)
@@ -145,7 +172,9 @@ def _repaired(answer: Callable) -> str | None:
         numbers = torch.stack([torch.as_tensor(n).detach() for n in [*history, last]])
         if not torch.allclose(numbers, torch.tensor([*wanted[0], wanted[1]])):
             return "It returns other numbers than before: the losses of all steps, and the mean of the last output."
-        if not all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, reference, strict=True)):
+        if not all(
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, reference, strict=True)
+        ):
             return "The weights after training are others than before."
         if meter.now:
             return f"After {count} steps {meter.now:,} bytes of tensors are still alive, held by what you return."
@@ -159,19 +188,31 @@ def _llama(checkpointed: bool) -> torch.nn.Module:
     """A Llama of two narrow layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **sizes)).train()
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **sizes)
+    ).train()
     if checkpointed:
         # its name since transformers 5.23, and before
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )
         enable()
     return model
 
 
 def _state(model: torch.nn.Module) -> tuple[bool, list[bool]]:
     """Whether a model trains, and which of its modules are checkpointed."""
-    return model.training, [getattr(module, "gradient_checkpointing", False) for module in model.modules()]
+    return model.training, [
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    ]
 
 
 def counted(model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: float) -> float:
@@ -222,7 +263,9 @@ def retried(step: Callable, batch: torch.Tensor) -> list:
 
 
 def retried_inside(step: Callable, batch: torch.Tensor) -> list:
-    """Exercise 07.5's function as it is given: it tries again while the exception holds the failed step."""
+    """Exercise 07.5's function as it is given: it tries again while the exception holds the failed
+    step.
+    """
     try:
         return [step(batch)]
     except torch.OutOfMemoryError:
@@ -254,9 +297,7 @@ def _smaller(answer: Callable) -> str | None:
             tried //= 2
         wanted = [_step(part) for part in batch.split(tried)]
         if list(found) != wanted:
-            return (
-                f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows each were expected, in order."
-            )
+            return f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows each were expected, in order."
     try:
         with _Meter(limit=1000):
             answer(_step, batch[:1])
@@ -266,7 +307,9 @@ def _smaller(answer: Callable) -> str | None:
 
 
 def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
-    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then, and the finder."""
+    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then,
+    and the finder.
+    """
     finder = kind()
     with finder:
         kept = work(finder)
@@ -344,6 +387,12 @@ def _calm(answer: Callable) -> str | None:
 
 parts_judged = judged(_parts, "every sample once, whatever the number of processes.")
 repair_judged = judged(_repaired, "the same training, and nothing stays.")
-mfu_judged = judged(_utilised, "what the model needs counts, however often the machine computes it.")
-retry_judged = judged(_smaller, "the exception holds the failed step's tensors until its block is left.")
-batches_judged = judged(_calm, "little padding, mixed lengths, and reserved stays where the first step put it.")
+mfu_judged = judged(
+    _utilised, "what the model needs counts, however often the machine computes it."
+)
+retry_judged = judged(
+    _smaller, "the exception holds the failed step's tensors until its block is left."
+)
+batches_judged = judged(
+    _calm, "little padding, mixed lengths, and reserved stays where the first step put it."
+)

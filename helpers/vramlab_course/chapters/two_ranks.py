@@ -3,8 +3,9 @@
     torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks
     NCCL_P2P_DISABLE=1 torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks
 
-With two GPUs it trains GPT-2 in fp32 on 4 × 1,024 tokens a GPU over NCCL, as E does. With fewer it trains two layers of
-64 channels in CPU processes over gloo: the same bytes a parameter, no NVLink. Prints one line of JSON.
+With two GPUs it trains GPT-2 in fp32 on 4 × 1,024 tokens a GPU over NCCL, as E does. With fewer it
+trains two layers of 64 channels in CPU processes over gloo: the same bytes a parameter, no NVLink.
+Prints one line of JSON.
 """
 
 import argparse
@@ -15,14 +16,17 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-TINY = dict(vocab_size=1000, n_positions=64, n_embd=64, n_head=2, n_layer=2, bos_token_id=0, eos_token_id=0)
+TINY = dict(
+    vocab_size=1000, n_positions=64, n_embd=64, n_head=2, n_layer=2, bos_token_id=0, eos_token_id=0
+)
 
 
 def experiment(steps: int) -> dict[str, Any]:
     """Train `steps` steps with and as many without averaging gradients; returns what this rank saw.
 
-    Seconds are medians of steps. `sent_buckets`: bytes that DDP hands to the all-reduce in a step. `parameters`: their
-    number. `same`: whether all ranks hold equal weights at the end. Needs torchrun's environment.
+    Seconds are medians of steps. `sent_buckets`: bytes that DDP hands to the all-reduce in a step.
+    `parameters`: their number. `same`: whether all ranks hold equal weights at the end. Needs
+        torchrun's environment.
     """
     import torch
     import torch.distributed as dist
@@ -39,7 +43,9 @@ def experiment(steps: int) -> dict[str, Any]:
     ddp = DistributedDataParallel(GPT2LMHeadModel(GPT2Config(**({} if cuda else TINY))).to(device))
     buckets = count_buckets(ddp)
     torch.manual_seed(int(os.environ["RANK"]))  # each rank reads text of its own
-    tokens = torch.randint(ddp.module.config.vocab_size, (4, 1024) if cuda else (1, 32), device=device)
+    tokens = torch.randint(
+        ddp.module.config.vocab_size, (4, 1024) if cuda else (1, 32), device=device
+    )
     step = timed_step(ddp, tokens)
     step()  # DDP rebuilds its buckets after the first step
     buckets.clear()
@@ -110,7 +116,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks")
+        parser.error(
+            "start it with torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks"
+        )
     found = experiment(given.steps)
     if os.environ["RANK"] == "0":
         print(json.dumps(found))

@@ -1,4 +1,6 @@
-"""Chapter 04 on real ranks: source D's hundred linear layers, and the bytes sent in each phase of a step."""
+"""Chapter 04 on real ranks: source D's hundred linear layers, and the bytes sent in each phase of a
+step.
+"""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -11,10 +13,11 @@ LAYERS, WIDTH, ROWS = 100, 256, 8
 
 
 def hundred(wrapping: str) -> dict[str, Any]:
-    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 with AdamW by FSDP, on one of several CPU ranks. For `launch`.
+    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 with AdamW by FSDP, on one of several CPU
+    ranks. For `launch`.
 
-    `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time, and the peak of forward
-    and backward.
+    `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time,
+    and the peak of forward and backward.
     """
     from vramlab.training.process_group import real_rank
 
@@ -50,7 +53,10 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     for layer in model:
         nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
     if wrapping != "no sharding":
-        shard(model, [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))])
+        shard(
+            model,
+            [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))],
+        )
     torch.manual_seed(rank)
     return Training(
         model=model,
@@ -64,7 +70,10 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
 
 
 def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Run one rank of a steady step of `recipe`; returns phase to bytes of each kind of collective. For `launch`."""
+    """Run one rank of a steady step of `recipe`; returns phase to bytes of each kind of collective.
+
+    For `launch`.
+    """
     from vramlab.measurement.worker import on_rank
     from vramlab.recipe.recipe import Recipe
     from vramlab.training.process_group import real_rank

@@ -1,5 +1,16 @@
-"""What people say about training on a GPU, and whether it holds: the claims are data, the verdicts are computed."""
+"""What people say about training on a GPU, and whether it holds: the claims are data, the verdicts
+are computed.
+"""
 
 from .ledger import Claim, ClaimError, Finding, Ledger, Verdict, chapter_page, judge, load_claims
 
-__all__ = ["Claim", "ClaimError", "Finding", "Ledger", "Verdict", "chapter_page", "judge", "load_claims"]
+__all__ = [
+    "Claim",
+    "ClaimError",
+    "Finding",
+    "Ledger",
+    "Verdict",
+    "chapter_page",
+    "judge",
+    "load_claims",
+]

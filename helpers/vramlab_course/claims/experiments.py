@@ -1,7 +1,9 @@
-"""The generic experiments: each takes recipes, cards, names or runs from a claim, and gives facts for its expression.
+"""The generic experiments: each takes recipes, cards, names or runs from a claim, and gives facts
+for its expression.
 
-Reports give facts by phase: "before.step.end.optimizer_states", "after.peak", "N" (bytes of the weights), "parameters".
-An experiment raises RecordError, "Waits for …", where only a GPU can answer and no record of one is there.
+Reports give facts by phase: "before.step.end.optimizer_states", "after.peak", "N" (bytes of the
+weights), "parameters". An experiment raises RecordError, "Waits for …", where only a GPU can answer
+and no record of one is there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,19 +40,31 @@ CARD = "A100"  # of `changes`
 LIMITS = ("max", "smallest", "smallest_normal", "epsilon")  # of a number format
 
 
-# --- arithmetic ---------------------------------------------------------------------------------------------------
+# --- arithmetic
+# ---------------------------------------------------------------------------------------------------
 
 
 def arithmetic(
-    about: str, values: Mapping[str, Any] = {}, cards: Mapping[str, str] = {}, recipe: Mapping[str, Any] | None = None
+    about: str,
+    values: Mapping[str, Any] = {},
+    cards: Mapping[str, str] = {},
+    recipe: Mapping[str, Any] | None = None,
 ) -> Facts:
-    """Sums over number formats, cards by their datasheets, a recipe's sizes, and `values`: numbers or expressions."""
-    names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, **{name: card_facts(card) for name, card in cards.items()}}
+    """Sums over number formats, cards by their datasheets, a recipe's sizes, and `values`: numbers
+    or expressions.
+    """
+    names: dict[str, Any] = {
+        "GiB": GiB,
+        "MiB": MiB,
+        **{name: card_facts(card) for name, card in cards.items()},
+    }
     names.update({f.name: {limit: getattr(f, limit) for limit in LIMITS} for f in FORMATS})
     if recipe:
         names.update(shape_facts(make_recipe(recipe)))
     for name, value in values.items():
-        names[name] = evaluate(value, {**names, **_defined(names)}) if isinstance(value, str) else value
+        names[name] = (
+            evaluate(value, {**names, **_defined(names)}) if isinstance(value, str) else value
+        )
     return Facts({**names, **_defined(names)}, "derived", about)
 
 
@@ -68,7 +82,10 @@ def card_facts(name: str) -> dict[str, Any]:
     card = find_gpu(name)
     _, links, each = NVLINK.get(name, (0, 0, 0.0))
     return {
-        **{f"{precision}_rate": card.peak.get(precision, 0) for precision in ("fp32", "tf32", "fp16", "bf16", "fp8")},
+        **{
+            f"{precision}_rate": card.peak.get(precision, 0)
+            for precision in ("fp32", "tf32", "fp16", "bf16", "fp8")
+        },
         "bf16": card.supports("bf16-mixed"),
         "link": each,
         "nvlink": links * each,
@@ -81,9 +98,13 @@ def card_facts(name: str) -> dict[str, Any]:
 
 
 def shape_facts(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's counts: parameters, sizes of the model, tokens of a micro-batch, trained parameters of its adapters."""
+    """A recipe's counts: parameters, sizes of the model, tokens of a micro-batch, trained
+    parameters of its adapters.
+    """
     shape = recipe.shape
-    linear = [w.size for w in shape.weights() if w.kind == "linear" and w.name != f"{shape.head}.weight"]
+    linear = [
+        w.size for w in shape.weights() if w.kind == "linear" and w.name != f"{shape.head}.weight"
+    ]
     targets = shape.lora_targets(recipe.lora.target_modules) if recipe.lora else []
     return {
         **{name: size for name, size in vars(shape).items() if isinstance(size, int)},
@@ -97,13 +118,14 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _nf4(numbers: int) -> int:
-    """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks of 256; their offset,
-    256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
+    """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks
+    of 256; their offset, 256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
     scales = -(-numbers // 64)
     return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 + 4 * 256 + 4 * 16
 
 
-# --- reports ------------------------------------------------------------------------------------------------------
+# --- reports
+# ------------------------------------------------------------------------------------------------------
 
 
 def reports(
@@ -113,40 +135,68 @@ def reports(
     target: str = "cuda",
     common: Mapping[str, Any] = {},
 ) -> Facts:
-    """Reports by name: records where one GPU has all, else `by` "predict" or "simulate"; `common` fields in each."""
+    """Reports by name: records where one GPU has all, else `by` "predict" or "simulate"; `common`
+    fields in each.
+    """
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
     found = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
-    if None in (cards := {report and report.environment["gpu"] for report in found.values()}) or len(cards) > 1:
+    if (
+        None in (cards := {report and report.environment["gpu"] for report in found.values()})
+        or len(cards) > 1
+    ):
         found = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
     names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(context_on())}
-    names.update({name: {**shape_facts(made[name]), **report_facts(report)} for name, report in found.items()})
+    names.update(
+        {
+            name: {**shape_facts(made[name]), **report_facts(report)}
+            for name, report in found.items()
+        }
+    )
     if gpu:
         names["card"] = card_facts(gpu)
-    weakest = min((report.source for report in found.values()), key=("predicted", "simulated", "recorded").index)
+    weakest = min(
+        (report.source for report in found.values()),
+        key=("predicted", "simulated", "recorded").index,
+    )
     weakest += f", {cards.pop().removeprefix('NVIDIA ')}" if weakest == "recorded" else ""
-    said = "; ".join(f"{recipe}: {format_bytes(found[name].peak.total)}" for name, recipe in made.items())
+    said = "; ".join(
+        f"{recipe}: {format_bytes(found[name].peak.total)}" for name, recipe in made.items()
+    )
     return Facts({**names, **_defined({**names, **names.get("run", {})})}, weakest, said)
 
 
 def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: Any) -> Facts:
-    """The reports "before" and "after" a change to the usual recipe (gpt2, batch 8, 512 tokens) on an A100."""
-    return reports({"before": start, "after": {**start, **changes}}, gpu=CARD, common={"of": "usual"}, **how)
+    """The reports "before" and "after" a change to the usual recipe (gpt2, batch 8, 512 tokens) on
+    an A100.
+    """
+    return reports(
+        {"before": start, "after": {**start, **changes}}, gpu=CARD, common={"of": "usual"}, **how
+    )
 
 
 def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
-    """`ratio`: how many times as long a token takes after the change, by records of a GPU. Raises RecordError."""
+    """`ratio`: how many times as long a token takes after the change, by records of a GPU.
+
+    Raises RecordError.
+    """
     made = [make_recipe({"of": "usual", **start, **more}) for more in ({}, changes)]
     try:
         found = [find_record(recipe) for recipe in made]
     except RecordError:
         world = made[1].sharding.world_size if made[1].sharding else 1
         what = f"{world} GPUs" if world > 1 else "a GPU with CUDA"
-        newer = " of Ampere or newer" if any(r.precision.startswith(("tf32", "bf16")) for r in made) else ""
+        newer = (
+            " of Ampere or newer"
+            if any(r.precision.startswith(("tf32", "bf16")) for r in made)
+            else ""
+        )
         raise RecordError(f"Waits for {what}{newer}.") from None
     if not all(report.speed for report in found):
         raise RecordError("Waits for a record with a speed.")
     before, after = (report.speed.tokens_per_second for report in found)
-    return Facts({"ratio": before / after}, "recorded", f"{made[1]} on {found[1].environment.get('gpu')}")
+    return Facts(
+        {"ratio": before / after}, "recorded", f"{made[1]} on {found[1].environment.get('gpu')}"
+    )
 
 
 def make_recipe(given: Mapping[str, Any]) -> Recipe:
@@ -165,19 +215,27 @@ def recorded_report(recipe: Recipe, gpu: str | None = None, target: str = "cuda"
 
 
 @cache
-def witness(recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda") -> Report:
+def witness(
+    recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda"
+) -> Report:
     """The prediction or simulation of `recipe`, each once."""
-    return simulate(recipe, gpu=gpu, target=target) if by == "simulate" else predict(recipe, gpu=gpu)
+    return (
+        simulate(recipe, gpu=gpu, target=target) if by == "simulate" else predict(recipe, gpu=gpu)
+    )
 
 
 def report_facts(report: Report) -> dict[str, Any]:
-    """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole run's in bytes."""
+    """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole
+    run's in bytes.
+    """
     facts: dict[str, Any] = {
         name: {moment: _split(getattr(phase, moment)) for moment in ("peak", "end")}
         for name, phase in report.phases.items()
     }
     facts["N"] = facts["load"]["end"]["parameters"]
-    facts.update(peak=report.peak.total, reserved=_ends(report.reserved), process=_ends(report.process))
+    facts.update(
+        peak=report.peak.total, reserved=_ends(report.reserved), process=_ends(report.process)
+    )
     return facts
 
 
@@ -190,7 +248,8 @@ def _ends(size: Any) -> dict[str, Any]:
     return {"low": size.low, "likely": size.value, "high": size.high}
 
 
-# --- cards, searches and the allocator ----------------------------------------------------------------------------
+# --- cards, searches and the allocator
+# ----------------------------------------------------------------------------
 
 
 @cache
@@ -199,20 +258,28 @@ def _search(asked: tuple) -> Recipe | None:
 
 
 def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any] = {}) -> Facts:
-    """Questions to the planner by name: whether any recipe fits (`fits`), and its model's `parameters`."""
+    """Questions to the planner by name: whether any recipe fits (`fits`), and its model's
+    `parameters`.
+    """
     names, said = {}, []
     for name, question in questions.items():
         asked = {"offload": False, **common, **question}
-        frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()}
+        frozen = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
+        }
         found = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
-        names[name] = {"fits": found is not None, "parameters": found.shape.num_parameters if found else 0}
+        names[name] = {
+            "fits": found is not None,
+            "parameters": found.shape.num_parameters if found else 0,
+        }
         said.append(f"{name}: {found or 'nothing fits'}")
     return Facts(names, "predicted", "; ".join(said))
 
 
 def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool = False) -> Facts:
-    """Chapter 07's lengths through the allocator's model, each run with a cure, on its card, on a card without end, or on
-    one with room for `spare` more than is allocated at the peak: calls to CUDA, segments given back, the overhead."""
+    """Chapter 07's lengths through the allocator's model, each run with a cure, on its card, on a
+    card without end, or on one with room for `spare` more than is allocated at the peak: calls to
+    CUDA, segments given back, the overhead."""
     most = chapter_07.run("none", None, True).peak_allocated if spare is not None else 0
     limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
     names = {}
@@ -225,7 +292,8 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
             continue
         names[name] = {
             "fails": False,
-            "gives_back": sum(found.given_back[1:]) > 0,  # the first step is longer than that of the load
+            "gives_back": sum(found.given_back[1:])
+            > 0,  # the first step is longer than that of the load
             "later_calls": sum(found.mallocs[1:]),
             "flat": len(set(found.between[2:])) == 1,
             "overhead": found.overhead,
@@ -236,8 +304,9 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
 
 
 def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
-    """Runs with the cache left alone and emptied before each backward pass, as the Trainer does; `fails`: whether they do
-    on a card with room for `spare` more than is allocated at the peak. `lengths`: chapter 03's in another order."""
+    """Runs with the cache left alone and emptied before each backward pass, as the Trainer does;
+    `fails`: whether they do on a card with room for `spare` more than is allocated at the peak.
+        `lengths`: chapter 03's in another order."""
     order = tuple(lengths)
     usual = chapter_03.replayed(lengths=order)
     limit = int((1 + spare) * usual.peak_allocated) if spare is not None else None
@@ -245,7 +314,11 @@ def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
     for name, when in (("left", ""), ("emptied", "before backward")):
         try:
             run = chapter_03.replayed(when, limit, order)
-            sizes = {"allocated": run.peak_allocated, "reserved": run.peak_reserved, "between": max(run.between)}
+            sizes = {
+                "allocated": run.peak_allocated,
+                "reserved": run.peak_reserved,
+                "between": max(run.between),
+            }
             names[name] = {**sizes, "fails": False}
         except AllocatorError:
             names[name] = {"fails": True}
@@ -256,15 +329,20 @@ def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
     )
 
 
-def two_ranks(ways: Mapping[str, Mapping[str, Any]] = {}, wrappings: Mapping[str, str] = {}) -> Facts:
-    """What one of two real ranks sends in a step of the base model, phase by phase, in units of its parameters (Ψ); and
-    of a hundred linear layers wrapped in FSDP units, what is gathered at a time."""
+def two_ranks(
+    ways: Mapping[str, Mapping[str, Any]] = {}, wrappings: Mapping[str, str] = {}
+) -> Facts:
+    """What one of two real ranks sends in a step of the base model, phase by phase, in units of its
+    parameters (Ψ); and of a hundred linear layers wrapped in FSDP units, what is gathered at a
+    time."""
     names: dict[str, Any] = {}
     for name, given in ways.items():
         names[name] = sent(make_recipe({"of": "small", **given}))
     for name, wrapping in wrappings.items():
         names[name] = wrapped(wrapping)
-    names["paper"] = {f"stage{n}": bytes_sent(f"ZeRO-{n}", 1, 2) / bytes_sent("DDP", 1, 2) for n in (1, 2, 3)}
+    names["paper"] = {
+        f"stage{n}": bytes_sent(f"ZeRO-{n}", 1, 2) / bytes_sent("DDP", 1, 2) for n in (1, 2, 3)
+    }
     if not ways and not wrappings:
         return Facts(names, "derived", "the ZeRO paper (Rajbhandari et al. 2020), section 7")
     return Facts(names, "measured", f"two ranks on a CPU: {', '.join([*ways, *wrappings])}")

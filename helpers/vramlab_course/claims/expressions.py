@@ -1,4 +1,6 @@
-"""The claims' data, and its expressions over the facts of an experiment: arithmetic, comparisons and names only."""
+"""The claims' data, and its expressions over the facts of an experiment: arithmetic, comparisons
+and names only.
+"""
 
 import ast
 import json
@@ -35,8 +37,8 @@ LARGEST_POWER = 256
 
 @cache
 def stored(part: str, path: Any = None) -> Any:
-    """A part of the claims' file (or another, `path`): "claims", "sources" (key to name and title), "definitions"
-    (expressions that several claims use) or "recipes" (what several start from)."""
+    """A part of the claims' file (or another, `path`): "claims", "sources" (key to name and title),
+    "definitions" (expressions that several claims use) or "recipes" (what several start from)."""
     return json.loads((path or data_path("claims.json")).read_text(encoding="utf-8"))[part]
 
 
@@ -54,7 +56,8 @@ class Facts:
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> Any:
-    """The value of an expression such as "after.peak < 0.98 * before.peak" over nested mappings of names.
+    """The value of an expression such as "after.peak < 0.98 * before.peak" over nested mappings of
+    names.
 
     Dots look up keys of mappings, never attributes of objects. Raises ExpressionError.
     """
@@ -82,7 +85,9 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.BoolOp(op=op, values=values):
             combine = all if isinstance(op, ast.And) else any
             return combine(_value(each, names) for each in values)
-        case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in OPERATORS for op in ops):
+        case ast.Compare(left=left, ops=ops, comparators=rights) if all(
+            type(op) in OPERATORS for op in ops
+        ):
             sides = [_value(each, names) for each in (left, *rights)]
             return all(OPERATORS[type(op)](sides[i], sides[i + 1]) for i, op in enumerate(ops))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:

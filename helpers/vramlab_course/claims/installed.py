@@ -26,8 +26,10 @@ def installed(
 ) -> Facts:
     """What a dotted name of an installed library is.
 
-    `exists`; `takes`: whether it takes these arguments; `value`: itself, or what it gives when `called`; with `item`,
-    `has`: whether that has such a member or attribute, and `value`, it. `fresh` asks a new process, for settings.
+    `exists`; `takes`: whether it takes these arguments; `value`: itself, or what it gives when
+    `called`; with `item`,
+    `has`: whether that has such a member or attribute, and `value`, it. `fresh` asks a new process,
+        for settings.
     """
     library = name.partition(".")[0]
     if library not in LIBRARIES:
@@ -38,7 +40,9 @@ def installed(
     exists, found = _find(name)
     names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(found, takes or {})}
     if called is not None and exists:
-        with warnings.catch_warnings():  # transformers renames some arguments, and says so when they are given
+        with (
+            warnings.catch_warnings()
+        ):  # transformers renames some arguments, and says so when they are given
             warnings.simplefilter("ignore", FutureWarning)
             found = found(**called)
     if item and exists:
@@ -53,7 +57,9 @@ def _version(library: str) -> str:
 
 
 def _find(name: str) -> tuple[bool, Any]:
-    """Whether a dotted name is there, and what it is: the longest part that is a module, then attributes."""
+    """Whether a dotted name is there, and what it is: the longest part that is a module, then
+    attributes.
+    """
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -77,7 +83,9 @@ def _takes(function: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _item(found: Any, item: str) -> tuple[bool, Any]:
-    """Whether a list, an enum's values or an object's attributes have an item of this name, and what it is."""
+    """Whether a list, an enum's values or an object's attributes have an item of this name, and
+    what it is.
+    """
     if isinstance(found, list | EnumType):
         return item in [getattr(member, "value", member) for member in found], item
     return hasattr(found, item), getattr(found, item, None)
@@ -86,5 +94,7 @@ def _item(found: Any, item: str) -> tuple[bool, Any]:
 @cache
 def _in_a_new_process(name: str) -> Any:
     code = f"import json, {name.partition('.')[0]}; print(json.dumps({name}))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return json.loads(said)

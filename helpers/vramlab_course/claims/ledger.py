@@ -1,7 +1,8 @@
-"""The ledger of claims: each is an entry of `data/claims.json`, and its verdict is computed from an experiment.
+"""The ledger of claims: each is an entry of `data/claims.json`, and its verdict is computed from an
+experiment.
 
-An entry names one of the generic experiments of `experiments.py`, gives it arguments case by case, and says by an
-expression which value of what was found is held against the quoted figure.
+An entry names one of the generic experiments of `experiments.py`, gives it arguments case by case,
+and says by an expression which value of what was found is held against the quoted figure.
 """
 
 import re
@@ -16,7 +17,13 @@ from vramlab.report.report import Interval
 
 from .expressions import evaluate, stored
 
-HOLDS, UNDER, NOT, WAS, WAITS = "holds", "holds under", "does not hold", "was so until", "waits for a GPU record"
+HOLDS, UNDER, NOT, WAS, WAITS = (
+    "holds",
+    "holds under",
+    "does not hold",
+    "was so until",
+    "waits for a GPU record",
+)
 UNSEEN = "not seen here"  # of "can be so": cases in which it is not so do not refute it
 RULES = ("equals", "at least", "within", "is")
 OWN = ("quoted", "until", "value")  # what a case may say otherwise than its claim
@@ -44,7 +51,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """One condition under which a claim is tested: arguments, and what is compared with the quoted figure."""
+    """One condition under which a claim is tested: arguments, and what is compared with the quoted
+    figure.
+    """
 
     arguments: Mapping[str, Any]
     quoted: float | bool
@@ -62,13 +71,17 @@ class Claim:
         place: where in the source it stands.
         claim: what is claimed, in one sentence of our own.
         quoted: the source's figure, or True or False for a claim without one.
-        experiment: the name of a function of `experiments.py`, and `value`, an expression over what it finds.
-        cases: name of a condition to arguments; a case may have a `quoted`, `value` and `until` of its own.
+        experiment: the name of a function of `experiments.py`, and `value`, an expression over what
+            it finds.
+        cases: name of a condition to arguments; a case may have a `quoted`, `value` and `until` of
+            its own.
         given: arguments that all cases share.
         unit: of the figure.
-        rule: "equals" (within the relative `tolerance`), "at least", "within" (the found interval), "is".
+        rule: "equals" (within the relative `tolerance`), "at least", "within" (the found interval),
+            "is".
         also: further sources that say so.
-        condition, qualifier: what the source presupposes ("small batches"), and its "may", "about", "some".
+        condition, qualifier: what the source presupposes ("small batches"), and its "may", "about",
+            "some".
         some: the source speaks of some cases only: one in which it is so is enough.
         until: the version up to which it was so, for what newer libraries changed.
         chapter_page: whether the chapter shows it.
@@ -98,19 +111,31 @@ class Claim:
     def __post_init__(self):
         from .experiments import EXPERIMENTS
 
-        if self.source not in stored("sources") or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", self.name):
-            raise ClaimError(f"claim {self.name!r}: a name is a source and words, like 'lecture-sgd'.")
+        if self.source not in stored("sources") or not re.fullmatch(
+            r"[a-z0-9]+(-[a-z0-9]+)+", self.name
+        ):
+            raise ClaimError(
+                f"claim {self.name!r}: a name is a source and words, like 'lecture-sgd'."
+            )
         if not self.cases or not all(isinstance(case, Mapping) for case in self.cases.values()):
-            raise ClaimError(f"claim {self.name}: it needs a case or more, each with its experiment's arguments.")
+            raise ClaimError(
+                f"claim {self.name}: it needs a case or more, each with its experiment's arguments."
+            )
         if self.rule not in RULES or any(
             (self.rule == "is") is not isinstance(c.quoted, bool) for c in self.each.values()
         ):
-            raise ClaimError(f"claim {self.name}: rules are {', '.join(RULES)}; 'is' goes with true or false only.")
+            raise ClaimError(
+                f"claim {self.name}: rules are {', '.join(RULES)}; 'is' goes with true or false only."
+            )
         if not 0 <= self.tolerance <= 0.05:
-            raise ClaimError(f"claim {self.name}: tolerance is {self.tolerance}, but allowed is 0 to 0.05.")
+            raise ClaimError(
+                f"claim {self.name}: tolerance is {self.tolerance}, but allowed is 0 to 0.05."
+            )
         if self.experiment not in EXPERIMENTS:
             known = ", ".join(EXPERIMENTS)
-            raise ClaimError(f"claim {self.name}: no experiment {self.experiment!r}; there are {known}.")
+            raise ClaimError(
+                f"claim {self.name}: no experiment {self.experiment!r}; there are {known}."
+            )
 
     @property
     def source(self) -> str:
@@ -156,7 +181,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim: the finding of each case, None where a record or package is missing, and what is missing."""
+    """What became of a claim: the finding of each case, None where a record or package is missing,
+    and what is missing.
+    """
 
     claim: Claim
     findings: Mapping[str, Finding | None]
@@ -165,17 +192,25 @@ class Verdict:
     @property
     def holding(self) -> list[str]:
         """The cases in which the claim holds."""
-        return [case for case, found in self.findings.items() if found and self.claim.agrees(case, found.value)]
+        return [
+            case
+            for case, found in self.findings.items()
+            if found and self.claim.agrees(case, found.value)
+        ]
 
     @property
     def outdated(self) -> dict[str, str]:
         """The cases in which it does not hold any more, and until when it did."""
-        failed = [case for case, found in self.findings.items() if found and case not in self.holding]
+        failed = [
+            case for case, found in self.findings.items() if found and case not in self.holding
+        ]
         return {case: until for case in failed if (until := self.claim.each[case].until)}
 
     @property
     def outcome(self) -> str:
-        """One of HOLDS, UNDER (conditions), NOT, UNSEEN (of some cases), WAS (so until a version) and WAITS."""
+        """One of HOLDS, UNDER (conditions), NOT, UNSEEN (of some cases), WAS (so until a version)
+        and WAITS.
+        """
         if self.holding:
             return HOLDS if self.claim.some or len(self.holding) == len(self.findings) else UNDER
         if None in self.findings.values():
@@ -192,12 +227,17 @@ class Verdict:
         if len(self.holding) in (0, len(self.findings)):
             return self.outcome
         start = UNDER if self.outcome == UNDER else f"{HOLDS}, for instance under"
-        untils = {until: [c for c, u in self.outdated.items() if u == until] for until in self.outdated.values()}
+        untils = {
+            until: [c for c, u in self.outdated.items() if u == until]
+            for until in self.outdated.values()
+        }
         was = "".join(f"; {', '.join(cases)}: {WAS} {until}" for until, cases in untils.items())
         return f"{start} {'; '.join(self.holding)}{was}"
 
     def waits_for(self, case: str) -> str:
-        """What a case without a finding waits for: the hardware that its experiment names, a GPU with CUDA, or a package."""
+        """What a case without a finding waits for: the hardware that its experiment names, a GPU
+        with CUDA, or a package.
+        """
         said = re.fullmatch(r"(?:Waits for|.+ needs) (.+?)\.?", self.missing.get(case, ""))
         return said[1] if said else "a record of a GPU"
 
@@ -208,7 +248,11 @@ class Verdict:
         said = []
         for case, found in self.findings.items():
             unit = self.claim.unit
-            figure = f"{shown(found.value, unit)} ({found.witness})" if found else f"waits for {self.waits_for(case)}"
+            figure = (
+                f"{shown(found.value, unit)} ({found.witness})"
+                if found
+                else f"waits for {self.waits_for(case)}"
+            )
             said.append(f"{case}: {figure}" if several else figure)
         return "; ".join(said)
 
@@ -222,14 +266,20 @@ class Ledger(tuple):
 
     def __str__(self) -> str:
         wrapped = partial(textwrap.fill, width=112, subsequent_indent="    ")
-        lines = [(claim, f"  says {says}; {found}", f"  → {verdict}") for claim, says, found, verdict in self.rows()]
+        lines = [
+            (claim, f"  says {says}; {found}", f"  → {verdict}")
+            for claim, says, found, verdict in self.rows()
+        ]
         return "\n".join(wrapped(line) for entry in lines for line in entry)
 
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
         head = ["what they say | figure | what we found | verdict", "--- | ---: | --- | ---"]
-        rows = [(claim, says, found.replace("; ", "<br>"), f"**{v}**") for claim, says, found, v in self.rows()]
+        rows = [
+            (claim, says, found.replace("; ", "<br>"), f"**{v}**")
+            for claim, says, found, v in self.rows()
+        ]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
         return "\n".join(f"| {line} |" for line in head + lines)
 
@@ -245,15 +295,17 @@ def shown(value: float | bool | Interval, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, Interval):
         return f"{value.low:,.0f} to {value.high:,.0f} {unit}"
-    text = f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
+    text = (
+        f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
+    )
     return f"{text} {unit}".strip()
 
 
 def load_claims(chapter: str | None = None, path: Any = None) -> dict[str, Claim]:
     """The claims of the ledger by name, in its order; of one chapter when it is given.
 
-    Raises ClaimError: a claim without an experiment, with an unknown field (a verdict is never stored), or twice the
-    same name.
+    Raises ClaimError: a claim without an experiment, with an unknown field (a verdict is never
+    stored), or twice the same name.
     """
     claims: dict[str, Claim] = {}
     entries = stored("claims", path)
@@ -280,7 +332,11 @@ def judge(claim: Claim) -> Verdict:
     for name, case in claim.each.items():
         try:
             facts = EXPERIMENTS[claim.experiment](**case.arguments)
-            value = _interval(case.value, facts.names) if claim.rule == "within" else evaluate(case.value, facts.names)
+            value = (
+                _interval(case.value, facts.names)
+                if claim.rule == "within"
+                else evaluate(case.value, facts.names)
+            )
             findings[name] = Finding(value, facts.witness, facts.configuration)
         except (RecordError, MissingExtra) as error:
             findings[name], missing[name] = None, str(error)

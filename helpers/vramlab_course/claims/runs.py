@@ -1,6 +1,8 @@
-"""Experiments that run PyTorch here: profiler's labels, data loader, compiler, attention, 4-bit layers, and two real ranks.
+"""Experiments that run PyTorch here: profiler's labels, data loader, compiler, attention, 4-bit
+layers, and two real ranks.
 
-None rests on a time that a busy machine could spoil: they count, or compare waits and costs that are far apart.
+None rests on a time that a busy machine could spoil: they count, or compare waits and costs that
+are far apart.
 """
 
 import atexit
@@ -35,11 +37,14 @@ def _versions() -> str:
     return f"torch {torch.__version__.split('+')[0]}"
 
 
-# --- labels and data ----------------------------------------------------------------------------------------------
+# --- labels and data
+# ----------------------------------------------------------------------------------------------
 
 
 def labelled(times: int = 2000) -> Facts:
-    """`cost`: how many times as long a profiler's label takes as an empty context manager while no profiler runs."""
+    """`cost`: how many times as long a profiler's label takes as an empty context manager while no
+    profiler runs.
+    """
 
     def seconds(make: Callable[[], Any]) -> float:
         start = time.perf_counter()
@@ -50,7 +55,9 @@ def labelled(times: int = 2000) -> Facts:
 
     label, empty = (lambda: torch.profiler.record_function("forward_pass")), contextlib.nullcontext
     cost = min(seconds(label) for _ in range(5)) / min(seconds(empty) for _ in range(5))
-    return Facts({"cost": cost}, "measured", f"{times:,} labels, the quickest of five rounds, {_versions()}")
+    return Facts(
+        {"cost": cost}, "measured", f"{times:,} labels, the quickest of five rounds, {_versions()}"
+    )
 
 
 class Slow:
@@ -72,12 +79,21 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         info = get_worker_info() if self.sharded else None
-        return iter(range(self.samples)[info.id :: info.num_workers] if info else range(self.samples))
+        return iter(
+            range(self.samples)[info.id :: info.num_workers] if info else range(self.samples)
+        )
 
 
 def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
-    """Seconds that a loop of eight steps waits for its batches, the first and last left out; and who loaded them."""
-    loader = DataLoader(Slow(), batch_size=4, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    """Seconds that a loop of eight steps waits for its batches, the first and last left out; and
+    who loaded them.
+    """
+    loader = DataLoader(
+        Slow(),
+        batch_size=4,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
     total, owners, batches = 0.0, set(), iter(loader)
     for number in range(8):
         start = time.perf_counter()
@@ -88,30 +104,43 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
 
 
 def loaded(samples: int = 0, sharded: bool = False) -> Facts:
-    """Two workers of a DataLoader. With `samples`, `times`: how often each sample of an IterableDataset comes, 0 if some
-    are missing; else `hidden`: whether the wait for data falls to less than half, and `processes`, who loads.
+    """Two workers of a DataLoader. With `samples`, `times`: how often each sample of an
+    IterableDataset comes, 0 if some are missing; else `hidden`: whether the wait for data falls to
+    less than half, and `processes`, who loads.
 
     A busy machine can only lengthen waits, so one of three tries is enough.
     """
     if samples:
         stream = Stream(samples, sharded)
-        seen = [int(n) for n in DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")]
+        seen = [
+            int(n)
+            for n in DataLoader(
+                stream, batch_size=None, num_workers=2, multiprocessing_context="fork"
+            )
+        ]
         times = len(seen) / samples if set(seen) == set(range(samples)) else 0.0
         return Facts({"times": times}, "measured", f"{samples} samples, 2 workers")
     alone, _ = waited(0)
     tries = (waited(2) for _ in range(3))
-    seconds, owners = next((found for found in tries if found[0] < alone / 2), (alone, {os.getpid()}))
-    names = {"hidden": seconds < alone / 2, "processes": len(owners) == 2 and os.getpid() not in owners}
+    seconds, owners = next(
+        (found for found in tries if found[0] < alone / 2), (alone, {os.getpid()})
+    )
+    names = {
+        "hidden": seconds < alone / 2,
+        "processes": len(owners) == 2 and os.getpid() not in owners,
+    }
     return Facts(names, "measured", "8 batches, 60 ms to load and 90 ms to train each")
 
 
-# --- compiler and attention ---------------------------------------------------------------------------------------
+# --- compiler and attention
+# ---------------------------------------------------------------------------------------
 
 
 @cache
 def compiled(layers: int = 4) -> Facts:
-    """torch.compile on linear layers: `graphs` traced after the call, the `first` and the third forward pass; `calls`, the
-    part of Python calls that is left; `kept`, the part of the bytes that is kept for the backward pass (aot_eager)."""
+    """torch.compile on linear layers: `graphs` traced after the call, the `first` and the third
+    forward pass; `calls`, the part of Python calls that is left; `kept`, the part of the bytes that
+    is kept for the backward pass (aot_eager)."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Callable:
@@ -126,18 +155,29 @@ def compiled(layers: int = 4) -> Facts:
         counts.append(len(graphs))
         wrapped_network(x)
     calls = python_calls(wrapped_network, x) / python_calls(network, x)
-    names = {"at_once": counts[0], "first": counts[1], "third": len(graphs), "calls": calls, "kept": _kept("aot_eager")}
+    names = {
+        "at_once": counts[0],
+        "first": counts[1],
+        "third": len(graphs),
+        "calls": calls,
+        "kept": _kept("aot_eager"),
+    }
     torch.compiler.reset()
     return Facts(names, "measured", f"{layers} linear layers, {_versions()}")
 
 
 def _kept(backend: str) -> float:
-    """Bytes that a compiled transformer layer keeps for the backward pass, relative to the eager one."""
+    """Bytes that a compiled transformer layer keeps for the backward pass, relative to the eager
+    one.
+    """
     torch.compiler.reset()
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(64, 2, 256, batch_first=True, activation="gelu")
     own, x = list(layer.parameters()), torch.randn(2, 64, 64)
-    eager, small = (saved_bytes(lambda m=m: m(x).sum(), own)[0] for m in (layer, torch.compile(layer, backend=backend)))
+    eager, small = (
+        saved_bytes(lambda m=m: m(x).sum(), own)[0]
+        for m in (layer, torch.compile(layer, backend=backend))
+    )
     return small / eager
 
 
@@ -155,15 +195,23 @@ def python_calls(function: Callable[[Any], Any], x: Any) -> int:
 
 
 def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts:
-    """With a `dtype`, `kernel`: which one SDPA takes on a card for heads of 64, by the rules of `sdp_utils.cpp`.
+    """With a `dtype`, `kernel`: which one SDPA takes on a card for heads of 64, by the rules of
+    `sdp_utils.cpp`.
 
-    Else, of 512 tokens on this CPU: `kept`, how many times as much attention written out keeps as the flash kernel;
-    `asked_for`, whether flash has to be named; `weights`, whether a model with it still gives its attention weights.
+    Else, of 512 tokens on this CPU: `kept`, how many times as much attention written out keeps as
+    the flash kernel; `asked_for`, whether flash has to be named; `weights`, whether a model with it
+    still gives its attention weights.
     """
     if dtype:
         capability = find_gpu(gpu).compute_capability
-        kernel = attention_kernel(getattr(torch, dtype), 64, 64, masked=masked, capability=capability)
-        return Facts({"kernel": kernel}, "derived", f"{dtype} on {gpu}{', padded' if masked else ''}: {kernel}")
+        kernel = attention_kernel(
+            getattr(torch, dtype), 64, 64, masked=masked, capability=capability
+        )
+        return Facts(
+            {"kernel": kernel},
+            "derived",
+            f"{dtype} on {gpu}{', padded' if masked else ''}: {kernel}",
+        )
     q = torch.zeros(1, 4, 512, 32)
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
     names = {
@@ -172,14 +220,18 @@ def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts
         "weights": _gives_weights(),
     }
     return Facts(
-        names, "measured", f"fp32, 512 tokens, 4 heads of 32, this machine's CPU; without a name: {chosen.name}"
+        names,
+        "measured",
+        f"fp32, 512 tokens, 4 heads of 32, this machine's CPU; without a name: {chosen.name}",
     )
 
 
 def _attended(backend: str) -> int:
     """Bytes alive after causal attention by one of PyTorch's kernels."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 4, 512, 32, generator=generator, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 4, 512, 32, generator=generator, requires_grad=True) for _ in range(3)
+    )
     with sdpa_kernel(getattr(SDPBackend, backend)), record("cpu") as memory:
         result = scaled_dot_product_attention(q, k, v, is_causal=True)
     assert result.shape == q.shape  # and what it keeps is alive when the recording ends
@@ -190,17 +242,27 @@ def _attended(backend: str) -> int:
 def _gives_weights() -> bool:
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=100, n_positions=64, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=1,
+        n_embd=32,
+        n_head=2,
+        vocab_size=100,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return bool(model(torch.ones(1, 8, dtype=torch.long), output_attentions=True).attentions)
 
 
-# --- 4 bits -------------------------------------------------------------------------------------------------------
+# --- 4 bits
+# -------------------------------------------------------------------------------------------------------
 
 
 def four_bits() -> Facts:
-    """bitsandbytes' NF4: `apart`, its levels from quantiles of the normal distribution; whether each block keeps its
-    standard `deviation`; and bytes of each number of doubly quantized `codes` and `scales`."""
+    """bitsandbytes' NF4: `apart`, its levels from quantiles of the normal distribution; whether
+    each block keeps its standard `deviation`; and bytes of each number of doubly quantized `codes`
+    and `scales`."""
     from bitsandbytes.functional import get_4bit_type, quantize_4bit
 
     weights = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -215,7 +277,8 @@ def four_bits() -> Facts:
     return Facts(names, "measured", "bitsandbytes' quantize_4bit on a CPU, blocks of 64")
 
 
-# --- real ranks ---------------------------------------------------------------------------------------------------
+# --- real ranks
+# ---------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -228,13 +291,16 @@ def _launcher() -> Launcher:
 
 @cache
 def sent(recipe: Recipe) -> dict[str, Any]:
-    """What one of two real ranks sends in a step, in units of the parameters' bytes: phase to kind, and `ring`, what a
-    ring carries of it (an all-reduce is a reduce-scatter and an all-gather); `ring` and `all` of the whole step."""
+    """What one of two real ranks sends in a step, in units of the parameters' bytes: phase to kind,
+    and `ring`, what a ring carries of it (an all-reduce is a reduce-scatter and an all-gather);
+    `ring` and `all` of the whole step."""
     phases = _launcher().run(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()})[0]
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
-    found: dict[str, Any] = {name: {k: phases.get(name, {}).get(k, 0) / psi for k in kinds} for name in names}
+    found: dict[str, Any] = {
+        name: {k: phases.get(name, {}).get(k, 0) / psi for k in kinds} for name in names
+    }
     for phase in [*found.values()]:
         phase["ring"] = sum(phase.values()) + phase["all_reduce"]
     found["ring"] = sum(phase["ring"] for phase in found.values())
@@ -244,8 +310,9 @@ def sent(recipe: Recipe) -> dict[str, Any]:
 
 @cache
 def wrapped(wrapping: str) -> dict[str, Any]:
-    """A hundred linear layers under FSDP on two ranks: what is gathered at a time, in units of the parameters' bytes, and
-    the peak in units of all that an unsharded step holds of weights, gradients and AdamW's states."""
+    """A hundred linear layers under FSDP on two ranks: what is gathered at a time, in units of the
+    parameters' bytes, and the peak in units of all that an unsharded step holds of weights,
+    gradients and AdamW's states."""
     found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
     whole = units_04.LAYERS * units_04.WIDTH**2 * 4
     return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}

@@ -1,4 +1,6 @@
-"""Experiments on numbers and training: quantizers, formats, small runs, gradients, and the records of longer runs."""
+"""Experiments on numbers and training: quantizers, formats, small runs, gradients, and the records
+of longer runs.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +11,13 @@ import torch
 from torch.nn import functional as F
 from vramlab.report.errors import RecordError
 
-from vramlab_course.base_model import base_model_path, bits_per_byte, finetuning_texts, held_out, load_base_model
+from vramlab_course.base_model import (
+    base_model_path,
+    bits_per_byte,
+    finetuning_texts,
+    held_out,
+    load_base_model,
+)
 from vramlab_course.finetuning import batches, fresh
 from vramlab_course.numerics import FORMATS, rounded
 from vramlab_course.quantizers import absmax, quantile
@@ -22,7 +30,8 @@ RATES = (1e-4, 1e-3)  # a run without a rate of its own takes the better one
 
 
 def recorded(file: str, names: Mapping[str, list[str]]) -> Facts:
-    """Values of a record in `data/base_model`, each found by its keys; in a list of runs, "r=8" is the first whose r is 8.
+    """Values of a record in `data/base_model`, each found by its keys; in a list of runs, "r=8" is
+    the first whose r is 8.
 
     Raises RecordError where there is no such record.
     """
@@ -44,9 +53,12 @@ def _walk(stored: Any, keys: list[str]) -> Any:
     return stored
 
 
-def quantized(method: str, bits: int, outlier: bool = False, block_size: int | None = None) -> Facts:
-    """4,096 normal numbers, one of them 100 with an `outlier`, quantized and back: `error`, the root of the mean squared
-    difference; `middle` and `edge` of a table by quantiles, the distances between neighbours there."""
+def quantized(
+    method: str, bits: int, outlier: bool = False, block_size: int | None = None
+) -> Facts:
+    """4,096 normal numbers, one of them 100 with an `outlier`, quantized and back: `error`, the
+    root of the mean squared difference; `middle` and `edge` of a table by quantiles, the distances
+    between neighbours there."""
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     if outlier:
         values[2048] = 100.0
@@ -55,7 +67,9 @@ def quantized(method: str, bits: int, outlier: bool = False, block_size: int | N
     if method == "quantile":
         table, half = small.table, 2 ** (bits - 1)
         names.update(middle=float(table[half] - table[half - 1]), edge=float(table[-1] - table[-2]))
-    return Facts(names, "measured", f"4,096 normal numbers, {method}, {bits} bits, blocks of {block_size}")
+    return Facts(
+        names, "measured", f"4,096 normal numbers, {method}, {bits} bits, blocks of {block_size}"
+    )
 
 
 @cache
@@ -70,7 +84,9 @@ def _bits(format: str | None, limit: int) -> float:
 
 
 def rounded_weights(format: str, limit: int = 8000) -> Facts:
-    """`ratio`: the base model's bits per byte with its weights rounded to a format, relative to what they were."""
+    """`ratio`: the base model's bits per byte with its weights rounded to a format, relative to
+    what they were.
+    """
     there, before = _bits(format, limit), _bits(None, limit)
     said = f"the base model on {limit:,} held-out bytes: {there:.3f} and {before:.3f} bits per byte"
     return Facts({"ratio": there / before}, "measured", said)
@@ -95,21 +111,32 @@ def _loss(dtype: str, scaled: bool, layers: int, steps: int) -> tuple[float, flo
 
 
 def learns(dtype: str, layers: int = 20, steps: int = 150) -> Facts:
-    """`plain` and `scaled`: whether chapter 01's network gets a tenth below the loss of guessing, without and with loss
-    scaling."""
-    losses = {name: _loss(dtype, on, layers, steps) for name, on in (("plain", False), ("scaled", True))}
+    """`plain` and `scaled`: whether chapter 01's network gets a tenth below the loss of guessing,
+    without and with loss scaling."""
+    losses = {
+        name: _loss(dtype, on, layers, steps) for name, on in (("plain", False), ("scaled", True))
+    }
     names = {name: bool(loss < 0.9 * guess) for name, (loss, guess) in losses.items()}
     said = ", ".join(f"{name} {loss:.2f}" for name, (loss, _) in losses.items())
-    return Facts(names, "measured", f"{layers} layers, {steps} steps of Adam under autocast to {dtype}: loss {said}")
+    return Facts(
+        names,
+        "measured",
+        f"{layers} layers, {steps} steps of Adam under autocast to {dtype}: loss {said}",
+    )
 
 
 @cache
 def loss_after(
-    learning_rate: float, precision: str = "fp32", optim: str = "adamw", steps: int = STEPS, batch_size: int = BATCH
+    learning_rate: float,
+    precision: str = "fp32",
+    optim: str = "adamw",
+    steps: int = STEPS,
+    batch_size: int = BATCH,
 ) -> float:
     """Nats a token of the base model on 16 unseen sequences after `steps` steps.
 
-    `precision`: "fp32", "mixed" (bf16 under autocast, weights and update in fp32) or "bf16" (everything).
+    `precision`: "fp32", "mixed" (bf16 under autocast, weights and update in fp32) or "bf16"
+        (everything).
     """
     from transformers.optimization import Adafactor
 
@@ -134,7 +161,8 @@ def loss_after(
 
 
 def trained(runs: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """The loss of each run of the base model on unseen text after a few steps; at the better of two rates if none is given.
+    """The loss of each run of the base model on unseen text after a few steps; at the better of two
+    rates if none is given.
 
     Raises RecordError for more steps than a CPU should be asked for.
     """
@@ -145,14 +173,22 @@ def trained(runs: Mapping[str, Mapping[str, Any]]) -> Facts:
         rates = [run["learning_rate"]] if "learning_rate" in run else RATES
         names[name] = min(loss_after(**{**run, "learning_rate": rate}) for rate in rates)
     said = ", ".join(f"{name} {loss:.3f}" for name, loss in names.items())
-    return Facts(names, "measured", f"the base model, {STEPS} steps of {BATCH} × {TOKENS} tokens, loss: {said}")
+    return Facts(
+        names,
+        "measured",
+        f"the base model, {STEPS} steps of {BATCH} × {TOKENS} tokens, loss: {said}",
+    )
 
 
-def accumulated(lengths: list[int], by: str = "micro-batches", layer: str = "", parts: int = 4) -> Facts:
-    """`error`: how far gradients accumulated over `parts` micro-batches are from those of the whole batch, relative.
+def accumulated(
+    lengths: list[int], by: str = "micro-batches", layer: str = "", parts: int = 4
+) -> Facts:
+    """`error`: how far gradients accumulated over `parts` micro-batches are from those of the whole
+    batch, relative.
 
-    A linear layer, behind a `layer` of torch.nn if one is named, guesses tokens; `lengths` are each sequence's tokens, the
-    rest is padding. A micro-batch's loss is its mean ("micro-batches") or its sum over the "tokens" of all.
+    A linear layer, behind a `layer` of torch.nn if one is named, guesses tokens; `lengths` are each
+    sequence's tokens, the rest is padding. A micro-batch's loss is its mean ("micro-batches") or
+    its sum over the "tokens" of all.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(len(lengths), max(lengths), 32, generator=generator)
@@ -167,14 +203,22 @@ def accumulated(lengths: list[int], by: str = "micro-batches", layer: str = "", 
     def gradient(rows: list[slice], divide: bool) -> torch.Tensor:
         last.zero_grad()
         for part in rows:
-            total = F.cross_entropy(last(first(x[part].flatten(0, 1))), tokens[part].flatten(), reduction="sum")
+            total = F.cross_entropy(
+                last(first(x[part].flatten(0, 1))), tokens[part].flatten(), reduction="sum"
+            )
             count = (tokens[part] != -100).sum() * len(rows) if divide else (tokens != -100).sum()
             (total / count).backward()
         return last.weight.grad.clone()
 
     size = len(lengths) // parts
     whole = gradient([slice(None)], divide=False)
-    pieces = gradient([slice(i * size, (i + 1) * size) for i in range(parts)], divide=by == "micro-batches")
+    pieces = gradient(
+        [slice(i * size, (i + 1) * size) for i in range(parts)], divide=by == "micro-batches"
+    )
     error = ((pieces - whole).norm() / whole.norm()).item()
     kind = "equal" if len(set(lengths)) == 1 else "different"
-    return Facts({"error": error}, "measured", f"{parts} × {size} for {len(lengths)}, {kind} lengths, by {by} {layer}")
+    return Facts(
+        {"error": error},
+        "measured",
+        f"{parts} × {size} for {len(lengths)}, {kind} lengths, by {by} {layer}",
+    )

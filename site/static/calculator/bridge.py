@@ -1,4 +1,5 @@
-"""What the calculator's page asks of vramlab: its controls, and an answer for what they say, as JSON.
+"""What the calculator's page asks of vramlab: its controls, and an answer for what they say, as
+JSON.
 
 Runs on the standard library alone, in the browser under Pyodide as well as here.
 """
@@ -12,7 +13,17 @@ from vramlab.faces.plot.style import LOOK
 from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.errors import VramLabError
-from vramlab_course.calculator import CONTROLS, LABELS, SIZES, START, SWITCHES, UNSET, code_of, idle, recipe_in
+from vramlab_course.calculator import (
+    CONTROLS,
+    LABELS,
+    SIZES,
+    START,
+    SWITCHES,
+    UNSET,
+    code_of,
+    idle,
+    recipe_in,
+)
 
 MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype", "gradient_accumulation_steps", "packing",
         "padding_free", "precompute_ref_log_probs", "task", "engine", *(
@@ -23,7 +34,11 @@ BEGIN = START | {
     "model": "llama-3.1-8b", "gpu": "RTX 4090", "batch_size": 1, "seq_len": 2048, "precision": "bf16-mixed",
     "dtype": "bfloat16", "gradient_checkpointing": True, "lora_r": 16, "lora_target": "all-linear", "trainer": "sft",
 }  # fmt: skip
-NOTHING = {"lora_r": "none", "quantization": "none", "stage": "one GPU"}  # what an unset control means
+NOTHING = {
+    "lora_r": "none",
+    "quantization": "none",
+    "stage": "one GPU",
+}  # what an unset control means
 
 
 def page() -> str:
@@ -38,7 +53,12 @@ def page() -> str:
                          "words": words, "more": name in MORE})  # fmt: skip
     cards = {name: find_gpu(name).total for name in CONTROLS["gpu"]}
     return json.dumps(
-        {"controls": controls, "start": BEGIN, "cards": cards, "look": {k: v[0] for k, v in LOOK.items()}}
+        {
+            "controls": controls,
+            "start": BEGIN,
+            "cards": cards,
+            "look": {k: v[0] for k, v in LOOK.items()},
+        }
     )
 
 
@@ -50,8 +70,14 @@ def _word(name: str, value) -> str:
 
 
 def add_config(name: str, text: str) -> str:
-    """Keep a pasted config.json; its path serves as the model. A JSON object whose `error` says what is wrong with it."""
-    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in name.strip()).strip(".") or "my-model"
+    """Keep a pasted config.json; its path serves as the model.
+
+    A JSON object whose `error` says what is wrong with it.
+    """
+    name = (
+        "".join(c if c.isalnum() or c in "-._" else "-" for c in name.strip()).strip(".")
+        or "my-model"
+    )
     folder = Path(name)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -69,7 +95,9 @@ def _why(error: Exception) -> str:
 
 
 def answer(given: str) -> str:
-    """The prediction for the controls' state as JSON, or `error`: why it cannot be trained, in one sentence."""
+    """The prediction for the controls' state as JSON, or `error`: why it cannot be trained, in one
+    sentence.
+    """
     state = BEGIN | json.loads(given)
     try:
         card = find_gpu(state["gpu"])
@@ -95,7 +123,9 @@ def _command(state: dict, recipe) -> str:
     words = [f"vramlab predict {recipe.model}"]
     for name in state.keys() & OPTIONS.keys() - idle(state):
         value, ((*part, _), knob) = state[name], OPTIONS[name]
-        if value in (UNSET, "", False) or (not part and value == knob.default and name != "batch_size"):
+        if value in (UNSET, "", False) or (
+            not part and value == knob.default and name != "batch_size"
+        ):
             continue
         words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     words += ["--expandable-segments"] if state["expandable_segments"] else []
@@ -113,7 +143,9 @@ def _arguments(recipe) -> str:
                 yield f"{knob.elsewhere[0]}={value!r}"
 
     mixed = {"fp16-mixed": "fp16", "bf16-mixed": "bf16", "tf32": "tf32"}.get(recipe.precision)
-    config = {"transformers": "TrainingArguments"}.get(recipe.trainer, f"{recipe.trainer.upper()}Config")
+    config = {"transformers": "TrainingArguments"}.get(
+        recipe.trainer, f"{recipe.trainer.upper()}Config"
+    )
     lines = [config.replace("REWARD", "Reward"), *said(recipe, ("batch_size", "optim"))]
     lines += [f"max_length={recipe.seq_len}"] * (recipe.trainer != "transformers")
     lines += [f"{mixed}=True"] * bool(mixed)
@@ -131,9 +163,15 @@ def _other_loop(loop: Loop) -> str:
     """A comment where the Trainer cannot run the loop, with what the Trainer's has instead."""
     usual = vars(Loop())
     differs = [
-        f"{name}={usual[name]!r}" for name, value in vars(loop).items() if name != "name" and value != usual[name]
+        f"{name}={usual[name]!r}"
+        for name, value in vars(loop).items()
+        if name != "name" and value != usual[name]
     ]
-    return f"# The Trainer cannot run loop={loop.name!r}. Its own has {', '.join(differs)}.\n" if differs else ""
+    return (
+        f"# The Trainer cannot run loop={loop.name!r}. Its own has {', '.join(differs)}.\n"
+        if differs
+        else ""
+    )
 
 
 def _call(name: str, arguments) -> str:

@@ -1,4 +1,6 @@
-"""The figures: stacked bars of reports or of any table of bytes, intervals against the line of a card, a step's timeline."""
+"""The figures: stacked bars of reports or of any table of bytes, intervals against the line of a
+card, a step's timeline.
+"""
 
 import itertools
 import textwrap
@@ -15,9 +17,16 @@ LETTER = 0.0145  # width of a letter of a phase's name as a share of the axes
 
 
 def compare(*reports: Report, unit: str = "GiB", **options: Any):
-    """Return a figure of each report's peak by category; errors as in `vramlab.compare`, `options` as of `bars`."""
-    names, said = column_labels(reports), {"ylabel": f"peak, {unit}", "subtitle": shared_title(reports)}
-    return bars(names, reports, unit=unit, **{"title": "Memory at the peak, by category", **said, **options})
+    """Return a figure of each report's peak by category; errors as in `vramlab.compare`, `options`
+    as of `bars`.
+    """
+    names, said = (
+        column_labels(reports),
+        {"ylabel": f"peak, {unit}", "subtitle": shared_title(reports)},
+    )
+    return bars(
+        names, reports, unit=unit, **{"title": "Memory at the peak, by category", **said, **options}
+    )
 
 
 @style.styled()
@@ -30,13 +39,16 @@ def bars(
     subtitle: str = "",
     limit=None,
 ):
-    """Return a figure of bytes by category, for example bytes per parameter: a bar per label, its total above it.
+    """Return a figure of bytes by category, for example bytes per parameter: a bar per label, its
+    total above it.
 
-    `ylabel` is the unit if None; the unit "B" draws numbers as they are. Raises ValueError for no bars, labels and values of
-    different number, an unknown unit, or a report of a run that failed.
+    `ylabel` is the unit if None; the unit "B" draws numbers as they are. Raises ValueError for no
+    bars, labels and values of different number, an unknown unit, or a report of a run that failed.
     """
     if not len(labels) or len(labels) != len(values):
-        raise ValueError(f"bars needs one label per value, not {len(labels)} labels for {len(values)} values.")
+        raise ValueError(
+            f"bars needs one label per value, not {len(labels)} labels for {len(values)} values."
+        )
     names, splits = [*map(str, labels)], [split_of(value) for value in values]
     figure, ax = style.start(title, subtitle)
     tops = [0.0] * len(splits)
@@ -51,9 +63,18 @@ def bars(
     ax.set(ylabel=ylabel or unit, ylim=(low * 1.1, (high or 1) * 1.12))
     if low < 0:
         ax.axhline(0, color=style.INK, linewidth=0.8)
-    look = {"ha": "center", "va": "bottom", "fontsize": 9.5, "fontweight": "bold", "bbox": style.PATCH, "gid": "total"}
+    look = {
+        "ha": "center",
+        "va": "bottom",
+        "fontsize": 9.5,
+        "fontweight": "bold",
+        "bbox": style.PATCH,
+        "gid": "total",
+    }
     for x, (split, top) in enumerate(zip(splits, tops, strict=True)):
-        ax.annotate(amount(sum(split.values()), unit), (x, top), (0, 3), textcoords="offset points", **look)
+        ax.annotate(
+            amount(sum(split.values()), unit), (x, top), (0, 3), textcoords="offset points", **look
+        )
     alt = f"Stacked bars. {', '.join(filter(None, (title, subtitle)))}."
     return style.finish(figure, split_rows(names, splits, unit, ylabel or unit), alt, say_rows=True)
 
@@ -70,32 +91,67 @@ def _name_bars(ax, names: Sequence[str]) -> None:
 
 
 @style.styled()
-def fits(needs: Mapping[str, Interval | Report], limit, title: str, subtitle: str = "", unit: str = "GiB"):
-    """Return a figure of a bar from the low to the high end of each need, such as `predict(recipe, gpu="T4").process`, a
-    dot where it is likely, and its tier.
+def fits(
+    needs: Mapping[str, Interval | Report], limit, title: str, subtitle: str = "", unit: str = "GiB"
+):
+    """Return a figure of a bar from the low to the high end of each need, such as `predict(recipe,
+    gpu="T4").process`, a dot where it is likely, and its tier.
 
-    Of a report, such as `predict(recipe, gpu="T4", other_memory=GiB)`, the process counts, and the card less what others
-    hold of it. `limit` is one for all or a list with one for each need, which its label then names. Raises ValueError for
-    no needs.
+    Of a report, such as `predict(recipe, gpu="T4", other_memory=GiB)`, the process counts, and the
+    card less what others hold of it. `limit` is one for all or a list with one for each need, which
+    its label then names. Raises ValueError for no needs.
     """
     usable = [need.usable if isinstance(need, Report) else None for need in needs.values()]
-    needs = {name: Interval.of(need.process if isinstance(need, Report) else need) for name, need in needs.items()}
-    cards = [find_gpu(card) for card in (limit if isinstance(limit, list | tuple) else [limit] * len(needs))]
+    needs = {
+        name: Interval.of(need.process if isinstance(need, Report) else need)
+        for name, need in needs.items()
+    }
+    cards = [
+        find_gpu(card)
+        for card in (limit if isinstance(limit, list | tuple) else [limit] * len(needs))
+    ]
     size, (figure, ax) = check_unit(unit), style.start(title, subtitle)
     rows = [(unit, "at least", "likely", "at most", "card", "fits")]
-    dashes = dict(zip(dict.fromkeys(card.name for card in cards), itertools.cycle(["--", ":", "-."]), strict=False))
-    rooms = [usable_memory(card) if room is None else room for card, room in zip(cards, usable, strict=True)]
+    dashes = dict(
+        zip(
+            dict.fromkeys(card.name for card in cards),
+            itertools.cycle(["--", ":", "-."]),
+            strict=False,
+        )
+    )
+    rooms = [
+        usable_memory(card) if room is None else room
+        for card, room in zip(cards, usable, strict=True)
+    ]
     tiers = [need.verdict(room) for need, room in zip(needs.values(), rooms, strict=True)]
-    said = [tier + f"\non {card.name}" * (len(dashes) > 1) for tier, card in zip(tiers, cards, strict=True)]
-    widths = [0.02 * (1 + max(map(len, words.split("\n")))) for words in said]  # a letter is 1/50 of the axes, about
+    said = [
+        tier + f"\non {card.name}" * (len(dashes) > 1)
+        for tier, card in zip(tiers, cards, strict=True)
+    ]
+    widths = [
+        0.02 * (1 + max(map(len, words.split("\n")))) for words in said
+    ]  # a letter is 1/50 of the axes, about
     right = max(*(need.high for need in needs.values()), *rooms) / (1 - max(widths))
-    for y, ((name, need), card, room, tier) in enumerate(zip(needs.items(), cards, rooms, tiers, strict=True)):
+    for y, ((name, need), card, room, tier) in enumerate(
+        zip(needs.items(), cards, rooms, tiers, strict=True)
+    ):
         ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, color=style.PROCESS)
         ax.plot(need.value / size, y, "o", color=style.INK, markersize=5)
-        draw_limit(lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look), card, unit, dashes[card.name])
+        draw_limit(
+            lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look),
+            card,
+            unit,
+            dashes[card.name],
+        )
         clear = room if need.high <= room <= need.high + widths[y] * right else need.high
-        look = {"color": style.INK if tier in TIERS else style.ALARM, "va": "center", "bbox": style.PATCH}
-        ax.annotate(said[y], (clear / size, y), (5, 0), textcoords="offset points", gid="tier", **look)
+        look = {
+            "color": style.INK if tier in TIERS else style.ALARM,
+            "va": "center",
+            "bbox": style.PATCH,
+        }
+        ax.annotate(
+            said[y], (clear / size, y), (5, 0), textcoords="offset points", gid="tier", **look
+        )
         bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, room)]
         rows.append((" ".join(name.split()), *bounds[:3], f"{card.name}: {bounds[3]}", tier))
     ax.set_yticks(range(len(needs)), needs)
@@ -106,17 +162,21 @@ def fits(needs: Mapping[str, Interval | Report], limit, title: str, subtitle: st
 
 @style.styled()
 def timeline(report: Report, unit: str = "GiB", title: str = "One training step, byte by byte"):
-    """Return a figure of what is alive after each allocation event of one step, by category, with its phases and the
-    largest tensors.
+    """Return a figure of what is alive after each allocation event of one step, by category, with
+    its phases and the largest tensors.
 
     Raises ValueError for an unknown unit or a report without a timeline (predicted).
     """
     if not report.timeline:
         why = f"a {report.source} one" if report.status == "ok" else failure(report)
-        raise ValueError(f"this report has no timeline to draw ({why}): simulate, measure and watch make one.")
+        raise ValueError(
+            f"this report has no timeline to draw ({why}): simulate, measure and watch make one."
+        )
     moments, best = report.timeline, {}
     for moment in moments:
-        best[moment.phase] = max(best.get(moment.phase, moment), moment, key=lambda m: m.bytes.total)
+        best[moment.phase] = max(
+            best.get(moment.phase, moment), moment, key=lambda m: m.bytes.total
+        )
     high = max(best.values(), key=lambda m: m.bytes.total)
     x, top = [moment.index for moment in moments], high.bytes.total / check_unit(unit)
 
@@ -126,17 +186,36 @@ def timeline(report: Report, unit: str = "GiB", title: str = "One training step,
         above = [low + height for low, height in zip(base, heights, strict=True)]
         ax.fill_between(x, base, above, step="post", **look)
         base = above
-    ax.set(xlim=(x[0], max(x[-1], x[0] + 1)), ylim=(min(0, ax.dataLim.y0), (top or 1) * 1.25), ylabel=unit)
+    ax.set(
+        xlim=(x[0], max(x[-1], x[0] + 1)),
+        ylim=(min(0, ax.dataLim.y0), (top or 1) * 1.25),
+        ylabel=unit,
+    )
     _shade_phases(ax, moments)
     said = f"{amount(high.bytes.total, unit)} {unit} in {label_of(high.phase)}"
     side, shift = ("right", -9) if high.index - x[0] > 0.6 * (x[-1] - x[0]) else ("left", 9)
-    ax.plot([high.index], [top], "v", color=style.ALARM, markersize=9, clip_on=False, zorder=5, gid="peak")
+    ax.plot(
+        [high.index],
+        [top],
+        "v",
+        color=style.ALARM,
+        markersize=9,
+        clip_on=False,
+        zorder=5,
+        gid="peak",
+    )
     look = {"ha": side, "color": style.ALARM, "fontweight": "bold", "bbox": style.PATCH}
-    ax.annotate(said, (high.index, top), xytext=(shift, 3), textcoords="offset points", gid="peak", **look)
+    ax.annotate(
+        said, (high.index, top), xytext=(shift, 3), textcoords="offset points", gid="peak", **look
+    )
 
     names = [_tensor(tensor, unit) for tensor in report.largest[:3]]
-    heading = f"\n\nlargest at the peak of the run, in {label_of(report.peak_phase)}:\n" if names else ""
-    ax.set_xlabel("allocation events" + heading + "\n".join(names), loc="left", fontsize=9.5, linespacing=1.3)
+    heading = (
+        f"\n\nlargest at the peak of the run, in {label_of(report.peak_phase)}:\n" if names else ""
+    )
+    ax.set_xlabel(
+        "allocation events" + heading + "\n".join(names), loc="left", fontsize=9.5, linespacing=1.3
+    )
     at_best = [split_of(moment.bytes) for moment in best.values()]
     rows = split_rows([*map(label_of, best)], at_best, unit, f"highest of, {unit}")
     tensors = f" Largest tensors at the peak: {'; '.join(names)}." if names else ""
@@ -147,7 +226,10 @@ def timeline(report: Report, unit: str = "GiB", title: str = "One training step,
 def _shade_phases(ax, moments: Sequence[Moment]) -> None:
     """Shade every other run of one phase, and name those that have room for it."""
     left, right = ax.get_xlim()
-    starts = [(phase, next(run).index) for phase, run in itertools.groupby(moments, key=lambda moment: moment.phase)]
+    starts = [
+        (phase, next(run).index)
+        for phase, run in itertools.groupby(moments, key=lambda moment: moment.phase)
+    ]
     for i, ((phase, start), (_, end)) in enumerate(itertools.pairwise([*starts, ("", right)])):
         if i % 2:
             ax.axvspan(start, end, color=style.FAINT, zorder=0, linewidth=0)
@@ -155,7 +237,12 @@ def _shade_phases(ax, moments: Sequence[Moment]) -> None:
             ax.axvline(start, color="#888888", linewidth=0.7, linestyle=":", gid=f"start {phase}")
         if end - start > LETTER * len(phase) * (right - left):
             look = {"ha": "center", "va": "top", "fontsize": 9.5, "gid": "phase"}
-            ax.annotate(label_of(phase), ((start + end) / 2, 0.985), xycoords=("data", "axes fraction"), **look)
+            ax.annotate(
+                label_of(phase),
+                ((start + end) / 2, 0.985),
+                xycoords=("data", "axes fraction"),
+                **look,
+            )
 
 
 def _tensor(tensor: TensorGroup, unit: str) -> str:

@@ -1,4 +1,6 @@
-"""The look of every figure: a colour and a hatch per category, one size, the data as a table, alt text."""
+"""The look of every figure: a colour and a hatch per category, one size, the data as a table, alt
+text.
+"""
 
 import json
 import textwrap
@@ -12,20 +14,32 @@ from ...report.data import data_path
 from ...report.errors import needing
 from ...report.report import text_table
 
-# "categories": Okabe and Ito's palette (Color Universal Design, 2008) suits every kind of colour vision; hatches serve grey
-# print. Neighbours in a stack differ in lightness. "rc": matplotlib's settings.
+# "categories": Okabe and Ito's palette (Color Universal Design, 2008) suits every kind of colour
+# vision; hatches serve grey print. Neighbours in a stack differ in lightness. "rc": matplotlib's
+# settings.
 DATA = json.loads(data_path("figures.json").read_text(encoding="utf-8"))
 LOOK, RC = DATA["categories"], DATA["rc"]
-LINES = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"))
+LINES = (
+    ("#0072B2", "o", "-"),
+    ("#D55E00", "s", "--"),
+    ("#009E73", "^", "-."),
+    ("#CC79A7", "D", ":"),
+)
 INK, FAINT, ALARM, PROCESS = "#222222", "#EEEEEE", "#B00020", "#A9B8C6"
-PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # keeps words legible where a line runs through them
+PATCH = {
+    "facecolor": "white",
+    "edgecolor": "none",
+    "pad": 0.8,
+}  # keeps words legible where a line runs through them
 # 6.4 inches at 11 points stay readable where a phone shows the figure 360 pixels wide.
 SIZE, DPI, FONT = (6.4, 4.8), 200, RC["font.family"][0]
 
 
 @cache
 def figure_class() -> type:
-    """Return a subclass of matplotlib's Figure that also holds its data as a table and its alt text."""
+    """Return a subclass of matplotlib's Figure that also holds its data as a table and its alt
+    text.
+    """
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
@@ -37,11 +51,13 @@ def figure_class() -> type:
             return f"<Figure: {self.heading}>"
 
         def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-            # Jupyter adds this metadata to the inline backend's picture. Close the figure, or it is shown again at the
-            # end of the cell.
+            # Jupyter adds this metadata to the inline backend's picture. Close the figure, or it is
+            # shown again at the end of the cell.
             if "inline" in plt.get_backend():
                 plt.close(self)
-            width = round(100 * self.get_figwidth())  # on the page; the picture has 2 × as many pixels
+            width = round(
+                100 * self.get_figwidth()
+            )  # on the page; the picture has 2 × as many pixels
             return {"text/plain": repr(self)}, {"image/png": {"alt": self.alt, "width": width}}
 
     return LabFigure
@@ -63,7 +79,9 @@ def styled() -> Iterator[None]:
 
 
 def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
-    """Return a new figure and its axes, a list of them when `rows` > 1; `options` go to `Figure.subplots`."""
+    """Return a new figure and its axes, a list of them when `rows` > 1; `options` go to
+    `Figure.subplots`.
+    """
     import matplotlib.pyplot as plt
 
     figure = plt.figure(FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained")
@@ -80,14 +98,26 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
 
 
 def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False):
-    """Return the figure with a legend below the axes, `rows` as its table, and its alt text, which may say the rows."""
+    """Return the figure with a legend below the axes, `rows` as its table, and its alt text, which
+    may say the rows.
+    """
     handles: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
-        figure.legend(handles.values(), handles, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
-    figure.rows, figure.alt = list(rows), " ".join((alt + (_in_words(rows) if say_rows else "")).split())
+        figure.legend(
+            handles.values(),
+            handles,
+            loc="outside lower left",
+            ncols=3,
+            handlelength=1.8,
+            columnspacing=1.4,
+        )
+    figure.rows, figure.alt = (
+        list(rows),
+        " ".join((alt + (_in_words(rows) if say_rows else "")).split()),
+    )
     for text in _names(figure):
         text.set_parse_math(False)
     figure.draw_without_rendering()  # makes tick labels in this style
@@ -95,7 +125,9 @@ def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = F
 
 
 def _names(figure) -> list[Any]:
-    """Texts that may name a model, in which a $ begins no formula; numbers of a logarithmic axis are formulas."""
+    """Texts that may name a model, in which a $ begins no formula; numbers of a logarithmic axis
+    are formulas.
+    """
     from matplotlib.category import StrCategoryFormatter
     from matplotlib.ticker import FixedFormatter
 
@@ -112,15 +144,22 @@ def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
     """A table as a sentence; only totals and what follows where it has many lines."""
     head, *lines = rows
     first = head.index("total") if len(lines) > 5 and "total" in head else 1
-    said = (f"{line[0]}: {', '.join(map(' '.join, zip(head[first:], line[first:], strict=True)))}" for line in lines)
+    said = (
+        f"{line[0]}: {', '.join(map(' '.join, zip(head[first:], line[first:], strict=True)))}"
+        for line in lines
+    )
     return f" {head[0]}: {'; '.join(said)}."
 
 
 @contextmanager
-def canvas(heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = ()) -> Iterator[Any]:
-    """Give axes to draw on with matplotlib in this style: `with plot.canvas("A title", alt="A falling line.") as ax: …`.
+def canvas(
+    heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = ()
+) -> Iterator[Any]:
+    """Give axes to draw on with matplotlib in this style: `with plot.canvas("A title", alt="A
+    falling line.") as ax: …`.
 
-    `plot.table(ax.figure)` prints `rows`; `alt` says it in words to readers who do not see the figure.
+    `plot.table(ax.figure)` prints `rows`; `alt` says it in words to readers who do not see the
+    figure.
     """
     with styled():
         figure, ax = start(heading, subtitle)
@@ -135,7 +174,12 @@ def table(figure) -> str:
 
 
 def look(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return face, hatch and edge of each key: a category's own, the palette in order for other keys."""
+    """Return face, hatch and edge of each key: a category's own, the palette in order for other
+    keys.
+    """
     spare = cycle(LOOK.values())
     chosen = {key: LOOK.get(key) or next(spare) for key in keys}
-    return {key: {"facecolor": c, "hatch": h, "edgecolor": INK, "linewidth": 0.5} for key, (c, h) in chosen.items()}
+    return {
+        key: {"facecolor": c, "hatch": h, "edgecolor": INK, "linewidth": 0.5}
+        for key, (c, h) in chosen.items()
+    }
