@@ -113,7 +113,6 @@ def work(
 
 
 # --- what is allocated
-# ----------------------------------------------------------------------------------------------
 
 
 def births(history: History) -> list[list[Any]]:
@@ -198,7 +197,6 @@ def witnesses(recipe: Recipe) -> dict[str, Any]:
 
 
 # --- what is computed and sent
-# --------------------------------------------------------------------------------------
 
 
 def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:

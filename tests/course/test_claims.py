@@ -211,7 +211,6 @@ def verdicts(small) -> dict[str, Verdict]:
 
 
 # --- verdicts
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_verdicts(verdicts):
@@ -327,7 +326,6 @@ def test_prediction_and_simulation_judge_alike():
 
 
 # --- records
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio, outcome", [(0.5, HOLDS), (0.99, NOT), (2.0, NOT)])
@@ -378,7 +376,6 @@ def test_quality_follows_the_record(monkeypatch, tmp_path):
 
 
 # --- the ledger's form
-# --------------------------------------------------------------------------------------------
 
 ENTRY = {
     "name": "lecture-test",
@@ -459,7 +456,6 @@ def test_a_page_shows_eight_claims_at_most_and_the_ledger_is_small():
 
 
 # --- outcomes, rules and expressions
-# ------------------------------------------------------------------------------
 
 
 def verdict_of(values: dict, **changes) -> Verdict:
@@ -545,7 +541,6 @@ def test_expressions_are_nothing_else(text):
 
 
 # --- experiments that find the opposite
-# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -635,7 +630,6 @@ def test_four_bits_are_the_storages_of_bitsandbytes(numbers):
 
 
 # --- the chapters' helpers
-# ----------------------------------------------------------------------------------------
 
 
 def test_saved_bytes_are_those_of_the_storages():

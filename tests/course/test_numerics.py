@@ -77,7 +77,6 @@ def awkward(format: Format) -> list[float]:
 
 
 # --- formats
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", TORCH, ids=str)
@@ -234,7 +233,6 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(wrong, said):
 
 
 # --- quantizers against bitsandbytes
-# ------------------------------------------------------------------------------
 
 
 def random(count: int, seed: int = 0) -> torch.Tensor:
@@ -290,7 +288,6 @@ def test_rowwise_absmax_is_that_of_bitsandbytes():
 
 
 # --- what every quantizer promises
-# --------------------------------------------------------------------------------
 
 data = st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=300).map(torch.tensor)
 many = st.integers(0, 2**31).map(lambda seed: random(400, seed))

@@ -180,7 +180,6 @@ def test_a_copy_elsewhere_asks_for_a_model(tmp_path, monkeypatch):
 
 
 # --- SLURM
-# -----------------------------------------------------------------------------------------------------------
 
 FAKES = {
     "scontrol": '[ "$*" = "show hostnames node[1-2]" ] || exit 9\necho localhost\necho node2\n',

@@ -30,7 +30,6 @@ def refused(result, *said):
 
 
 # --- what is read
-# -------------------------------------------------------------------------------------------------------
 
 READERS = [
     "predict {}",
@@ -169,7 +168,6 @@ def test_a_snapshot_with_a_broken_event_is_one_sentence(change, tmp_path):
 
 
 # --- what is written
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_program_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -249,7 +247,6 @@ def test_what_goes_with_a_program_is_not_written_over_either(tmp_path, monkeypat
 
 
 # --- how it is started
-# --------------------------------------------------------------------------------------------------
 
 STARTS = {
     "cp1252": ("PYTHONIOENCODING=cp1252 {} predict gpt2", 0, "gpt2 · batch 1", ""),

@@ -45,7 +45,7 @@ def phases(watcher: watch) -> list[str]:
 STEP = ["forward", "backward", "step", "between_steps"]
 
 # --- to the byte
-# ----------------------------------------------------------------------------------------------------- Each loop is written as its users write it. What it holds at the end is handed back, so that it
+# Each loop is written as its users write it. What it holds at the end is handed back, so that it
 # outlives the block.
 
 
@@ -197,7 +197,6 @@ def test_a_tensor_that_outlives_the_step_is_seen():
 
 
 # --- phases
-# ----------------------------------------------------------------------------------------------------------
 
 
 class Reentrant(torch.nn.Module):
@@ -355,7 +354,6 @@ def test_inputs_are_what_the_model_is_called_with():
 
 
 # --- faults
-# ----------------------------------------------------------------------------------------------------------
 
 
 def untouched(model: torch.nn.Module, backward) -> bool:
@@ -460,7 +458,6 @@ def test_lazy_parameters_are_refused_in_a_sentence():
 
 
 # --- %%watch
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ def simulated(recipe: Recipe) -> Report:
 
 
 # --- the report
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_it_needs_no_torch():
@@ -225,7 +224,6 @@ def test_reserved_counts_what_one_layer_recomputes_once():
 
 
 # --- what stays
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -296,7 +294,6 @@ def test_the_trainer_keeps_embeddings_out_of_eight_bits():
 
 
 # --- what a layer keeps
-# -------------------------------------------------------------------------------------------
 
 
 def kept_by_a_layer(recipe: Recipe) -> int:
@@ -391,7 +388,6 @@ def test_logits():
 
 
 # --- what is asked of it
-# ------------------------------------------------------------------------------------------
 
 
 @given(
@@ -459,7 +455,6 @@ def test_torch_compile_is_noted():
 
 
 # --- what nobody wrote out
-# ----------------------------------------------------------------------------------------
 
 SIZES = dict(hidden_size=512, num_hidden_layers=2, vocab_size=8000)
 DENSE = dict(
@@ -491,7 +486,6 @@ def test_what_predict_refuses_is_measured_all_the_same():
 
 
 # --- nonsense
-# -----------------------------------------------------------------------------------------------------
 
 NONSENSE = [-1, 0, 1, 3, 7, 64, 10**7, 2.5, "4", None, True]
 

@@ -91,7 +91,6 @@ def quiet(line: str) -> None:
 
 
 # --- the list
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_has_what_the_chapters_ask_and_every_recipe_that_the_stand_in_ran_for_a_later_ability():
@@ -139,7 +138,6 @@ def test_a_bad_list_names_its_entry(tmp_path, entries, why):
 
 
 # --- the order
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_worth_most_a_second_comes_first_and_what_is_known_of_such_a_card_last(
@@ -203,7 +201,6 @@ def test_what_a_card_cannot_do_or_hold_is_left_out_with_the_reason(gpu, tmp_path
 
 
 # --- what happens in the middle
-# ---------------------------------------------------------------------------------------
 
 
 def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypatch):
@@ -361,7 +358,6 @@ def test_what_no_reader_would_take_is_not_written(gpu, four, tmp_path):
 
 
 # --- facts
-# ------------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_card_it_is_a_sentence(monkeypatch, four):

@@ -48,7 +48,6 @@ def measured() -> Report:
 
 
 # --- what it says
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_tracked_phases_are_those_of_simulate_to_the_byte(measured):
@@ -116,7 +115,6 @@ def test_other_recipes_agree_too(family, fields):
 
 
 # --- out of memory
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_out_of_memory_is_a_report_that_says_what_was_asked_for(small_machine, monkeypatch):
@@ -180,7 +178,6 @@ def test_ram_that_runs_out_says_nothing_of_a_gpu():
 
 
 # --- children that fail
-# ----------------------------------------------------------------------------------------------
 
 
 def test_a_child_that_ends_early_is_quoted(monkeypatch):
@@ -249,7 +246,6 @@ def test_a_timeout_is_a_sentence_and_leaves_no_process(monkeypatch, tmp_path):
 
 
 # --- recipes that this machine does not run
-# --------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -542,7 +542,6 @@ def test_a_card_that_reports_nothing_is_taken_for_the_least_of_its_box():
 
 
 # --- time
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_time_is_made_of_its_parts_and_says_what_it_rests_on():
@@ -692,7 +691,6 @@ def test_trls_sft_trainer_has_a_plan_on_several_gpus(tmp_path):
 
 
 # --- the command line
-# -------------------------------------------------------------------------------------------------
 
 
 def run(*words):

@@ -66,7 +66,6 @@ def stubs() -> list[Verdict]:
 
 
 # --- glossary
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_every_term_has_its_korean_name_and_one_sentence():
@@ -98,7 +97,6 @@ def test_every_chapter_that_the_glossary_names_is_there_or_announced():
 
 
 # --- what the notebooks become
-# ------------------------------------------------------------------------------------
 
 PLACES = [
     "notebooks/01_types.ipynb",
@@ -186,7 +184,6 @@ def test_nothing_is_executed_and_nothing_is_fetched():
 
 
 # --- claims and names
-# ---------------------------------------------------------------------------------------------
 
 
 def rows_of(page: str, claim) -> list[str]:
@@ -261,7 +258,6 @@ def test_the_reference_has_every_public_name_with_its_description():
 
 
 # --- links
-# --------------------------------------------------------------------------------------------------------
 
 GOOD = '<html><h1 id="top">T</h1><a href="b.html#there">b</a><img src="p.png"><a href="https://example.org/x">x</a></html>'
 
@@ -293,7 +289,6 @@ def test_what_leads_nowhere_or_away_is_found(tmp_path, old, new, said):
 
 
 # --- a real build
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -422,7 +417,6 @@ def test_a_link_shows_its_picture_only_where_the_address_is_known(built):
 
 
 # --- evidence
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_records_appear_by_themselves(tmp_path):

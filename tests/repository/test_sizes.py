@@ -11,8 +11,8 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
-    "vramlab": 224_000,
-    "vramlab_course": 60_500,
+    "vramlab": 252_000,
+    "vramlab_course": 70_000,
 }
 PACKAGES = {
     "faces",

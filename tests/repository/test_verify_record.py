@@ -332,7 +332,6 @@ def test_record_prints_what_simulate_says_beside(made_up, simulated):
 
 
 # --- facts
-# ------------------------------------------------------------------------------------------------------------
 
 BASE_4_BITS = Recipe(
     "gpt2",

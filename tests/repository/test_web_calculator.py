@@ -135,7 +135,6 @@ def test_code_of_an_answer_runs_and_says_the_same(changes, said):
 
 
 # --- in a browser
-# -------------------------------------------------------------------------------------------------
 
 PATIENCE = 300_000  # milliseconds until a test gives up; how long something takes is not asserted
 SHELL = """<!doctype html><html lang="en"><title>Calculator</title><main><h1>Does my training fit?</h1>

@@ -222,7 +222,6 @@ def test_every_operator_of_torchs_table(dtypes):
 
 
 # --- losses in a step
-# -------------------------------------------------------------------------------------------------
 
 
 def regression(loss, target: str):

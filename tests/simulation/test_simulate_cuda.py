@@ -68,7 +68,6 @@ def ran(family: str, gpu: str | None = None, **changes) -> History:
 
 
 # --- autocast
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_autocast_lists_are_those_of_the_installed_header():
@@ -172,7 +171,6 @@ def test_cpu_only_rules_are_found():
 
 
 # --- attention
-# --------------------------------------------------------------------------------------------------------
 
 AMPERE, TURING, ADA, HOPPER, BLACKWELL = (8, 0), (7, 5), (8, 9), (9, 0), (12, 0)
 
@@ -281,7 +279,6 @@ def test_modules_of_torch_get_the_kernels_too():
 
 
 # --- dropout, softmax, norms
-# ------------------------------------------------------------------------------------------
 
 
 def test_dropout_keeps_one_byte_an_element():
@@ -337,7 +334,6 @@ def test_rms_norm_is_one_kernel():
 
 
 # --- sizes
-# ------------------------------------------------------------------------------------------------------------
 
 
 def up(size: int) -> int:
@@ -466,7 +462,6 @@ def cublas() -> int:
 
 
 # --- nothing stays behind
-# ---------------------------------------------------------------------------------------------
 
 
 FAKE_RULES = dict(fake_impls.op_implementations_dict)
@@ -529,7 +524,6 @@ def test_threads_take_turns():
 
 
 # --- convolutions
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_cudnns_workspace_is_named_and_not_counted():
@@ -553,7 +547,6 @@ def test_a_recipe_with_convolutions_says_so_too():
 
 
 # --- the package flash-attn
-# -------------------------------------------------------------------------------------------
 
 
 FLASH_ATTN = [

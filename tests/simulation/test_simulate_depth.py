@@ -319,7 +319,6 @@ def test_norms_of_a_large_vocabulary_in_half_precision():
 
 
 # --- layers that are not all alike
-# --------------------------------------------------------------------------------
 
 _SIZES = dict(
     hidden_size=32,

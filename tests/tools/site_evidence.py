@@ -103,7 +103,6 @@ def runs_table() -> str:
 
 
 # --- seconds
-# ------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -181,7 +180,6 @@ def speed_figure(found: dict[str, Sequence[tuple]], path: Path) -> None:
 
 
 # --- our own records
-# ----------------------------------------------------------------------------------------------
 
 
 def records_page(folder: Path, wanted: int) -> str:
@@ -261,7 +259,6 @@ def _predicted(report: Report, measured: int | None = None) -> str:
 
 
 # --- the picture that others show of a link
-# -------------------------------------------------------------------------
 
 
 def open_graph(path: Path) -> None:

@@ -68,7 +68,6 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
 
 
 # --- glossary
-# -----------------------------------------------------------------------------------------------------
 
 
 def glossary_terms(glossary: str) -> dict[str, str]:
@@ -134,7 +133,6 @@ def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]
 
 
 # --- claims
-# -------------------------------------------------------------------------------------------------------
 
 
 def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim]) -> set[str]:

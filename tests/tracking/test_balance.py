@@ -220,7 +220,6 @@ def test_a_tracked_pass_that_peaks_elsewhere_is_said(on, monkeypatch):
 
 
 # --- the device's own figure
-# -----------------------------------------------------------------------------------------
 
 
 BLIND = Sensors(False, reason="no NVIDIA driver answers")
@@ -245,7 +244,6 @@ def test_process_memory_is_nvmls_or_what_the_device_gained(now, process, notes):
 
 
 # --- out of memory on CUDA
-# -------------------------------------------------------------------------------------------
 
 TORCH = (
     "CUDA out of memory. Tried to allocate 1.53 GiB. GPU 0 has a total capacity of 14.56 GiB of which 811.50 MiB is "

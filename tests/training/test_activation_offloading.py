@@ -36,9 +36,10 @@ def test_its_stash_is_what_stays(monkeypatch):
     for stash in (1, 5, 40):
         make = trl_code.OffloadActivations.__init__
         with monkeypatch.context() as patch:
-            init = lambda self, *args, s=stash, m=make, **kwargs: m(
-                self, *args, **{**kwargs, "max_fwd_stash_size": s}
-            )  # noqa: E731
+
+            def init(self, *args, s=stash, m=make, **kwargs):
+                m(self, *args, **{**kwargs, "max_fwd_stash_size": s})
+
             patch.setattr(trl_code.OffloadActivations, "__init__", init)
             ends.append(simulate(OFFLOADED).phases["forward"].end.activations)
     assert ends[0] < ends[1] < ends[2]

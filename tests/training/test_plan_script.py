@@ -380,7 +380,6 @@ def test_the_program_trains_on_one_card_where_there_are_more(base, tmp_path, mon
 
 
 # --- ranks
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(

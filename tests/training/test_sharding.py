@@ -50,7 +50,6 @@ def numbers(recipe: Recipe) -> dict[str, int]:
 
 
 # --- volume
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
@@ -165,7 +164,6 @@ def test_gloo_itself_says_the_same(launcher, name):
 
 
 # --- one rank alone
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHARDINGS)

@@ -67,7 +67,6 @@ def pids(folder: Path, count: int = 0) -> list[int]:
 
 
 # --- what works
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", params([2, 3, 5], [5]))
@@ -103,7 +102,6 @@ def test_three_ranks_compute_what_one_does(launcher):
 
 
 # --- ranks that fail
-# -------------------------------------------------------------------------------------------------
 
 FAILURES = {
     "raise": (None, "failed: ValueError: a bad value"),
@@ -180,7 +178,6 @@ def test_memory_that_runs_out_on_a_rank_is_a_report_that_names_it(launcher, monk
 
 
 # --- what cannot be started
-# ------------------------------------------------------------------------------------------
 
 
 def test_too_few_gpus_is_a_sentence():
@@ -213,7 +210,6 @@ def test_wrong_arguments_are_sentences(arguments, why):
 
 
 # --- the one who asked
-# -----------------------------------------------------------------------------------------------
 
 
 def test_a_timeout_ends_ranks_that_ignore_everything(launcher, tmp_path):

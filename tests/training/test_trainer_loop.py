@@ -197,7 +197,6 @@ def test_the_scalars_allowed_for_hide_nothing(tmp_path):
 
 
 # --- the callback itself
-# ----------------------------------------------------------------------------------------------
 
 
 def test_the_step_asked_for_is_watched(tmp_path):

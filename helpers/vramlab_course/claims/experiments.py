@@ -41,7 +41,6 @@ LIMITS = ("max", "smallest", "smallest_normal", "epsilon")  # of a number format
 
 
 # --- arithmetic
-# ---------------------------------------------------------------------------------------------------
 
 
 def arithmetic(
@@ -125,7 +124,6 @@ def _nf4(numbers: int) -> int:
 
 
 # --- reports
-# ------------------------------------------------------------------------------------------------------
 
 
 def reports(
@@ -249,7 +247,6 @@ def _ends(size: Any) -> dict[str, Any]:
 
 
 # --- cards, searches and the allocator
-# ----------------------------------------------------------------------------
 
 
 @cache
