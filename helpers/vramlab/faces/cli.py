@@ -20,6 +20,7 @@ from .. import __version__
 from ..hardware.gpu import find_gpu
 from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
+from ..recipe.generation import Generation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
@@ -43,7 +44,16 @@ from .answers import (
     standard_input,
 )
 from .command_options import flag_of, number, option, takes
-from .options import OPTIONS, Options, fields_of, read_lengths, recipe_of, tokens_of
+from .options import (
+    OPTIONS,
+    Options,
+    fields_of,
+    generating_options,
+    generation_of,
+    read_lengths,
+    recipe_of,
+    tokens_of,
+)
 from .script import instead
 from .words import said, words_of
 
@@ -205,6 +215,28 @@ def evaluate(
 
     card = asked_card(gpu, asked[0])
     finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
+
+
+@app.command(
+    help="Memory of the model's own generate: weights, KV cache, prefill and decoding, on fake tensors."
+)
+@takes(generating_options(), generation_of)
+def generate(
+    asked: tuple[Recipe, Generation],
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: Json = False,
+) -> None:
+    with no_collection(before=False):
+        from ..simulation.generation import simulate_generation
+
+    recipe, generation = asked
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    found = simulate_generation(recipe, **vars(generation), target=target, gpu=card, **granted)
+    finish(found, card, as_json)
 
 
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")

@@ -170,18 +170,27 @@ class History:
 
     @cached_property
     def last_step(self) -> list[Stretch]:
-        """The stretches of the last optimizer step: from its first "forward" on."""
+        """The stretches of the last optimizer step: from its first "forward" on.
+
+        Of a generation they are all, from "prefill" on.
+        """
         first = 0
         for i, stretch in enumerate(self.stretches):
             before = self.stretches[i - 1].name
-            if stretch.name == "forward" and before in BEFORE_A_STEP:
+            if stretch.name in ("forward", "prefill") and before in BEFORE_A_STEP:
                 first = i
         return self.stretches[first:]
 
     def phases(self) -> dict[str, Phase]:
-        """Return each phase of the last step (its highest micro-batch), and the end of loading."""
+        """Return each phase of the last step (its highest micro-batch), and the end of loading.
+
+        A generation's are "prefill" and "decode", of which the highest step counts.
+        """
         load = self.split(self.stretches[0].end)
-        return {"load": Phase(load, load), **merge(self.moments(self.last_step))}
+        phases = {"load": Phase(load, load), **merge(self.moments(self.last_step))}
+        if "prefill" in phases:  # its end is none of its phases
+            del phases["between_steps"]
+        return phases
 
     def moments(self, stretches: Sequence[Stretch] = ()) -> list[tuple[str, Bytes, Bytes]]:
         """Return (phase, peak, end) of each of `stretches`, by default of all."""
