@@ -115,7 +115,9 @@ def trace_generation(
     notes: list[str] = []
     runs = _Runs(recipe, generation, target, card)
     layers = None
-    if not full and may_be_deepened(recipe, target):
+    # a static cache makes a counter for each layer before they run; on CUDA it is the host's
+    counts = target == "cpu" and generation.cache_implementation == "static"
+    if not (full or counts) and may_be_deepened(recipe, target):
         try:
             layers = find(recipe.shape)
         except NotRegular as error:
@@ -291,7 +293,7 @@ def _counterparts(part: Part, first: Part) -> dict[Storage, Storage]:
     """
     own = _lasting(part)
     others = _lasting(first)
-    if [storage.op for storage in own] != [storage.op for storage in others]:
+    if [storage.dtype for storage in own] != [storage.dtype for storage in others]:
         raise NotRegular("what generate keeps of a prompt depends on its length")
     return dict(zip(own, others, strict=True))
 
