@@ -18,7 +18,7 @@ from .json_form import decode, encode, field_error
 from .text import printable
 from .versions import installed
 
-PHASES = ("load", "forward", "backward", "step", "between_steps")
+PHASES = ("load", "generate", "score", "forward", "backward", "step", "between_steps")
 # The weakest witness first.
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")
 STATUSES = ("ok", "oom", "error")

@@ -27,7 +27,7 @@ def run_tracked(
     at_phase: Callable[[], None] | None = None,
     then: Callable[[], None] | None = None,
 ) -> Followed:
-    """Run `steps` optimizer steps of `training` under `tracker`, and return it.
+    """Run `steps` optimizer steps of `training`, or cycles of such, under `tracker`; return it.
 
     `at_phase` is called before a phase's first event, `then` after the steps, as one more forward
     phase.
@@ -43,6 +43,8 @@ def run_tracked(
     def on_phase(name: str) -> None:
         if name == "between_steps":
             claim_states(tracker, training.optimizers, target)
+        if name == "forward":
+            tracker.claim(tensors_in(training.sampled), "inputs")
         if at_phase:
             at_phase()
         tracker.begin(name)
@@ -55,7 +57,7 @@ def run_tracked(
         tracker.modules(training.model, training.reference),
         tracker,
     ):
-        for _ in range(steps):
+        for _ in range(steps * training.cycle):
             train_step(training, on_phase)
         if then:
             on_phase("forward")
