@@ -332,11 +332,11 @@ REFUSED = {  # changes, and words of the sentence
         ],
         "is of a class of its own",
     ),
-    "GRPO": (
-        [("= Trainer(", "= GRPOTrainer("), *at("imports", "from trl import GRPOConfig, GRPOTrainer")],
+    "PPO": (
+        [("= Trainer(", "= PPOTrainer("), *at("imports", "from trl import PPOConfig, PPOTrainer")],
         "is a trainer that no recipe models",
     ),
-    "GRPO's arguments": ([("TrainingArguments(\"", "GRPOConfig(\"")], "is of a trainer that no recipe models"),
+    "CPO's arguments": ([("TrainingArguments(\"", "CPOConfig(\"")], "is of a trainer that no recipe models"),
     "two": (at("trainer", "other = Trainer(model=model, args=args)"), "second Trainer"),
     "Lightning": (at("imports", "import pytorch_lightning as pl"), "Trainer is not transformers'"),
     "Unsloth": (

@@ -170,7 +170,10 @@ class Rollouts:
 
     num_generations: int = knob(8, least=2)
     prompt_length: int = knob(256)
-    max_completion_length: int = knob(256)
+    max_completion_length: int = knob(512)
+    temperature: float = knob(1.0)
+    top_p: float = knob(1.0)
+    top_k: int = knob(0, least=0)
     beta: float = knob(0.0, share=True)
     num_iterations: int = knob(1)
     steps_per_generation: int | None = knob(None)
@@ -181,8 +184,9 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         check(self, "rollouts.")
-        # 0 and 0.0 are one recipe, with one key
-        object.__setattr__(self, "beta", float(self.beta))
+        # 1 and 1.0 are one recipe, with one key
+        for name in ("temperature", "top_p", "beta", "vllm_gpu_memory_utilization"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def words(self) -> str:
         """Return its part of `str(recipe)`."""

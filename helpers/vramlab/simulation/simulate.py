@@ -38,7 +38,7 @@ from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
-from .completions import completions_known
+from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
@@ -394,7 +394,9 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            return run_tracked(training, tracker, steps, target, then=then)
+            skips = recipe.rollouts and not full
+            with skipped(training, tracker, recipe.rollouts) if skips else nullcontext():
+                return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks

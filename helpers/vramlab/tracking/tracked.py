@@ -50,6 +50,13 @@ def run_tracked(
             at_phase()
         tracker.begin(name)
 
+    grow = training.on_token
+
+    def on_token(made: int, cache: Any) -> None:
+        claim_cache(tracker, cache)
+        grow(made, cache)
+
+    training.on_token = on_token
     with (
         no_collection(before=not makes_fakes()),
         gradients_named(tracker, training.model),
@@ -163,8 +170,8 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
 
 def claim_cache(tracker: Tracker, cache: Any) -> None:
     """Claim what a cache of `generate` holds; what moved out of it before keeps its category."""
-    for layer, values in layers_of(cache):
-        tracker.claim(tensors_in(values), "kv_cache", layer)
+    for _, values in layers_of(cache):
+        tracker.claim(tensors_in(values), "kv_cache")
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:

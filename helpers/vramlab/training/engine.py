@@ -139,6 +139,7 @@ class Training:
     sampled: Any = None  # batches that it keeps
     # called as it samples: `generation.fixed_length`
     on_token: Callable[[int, Any], None] = _ignore_token
+    most_tokens: int | None = None  # of a completion that are sampled; None: all
     cycle: int = 1  # steps after which the trainer's work begins anew
     scaler: Any = None
     engine: Engine = field(default_factory=Engine)

@@ -52,6 +52,8 @@ def start(
 
     Makes the frozen reference model, if there is one.
     """
+    rollouts = recipe.rollouts
+    assert rollouts is not None  # the trainer has some
     trainer: Any = object.__new__(trl_class(TRL[recipe.trainer]))
     if recipe.has_reference:
         training.reference = reference_model(training, recipe, build_model)
@@ -65,7 +67,8 @@ def start(
 
     def next_batch(on_phase: Callable[[str], None]) -> Any:
         trainer._generate = _in_phases(trainer._generate, on_phase)
-        with _own_process(), fixed_length(recipe.rollouts.max_completion_length, training.on_token):
+        tokens = training.most_tokens or rollouts.max_completion_length
+        with _own_process(), fixed_length(tokens, training.on_token):
             batch = trainer._prepare_inputs(prompts)
         del trainer._generate
         trainer._step += 1
@@ -111,14 +114,9 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
 
     rollouts = recipe.rollouts
     assert rollouts is not None  # the trainer has some
-    said = argument_defaults(recipe) | {
-        "num_generations": rollouts.num_generations,
-        "max_completion_length": rollouts.max_completion_length,
-        "beta": rollouts.beta,
-        "num_iterations": rollouts.num_iterations,
-        "use_vllm": False,
-        "pad_to_multiple_of": None,  # what "auto" is but on Neuron
-    }
+    said = argument_defaults(recipe) | vars(rollouts)
+    said["use_vllm"] = False
+    said["pad_to_multiple_of"] = None  # what "auto" is but on Neuron
     plan = plan_of(recipe)
     arguments = said | {
         "per_device_train_batch_size": recipe.batch_size,
