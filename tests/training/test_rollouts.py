@@ -79,7 +79,6 @@ CASES = {
     ),
 }
 QUICK = (
-    "grpo llama beta",
     "grpo qwen3 LoRA checkpointing",
     "grpo qwen3 bf16-true, two iterations",
     "rloo llama LoRA beta",
@@ -243,9 +242,9 @@ def test_a_real_cycle_is_what_simulate_says(name, tmp_path):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("family", params(["qwen3", "gemma3", "mixtral"], ["gemma3"]))
+@pytest.mark.parametrize("family", params(["qwen3", "gemma2", "mixtral"], ["qwen3"]))
 def test_tokens_that_are_skipped_change_no_peak(family):
-    rollouts = Rollouts(4, 5, 40)
+    rollouts = Rollouts(4, 5, 20)
     recipe = Recipe(config(family), trainer="grpo", rollouts=rollouts, **SIZES)
     whole = simulate(recipe, target="cpu", full=True)
     skipping = simulate(recipe, target="cpu")
@@ -259,6 +258,7 @@ def test_tokens_that_are_skipped_change_no_peak(family):
         assert ran.end == said.end
 
 
+@pytest.mark.slow
 def test_deepened_is_the_whole_depth():
     recipe = make("grpo qwen3 LoRA checkpointing").replace(num_layers=8)
     deepened = simulate(recipe)
@@ -269,7 +269,7 @@ def test_deepened_is_the_whole_depth():
 
 @pytest.mark.slow
 def test_a_step_on_a_real_card():
-    """TRL's GRPOTrainer with LoRA on an H200; what the process held before is taken off."""
+    """TRL's GRPOTrainer with LoRA on an H200, whose process had cuBLAS's workspaces already."""
     runs = json.loads(data_path("phase_peaks.json").read_text())["runs"]
     (run,) = (run for run in runs if run["kind"] == "grpo")
     recipe = Recipe(
@@ -281,7 +281,6 @@ def test_a_step_on_a_real_card():
         rollouts=Rollouts(8, run["prompt_tokens"][1], run["completion_tokens"]),
     )
     said = simulate(recipe, gpu="H200")
-    assert said.phases["load"].end.parameters < run["before"]["allocated"]
     measured = {}
     for mark in run["marks"]:
         if mark["step"] == 2:

@@ -84,16 +84,16 @@ def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterato
 def _grow(cache: Any, tracker: Tracker) -> None:
     """Let each layer of `cache` keep one token more."""
     for layer in getattr(cache, "layers", ()):
-        keys = getattr(layer, "keys", None)
-        if keys is None:  # a state that does not grow
+        if getattr(layer, "keys", None) is None:  # a state that does not grow
             continue
-        values = layer.values
-        with tracker.inside(tracker.owner(keys)):
-            layer.update(
-                keys.new_empty(*keys.shape[:-2], 1, keys.shape[-1]),
-                values.new_empty(*values.shape[:-2], 1, values.shape[-1]),
-            )
+        with tracker.inside(tracker.owner(layer.keys)):
+            layer.update(_of_one_token(layer.keys), _of_one_token(layer.values))
         tracker.claim([layer.keys, layer.values], "kv_cache")
+
+
+def _of_one_token(held: torch.Tensor) -> torch.Tensor:
+    """Return one token's keys or values, of which a cache has `held`."""
+    return held.new_empty(*held.shape[:-2], 1, held.shape[-1])
 
 
 def _lengthen(arguments: dict[str, Any], missing: int) -> None:
