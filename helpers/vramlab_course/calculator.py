@@ -155,6 +155,7 @@ class Calculator:
             else str(self.recipe),
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
+            *([f"Why there: {report.why}."] if report.cause else []),
             f"{report.verdict.capitalize()}: the process takes {report.process}, {self.card.name} has "
             f"{format_bytes(report.usable)}.",
             *(f"Note: {note}." for note in report.notes),

@@ -160,6 +160,10 @@ def test_the_sentences_name_total_largest_and_whether_it_fits():
             f"; largest: {part.replace('_', ' ')}, {getattr(report.peak, part) / GiB:,.3f} GiB ("
             in text
         )
+        assert (
+            f"Why there: {report.why}." in text
+            and report.cause == report.phases[report.peak_phase].cause
+        )
         assert f"{fits}: the process takes {report.process}, T4 has 14.562 GiB." in text
     assert "Note: T4 has compute capability 7.5 and bf16" in str(Calculator(precision="bf16-true"))
     *parts, total = sizes(tight)

@@ -299,10 +299,11 @@ def _kept_too_much(message: Message, recipe: Recipe) -> int:
 
 
 def parts(report: Report) -> list[str]:
-    """Return what fills the peak: its categories, largest first, and the largest tensors."""
+    """Return what fills the peak: its categories, why it is there, and the largest tensors."""
     peak = report.peak
     unit = unit_for(peak.total)
     large = [(n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total]
     split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sorted(large, reverse=True))
     head = f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"
-    return [head, *(f"  {group}" for group in report.largest[:4])]
+    why = [f"why there: {report.why}"] if report.cause else []
+    return [head, *why, *(f"  {group}" for group in report.largest[:4])]

@@ -110,6 +110,7 @@ def answer(given: str) -> str:
     return json.dumps(
         {
             "recipe": str(recipe), "peak": report.peak.total, "phase": report.peak_phase,
+            "why": report.why,
             "parts": [[name, size] for name, size in report.peak.items() if size],
             "process": [need.low, need.value, need.high], "card": [card.name, report.usable],
             "tier": report.verdict,
