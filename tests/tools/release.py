@@ -29,7 +29,7 @@ SOURCES = (".", "data/base_model")
 COMMANDS = (
     "--version",
     "predict gpt2",
-    "plan gpt2 --gpu T4 --method lora",
+    "plan gpt2 --gpu T4 --method lora --write train.py",
     "skill",
 )
 BASE_MODEL = (
