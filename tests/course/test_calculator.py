@@ -251,7 +251,10 @@ def test_expandable_segments_are_a_control_and_stand_in_the_code():
 
 def test_a_prediction_loads_no_heavy_library():
     script = "import sys, vramlab_course.calculator as c; str(c.Calculator())"
-    script += "; sys.exit(', '.join({'torch', 'transformers', 'matplotlib', 'peft'} & sys.modules.keys()) or 0)"
+    script += (
+        "; sys.exit(', '.join({'torch', 'transformers', 'matplotlib', 'peft'} & "
+        "sys.modules.keys()) or 0)"
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 

@@ -33,7 +33,7 @@ UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 TIERS = {"safe": "high", "likely": "value", "tight": "low"}
 NO_TIER = "does not fit"
 # Categories of what comes and goes in a step; the others are there all the time.
-PASSING = ("activations", "temporaries")
+PASSING = ("activations", "temporaries", "kv_cache")
 # What operators of the loss make, by direction, as PyTorch and the formulas call them.
 LOGITS_GRADIENT = "the gradient of the logits"
 RESULTS = {
@@ -303,7 +303,8 @@ class Report:
             size = group.size * group.count
             if size >= self.cause.size:
                 whole = format_bytes(size, unit_for(size))
-                others.append(f"{whole} of {group.category} by {group.op}")
+                kind = group.category.replace("_", " ")
+                others.append(f"{whole} of {kind} by {group.op}")
         beside = f", beside {' and '.join(others[:MOST_BESIDE])}" if others else ""
         return f"{self.cause}{beside}"
 
