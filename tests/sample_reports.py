@@ -1,9 +1,20 @@
 """Reports made by hand, for the tests of what shows reports."""
 
-from vramlab.report.report import Bytes, GiB, Interval, Moment, Phase, Report, TensorGroup
+from vramlab.report.report import (
+    CATEGORIES,
+    Bytes,
+    GiB,
+    Interval,
+    Moment,
+    Phase,
+    Report,
+    TensorGroup,
+)
 
 TITLE = "polyglot-ko-1.3b · batch 4 · 256 tokens · fp16-true · adamw_torch"
 RECIPE = {"model": "polyglot-ko-1.3b", "batch_size": 4, "seq_len": 256, "precision": "fp16-true"}
+# The categories of a training step.
+TRAINED = tuple(name for name in CATEGORIES if name != "kv_cache")
 
 
 def split(scale: float = 1.0, **changes: int) -> Bytes:

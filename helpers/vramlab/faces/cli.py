@@ -22,6 +22,7 @@ from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
+from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import read_text, write_atomically
 from ..report.text import printable
@@ -463,6 +464,13 @@ def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = N
     if command is not None and command not in known:
         raise RecipeError("command", command, f"with --json there are {', '.join(known)}")
     say(json.dumps(schemas() if command is None else schema_of(command), indent=2))
+
+
+@app.command(
+    help="What an agent is told about this tool: a SKILL.md, to put where yours reads them."
+)
+def skill() -> None:
+    typer.echo(read_text(data_path("SKILL.md")), nl=False)
 
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from itertools import groupby
 from . import html
 from .errors import ReportError
 from .report import (
+    ALL_PHASES,
     CATEGORIES,
-    PHASES,
     SOURCES,
     UNITS,
     Interval,
@@ -376,7 +376,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         "peak total",
         tuple(report.peak.total for report in reports),
     )
-    for name in PHASES:
+    for name in ALL_PHASES:
         phases = [report.phases.get(name) for report in reports]
         if any(phases):
             for moment in ("peak", "end"):

@@ -18,7 +18,10 @@ from .json_form import decode, encode, field_error
 from .text import printable
 from .versions import installed
 
+# Of a training step.
 PHASES = ("load", "forward", "backward", "step", "between_steps")
+# Every one that a report may have: those of `generate` too.
+ALL_PHASES = (*PHASES, "prefill", "decode")
 # The weakest witness first.
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")
 STATUSES = ("ok", "oom", "error")
@@ -68,6 +71,7 @@ class Bytes:
     gradients: int = 0
     optimizer_states: int = 0
     activations: int = 0
+    kv_cache: int = 0  # keys, values and states that `generate` keeps for the next tokens
     temporaries: int = 0
     buffers: int = 0
     inputs: int = 0
@@ -210,7 +214,7 @@ class Report:
     recipe: dict[str, Any] | None  # as `Recipe.to_dict()` gives it; `title` is the same in one line
     title: str
     target: str  # device whose kernels and rounding are described, "cuda" or "cpu"
-    # Of the last (steady) step, by name of PHASES; "load" is the moment after loading.
+    # Of the last (steady) step, by name of ALL_PHASES; "load" is the moment after loading.
     phases: dict[str, Phase]
     peak: Bytes  # the split at the highest moment of the whole run, which is in `peak_phase`
     peak_phase: str
@@ -368,7 +372,7 @@ class Report:
                 used.append(category)
         titles = [category.replace("_", " ") for category in used]
         rows = [("phase peak", *titles, "total")]
-        for name in PHASES:
+        for name in ALL_PHASES:
             phase = self.phases.get(name)
             # A report of a single pass, as of a watch, may lack phases.
             if phase:

@@ -121,9 +121,7 @@ def round_up(size: int, unit: int) -> int:
 
 
 class Block:
-    """A piece of a segment: its size in bytes, the list of blocks that it stands in, its pool, and
-    whether it is free.
-    """
+    """A piece of a segment: its bytes, the list of blocks it stands in, its pool, if it is free."""
 
     def __init__(self, size: int, segment: list["Block"], small: bool):
         self.size = size

@@ -46,7 +46,7 @@ MOVES = (
     ("gradients", "train adapters only: LoRA · shards", "04, 05"),
     ("parameters", "16 bits · 4-bit base: QLoRA · shards, offload", "01, 04, 06"),
     ("reserved ≫ allocated", "equal shapes · expandable segments", "07"),
-    ("time, not memory", "roofline: larger micro-batch, fewer launches, links", "00, 07"),
+    ("time, not memory", "roofline: larger micro-batch, fewer launches, links", "07"),
 )
 RULES = (
     "peak  = weights + gradients + states + activations + temporaries at the highest moment, not what is left after the step",
