@@ -97,7 +97,7 @@ def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
 
 
 def step_operations(recipe: Recipe, recomputed: bool) -> int:
-    """Operations of a step's matrix products, with or without those that checkpointing does again."""
+    """Operations of a step's matrix products, with or without what checkpointing does again."""
     if not recomputed:
         recipe = recipe.replace(gradient_checkpointing=False)
     return sum(operations(recipe, walk(recipe, find_gpu("H200").chip)).values())
@@ -131,7 +131,7 @@ class Block:
 
 
 class Segments:
-    """All memory that was got from cudaMalloc, as lists of blocks in the order of their addresses."""
+    """All memory that cudaMalloc gave, as lists of blocks in the order of their addresses."""
 
     def __init__(self):
         self.segments = []
