@@ -55,7 +55,7 @@ MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logi
 def simulate(
     recipe: Recipe | Any = None,
     target: str = "cuda",
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     *,
     model: torch.nn.Module | None = None,
     batch: Any = None,
@@ -315,7 +315,7 @@ def simulate_evaluation(
     recipe: Recipe | Any,
     evaluation: Evaluation,
     target: str = "cuda",
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     full: bool = False,
 ) -> Report:
     """Return where every byte would be while `Trainer.evaluate` runs between two steps of training.
