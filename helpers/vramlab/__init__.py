@@ -17,7 +17,7 @@ from .training.quiet import no_collection, silence
 # Module to the names that come from it.
 _PUBLIC = {
     "recipe.recipe": "Recipe",
-    "recipe.options": "Loop LoRA Quantization Sharding",
+    "recipe.options": "Loop LoRA Quantization Rollouts Sharding",
     "recipe.evaluation": "Evaluation",
     "recipe.shapes": "model_names read_shape",
     "report.errors": "MeasurementError RecipeError RecordError ReportError VramLabError",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .planning.plan import Plan, plan
     from .planning.step_time import step_time
     from .recipe.evaluation import Evaluation
-    from .recipe.options import Loop, LoRA, Quantization, Sharding
+    from .recipe.options import Loop, LoRA, Quantization, Rollouts, Sharding
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare, diff

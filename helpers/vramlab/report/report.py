@@ -20,8 +20,8 @@ from .versions import installed
 
 # Of a training step.
 PHASES = ("load", "forward", "backward", "step", "between_steps")
-# Every one that a report may have: those of `generate` too.
-ALL_PHASES = (*PHASES, "prefill", "decode")
+# Every one that a report may have: of a trainer that samples, and those of `generate` too.
+ALL_PHASES = ("load", "generate", "score", *PHASES[1:], "prefill", "decode")
 # The weakest witness first.
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")
 STATUSES = ("ok", "oom", "error")
