@@ -61,7 +61,9 @@ class Piece:
     @property
     def key(self) -> str:
         """Return the key of its report or fact in a record file."""
-        return self.recipe.key if self.kind == "recipe" else Fact(self.kind, self.asked).key
+        if self.kind == "recipe" and self.recipe:
+            return self.recipe.key
+        return Fact(self.kind, self.asked).key
 
     @property
     def title(self) -> str:

@@ -22,6 +22,7 @@ from .options import (
     Loop,
     LoRA,
     Quantization,
+    Rollouts,
     Sharding,
 )
 from .shapes import Shape
@@ -69,6 +70,7 @@ class RecipeFields:
     lengths: tuple[int, ...] | None = knob(None, shown=_lengths_in_words)
     completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
     use_liger_kernel: bool = knob(False)
+    rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
     @property
@@ -148,7 +150,7 @@ class RecipeFields:
 
         Adapters are switched off instead.
         """
-        is_needed = self.trainer in WITH_REFERENCE
+        is_needed = self.trainer in WITH_REFERENCE or bool(self.rollouts and self.rollouts.beta)
         return is_needed and not (self.lora or self.precompute_ref_log_probs)
 
     @property
