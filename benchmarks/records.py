@@ -2,9 +2,10 @@
 
     python benchmarks/records.py [EVERY]
 
-With EVERY, one record in so many. A line for each figure: what the allocator counted on the card, and how far off the
-witnesses are. Torch's version decides what cuBLAS's workspaces take, so each figure stands twice: by the rules of the
-torch that the record names, and by those of the installed one. Compiled steps are apart: simulate describes the eager one.
+With EVERY, one record in so many. A line for each figure: what the allocator counted on the card,
+and how far off the witnesses are. Torch's version decides what cuBLAS's workspaces take, so each
+figure stands twice: by the rules of the torch that the record names, and by those of the installed
+one. Compiled steps are apart: simulate describes the eager one.
 """
 
 import contextlib
@@ -19,7 +20,9 @@ from vramlab.report.report import Report, environment
 
 
 def errors(report: Report, torch: str) -> dict[str, float]:
-    """What is compared to the relative error by the rules of a version of torch; without those that a witness refuses."""
+    """What is compared to the relative error by the rules of a version of torch; without those that
+    a witness refuses.
+    """
     recipe, card = Recipe(**report.recipe), card_of(report.environment)
     with rules_of(torch):
         said = simulate(recipe, gpu=card)

@@ -50,7 +50,10 @@ def main() -> None:
 def _refusal() -> str:
     """Return why nothing can run here, "" where it can."""
     if sys.flags.optimize > 1:
-        return "python -OO strips docstrings, of which transformers makes its models' outputs: leave out -OO, or say -O."
+        return (
+            "python -OO strips docstrings, of which transformers makes its models' outputs: "
+            "leave out -OO, or say -O."
+        )
     try:
         os.getcwd()
     except OSError:

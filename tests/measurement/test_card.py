@@ -93,7 +93,7 @@ def quiet(line: str) -> None:
 # --- the list
 
 
-def test_the_list_has_what_the_chapters_ask_and_every_recipe_that_the_stand_in_ran_for_a_later_ability():
+def test_the_list_has_what_chapters_ask_and_what_the_stand_in_ran_for_later_abilities():
     asked = {piece.key for piece in pieces_of(None)}
     assert {recipe.key for recipe in read_list(COURSE_LIST)} <= asked
     later = set()
@@ -204,7 +204,7 @@ def test_what_a_card_cannot_do_or_hold_is_left_out_with_the_reason(gpu, tmp_path
 
 
 def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypatch):
-    """Real processes: one is killed, one runs out of memory, and a process that is ready is used."""
+    """Real processes: one is killed, one runs out of memory, and one that is ready is used."""
     on_a_t4(monkeypatch)
     monkeypatch.setattr(module, "WORK", "card_faults:find")
     monkeypatch.setattr(module, "IDLE_CORES", 1)

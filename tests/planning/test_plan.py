@@ -42,7 +42,7 @@ SMALL = dict(num_layers=2, seq_len=64, lora=LoRA(r=4))
 
 
 def every(question: Question, method: str):
-    """All candidates of a method without offload, each with what it lacks in the question's tier."""
+    """All candidates of a method without offload, with what each lacks in the question's tier."""
     for candidate in Search(question).candidates:
         if candidate.method == method and not (
             candidate.recipe.sharding and candidate.recipe.sharding.offload
@@ -62,8 +62,10 @@ def every(question: Question, method: str):
 )
 def test_nothing_faster_in_the_space_fits(memory, gpus, parts, method, card, tier, expandable):
     asked = dict(
-        SMALL, gpus=gpus, global_batch=gpus * parts, method=method, memory=memory * MiB, tier=tier, offload=gpus > 1,
-        attention=("sdpa", "eager"), optims=("adamw_torch", "paged_adamw_8bit"), engines=("ddp", "fsdp"),
+        SMALL, gpus=gpus, global_batch=gpus * parts, method=method, memory=memory * MiB, tier=tier,
+        offload=gpus > 1,
+        attention=("sdpa", "eager"), optims=("adamw_torch", "paged_adamw_8bit"),
+        engines=("ddp", "fsdp"),
         expandable_segments=expandable,
     )  # fmt: skip
     question = Question("gpt2", card, **asked)
@@ -453,8 +455,8 @@ def test_the_rule_that_refused_is_named_and_what_lifts_it():
     found = plan("gpt2", "T4", seq_len=512, trainer="sft", method="qlora", confirm=False)
     text = " ".join(str(found).split())
     assert (
-        "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 adapters"
-        in text
+        "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 "
+        "adapters" in text
     )
     assert "ask simulate" not in text
     kinds = [line.partition("=")[0] for line in found.advice]
@@ -902,8 +904,8 @@ def test_a_plan_says_both_settings_of_the_allocator_and_the_hosts_memory():
     weights = 2 * best.recipe.shape.num_parameters
     assert best.host == pytest.approx(weights, rel=0.01)
     assert (
-        f"lora: {best.tier} with {best.host / GiB:.1f} GiB of host memory free (free Colab has 12.7)"
-        in said
+        f"lora: {best.tier} with {best.host / GiB:.1f} GiB of host memory free (free Colab has "
+        f"12.7)" in said
     )
     colab = plan(
         "llama-3.1-8b",

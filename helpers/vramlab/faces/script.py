@@ -96,7 +96,10 @@ def recipe_of_script(
     script, given = read_script(path), given or {}
     model, fields, notes = model or script.model, dict(script.fields), list(script.notes)
     if not model:
-        rest = f"{path.name} does not say it in so many words: put it first, as in vramlab explain MODEL {path.name}"
+        rest = (
+            f"{path.name} does not say it in so many words: put it first, as in vramlab "
+            f"explain MODEL {path.name}"
+        )
         raise RecipeError("model", None, rest)
     shape, patched = read_shape(model), fields.pop("liger_family", None)
     if patched not in (None, shape.family):
@@ -261,7 +264,7 @@ class _Reader:
     def _values(
         self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return the constants that a call of a configuration is given, with notes on the others."""
+        """Return the constants that a configuration's call is given, with notes on the others."""
         found = {}
         for name, node in self._words(call, positions).items():
             if name in quiet:

@@ -83,6 +83,7 @@ def predict(
         phases=phases,
         peak=peak,
         peak_phase=highest,
+        cause=phases[highest].cause,
         largest=blocks.largest(groups),
         reserved=segments,
         process=segments + context_of(recipe, card),

@@ -1,7 +1,9 @@
-"""Everything that the project wants from a card, in one go: recipes to record and facts to find, dearest answers first.
+"""Everything that the project wants from a card, in one go: recipes to record and facts to find,
+dearest answers first.
 
-`data/card.json` says what is wanted and what an answer is worth: the seconds of a card that one would give for it. So what
-comes first is worth most a second. Each piece is saved as it ends, and one that fails loses only itself.
+`data/card.json` says what is wanted and what an answer is worth: the seconds of a card that one
+would give for it. So what comes first is worth most a second. Each piece is saved as it ends, and
+one that fails loses only itself.
 """
 
 import contextlib
@@ -31,11 +33,15 @@ from .records import RecordFile, add, file_name, measurements_folder, read_recor
 CARD_LIST = data_path("card.json")
 WORK = "vramlab.measurement.card_work:find"
 FOLDER = Path("my_records")
-# What else a kind takes, in seconds: batches that grow, a file that is written and read, sensors that are watched.
+# What else a kind takes, in seconds: batches that grow, a file that is written and read, sensors
+# that are watched.
 EXTRA = {"out_of_memory": 30.0, "loading": 60.0, "steps": 5.0}
 COMPILING = 60.0
 SEEN = 0.1  # of its worth that an answer keeps which the project has of such a card
-NEEDS_AMPERE = ("flash attention", "cuDNN attention")  # `context`'s, as `flash_attention_2` in `gpu.NEEDS`
+NEEDS_AMPERE = (
+    "flash attention",
+    "cuDNN attention",
+)  # `context`'s, as `flash_attention_2` in `gpu.NEEDS`
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LINES = 24  # characters of the bar
 MOST_FAILURES = 5  # of a kind, one after the other: what is wrong then is not the piece
@@ -78,14 +84,19 @@ class Piece:
     def start(self) -> Launcher:
         """Start a process that will run it, and loads its libraries meanwhile."""
         settings = {"PYTHONFAULTHANDLER": "1"}  # where it was when a signal ends it
-        settings["HF_HUB_OFFLINE"] = "1"  # models come from shapes, and a request would wait for its time to be over
+        settings["HF_HUB_OFFLINE"] = (
+            "1"  # models come from shapes, and a request would wait for its time to be over
+        )
         if "expandable" in self.asked:
             settings[ALLOCATOR] = f"expandable_segments:{self.asked['expandable']}"
         with patch.dict(os.environ, settings):
             return Launcher().start()
 
     def run(self, launcher: Launcher, timeout: float) -> Report | Fact:
-        """Return what the card says, by the process that was started for it. Raises MeasurementError or RecipeError."""
+        """Return what the card says, by the process that was started for it.
+
+        Raises MeasurementError or RecipeError.
+        """
         if self.kind == "recipe":
             order = {"recipe": self.recipe, "repeats": self.repeats, "warmup": 2, "device": "cuda"}
             return run_here(order, timeout, launcher)
@@ -97,7 +108,9 @@ class Piece:
 
 @dataclass
 class CardRun:
-    """What `run_card` did and what is left: pieces, with seconds or with the reason that they were not done."""
+    """What `run_card` did and what is left: pieces, with seconds or with the reason that they were
+    not done.
+    """
 
     file: Path
     before: int = 0
@@ -110,10 +123,15 @@ class CardRun:
         lines = [f"{len(self.done)} pieces done now, {self.before} before, in {self.file}"]
         lines += [f"failed: {piece.title}: {why.splitlines()[0]}" for piece, why in self.failed]
         if self.not_here:
-            lines.append(f"{len(self.not_here)} that this card cannot do, the first: {self.not_here[0][1]}")
+            lines.append(
+                f"{len(self.not_here)} that this card cannot do, the first: {self.not_here[0][1]}"
+            )
         if self.left:
             minutes = sum(seconds for _, seconds in self.left) / 60
-            lines.append(f"{len(self.left)} left, about {minutes:,.0f} minutes at most: run it again to go on, first")
+            lines.append(
+                f"{len(self.left)} left, about {minutes:,.0f} minutes at most: run it again to "
+                f"go on, first"
+            )
             lines += [f"{seconds:6,.0f} s  {piece.title}" for piece, seconds in self.left[:5]]
         else:
             lines.append("nothing is left to do here")
@@ -140,7 +158,8 @@ def run_card(
         estimate: gives a recipe's peak in bytes, so that what is larger than the card is left out.
         beside: gives what to print after each report that has figures.
     Returns:
-        What was done and what is left. On a stand-in for a GPU all is done, into a file that no record can be made of.
+        What was done and what is left. On a stand-in for a GPU all is done, into a file that no
+        record can be made of.
     Raises:
         RecordError: a list or the record file cannot be read, or there is no GPU.
     """
@@ -148,7 +167,8 @@ def run_card(
     here = current_device()
     if here.kind != "cuda" and not dry_run:
         raise RecordError(
-            "there is no CUDA device here: `vramlab doctor` says why; --dry-run lists what would be done."
+            "there is no CUDA device here: `vramlab doctor` says why; --dry-run lists what would "
+            "be done."
         )
     folder = Path(folder or FOLDER)
     source = source_of(here.kind) if here.kind == "cuda" else "measured"
@@ -174,10 +194,12 @@ def pieces_of(paths: Iterable[str | os.PathLike] | None) -> list[Piece]:
 
 
 def read_pieces(path: Path) -> list[Piece]:
-    """Return the pieces of a JSON list of objects; RecordError, which names the entry, if it is none.
+    """Return the pieces of a JSON list of objects; RecordError, which names the entry, if it is
+    none.
 
-    Each has `worth`, `why` and `kind`: "recipe" with a `recipe` and `repeats`, "list" with the `file` of a list of recipes
-    beside it, or a kind of fact with what it is asked (`facts.ASKED`). A list as a field takes each of its values.
+    Each has `worth`, `why` and `kind`: "recipe" with a `recipe` and `repeats`, "list" with the
+    `file` of a list of recipes beside it, or a kind of fact with what it is asked (`facts.ASKED`).
+    A list as a field takes each of its values.
     """
     try:
         entries = strict_json(read_text(path))
@@ -213,13 +235,19 @@ def _pieces(entry: dict[str, Any], path: Path) -> Iterator[Piece]:
             chosen |= {"recipe": recipe.to_dict()} if recipe else {}
             if kind not in ASKED or chosen.keys() != ASKED[kind].keys():
                 raise RecipeError(
-                    "kind", kind, f"a {kind} has other fields, or kinds are recipe, list, {', '.join(ASKED)}"
+                    "kind",
+                    kind,
+                    f"a {kind} has other fields, or kinds are recipe, list, {', '.join(ASKED)}",
                 )
             yield Piece(kind, worth, recipe, asked=chosen)
 
 
-def _sort(run: CardRun, pieces: list[Piece], here: Device, known: RecordFile, estimate: Callable | None) -> None:
-    """Sort `pieces` into those done before, those that this card cannot do, and those left, the most worth a second first."""
+def _sort(
+    run: CardRun, pieces: list[Piece], here: Device, known: RecordFile, estimate: Callable | None
+) -> None:
+    """Sort `pieces` into those done before, those that this card cannot do, and those left, the
+    most worth a second first.
+    """
     seen = _seen_of(here.name) if here.kind == "cuda" else RecordFile()
     value = {}
     for piece in pieces:
@@ -227,7 +255,13 @@ def _sort(run: CardRun, pieces: list[Piece], here: Device, known: RecordFile, es
             run.before += 1
             continue
         reason = piece.cannot(here.gpu) if here.gpu else ""
-        if not reason and here.gpu and piece.kind == "recipe" and estimate and estimate(piece.recipe) > here.gpu.total:
+        if (
+            not reason
+            and here.gpu
+            and piece.kind == "recipe"
+            and estimate
+            and estimate(piece.recipe) > here.gpu.total
+        ):
             reason = f"{piece.recipe} is larger than {here.name}"
         if reason:
             run.not_here.append((piece, reason))
@@ -251,13 +285,21 @@ def _seen_of(card: str) -> RecordFile:
     found = RecordFile()
     for path in sorted(measurements_folder().glob("*.json")):
         records = read_records(path)
-        found.reports |= {key: report for key, report in records.reports.items() if report.environment["gpu"] == card}
-        found.facts |= {key: fact for key, fact in records.facts.items() if fact.environment["gpu"] == card}
+        found.reports |= {
+            key: report
+            for key, report in records.reports.items()
+            if report.environment["gpu"] == card
+        }
+        found.facts |= {
+            key: fact for key, fact in records.facts.items() if fact.environment["gpu"] == card
+        }
     return found
 
 
 def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable) -> None:
-    """Do what is left in its order, as far as the time goes; where cores are idle, the next process loads meanwhile."""
+    """Do what is left in its order, as far as the time goes; where cores are idle, the next process
+    loads meanwhile.
+    """
     start = time.monotonic()
     pieces = list(run.left)
     with contextlib.ExitStack() as stack:
@@ -270,7 +312,9 @@ def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable)
             launcher = ready.pop(piece.key, None)
             if number < len(pieces) and (os.cpu_count() or 1) >= IDLE_CORES:
                 following = pieces[number][0]
-                with contextlib.suppress(OSError):  # a full disk: it is tried again when its turn has come
+                with contextlib.suppress(
+                    OSError
+                ):  # a full disk: it is tried again when its turn has come
                     ready[following.key] = stack.enter_context(following.start())
             done, said = _do(piece, launcher, run.file, deadline - begun, beside)
             run.left.remove((piece, seconds))
@@ -279,14 +323,25 @@ def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable)
             now = time.monotonic()
             bar = ("█" * (number * LINES // len(pieces))).ljust(LINES, "░")
             clock = f"{(now - start) / 60:.1f} of {(deadline - start) / 60:.0f} min"
-            line = f"{bar} {number}/{len(pieces)} · {clock} · {now - begun:5.1f} s · {said.splitlines()[0]} · {piece.title}"
+            line = (
+                f"{bar} {number}/{len(pieces)} · {clock} · {now - begun:5.1f} s · "
+                f"{said.splitlines()[0]} · {piece.title}"
+            )
             progress(line)
-            with contextlib.suppress(OSError), open(run.file.with_name("card.log"), "a", encoding="utf-8") as log:
+            with (
+                contextlib.suppress(OSError),
+                open(run.file.with_name("card.log"), "a", encoding="utf-8") as log,
+            ):
                 log.write(f"{line}\n" + ("" if done else f"{said}\n"))
 
 
-def _do(piece: Piece, launcher: Launcher | None, file: Path, timeout: float, beside: Callable) -> tuple[bool, str]:
-    """Do one piece and save what it says. Return whether that went well, and the result or the reason in words."""
+def _do(
+    piece: Piece, launcher: Launcher | None, file: Path, timeout: float, beside: Callable
+) -> tuple[bool, str]:
+    """Do one piece and save what it says.
+
+    Return whether that went well, and the result or the reason in words.
+    """
     try:
         result = piece.run(launcher or piece.start(), timeout)
         if result.source == "measured" and isinstance(result, Report):
@@ -308,7 +363,11 @@ def _free() -> str:
     if not seen.available or seen.free is None:
         return "NVML does not say how much is free"
     words = f"{format_bytes(seen.free)} of {format_bytes(seen.total)} free"
-    return words if seen.free > 0.9 * seen.total else f"{words}: other processes hold the rest, so end them first"
+    return (
+        words
+        if seen.free > 0.9 * seen.total
+        else f"{words}: other processes hold the rest, so end them first"
+    )
 
 
 def _versions() -> str:

@@ -23,7 +23,7 @@ from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import Report
+from ..report.report import Bytes, Phase, Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked
@@ -303,11 +303,15 @@ def _deeper(
         deepened = History(*deepen(tracker, layers, 1)).moments()
         ran = History(whole.log, whole.marks).moments()
         # all of a step but what follows it
-        if deepened[: len(ran) - 1] != ran[:-1]:
+        if _bytes_of(deepened[: len(ran) - 1]) != _bytes_of(ran[:-1]):
             depth = layers.shallow + layers.period
             raise NotRegular(f"{depth} layers take something else than their repetition says")
     log, marks = deepen(tracker, layers, layers.more)
     return tracker, log, marks
+
+
+def _bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
+    return [(name, phase.peak, phase.end) for name, phase in moments]
 
 
 @needing("simulate_evaluation")

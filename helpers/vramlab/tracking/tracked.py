@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..training.engine import Training, makes_fakes
+from ..training.generation import layers_of
 from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step
@@ -156,6 +157,12 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
     if state.state2 is not None:  # double quantization
         statistics += [state.state2.absmax, state.state2.code]
     return tensors_in(statistics)
+
+
+def claim_cache(tracker: Tracker, cache: Any) -> None:
+    """Claim what a cache of `generate` holds; what moved out of it before keeps its category."""
+    for layer, values in layers_of(cache):
+        tracker.claim(tensors_in(values), "kv_cache", layer)
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:

@@ -355,6 +355,7 @@ class Tracker(EventLog, TorchDispatchMode):
             return None
         block = Storage(self._round(size), size, "workspace", name, where)
         block.stream = self._stream()
+        block.recomputed = self._is_recomputing()
         self.log.append((block.size, block, name))
         return block
 
@@ -370,6 +371,7 @@ class Tracker(EventLog, TorchDispatchMode):
         handle = tensor.untyped_storage()
         asked = handle.nbytes()
         born = Storage.of(tensor, self._round(asked), asked, op, where)
+        born.recomputed = self._is_recomputing()
         storage = self._log_birth(handle, born)
         if storage and self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.append(storage)
@@ -388,6 +390,14 @@ class Tracker(EventLog, TorchDispatchMode):
         self.live[key] = storage
         self.log.append((storage.size, storage, storage.op))
         return storage
+
+    def _is_recomputing(self) -> bool:
+        """Tell whether a checkpoint runs forward again.
+
+        An operator's backward formula records no graph, and the loss's gradient has no operator.
+        """
+        is_recorded = self.phase == "backward" and torch.is_grad_enabled()
+        return is_recorded and torch._C._current_autograd_node() is not None
 
     def _stream(self) -> int:
         """Return the index of the stream that runs.

@@ -96,7 +96,7 @@ def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
 
 
 def step_operations(recipe: Recipe, recomputed: bool) -> int:
-    """Operations of a step's matrix products, with or without those that checkpointing does again."""
+    """Operations of a step's matrix products, with or without what checkpointing does again."""
     if not recomputed:
         recipe = recipe.replace(gradient_checkpointing=False)
     return sum(operations(recipe, walk(recipe, find_gpu("H200").chip)).values())
@@ -120,9 +120,7 @@ def round_up(size: int, unit: int) -> int:
 
 
 class Block:
-    """A piece of a segment: its size in bytes, the list of blocks that it stands in, its pool, and
-    whether it is free.
-    """
+    """A piece of a segment: its bytes, the list of blocks it stands in, its pool, if it is free."""
 
     def __init__(self, size: int, segment: list["Block"], small: bool):
         self.size = size
@@ -132,7 +130,7 @@ class Block:
 
 
 class Segments:
-    """All memory that was got from cudaMalloc, as lists of blocks in the order of their addresses."""
+    """All memory that cudaMalloc gave, as lists of blocks in the order of their addresses."""
 
     def __init__(self):
         self.segments = []
