@@ -201,7 +201,7 @@ def test_a_program_asks_simulate_of_what_formulas_do_not_know(base, tmp_path):
 
 
 def test_a_program_trains_by_another_of_pefts_methods(base, tmp_path):
-    recipe, files = written(base, tmp_path, method="lora", peft="ia3", packing=True)
+    _, files = written(base, tmp_path, method="lora", peft="ia3", packing=True)
     program = files[0].read_text()
     assert "ADAPTERS = IA3Config(" in program and "import IA3Config, get_peft_model" in program
     assert "merge_and_unload" not in program

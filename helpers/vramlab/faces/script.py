@@ -360,7 +360,7 @@ class _Reader:
             self._note(name, node)
 
     def _adapt(self, node: ast.expr | None) -> None:
-        """Take the adapters of a LoraConfig, or of the configuration of another of PEFT's methods."""
+        """Take the adapters of a LoraConfig, or of another of PEFT's configurations."""
         call = self._only(node, "the adapters") if node is not None else None
         if call is None or (isinstance(call, ast.Constant) and call.value is None):
             return
