@@ -262,11 +262,11 @@ def test_arguments_of_trl_are_told_and_foreign_names_noted(tmp_path):
     assert "64 tokens" in found.output and "SFTTrainer · packed" in found.output
     assert found.output.endswith(f"\nnote: {note}\n")
     assert json.loads(run("gpt2", str(file), "--json").output)["notes"] == [note]
-    file.write_text(json.dumps({"num_generations": 8, "per_device_train_batch_size": 2}))
+    file.write_text(json.dumps({"cpo_alpha": 1.0, "per_device_train_batch_size": 2}))
     found = run("gpt2", str(file))
     assert (
         found.exit_code == 2
-        and "GRPOConfig" in found.output
+        and "CPOConfig" in found.output
         and "only transformers' own" in found.output
     )
     file.write_text("[1]")

@@ -513,15 +513,15 @@ REFUSED = {  # changes, and words of the sentence
         ],
         "is of a class of its own",
     ),
-    "GRPO": (
+    "PPO": (
         [
-            ("= Trainer(", "= GRPOTrainer("),
-            *at("imports", "from trl import GRPOConfig, GRPOTrainer"),
+            ("= Trainer(", "= PPOTrainer("),
+            *at("imports", "from trl import PPOConfig, PPOTrainer"),
         ],
         "is a trainer that no recipe models",
     ),
-    "GRPO's arguments": (
-        [('TrainingArguments("', 'GRPOConfig("')],
+    "CPO's arguments": (
+        [('TrainingArguments("', 'CPOConfig("')],
         "is of a trainer that no recipe models",
     ),
     "two": (at("trainer", "other = Trainer(model=model, args=args)"), "second Trainer"),

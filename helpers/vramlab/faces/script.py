@@ -315,7 +315,9 @@ class _Reader:
             "fsdp_config",
             "deepspeed",
         )  # in a file of its own, where the sharding is said
-        quiet = {*CLASSIFIED["neutral"], *(engine if self.fields.get("sharding") else ())}
+        quiet = {*CLASSIFIED["neutral"], *CLASSIFIED["neutral_in"].get(kind, ())}
+        if self.fields.get("sharding"):
+            quiet.update(engine)
         self.arguments |= self._values(call, COMMON | OWN[kind], quiet, ("output_dir",))
         return kind
 
@@ -504,7 +506,8 @@ class _Reader:
         )
         if name == "callbacks" and self.lines.names.unread_callback(node):
             self._note(name, node)
-        if empty or name in WORDS["trainer_arguments"]:
+        is_function = name == "reward_funcs" and not any(map(_loads_a_model, held))
+        if empty or is_function or name in WORDS["trainer_arguments"]:
             return
         made = (
             self.tree.name(one) if isinstance(one, ast.Call) else getattr(one, "id", "")
@@ -550,3 +553,13 @@ class _Reader:
             self.fields["seq_len"] = next(iter(lengths))
         for value in lengths.values() if len(lengths) > 1 else ():
             self._note("max_length", value, "of several")
+
+
+def _loads_a_model(node: ast.expr | None) -> bool:
+    """Whether rewards come from a model: of a name, or of one that is loaded."""
+    parts = list(ast.walk(node)) if node is not None else []
+    return any(
+        (isinstance(part, ast.Constant) and isinstance(part.value, str))
+        or (isinstance(part, ast.Attribute) and part.attr == "from_pretrained")
+        for part in parts
+    )

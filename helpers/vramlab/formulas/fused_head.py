@@ -61,6 +61,9 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
 
 def _refuse_unknown(recipe: Recipe) -> None:
     """Raise RecipeError for what the formulas do not know of TRL's trainers."""
+    if recipe.rollouts:
+        allowed = "the formulas do not know what it samples: ask simulate"
+        raise RecipeError("trainer", recipe.trainer, allowed)
     if recipe.shape.experts_per_token:
         name = TRL[recipe.trainer]
         unknown = f"the balancing loss that {name} adds for a mixture"

@@ -61,7 +61,9 @@ class Piece:
     @property
     def key(self) -> str:
         """Return the key of its report or fact in a record file."""
-        return self.recipe.key if self.kind == "recipe" else Fact(self.kind, self.asked).key
+        if self.kind == "recipe" and self.recipe:
+            return self.recipe.key
+        return Fact(self.kind, self.asked).key
 
     @property
     def title(self) -> str:
@@ -98,8 +100,8 @@ class Piece:
         Raises MeasurementError or RecipeError.
         """
         if self.kind == "recipe":
-            order = {"recipe": self.recipe, "repeats": self.repeats, "warmup": 2, "device": "cuda"}
-            return run_here(order, timeout, launcher)
+            step = {"recipe": self.recipe, "repeats": self.repeats, "warmup": 2, "device": "cuda"}
+            return run_here(step, timeout, launcher)
         # what a process that is killed had written is removed here
         with launcher as child, tempfile.TemporaryDirectory(prefix="vramlab-") as scratch:
             order = {"kind": self.kind, "asked": self.asked, "scratch": scratch}
@@ -208,7 +210,7 @@ def read_pieces(path: Path) -> list[Piece]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise RecordError(f"{path.name} is no list of pieces: {why}.") from error
-    pieces = []
+    pieces: list[Piece] = []
     for number, entry in enumerate(entries, 1):
         try:
             pieces += _pieces(entry, path)
@@ -223,10 +225,12 @@ def _pieces(entry: dict[str, Any], path: Path) -> Iterator[Piece]:
     asked.pop("why")
     kind = asked.pop("kind")
     if kind == "list":
-        for recipe in read_list(path.with_name(asked["file"])):
-            yield Piece("recipe", worth, recipe)
+        for listed in read_list(path.with_name(asked["file"])):
+            yield Piece("recipe", worth, listed)
         return
-    recipes = recipes_of(asked.pop("recipe")) if "recipe" in asked else [None]
+    recipes: list[Recipe | None] = [None]
+    if "recipe" in asked:
+        recipes = [*recipes_of(asked.pop("recipe"))]
     for recipe in recipes:
         for chosen in each_choice(asked):
             if kind == "recipe":
@@ -354,7 +358,8 @@ def _do(
         return True, result.words
     if result.status != "ok":
         return True, result.status
-    return True, format_bytes(result.allocated) + beside(result)
+    allocated = result.allocated or 0  # a run that ended well has it
+    return True, format_bytes(allocated) + beside(result)
 
 
 def _free() -> str:

@@ -13,7 +13,7 @@ from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memory
 from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules, peft_methods
-from ..recipe.knobs import documented, knob, knobs, same_knob
+from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
@@ -42,6 +42,7 @@ OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bi
 # Triton's README, "Supported Hardware": NVIDIA GPUs of compute capability 8.0 and more, since
 # Triton 3.3 (torch 2.7)
 LIGER_SINCE = (8, 0)
+UNNAMED: Any = None  # this machine's card, or the least with so much memory
 SIZES = ("memory", "host_memory", "other_memory")
 FLASH_SINCE = (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
 ENGINES = ("ddp", "fsdp", "deepspeed")
@@ -59,7 +60,7 @@ class Question:
     """
 
     model: Any
-    gpu: str | Gpu | None = None
+    gpu: FilledIn[str | Gpu | None, Gpu] = UNNAMED
     gpus: int = knob(1, most=1024)
     global_batch: int = knob(16)
     seq_len: int | None = same_knob(Recipe, "seq_len")
@@ -76,9 +77,9 @@ class Question:
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
-    memory: str | int | None = knob(None)
-    host_memory: str | int | None = knob(None)
-    other_memory: str | int | None = knob(None)
+    memory: FilledIn[str | int | None, int | None] = knob(None)
+    host_memory: FilledIn[str | int | None, int | None] = knob(None)
+    other_memory: FilledIn[str | int | None, int] = knob(None)
     tier: str | None = knob(None, choices=tuple(TIERS))
     expandable_segments: bool = knob(True)
     lengths: tuple[int, ...] | None = knob(None)

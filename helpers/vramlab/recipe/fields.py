@@ -22,6 +22,7 @@ from .options import (
     Loop,
     LoRA,
     Quantization,
+    Rollouts,
     Sharding,
 )
 from .peft_methods import Peft
@@ -71,6 +72,7 @@ class RecipeFields:
     completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
     use_liger_kernel: bool = knob(False)
     peft: Peft | None = knob(None, shown=Peft.words)
+    rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
     @property
@@ -155,7 +157,7 @@ class RecipeFields:
 
         Adapters are switched off instead.
         """
-        is_needed = self.trainer in WITH_REFERENCE
+        is_needed = self.trainer in WITH_REFERENCE or bool(self.rollouts and self.rollouts.beta)
         return is_needed and not (self.lora or self.precompute_ref_log_probs)
 
     @property

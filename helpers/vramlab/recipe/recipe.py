@@ -15,13 +15,14 @@ from typing import Any
 
 from ..report import html
 from ..report.errors import RecipeError
-from . import liger, lora_modules, parallel_limits, peft_methods, sample_limits
+from . import liger, lora_modules, parallel_limits, peft_methods, rollouts, sample_limits
 from .configuration import plain, read_json
 from .fields import WITH_REFERENCE, RecipeFields
 from .knobs import Refusals, check, documented, frozen, knobs, rebuild, refuse
 from .optimizers import ALIASES, OPTIMIZERS, REFUSED
 from .options import (
     ATTENTION,
+    GENERATING,
     HALF,
     LOOPS,
     PRECISIONS,
@@ -30,6 +31,7 @@ from .options import (
     Loop,
     LoRA,
     Quantization,
+    Rollouts,
     Sharding,
 )
 from .shapes import read_shape
@@ -45,6 +47,7 @@ __all__ = [
     "Loop",
     "Quantization",
     "Recipe",
+    "Rollouts",
     "Sharding",
     "as_recipe",
     "key_of",
@@ -56,6 +59,7 @@ PARTS: dict[str, type] = {
     "quantization": Quantization,
     "sharding": Sharding,
     "loop": Loop,
+    "rollouts": Rollouts,
 }
 TRUE_PRECISION = {"float16": "fp16-true", "bfloat16": "bf16-true"}
 WITHOUT_AUTOCAST = ("fp32", "tf32")
@@ -87,8 +91,9 @@ class Recipe(RecipeFields):
         self._take_parts()
         refuse_generating(self.trainer)
         check(self)
-        for name, value in sample_limits.filled_in(self).items():
-            self._set(name, value)
+        for fill in (rollouts.filled_in, sample_limits.filled_in):
+            for name, value in fill(self).items():
+                self._set(name, value)
         if self.precision in WITHOUT_AUTOCAST and self.dtype in TRUE_PRECISION:
             self._set("precision", TRUE_PRECISION[self.dtype])
         self.optimizer_arguments()
@@ -163,14 +168,16 @@ class Recipe(RecipeFields):
         if self.peft:
             yield from self._method_refusals(self.peft)
         yield from self._dtype_refusals()
+        yield from rollouts.refusals(self)
         yield from sample_limits.refusals(self)
         if self.trainer != "transformers":
             yield from self._trl_refusals()
         precomputes = self.precompute_ref_log_probs and self.trainer not in WITH_REFERENCE
         allowed = "only trainer 'dpo' and 'kto' have a reference model"
         yield "precompute_ref_log_probs", precomputes, allowed
-        offloads = self.activation_offloading and (self.trainer not in TRL or self.sharding)
-        known = ", ".join(TRL)
+        able = [trainer for trainer in TRL if trainer not in GENERATING]
+        offloads = self.activation_offloading and (self.trainer not in able or self.sharding)
+        known = ", ".join(able)
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
         yield from liger.refusals(self)
@@ -306,6 +313,8 @@ class Recipe(RecipeFields):
 
     def replace(self, **changes: Any) -> "Recipe":
         """Return a copy with `changes`, validated again."""
+        if "rollouts" in changes and self.rollouts:
+            changes.setdefault("seq_len", None)  # which they say
         own: Any = self  # a dataclass, which `frozen` does not tell type checkers
         return dataclasses.replace(own, **changes)
 
@@ -407,13 +416,13 @@ def _later() -> dict[str, Any]:
 LATER = _later()
 
 
-# TRL's trainers that sample answers from the model in each step
-GENERATING = ("grpo", "rloo", "ppo", "online_dpo")
+# other trainers of TRL that sample answers from the model in each step
+NOT_MODELLED = ("ppo", "online_dpo")
 
 
 def refuse_generating(trainer: str) -> None:
-    """Raise RecipeError for a trainer of GENERATING."""
-    if trainer in GENERATING:
+    """Raise RecipeError for a trainer of NOT_MODELLED."""
+    if trainer in NOT_MODELLED:
         known = ", ".join(TRL)
         rest = "it generates while it trains, which no recipe models yet: WatchCallback() in its "
         rest += f"Trainer measures it on a card, and recipes train as {known} do"
@@ -431,7 +440,7 @@ def as_recipe(value: Any) -> Recipe:
 def _as_json(value: Any) -> Any:
     if isinstance(value, peft_methods.Peft):
         return value.to_dict()
-    if isinstance(value, LoRA | Quantization | Sharding | Loop):
+    if isinstance(value, tuple(PARTS.values())):
         fields = {}
         for name, one in vars(value).items():
             is_usual = name in LATER_OF_PARTS and (one or None) == (LATER_OF_PARTS[name] or None)

@@ -306,6 +306,15 @@ class Tracker(EventLog, TorchDispatchMode):
         """Return the number that `tensor.item()` is to give; None reads it."""
         return None
 
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """While entered, what is made is the module's of that name."""
+        self._modules.append(name)
+        try:
+            yield
+        finally:
+            self._modules.pop()
+
     def name_module(self, name: str) -> None:
         """Give what is made from here on, outside of `modules`, a module's or parameter's name."""
         self._modules = [name]
