@@ -374,15 +374,10 @@ class _Reader:
         quiet -= {"inference_mode", "runtime_config"}
         said = self._values(call, peft_methods.fields_of(method), quiet)
         check_table(said, CLASSIFIED["refused_in"]["PeftConfig"])
-        known = [name for knob in knobs(LoRA).values() for name in knob.elsewhere]
-        if method == "LORA" and said.keys() <= {*known, "inference_mode"}:
-            self.fields["lora"] = {name: value for name, value in said.items() if name in known}
-        else:
-            self.fields["peft"] = {"peft_type": method, **said}
-            try:
-                peft_methods.read(self.fields["peft"])
-            except RecipeError as error:
-                self.lines.refuse(call, f"says adapters that no recipe has: {error.allowed}")
+        try:
+            self.fields |= peft_methods.fields_said(method, said)
+        except RecipeError as error:
+            self.lines.refuse(call, f"says adapters that no recipe has: {error.allowed}")
 
     def _prepare(self, call: ast.Call) -> None:
         """Take PEFT's preparation of a quantized base, which also switches checkpointing on unless

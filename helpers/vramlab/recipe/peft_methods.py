@@ -168,6 +168,19 @@ def fields_of(peft_type: str) -> list[str]:
     return [field.name for field in dataclasses.fields(_class_of(peft_type))]
 
 
+def fields_said(peft_type: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's field that a configuration's arguments are for: `lora` or `peft`.
+
+    Raises RecipeError for a method that no recipe has.
+    """
+    known = [name for knob in knobs(LoRA).values() for name in knob.elsewhere]
+    if peft_type == "LORA" and said.keys() <= {*known, "inference_mode"}:
+        return {"lora": {name: value for name, value in said.items() if name in known}}
+    method = {"peft_type": peft_type, **said}
+    read(method)
+    return {"peft": method}
+
+
 def _class_of(peft_type: str) -> Any:
     """Return the configuration's class. Raises RecipeError for a method that PEFT lacks."""
     known = _classes()
