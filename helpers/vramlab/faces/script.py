@@ -13,8 +13,7 @@ from ..recipe import peft_methods
 from ..recipe.argument_classes import COMMON, CONFIGS, OWN, TRAINERS
 from ..recipe.arguments import CLASSIFIED, check_table
 from ..recipe.families import TASKS
-from ..recipe.knobs import knobs
-from ..recipe.options import DTYPES, TRL, LoRA
+from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
