@@ -312,7 +312,7 @@ def test_a_rank_whose_layers_are_not_alike_is_run_whole(name, taken):
 
 
 def test_norms_of_a_large_vocabulary_in_half_precision():
-    """Their kernel's scratch has hundreds of numbers a parameter here, where small models need one."""
+    """Their kernel's scratch has hundreds of numbers a parameter; small models need one."""
     recipe = Recipe(
         "polyglot-ko-1.3b",
         batch_size=1,

@@ -281,7 +281,7 @@ def test_the_allocator_says_the_same_on_every_rank(real, name):
     ("world", "name"), cases({2: [name for name in LEARNED if "mixed" not in name]}, QUICK)
 )
 def test_two_ranks_learn_what_one_process_does(real, world, name):
-    """Equal losses, gradients and weights over two steps, up to the order in which fp32 is summed."""
+    """Equal losses, gradients and weights over two steps, up to the order of fp32 sums."""
     assert_learned_alike(recipe_of(name), real(world, name))
 
 
@@ -354,7 +354,7 @@ def test_a_thousand_ranks_in_seconds():
 
 
 def test_stages_order_as_zero_says():
-    """What a rank holds between steps falls with each stage; gathering shows in the workspace only."""
+    """What a rank holds between steps falls with each stage; gathering shows as workspace."""
     engines = {0: "ddp", 1: "ddp", 2: "fsdp", 3: "fsdp"}
     found = {
         stage: simulate(

@@ -22,6 +22,7 @@ from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
+from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import read_text, write_atomically
 from ..report.text import printable
@@ -93,7 +94,10 @@ Json = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seco
 DIFFERING = (
     "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 )
-EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
+EXPLAINED = (
+    "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
+    "then or alone MODEL "
+)
 EXPLAINED += (
     "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 )
@@ -124,7 +128,10 @@ EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evalu
 def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
     said = {name: given.pop(name) for name in EVALUATION}
     if said["compute_metrics"] and said["samples"] is None:
-        rest = "with compute_metrics all of them keep their predictions on the card: say how many the evaluation set has"
+        rest = (
+            "with compute_metrics all of them keep their predictions on the card: say how "
+            "many the evaluation set has"
+        )
         raise RecipeError("evaluation.samples", None, rest)
     evaluation = Evaluation(**fields_of(EVALUATION, said))
     return recipe_of(model, given), evaluation
@@ -220,7 +227,8 @@ def measure(
 
 
 @app.command(
-    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 1: none does.",
+    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. "
+    "Exit status 1: none does.",
 )
 @takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
 def plan(
@@ -262,7 +270,8 @@ def plan(
 
 
 @app.command(
-    help="Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU.",
+    help="Measure every recipe on the list, beside what simulate says, and keep the reports for "
+    "readers without this GPU.",
 )
 def record(
     paths: Annotated[
@@ -287,13 +296,14 @@ def record(
 
 
 @app.command(
-    help="All that the project wants from a card, the most worth a second first: records, contexts, power, a run that dies.",
+    help="All that the project wants from a card, the most worth a second first: records, "
+    "contexts, power, a run that dies.",
 )
 def card(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")
     ] = None,
-    minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
+    minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 30,
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
     compare: option(
@@ -310,7 +320,8 @@ def card(
 
 
 @app.command(
-    help="Show exactly what your records would tell others, without a name or a path, and where to send it.",
+    help="Show exactly what your records would tell others, without a name or a path, and where "
+    "to send it.",
 )
 def share(
     source: Annotated[
@@ -385,7 +396,8 @@ def explain(
 @app.command(
     "run",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    help="Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's.",
+    help="Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit "
+    "status: the script's.",
 )
 def run_script(
     gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
@@ -412,7 +424,8 @@ def run_script(
 
 
 @app.command(
-    help="Which bytes and tensors came and went: two recipes, or reports of two commits or environments."
+    help="Which bytes and tensors came and went: two recipes, or reports of two commits or "
+    "environments."
 )
 def diff(
     a: Annotated[str, typer.Argument(help=DIFFERING)],
@@ -432,7 +445,8 @@ def diff(
 
 
 @app.command(
-    help="The models that have a name, their sizes, and the hub's names that share their architecture."
+    help="The models that have a name, their sizes, and the hub's names that share their "
+    "architecture."
 )
 def models(
     filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False
@@ -463,6 +477,13 @@ def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = N
     if command is not None and command not in known:
         raise RecipeError("command", command, f"with --json there are {', '.join(known)}")
     say(json.dumps(schemas() if command is None else schema_of(command), indent=2))
+
+
+@app.command(
+    help="What an agent is told about this tool: a SKILL.md, to put where yours reads them."
+)
+def skill() -> None:
+    typer.echo(read_text(data_path("SKILL.md")), nl=False)
 
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:

@@ -199,13 +199,10 @@ def balance(
     pairs = list(zip(history.stretches, readings, strict=True))
     phases = []
     for (name, start, end), stats in pairs[len(pairs) - len(history.last_step) :]:
-        peak = close(
-            history.highest(start, end),
-            stats,
-            "peak",
-            workspace,
-        )
-        phases.append((name, peak, close(end, stats, "current", workspace)))
+        at = history.highest(start, end)
+        peak = close(at, stats, "peak", workspace)
+        after = close(end, stats, "current", workspace)
+        phases.append((name, Phase(peak, after, history.cause(at, start))))
     _, _, end_of_loading = history.stretches[0]
     loaded = close(end_of_loading, readings[0], "current", 0)
     report.phases = {"load": Phase(loaded, loaded), **merge(phases)}

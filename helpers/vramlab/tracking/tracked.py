@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..training.engine import Training, makes_fakes
+from ..training.generation import layers_of
 from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step
@@ -27,7 +28,7 @@ def run_tracked(
     at_phase: Callable[[], None] | None = None,
     then: Callable[[], None] | None = None,
 ) -> Followed:
-    """Run `steps` optimizer steps of `training` under `tracker`, and return it.
+    """Run `steps` optimizer steps of `training`, or cycles of such, under `tracker`; return it.
 
     `at_phase` is called before a phase's first event, `then` after the steps, as one more forward
     phase.
@@ -43,10 +44,19 @@ def run_tracked(
     def on_phase(name: str) -> None:
         if name == "between_steps":
             claim_states(tracker, training.optimizers, target)
+        if name == "forward":
+            tracker.claim(tensors_in(training.sampled), "inputs")
         if at_phase:
             at_phase()
         tracker.begin(name)
 
+    grow = training.on_token
+
+    def on_token(made: int, cache: Any) -> None:
+        claim_cache(tracker, cache)
+        grow(made, cache)
+
+    training.on_token = on_token
     with (
         no_collection(before=not makes_fakes()),
         gradients_named(tracker, training.model),
@@ -55,7 +65,7 @@ def run_tracked(
         tracker.modules(training.model, training.reference),
         tracker,
     ):
-        for _ in range(steps):
+        for _ in range(steps * training.cycle):
             train_step(training, on_phase)
         if then:
             on_phase("forward")
@@ -159,6 +169,12 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
     if state.state2 is not None:  # double quantization
         statistics += [state.state2.absmax, state.state2.code]
     return tensors_in(statistics)
+
+
+def claim_cache(tracker: Tracker, cache: Any) -> None:
+    """Claim what a cache of `generate` holds; what moved out of it before keeps its category."""
+    for _, values in layers_of(cache):
+        tracker.claim(tensors_in(values), "kv_cache")
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
