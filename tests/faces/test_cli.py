@@ -698,10 +698,21 @@ def test_a_shared_architecture_is_said_and_leaves_json_alone():
         ),
         ("predict gpt2 --gpu T4 --other-memory x", "--other-memory is 'x'"),
         (
-            "plan gpt2 --gpu T4 --trainer grpo",
-            "--trainer is 'grpo', but it generates while it trains",
+            "plan gpt2 --gpu T4 --trainer ppo",
+            "--trainer is 'ppo', but it generates while it trains",
         ),
-        ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
+        ("predict gpt2 --trainer ppo", "--trainer is 'ppo', but it generates while it trains"),
+        ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but the formulas do not know what"),
+        (
+            "simulate gpt2 --trainer grpo --num-generations 3 --batch-size 4",
+            "--num-generations is 3, but 4 completions are sampled at once",
+        ),
+        ("simulate gpt2 --trainer grpo --completion 0", "--completion is 0"),
+        ("simulate gpt2 --trainer grpo --use-vllm --vllm-mode rpc", "--vllm-mode is 'rpc'"),
+        (
+            "simulate gpt2 --trainer grpo --use-vllm --vllm-gpu-memory-utilization 1.3",
+            "--vllm-gpu-memory-utilization is 1.3",
+        ),
     ],
 )
 def test_an_error_names_the_flag(line, said):

@@ -262,11 +262,11 @@ def test_arguments_of_trl_are_told_and_foreign_names_noted(tmp_path):
     assert "64 tokens" in found.output and "SFTTrainer · packed" in found.output
     assert found.output.endswith(f"\nnote: {note}\n")
     assert json.loads(run("gpt2", str(file), "--json").output)["notes"] == [note]
-    file.write_text(json.dumps({"num_generations": 8, "per_device_train_batch_size": 2}))
+    file.write_text(json.dumps({"cpo_alpha": 1.0, "per_device_train_batch_size": 2}))
     found = run("gpt2", str(file))
     assert (
         found.exit_code == 2
-        and "GRPOConfig" in found.output
+        and "CPOConfig" in found.output
         and "only transformers' own" in found.output
     )
     file.write_text("[1]")
@@ -329,7 +329,7 @@ def test_a_script_is_read_without_running_it(tmp_path):
         in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
     )
     for said, other, field in (
-        ("r=32", "init_lora_weights='pissa'", "init_lora_weights"),
+        ("r=32", "inference_mode=True", "inference_mode"),
         ("4bit", "8bit", "load_in_8bit"),
     ):
         path.write_text(SCRIPT.replace(said, other, 1))

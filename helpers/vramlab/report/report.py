@@ -20,8 +20,8 @@ from .versions import installed
 
 # Of a training step.
 PHASES = ("load", "forward", "backward", "step", "between_steps")
-# Every one that a report may have: those of `generate` too.
-ALL_PHASES = (*PHASES, "prefill", "decode")
+# Every one that a report may have: of a trainer that samples, and those of `generate` too.
+ALL_PHASES = ("load", "generate", "score", *PHASES[1:], "prefill", "decode")
 # The weakest witness first.
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")
 STATUSES = ("ok", "oom", "error")
@@ -398,7 +398,7 @@ class Report:
         notes = list(self.notes)
         if self.cause:
             notes.insert(0, f"why there: {self.why}")
-        if self.verdict:
+        if self.verdict and self.usable is not None:
             notes.insert(0, f"{self.verdict}: {format_bytes(self.usable)} usable")
         return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", notes)
 

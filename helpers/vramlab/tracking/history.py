@@ -35,6 +35,7 @@ INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 LEAST_SPARE = 64 * MiB  # of segments, above what the allocator's model says
 OF_MANY_TENSORS = ("_foreach_", "_fused_")  # operators whose results are of many parameters
 BEFORE_A_STEP = ("load", "between_steps")
+FIRST_OF_A_STEP = ("generate", "forward")
 # What a process reserved over the replay of its log without expandable segments, where the log is
 # of the step alone: the median of 71 published runs on a T4 is 1.008, of 11 on an RTX 4080 1.005;
 # loading leaves segments, and versions differ.
@@ -182,13 +183,19 @@ class History:
 
     @cached_property
     def last_step(self) -> list[Stretch]:
-        """The stretches of the last optimizer step: from its first "forward" on."""
+        """The stretches of the last optimizer step: from its first "forward" on.
+
+        Where a trainer samples for several steps at once they are those of all.
+        """
         first = 0
+        sampled = 0
         for i, stretch in enumerate(self.stretches):
             before = self.stretches[i - 1].name
-            if stretch.name == "forward" and before in BEFORE_A_STEP:
+            if stretch.name in FIRST_OF_A_STEP and before in BEFORE_A_STEP:
                 first = i
-        return self.stretches[first:]
+            if stretch.name == "generate":
+                sampled = i
+        return self.stretches[min(first, sampled or first) :]
 
     def phases(self) -> dict[str, Phase]:
         """Return each phase of the last step (its highest micro-batch), and the end of loading."""
