@@ -8,7 +8,7 @@ Everything is loaded when it is first used, so the import is quick.
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .report import __version__ as __version__
 from .report.errors import needing
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from .training.repeated_keys import repeat_shared_keys
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'vramlab' has no attribute {name!r}")
     with needing(name), no_collection(before=False):
@@ -85,11 +85,11 @@ def __getattr__(name: str):
 silence()
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__
 
 
-def load_ipython_extension(ipython) -> None:
+def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext vramlab` gives the cell magic `%%watch`."""
     with needing("%%watch"):
         from .faces.magic import WatchMagic

@@ -32,10 +32,11 @@ def main() -> None:
 
         app(prog_name="vramlab")
     except SystemExit as exiting:
-        status = exiting.code or 0
-        if isinstance(status, str):
-            print(status, file=sys.stderr)
-            status = 2
+        code = exiting.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 2
+        status = code
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         status = 130

@@ -320,7 +320,7 @@ def test_a_script_is_read_without_running_it(tmp_path):
         "r=32 · nf4"
     )
     assert f"predicted: {recipe}" in found.output
-    note = "without line 15: `optim=best()`, whose value only running it would tell"
+    note = "without line 17: `optim=best()`, whose value only running it would tell"
     assert found.output.endswith(f"note: {note}\n")
     assert json.loads(run(str(path), "--json").output)["notes"] == [note]
     assert explain(path).notes == [note] and str(explain(path)) + "\n" == found.output
@@ -329,7 +329,7 @@ def test_a_script_is_read_without_running_it(tmp_path):
         in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
     )
     for said, other, field in (
-        ("r=32", "init_lora_weights='pissa'", "init_lora_weights"),
+        ("r=32", "inference_mode=True", "inference_mode"),
         ("4bit", "8bit", "load_in_8bit"),
     ):
         path.write_text(SCRIPT.replace(said, other, 1))

@@ -172,12 +172,12 @@ def steps(
 
     `expandable`: `card.py` has set the allocator so.
     """
-    recipe = rebuild(Recipe, "recipe", recipe)
+    trained: Recipe = rebuild(Recipe, "recipe", recipe)
     if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] != expandable:
         raise MeasurementError("this allocator does not take expandable_segments.")
-    import_libraries(recipe)
-    training = build(recipe, "cuda")
-    if recipe.torch_compile:
+    import_libraries(trained)
+    training = build(trained, "cuda")
+    if trained.torch_compile:
         training.model.compile()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -235,14 +235,14 @@ def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]
     """Double the recipe's batch until a step fails for want of memory, which gives PyTorch's own
     message.
     """
-    recipe = rebuild(Recipe, "recipe", recipe)
+    trained: Recipe = rebuild(Recipe, "recipe", recipe)
     for _ in range(MOST_DOUBLINGS):
-        if found := failed_step(recipe):
+        if found := failed_step(trained):
             return found
         gc.collect()
         torch.cuda.empty_cache()
-        recipe = recipe.replace(batch_size=2 * recipe.batch_size)
-    raise MeasurementError(f"{recipe} still fits this card.")
+        trained = trained.replace(batch_size=2 * trained.batch_size)
+    raise MeasurementError(f"{trained} still fits this card.")
 
 
 def failed_step(recipe: Recipe) -> dict[str, Any]:
@@ -279,11 +279,12 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     """Load the 4-bit base of `recipe` with `from_pretrained`, from a checkpoint of zeros in the
     published layout.
     """
-    recipe = rebuild(Recipe, "recipe", recipe)
-    import_libraries(recipe)
+    trained: Recipe = rebuild(Recipe, "recipe", recipe)
+    import_libraries(trained)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    dtype, asked = weight_dtype(recipe), recipe.quantization
+    dtype, asked = weight_dtype(trained), trained.quantization
+    assert asked is not None  # the list of pieces has none without
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=asked.quant_type,
@@ -291,7 +292,7 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
         bnb_4bit_compute_dtype=dtype,
     )
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
-        size = write_checkpoint(recipe, Path(folder), dtype)
+        size = write_checkpoint(trained, Path(folder), dtype)
         torch.empty(1, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()

@@ -398,7 +398,7 @@ class Report:
         notes = list(self.notes)
         if self.cause:
             notes.insert(0, f"why there: {self.why}")
-        if self.verdict:
+        if self.verdict and self.usable is not None:
             notes.insert(0, f"{self.verdict}: {format_bytes(self.usable)} usable")
         return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", notes)
 
