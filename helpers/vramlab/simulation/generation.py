@@ -30,6 +30,7 @@ from .fakes import fake_world
 from .loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .simulate import (
+    bytes_of,
     check_target,
     is_written_down,
     load_libraries,
@@ -208,7 +209,7 @@ class _Runs:
         """Raise NotRegular where one group of layers more takes something else than deepened."""
         whole = self.run(shallow_recipe(self.recipe, layers, 1), 0, steps)
         deepened = History(*deepen(tracker, layers, 1)).moments()
-        if deepened != History(whole.log, whole.marks).moments():
+        if bytes_of(deepened) != bytes_of(History(whole.log, whole.marks).moments()):
             depth = layers.shallow + layers.period
             raise NotRegular(f"{depth} layers take something else than their repetition says")
 
