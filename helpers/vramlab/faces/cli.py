@@ -236,7 +236,7 @@ def evaluate(
 
 
 @app.command(
-    help="Memory of the model's own generate: weights, KV cache, prefill and decoding, on fake tensors."
+    help="Memory of the model's own generate on fake tensors: weights, KV cache, both phases."
 )
 @takes(generating_options(), generation_of)
 def generate(
