@@ -30,7 +30,7 @@ help:
 	@echo 'make site        the course as web pages from the stored outputs: build/site/index.html'
 	@echo 'make test        what CI runs: the gate, the unit tests, every notebook with its outputs compared (CPU only)'
 	@echo 'make test-all    the same with the exhaustive tests: hours'
-	@echo 'make gate        only the quick checks: ruff, the layers of the packages, the form of the notebooks'
+	@echo 'make gate        only the quick checks: ruff, types, the layers of the packages, the form of the notebooks'
 	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
 	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
 	@echo 'make figure      draw the pictures of the README and the cheat sheet again'
@@ -103,6 +103,7 @@ gate: $(INSTALLED)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo --no-cache >build/layers.txt || { cat build/layers.txt; exit 1; }
+	@MYPYPATH=helpers $(BIN)/mypy --no-error-summary
 	@$(BIN)/python $(TOOLS)/canonical.py --check
 
 notebooks: $(INSTALLED)

@@ -8,7 +8,7 @@ Everything is loaded when it is first used, so the import is quick.
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .report import __version__ as __version__
 from .report.errors import needing
@@ -17,7 +17,7 @@ from .training.quiet import no_collection, silence
 # Module to the names that come from it.
 _PUBLIC = {
     "recipe.recipe": "Recipe",
-    "recipe.options": "Loop LoRA Quantization Sharding",
+    "recipe.options": "Loop LoRA Quantization Rollouts Sharding",
     "recipe.evaluation": "Evaluation",
     "recipe.shapes": "model_names read_shape",
     "report.errors": "MeasurementError RecipeError RecordError ReportError VramLabError",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .planning.plan import Plan, plan
     from .planning.step_time import step_time
     from .recipe.evaluation import Evaluation
-    from .recipe.options import Loop, LoRA, Quantization, Sharding
+    from .recipe.options import Loop, LoRA, Quantization, Rollouts, Sharding
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare, diff
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from .training.repeated_keys import repeat_shared_keys
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'vramlab' has no attribute {name!r}")
     with needing(name), no_collection(before=False):
@@ -85,11 +85,11 @@ def __getattr__(name: str):
 silence()
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__
 
 
-def load_ipython_extension(ipython) -> None:
+def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext vramlab` gives the cell magic `%%watch`."""
     with needing("%%watch"):
         from .faces.magic import WatchMagic

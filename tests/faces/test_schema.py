@@ -11,7 +11,10 @@ from vramlab.report.data import data_path
 from vramlab.report.report import Report
 
 SMALL = ("gpt2", "--num-layers", "1", "--seq-len", "16")
-MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB of which "
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 "
+    "GiB of which "
+)
 MESSAGE += "1.00 MiB is free."
 ASKED = {
     "predict": ("predict", *SMALL, "--gpu", "T4"),

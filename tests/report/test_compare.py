@@ -92,8 +92,8 @@ def test_an_interval_shows_its_range_and_a_truth_outside_is_said():
     text = str(compare(low, measured()))
     assert "9.000–11.000" in text
     assert (
-        "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to 11.000 GiB."
-        in text
+        "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to "
+        "11.000 GiB." in text
     )
     wide = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(15 * GiB)))
     assert "is above" not in str(compare(wide, measured()))

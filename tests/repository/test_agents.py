@@ -13,7 +13,10 @@ from vramlab.faces.schema import VERSION
 
 SKILL = ROOT / "data" / "SKILL.md"
 # Which words stand for a file of the reader's, and what such a file may say.
-LOG = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 14.56 GiB"
+LOG = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB. "
+    "GPU 0 has a total capacity of 14.56 GiB"
+)
 
 
 def commands(path: Path) -> list[str]:

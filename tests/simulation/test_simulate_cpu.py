@@ -106,7 +106,8 @@ QUICK = every_value(
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
 HEARING = read_shape("whisper-tiny").config | dict(
-    vocab_size=96, d_model=32, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, num_mel_bins=8,
+    vocab_size=96, d_model=32, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, num_mel_bins=8,
     decoder_ffn_dim=48, max_source_positions=20, decoder_start_token_id=1, pad_token_id=0,
 )  # fmt: skip
 CLASSES = {"task": "sequence-classification"}

@@ -496,8 +496,10 @@ def test_a_card_reserves_no_more_than_it_holds():
     tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
     assert tiny.reserved == endless.reserved
     assert tiny.notes == [
-        "does not fit T4: in step 1, forward, it tries to allocate 2.00 GiB, and 1.89 GiB are free. Of 1.91 GiB, 8.14 MiB "
-        "are allocated, 13.86 MiB reserved but unallocated. The figure for reserved memory is that of a larger card"
+        "does not fit T4: in step 1, forward, it tries to allocate 2.00 GiB, and 1.89 GiB are "
+        "free. Of 1.91 GiB, 8.14 MiB "
+        "are allocated, 13.86 MiB reserved but unallocated. The figure for reserved memory is "
+        "that of a larger card"
     ]
 
 

@@ -156,11 +156,16 @@ def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
 
 
 NEUTRAL = dict(
-    learning_rate=1.0, lr_scheduler_type="cosine", warmup_steps=1, adam_beta1=0.5, adam_beta2=0.0, adam_epsilon=1e-3,
-    average_tokens_across_devices=False, logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
-    include_num_input_tokens_seen="non_padding", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=5,
-    bf16_full_eval=True, save_strategy="steps", save_steps=1, seed=1, data_seed=2, dataloader_drop_last=True,
-    remove_unused_columns=False, train_sampling_strategy="group_by_length", skip_memory_metrics=False, max_steps=4,
+    learning_rate=1.0, lr_scheduler_type="cosine", warmup_steps=1, adam_beta1=0.5, adam_beta2=0.0,
+    adam_epsilon=1e-3,
+    average_tokens_across_devices=False, logging_strategy="steps", logging_steps=1,
+    logging_nan_inf_filter=False,
+    include_num_input_tokens_seen="non_padding", eval_strategy="steps", eval_steps=1,
+    per_device_eval_batch_size=5,
+    bf16_full_eval=True, save_strategy="steps", save_steps=1, seed=1, data_seed=2,
+    dataloader_drop_last=True,
+    remove_unused_columns=False, train_sampling_strategy="group_by_length",
+    skip_memory_metrics=False, max_steps=4,
 )  # fmt: skip
 
 
@@ -362,7 +367,7 @@ class Everybody(dict):
 
 
 def test_what_a_trainer_told_bitsandbytes_of_its_parameters_is_not_taken_for_ours():
-    """Its manager is one a process and keeps ids of parameters that are gone, which later ones get."""
+    """Its manager is one a process, with ids of parameters that are gone, which later ones get."""
     from bitsandbytes.optim import GlobalOptimManager
 
     recipe = Recipe(config("gpt2"), optim="adamw_bnb_8bit", loop="plain", **SIZES)

@@ -26,7 +26,7 @@ def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
 
 
 def number(text: str) -> int | float | str:
-    """Return the number that `text` says, or `text` itself for the check that says what is allowed."""
+    """Return the number that `text` says, or `text` itself, which a later check refuses."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)

@@ -123,6 +123,9 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         if name not in CLASSIFIED["neutral"] and (value is not None or usual.get(name) is not None):
             said[name] = value
+    # It is said by the steps too, and the class takes one of them
+    if values.get("steps_per_generation") is None and values.get("generation_batch_size"):
+        said["generation_batch_size"] = values["generation_batch_size"]
     # The class refuses tf32 without a GPU that has it
     tf32 = said.pop("tf32", None)
     try:

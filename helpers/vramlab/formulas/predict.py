@@ -83,6 +83,7 @@ def predict(
         phases=phases,
         peak=peak,
         peak_phase=highest,
+        cause=phases[highest].cause,
         largest=blocks.largest(groups),
         reserved=segments,
         process=segments + context_of(recipe, card),
@@ -107,6 +108,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     same = "every layer has to get the same adapters"
     allowed = f"the formulas multiply one layer, so {same}: ask simulate"
     yield "lora.target_modules", unlike, allowed
+
+    allowed = "the formulas know LoRA's adapters only: ask simulate"
+    yield "peft", recipe.peft, allowed
 
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed

@@ -22,8 +22,10 @@ from .options import (
     Loop,
     LoRA,
     Quantization,
+    Rollouts,
     Sharding,
 )
+from .peft_methods import Peft
 from .shapes import Shape
 
 MOST_MICRO_BATCHES = 2**16  # each of them is run
@@ -69,12 +71,19 @@ class RecipeFields:
     lengths: tuple[int, ...] | None = knob(None, shown=_lengths_in_words)
     completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
     use_liger_kernel: bool = knob(False)
+    peft: Peft | None = knob(None, shown=Peft.words)
+    rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
         """The model's short name."""
         return self.shape.name
+
+    @property
+    def adapters(self) -> LoRA | Peft | None:
+        """What is trained beside a frozen base: LoRA's, or another method's."""
+        return self.lora or self.peft
 
     @property
     def weights_dtype(self) -> str:
@@ -148,7 +157,7 @@ class RecipeFields:
 
         Adapters are switched off instead.
         """
-        is_needed = self.trainer in WITH_REFERENCE
+        is_needed = self.trainer in WITH_REFERENCE or bool(self.rollouts and self.rollouts.beta)
         return is_needed and not (self.lora or self.precompute_ref_log_probs)
 
     @property

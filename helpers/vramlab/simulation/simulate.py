@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_map_only
 from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
-from ..recipe import liger, lora_modules
+from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
+from ..recipe.rollouts import plan_of
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import Report
+from ..report.report import Bytes, Phase, Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked
@@ -37,6 +38,8 @@ from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
+from .colocated import colocated, with_vllm
+from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
@@ -55,7 +58,7 @@ MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logi
 def simulate(
     recipe: Recipe | Any = None,
     target: str = "cuda",
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     *,
     model: torch.nn.Module | None = None,
     batch: Any = None,
@@ -106,9 +109,12 @@ def simulate(
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
     recipe = None if recipe is None else as_recipe(recipe)
-    room = room_on(recipe, card, other_memory, expandable_segments)
+    vllm = None if recipe is None else colocated(recipe, card)
+    taken = vllm.kept if vllm else 0
+    room = room_on(recipe, card, other_memory + taken, expandable_segments)
     if recipe is not None:
-        return _of_recipe(recipe, target, card, steps, full, room)
+        report = _of_recipe(recipe, target, card, steps, full, room)
+        return with_vllm(report, vllm) if vllm else report
     loop = Loop.named(loop) if isinstance(loop, str) else loop
     return _of_module(
         ModuleStep(model, batch, optimizer, loss, loop, precision),
@@ -132,6 +138,7 @@ def _of_recipe(
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
+    notes += peft_methods.notes(recipe.peft)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     history = trace(recipe, target, card, steps, full, room)
@@ -206,7 +213,7 @@ def _is_abridged(recipe: Recipe) -> bool:
 
     An engine of many ranks does something else in the last.
     """
-    differs = recipe.sharding or recipe.activation_offloading
+    differs = recipe.sharding or recipe.activation_offloading or recipe.rollouts
     return recipe.gradient_accumulation_steps > 1 and not differs
 
 
@@ -228,6 +235,8 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
+    if recipe.peft and recipe.peft.differs_by_layer:
+        return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
 
 
@@ -237,6 +246,8 @@ def _is_written_down(recipe: Recipe) -> bool:
     It may return no more than they ask for.
     """
     shape = recipe.shape
+    if recipe.peft:
+        return False
     # TRL asks for the router's logits
     if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
         return False
@@ -298,11 +309,15 @@ def _deeper(
         deepened = History(*deepen(tracker, layers, 1)).moments()
         ran = History(whole.log, whole.marks).moments()
         # all of a step but what follows it
-        if deepened[: len(ran) - 1] != ran[:-1]:
+        if _bytes_of(deepened[: len(ran) - 1]) != _bytes_of(ran[:-1]):
             depth = layers.shallow + layers.period
             raise NotRegular(f"{depth} layers take something else than their repetition says")
     log, marks = deepen(tracker, layers, layers.more)
     return tracker, log, marks
+
+
+def _bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
+    return [(name, phase.peak, phase.end) for name, phase in moments]
 
 
 @needing("simulate_evaluation")
@@ -311,7 +326,7 @@ def simulate_evaluation(
     recipe: Recipe | Any,
     evaluation: Evaluation,
     target: str = "cuda",
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     full: bool = False,
 ) -> Report:
     """Return where every byte would be while `Trainer.evaluate` runs between two steps of training.
@@ -369,11 +384,14 @@ def _run(
         engine.without_peers(target),
         fake_accelerator() if offloads else nullcontext(),
         fake_world(target, card) as (mode, kernels),
+        completions_known() if recipe.rollouts else nullcontext(),
     ):
         try:
             training = tr.build(recipe, device, target=target)
             training.abridged = not (full or evaluation) and _is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
+            if recipe.rollouts:
+                tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
             if recipe.is_ragged:
                 values = Values(mode, 8 * math.prod(recipe.rows))
                 tracker.values = values
@@ -389,7 +407,9 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            return run_tracked(training, tracker, steps, target, then=then)
+            skips = recipe.rollouts and not full
+            with skipped(training, tracker, recipe.rollouts) if skips else nullcontext():
+                return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks
@@ -404,7 +424,7 @@ def _load_libraries(recipe: Recipe) -> None:
     with compiled_late():
         if recipe.quantization:
             import bitsandbytes  # noqa: F401
-        elif recipe.lora:
+        elif recipe.adapters:
             import peft  # noqa: F401 — which imports it too
     if recipe.trainer != "transformers":
         trl_class(TRL[recipe.trainer])
@@ -430,6 +450,8 @@ def make_tracker(
         tracker.scratch = kernel_scratch(chip, kernels.note)
         sizes = lasting_workspaces(chip)
         # a thread each
-        tracker.workspaces = {"forward": dict(sizes), "backward": dict(sizes)}
+        forward = dict(sizes)
+        tracker.workspaces = dict.fromkeys(("generate", "score", "forward"), forward)
+        tracker.workspaces["backward"] = dict(sizes)
         tracker.notes = kernels.notes
     return tracker

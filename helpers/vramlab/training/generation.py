@@ -97,4 +97,5 @@ def run_generation(
         options: more arguments of `generate`, such as `do_sample` and `cache_implementation`.
     """
     with fixed_length(new_tokens, on_step), torch.no_grad():
-        return model.generate(**inputs, max_new_tokens=new_tokens, **options)
+        generate: Any = model.generate
+        return generate(**inputs, max_new_tokens=new_tokens, **options)

@@ -16,7 +16,7 @@ import torch
 from ..recipe.optimizers import MODELLED, Optimizer
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
-from . import trl_trainers
+from . import rollouts, trl_trainers
 from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
 from .engines import engine_of
 from .models import build_model, real_tensors
@@ -51,10 +51,12 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
         accumulation=recipe.gradient_accumulation_steps,
         engine=engine,
     )
-    if recipe.trainer != "transformers":
+    if recipe.rollouts:
+        rollouts.start(training, recipe, bare, build_model)
+    elif recipe.trainer != "transformers":
         trl_trainers.start(training, recipe, bare, build_model)
     # Trainer.get_batch_samples fetches the whole step's micro-batches first
-    if loop.name == "trainer":
+    if loop.name == "trainer" and not recipe.rollouts:
         further = range(training.accumulation - 1)
         training.further = [make_batch(recipe, device) for _ in further]
     if recipe.activation_offloading:
@@ -102,6 +104,8 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
 
     What is ragged is real among fake tensors too.
     """
+    if recipe.rollouts:
+        return {}  # texts
     if recipe.trainer not in ("transformers", "sft"):
         return trl_trainers.make_pairs(recipe, device)
     if recipe.is_ragged:
@@ -321,8 +325,8 @@ def _ignore_phase(name: str) -> None:
 def train_step(training: Training, on_phase: Callable[[str], None] = _ignore_phase) -> torch.Tensor:
     """Run one optimizer step, with all its micro-batches. Calls `on_phase` as each phase begins.
 
-    Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last
-    micro-batch's loss.
+    Phases: "forward", "backward" (once per micro-batch), "step", "between_steps"; "generate" and
+    "score" before the "forward" for which a trainer samples. Returns the last micro-batch's loss.
     """
     loop = training.loop
     engine = training.engine
@@ -366,6 +370,8 @@ def _micro_batch(
     `training` holds what the loop keeps of it.
     """
     loop = training.loop
+    if training.next_batch:
+        batch = training.next_batch(on_phase)
     on_phase("forward")
     if training.compute_loss:
         run = partial(_forward_by_name, training)

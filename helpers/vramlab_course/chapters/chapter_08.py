@@ -45,8 +45,14 @@ def cloud(rows: Sequence[Row], marked: Mapping[str, Row], usable: int, title: st
     """Return a figure of recipes by likely memory and speed, two of them `marked` by name, and a
     card's usable bytes.
     """
-    alt = "A cloud of recipes: speed over likely memory, from 8 to over 500 GiB. Few are left of the card's line; the "
-    alt += "lightest is the slowest. Those without checkpointing are faster, and all to the right of the line."
+    alt = (
+        "A cloud of recipes: speed over likely memory, from 8 to over 500 GiB. Few are left of "
+        "the card's line; the "
+    )
+    alt += (
+        "lightest is the slowest. Those without checkpointing are faster, and all to the "
+        "right of the line."
+    )
     with canvas(title, alt, subtitle) as ax:
         for name, mark in (("LoRA", "o"), ("QLoRA", "^")):
             kind = [row for row in rows if bool(row[2].quantization) is (name == "QLoRA")]

@@ -62,7 +62,10 @@ def two_steps(first: Report, second: Report, room: int, title: str, about: str):
         xlabel="allocations and releases, in their order",
     )
     ax.set_xticks([0.5, 1.5], ["step 1", "step 2"])
-    alt = f"{title}. Two hills, one for each step; the second stands on the states and crosses the card's line."
+    alt = (
+        f"{title}. Two hills, one for each step; the second stands on the states and crosses "
+        f"the card's line."
+    )
     return style.finish(figure, rows, alt, say_rows=True)
 
 

@@ -30,7 +30,8 @@ def layer(sizes: Sequence[int], title: str, about: str):
     """
     rows = [("part", "tensor", "bytes a token")]
     rows += [(*named, f"{size:,}") for named, size in zip(KEPT, sizes, strict=True)]
-    alt = f"A layer from top to bottom. {'; '.join(f'{part}, {what}: {n}' for part, what, n in rows[1:])}."
+    said = "; ".join(f"{part}, {what}: {size}" for part, what, size in rows[1:])
+    alt = f"A layer from top to bottom. {said}."
     with canvas(title, alt, about, rows) as ax:
         for y, ((part, _), size) in enumerate(zip(KEPT, sizes, strict=True)):
             ax.barh(y, size, color=COLOURS[part])

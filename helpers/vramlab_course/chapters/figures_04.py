@@ -122,7 +122,10 @@ def most_held(order: list[tuple[str, int]]) -> int:
 @style.styled()
 def pipeline(stages: int = 4, micro_batches: int = 8, title: str = "Who works when in a pipeline"):
     """Return a figure of both schedules as timelines, a row per stage; waiting is white."""
-    about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two forward passes"
+    about = (
+        f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two "
+        f"forward passes"
+    )
     figure, axes = style.start(title, about, rows=2, sharex=True)
     colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}

@@ -218,7 +218,10 @@ def _ring(answer: Callable) -> str | None:
                 f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
             )
         if any(rank.strange for rank in ranks):
-            return f"With {n} ranks a rank gets what the rank before it never had: it can hear from that one only."
+            return (
+                f"With {n} ranks a rank gets what the rank before it never had: it can hear "
+                f"from that one only."
+            )
     return ""
 
 
@@ -263,7 +266,10 @@ def _clips(answer: Callable) -> str | None:
             return "Each rank's shard of the clipped gradient was expected."
         joined = torch.cat(found)
         if not torch.allclose(joined, wanted, rtol=1e-3):
-            said = f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become {_numbers(joined)}"
+            said = (
+                f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become "
+                f"{_numbers(joined)}"
+            )
             return f"{said}; one process makes {_numbers(wanted)} of them."
     return ""
 
@@ -365,7 +371,10 @@ def _averaged(answer: Callable) -> str | None:
         if found is None or found is ...:
             return None
         if not torch.allclose(found, wanted, atol=1e-5):
-            return f"With {counts} tokens on the ranks it is not the gradient of the mean over all tokens."
+            return (
+                f"With {counts} tokens on the ranks it is not the gradient of the mean over "
+                f"all tokens."
+            )
     return ""
 
 
@@ -380,7 +389,10 @@ def _scheduled(answer: Callable) -> str | None:
             if sorted(order) != sorted(
                 chain.from_iterable((("forward", m), ("backward", m)) for m in range(count))
             ):
-                return f"{case} stage {stage} does not have each micro-batch's forward and backward pass once."
+                return (
+                    f"{case} stage {stage} does not have each micro-batch's forward and "
+                    f"backward pass once."
+                )
             if any(
                 order.index(("backward", m)) < order.index(("forward", m)) for m in range(count)
             ):
@@ -392,10 +404,16 @@ def _scheduled(answer: Callable) -> str | None:
         except RecursionError:
             return f"{case} the stages wait for each other for ever."
         if max(ends.values()) > 3 * (count + stages - 1):
-            return f"{case} it takes {max(ends.values()):g} forward passes of time; {3 * (count + stages - 1)} are enough."
+            return (
+                f"{case} it takes {max(ends.values()):g} forward passes of time; "
+                f"{3 * (count + stages - 1)} are enough."
+            )
         for stage, order in enumerate(orders):
             if most_held(order) > stages - stage:
-                return f"{case} stage {stage} holds {most_held(order)} micro-batches; {stages - stage} are enough."
+                return (
+                    f"{case} stage {stage} holds {most_held(order)} micro-batches; "
+                    f"{stages - stage} are enough."
+                )
     return ""
 
 
