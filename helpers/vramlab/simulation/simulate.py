@@ -38,6 +38,7 @@ from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
+from .colocated import colocated, with_vllm
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
@@ -108,9 +109,12 @@ def simulate(
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
     recipe = None if recipe is None else as_recipe(recipe)
-    room = room_on(recipe, card, other_memory, expandable_segments)
+    vllm = None if recipe is None else colocated(recipe, card)
+    taken = vllm.kept if vllm else 0
+    room = room_on(recipe, card, other_memory + taken, expandable_segments)
     if recipe is not None:
-        return _of_recipe(recipe, target, card, steps, full, room)
+        report = _of_recipe(recipe, target, card, steps, full, room)
+        return with_vllm(report, vllm) if vllm else report
     loop = Loop.named(loop) if isinstance(loop, str) else loop
     return _of_module(
         ModuleStep(model, batch, optimizer, loss, loop, precision),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .tracked_operators import is_wrapper
 from .tracker import DEVICE_QUERY, Tracker, aten
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -71,7 +72,9 @@ class FakeTracker(Tracker):
         # torch functions are the simulation's own, which would run for each size that is asked for
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
-            if self.values and func is not aten.lift_fresh.default:
+            # of a wrapper such as DTensor what it wraps comes next
+            is_wrapped = any(map(is_wrapper, types))
+            if self.values and not is_wrapped and func is not aten.lift_fresh.default:
                 args, kwargs = self.values.stand_ins((args, kwargs))
             return self.dispatch(func, types, args, kwargs)
 
