@@ -21,7 +21,7 @@ INSTALLED := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help card course lab site test test-all gate notebooks format figure repo-url constraints try-card try-colab try-cuda try-fresh clean
+.PHONY: help card course lab site test test-all gate notebooks format figure repo-url constraints dist try-card try-colab try-cuda try-fresh clean
 
 help:
 	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
@@ -30,7 +30,7 @@ help:
 	@echo 'make site        the course as web pages from the stored outputs: build/site/index.html'
 	@echo 'make test        what CI runs: the gate, the unit tests, every notebook with its outputs compared (CPU only)'
 	@echo 'make test-all    the same with the exhaustive tests: hours'
-	@echo 'make gate        only the quick checks: ruff, the layers of the packages, the form of the notebooks'
+	@echo 'make gate        only the quick checks: ruff, types, the layers of the packages, the form of the notebooks'
 	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
 	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
 	@echo 'make figure      draw the pictures of the README and the cheat sheet again'
@@ -38,6 +38,7 @@ help:
 	@echo 'make try-cuda    run every notebook as on a T4, an RTX 4090 and two H100, without a GPU (Linux, CUDA build of torch)'
 	@echo 'make try-card    make card as on a T4, an RTX 4090 and an H100, without a GPU: hours'
 	@echo 'make try-fresh   build the wheel and run it in an empty environment with the newest of everything, or the floors (gigabytes)'
+	@echo 'make dist        build the packages that a release publishes, check them, run them in an empty environment: dist/'
 	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
 	@echo 'make constraints write constraints.txt from what .venv holds'
 	@echo 'make clean       remove .venv, build/ and caches'
@@ -94,11 +95,15 @@ test-all: $(GATE) $(INSTALLED)
 		$(NBVAL) --nbval-current-env --nbval-cell-timeout 300 --nbval-kernel-startup-timeout 180 \
 		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
 
+dist: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/release.py $(if $(TAG),--tag $(TAG)) --pip-flags '$(PIP_FLAGS)'
+
 gate: $(INSTALLED)
 	@mkdir -p build
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo --no-cache >build/layers.txt || { cat build/layers.txt; exit 1; }
+	@MYPYPATH=helpers $(BIN)/mypy --no-error-summary
 	@$(BIN)/python $(TOOLS)/canonical.py --check
 
 notebooks: $(INSTALLED)

@@ -1,7 +1,8 @@
 """Chapter 07's allocator against PyTorch's own: the same requests, compared after each of them.
 
     python benchmarks/allocator.py                                  # takes 24 GiB of a GPU
-    vramlab run --gpu H100 -- python benchmarks/allocator.py        # no GPU: on a stand-in (data/stand_in/README.md)
+    vramlab run --gpu H100 -- python benchmarks/allocator.py        # no GPU: on a stand-in
+    (data/stand_in/README.md)
 
 With `PYTORCH_ALLOC_CONF=expandable_segments:True` it compares the model of these.
 """

@@ -12,7 +12,8 @@ def summary(found: list[tuple[float, str]]) -> str:
         max(found, key=lambda row: abs(row[0])),
     )
     return (
-        f"{len(sizes)} runs, mean {statistics.mean(sizes):.4%}, median {statistics.median(sizes):.5%}, "
+        f"{len(sizes)} runs, mean {statistics.mean(sizes):.4%}, median "
+        f"{statistics.median(sizes):.5%}, "
         f"{sum(size <= 0.01 for size in sizes) / len(sizes):.1%} within 1 %, "
         f"{sum(size < 5e-7 for size in sizes)} equal to six digits, worst {error:+.2%} ({worst})"
     )

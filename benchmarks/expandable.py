@@ -1,11 +1,13 @@
-"""The least memory that holds a training step, with the allocator's default segments and with expandable ones.
+"""The least memory that holds a training step, with the allocator's default segments and with
+expandable ones.
 
     python benchmarks/expandable.py [EVERY]
 
-It needs no GPU: recipes of published runs and of those on the stand-in for a GPU are simulated, some 20 minutes of one
-core for all of them, and their requests run through the models of both allocators (`hardware/allocator.py`,
-`vramlab_course/expandable.py`, after PyTorch's source) with less and less memory. No published run says that it had
-expandable segments. `formulas/reserved.py` has the result as PAGES and MOST_PAGES.
+It needs no GPU: recipes of published runs and of those on the stand-in for a GPU are simulated,
+some 20 minutes of one core for all of them, and their requests run through the models of both
+allocators (`hardware/allocator.py`, `vramlab_course/expandable.py`, after PyTorch's source) with
+less and less memory. No published run says that it had expandable segments. `formulas/reserved.py`
+has the result as PAGES and MOST_PAGES.
 """
 
 import json
@@ -69,8 +71,10 @@ def main(every: int = 1) -> None:
     for name, rows in beyond.items():
         sizes, shares = zip(*rows, strict=True)
         print(
-            f"{name}: {len(rows)} runs, beyond the peak: median {statistics.median(sizes) / MiB:.0f} MiB, "
-            f"at most {max(sizes) / MiB:.0f} MiB; {statistics.median(shares) - 1:.1%}, at most {max(shares) - 1:.1%}"
+            f"{name}: {len(rows)} runs, beyond the peak: median "
+            f"{statistics.median(sizes) / MiB:.0f} MiB, "
+            f"at most {max(sizes) / MiB:.0f} MiB; {statistics.median(shares) - 1:.1%}, at most "
+            f"{max(shares) - 1:.1%}"
         )
 
 

@@ -40,7 +40,7 @@ def set_constants_of(tool: str, facts: dict) -> list[bool]:
 
 
 def differences(folder: Path, facts: dict) -> list[str]:
-    """Sentences about where `facts` and the archives in `folder` disagree; none where they agree."""
+    """Sentences about where `facts` and the archives in `folder` disagree."""
     found = []
     for tool, source in facts["sources"].items():
         if "sha256" not in source:
@@ -87,7 +87,8 @@ def other_roles(files: tarfile.TarFile, facts: dict) -> list[str]:
         said = roles.get(run["allocated"], set()) - {"repeat"}
         if said != {run["role"]}:
             found.append(
-                f"the run of {run['allocated']} bytes is {run['role']} here and {sorted(said)} there"
+                f"the run of {run['allocated']} bytes is {run['role']} here and {sorted(said)} "
+                f"there"
             )
     return found
 

@@ -29,14 +29,16 @@ start = time.process_time()
 PLANNED = """
 found = plan(model, gpu, gpus, seq_len=tokens, confirm=False)
 taken = time.process_time() - start
-print(found.considered, found.predicted, taken, str(found.choices[0].recipe) if found.choices else "nothing")
+first = str(found.choices[0].recipe) if found.choices else "nothing"
+print(found.considered, found.predicted, taken, first)
 """
 EACH = """
 candidates = Search(Question(model, gpu, gpus, seq_len=tokens)).candidates
 reports = [candidate.report for candidate in candidates]
 best = "nothing"
 for offload, tier in WAYS:
-    ways = [c for c in candidates if bool(c.recipe.sharding and c.recipe.sharding.offload) is offload]
+    divided = [(c, c.recipe.sharding) for c in candidates]
+    ways = [c for c, sharding in divided if bool(sharding and sharding.offload) is offload]
     if fitting := [c for c in ways if c.over(tier) <= 0]:
         best = str(min(fitting, key=lambda c: c.rank).recipe)
         break
@@ -62,10 +64,12 @@ def main() -> None:
         considered, predicted, seconds, best = run(PLANNED, case)
         _, _, each, same = run(EACH, case)
         print(
-            f"{case[0]} on {case[2]} × {case[1]}, {case[3]} tokens: {considered:,} recipes, {predicted} predicted"
+            f"{case[0]} on {case[2]} × {case[1]}, {case[3]} tokens: {considered:,} recipes, "
+            f"{predicted} predicted"
         )
         print(
-            f"  {considered / seconds:,.0f} a second in {seconds:.2f} s; predicting each: {considered / each:,.0f} a second"
+            f"  {considered / seconds:,.0f} a second in {seconds:.2f} s; predicting each: "
+            f"{considered / each:,.0f} a second"
         )
         print(f"  {each / seconds:.1f} times as fast; the same best recipe: {best == same}")
 

@@ -43,7 +43,8 @@ from vramlab.planning.search import Search
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "tests" / "stand_in" / "plan_tasks.json"
 ANSWERS = ROOT / "tests" / "stand_in" / "plan_questions.json"
-MODELS = ("gpt2", "pythia-160m", "qwen2.5-0.5b", "llama-3.2-1b", "polyglot-ko-1.3b", "gemma-2-2b", "llama-3.2-3b",
+MODELS = ("gpt2", "pythia-160m", "qwen2.5-0.5b", "llama-3.2-1b", "polyglot-ko-1.3b", "gemma-2-2b",
+    "llama-3.2-3b",
           "qwen3-4b", "qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b")  # fmt: skip
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "L40S", "H100 SXM")
 TOKENS = range(128, 4097, 64)
@@ -176,7 +177,7 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
 
 
 def rows_of(question: Question, recipe: Recipe) -> list[Recipe]:
-    """The recipe with rows of one length, and with padded ones where its micro-batch can have them."""
+    """The recipe with rows of one length, and with padded ones where it can have them."""
     padded = question.lengths_of(recipe.batch_size)
     lengths = (None, padded) if padded and not recipe.joins else (recipe.lengths,)
     return [recipe.replace(lengths=each) for each in lengths]
@@ -208,14 +209,16 @@ def answers(path: Path = ANSWERS) -> None:
         padded = sum("lengths" in run["recipe"] for run in runs)
         died = sum(run["allocated"] is None for run in runs)
         print(
-            f"{tier}: {len(of_tier)} answers, {len(runs)} steps run, {padded} of them padded, {died} out of memory"
+            f"{tier}: {len(of_tier)} answers, {len(runs)} steps run, {padded} of them padded, "
+            f"{died} out of memory"
         )
     print(f"nothing fits: {sum('tier' not in entry for entry in found)} of {len(found)} questions")
     tried = [entry["faster"] for entry in found if "faster" in entry]
     missed = [each for each in tried if each["least"] < 1 / each["error"]]
     recipes = sum(each["tried"] for each in tried)
     print(
-        f"exhaustive: {len(tried)} questions, {recipes:,} recipes, {len(missed)} with one faster by more than the error"
+        f"exhaustive: {len(tried)} questions, {recipes:,} recipes, {len(missed)} with one faster "
+        f"by more than the error"
     )
 
 
@@ -233,7 +236,10 @@ def show(path: Path = RESULT) -> None:
         ]
         held = "out of memory     "
         if task["allocated"]:
-            held = f"{task['allocated'] / GiB:6.2f} | {(task['reserved'] - task['allocated']) / MiB:5.0f} MiB"
+            held = (
+                f"{task['allocated'] / GiB:6.2f} | "
+                f"{(task['reserved'] - task['allocated']) / MiB:5.0f} MiB"
+            )
         print(
             " | ".join(
                 [f"{task['tier']:6}", *sizes, held, f"{task['card']}: {Recipe(**task['recipe'])}"]
@@ -242,7 +248,8 @@ def show(path: Path = RESULT) -> None:
     for tier in TIERS:
         of_tier = [task for task in tasks if task["tier"] == tier]
         print(
-            f"{tier}: {len(of_tier)} tasks, {sum(not task['allocated'] for task in of_tier)} out of memory"
+            f"{tier}: {len(of_tier)} tasks, {sum(not task['allocated'] for task in of_tier)} out "
+            f"of memory"
         )
     beyond = [(task["reserved"] - task["allocated"]) / MiB for task in tasks if task["allocated"]]
     apart = [abs(task["simulated"] / task["allocated"] - 1) for task in tasks if task["allocated"]]

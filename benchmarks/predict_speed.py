@@ -47,18 +47,21 @@ def main() -> None:
         "again": [milliseconds(lambda r=recipe: predict(r)) for recipe in recipes],
     }
     print(
-        f"{len(recipes)} recipes, milliseconds of processor time; first is one call, the others the least of {REPEATS}"
+        f"{len(recipes)} recipes, milliseconds of processor time; first is one call, the others "
+        f"the least of {REPEATS}"
     )
     for name, took in found.items():
         worst, slowest = max(zip(took, map(str, recipes), strict=True))
         print(
-            f"{name}: mean {statistics.mean(took):.2f}, median {statistics.median(took):.2f}, worst {worst:.2f}: {slowest}"
+            f"{name}: mean {statistics.mean(took):.2f}, median {statistics.median(took):.2f}, "
+            f"worst {worst:.2f}: {slowest}"
         )
     simulate(recipes[0])  # loads torch and transformers
     some = range(0, len(recipes), len(recipes) // SIMULATED)
     ratios = [milliseconds(lambda r=recipes[i]: simulate(r), 1) / found["sweep"][i] for i in some]
     print(
-        f"simulate takes {statistics.median(ratios):,.0f} times as long (median of {len(ratios)} recipes)"
+        f"simulate takes {statistics.median(ratios):,.0f} times as long (median of {len(ratios)} "
+        f"recipes)"
     )
 
 

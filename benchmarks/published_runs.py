@@ -49,8 +49,10 @@ def main(plainly: bool) -> None:
     for name, all_of in errors.items():
         sizes = [abs(error) for error in all_of]
         print(
-            f"{name}: {len(sizes)} runs, mean {statistics.mean(sizes):.3%}, median {statistics.median(sizes):.3%}, "
-            f"worst {max(sizes):.2%}, under by more than 1 % in {sum(error < -0.01 for error in all_of)}"
+            f"{name}: {len(sizes)} runs, mean {statistics.mean(sizes):.3%}, median "
+            f"{statistics.median(sizes):.3%}, "
+            f"worst {max(sizes):.2%}, under by more than 1 % in "
+            f"{sum(error < -0.01 for error in all_of)}"
         )
     print(*sorted({run.made_with for run in found}), sep="\n")
 

@@ -2,9 +2,10 @@
 
     python benchmarks/records.py [EVERY]
 
-With EVERY, one record in so many. A line for each figure: what the allocator counted on the card, and how far off the
-witnesses are. Torch's version decides what cuBLAS's workspaces take, so each figure stands twice: by the rules of the
-torch that the record names, and by those of the installed one. Compiled steps are apart: simulate describes the eager one.
+With EVERY, one record in so many. A line for each figure: what the allocator counted on the card,
+and how far off the witnesses are. Torch's version decides what cuBLAS's workspaces take, so each
+figure stands twice: by the rules of the torch that the record names, and by those of the installed
+one. Compiled steps are apart: simulate describes the eager one.
 """
 
 import contextlib
@@ -19,7 +20,9 @@ from vramlab.report.report import Report, environment
 
 
 def errors(report: Report, torch: str) -> dict[str, float]:
-    """What is compared to the relative error by the rules of a version of torch; without those that a witness refuses."""
+    """What is compared to the relative error by the rules of a version of torch; without those that
+    a witness refuses.
+    """
     recipe, card = Recipe(**report.recipe), card_of(report.environment)
     with rules_of(torch):
         said = simulate(recipe, gpu=card)
@@ -34,13 +37,23 @@ def errors(report: Report, torch: str) -> dict[str, float]:
     return {name: a / b - 1 for name, (a, b) in figures.items() if b}
 
 
-def main(every: int = 1) -> None:
+def by_card() -> dict[str, list[Report]]:
+    """Return all reports by their card and versions, of whichever file."""
+    found: dict[str, list[Report]] = {}
     for path in sorted(measurements_folder().glob("*.json")):
-        reports = list(load(path).values())
-        held = reports[0].environment
-        print(f"{held['gpu']}, torch {held['torch']}, driver {held['driver']}")
+        for report in load(path).values():
+            held = report.environment
+            card = f"{held['gpu']}, torch {held['torch']}, driver {held['driver']}"
+            found.setdefault(card, []).append(report)
+    return found
+
+
+def main(every: int = 1) -> None:
+    for card, reports in by_card().items():
+        print(card)
         measured = [report for report in reports if report.status == "ok"][::every]
-        for torch in dict.fromkeys((held["torch"], environment()["torch"])):
+        own = reports[0].environment["torch"]
+        for torch in dict.fromkeys((own, environment()["torch"])):
             groups: dict[str, list[tuple[float, str]]] = {}
             for report in measured:
                 kind = "compiled: " if report.recipe["torch_compile"] else ""

@@ -43,7 +43,7 @@ from vramlab_course.published import Run, runs
 
 
 def by_vramcalc(run: Run) -> int | None:
-    """vramcalc's peak; it has no bases in 4 bits, and of 8-bit optimizers only the states' number."""
+    """vramcalc's peak, without bases in 4 bits, and of 8-bit optimizers the states' number."""
     r = run.recipe
     if r.quantization:
         return None
@@ -107,7 +107,7 @@ def by_accelerate(run: Run) -> int | None:
 
 
 def by_deepspeed(run: Run) -> int | None:
-    """Model states on one GPU: weights of 16 bits and their fp32 masters, which is mixed precision."""
+    """Model states on one GPU: weights of 16 bits and their fp32 masters (mixed precision)."""
     r = run.recipe
     if r.lora or not r.precision.endswith("mixed"):
         return None

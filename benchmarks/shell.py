@@ -34,7 +34,8 @@ def main() -> None:
     print(f"import    {least['import']:6.2f} s")
     for name, (_, most) in COMMANDS.items():
         print(
-            f"{name:<9} {least[name]:6.2f} s  {least[name] / least['import']:.2f} × (at most {most} ×)"
+            f"{name:<9} {least[name]:6.2f} s  {least[name] / least['import']:.2f} × (at most "
+            f"{most} ×)"
         )
 
 

@@ -33,7 +33,8 @@ def main() -> None:
     for name, times in zip(MODELS, zip(*rounds, strict=True), strict=True):
         print(f"{name}: {min(times):.3f} s at least")
     print(
-        f"ratio: {ratios[ROUNDS // 2]:.2f} in the middle of {ROUNDS} rounds, {ratios[0]:.2f} to {ratios[-1]:.2f}"
+        f"ratio: {ratios[ROUNDS // 2]:.2f} in the middle of {ROUNDS} rounds, {ratios[0]:.2f} to "
+        f"{ratios[-1]:.2f}"
     )
 
 

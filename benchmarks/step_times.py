@@ -146,7 +146,7 @@ def spread(found: Sequence[float]) -> tuple[float, float]:
 
 
 def elsewhere() -> list[float]:
-    """`ratios` of each card's runs by the constants of the other: of a card that no fit has seen."""
+    """`ratios` of each card's runs by the constants of the other, as of an unseen card."""
     (one, other), found = CARDS, []
     for card, rates in ((one, other), (other, one)):
         found += ratios(chosen(card), in_use(rates))
@@ -160,7 +160,8 @@ def summary(found: Sequence[float]) -> str:
     off = [abs(1 / ratio - 1) for ratio in found]
     least, most = spread(found)
     return (
-        f"{len(found)} runs, off by {statistics.mean(off):.1%} on average, {max(off):.0%} at worst; "
+        f"{len(found)} runs, off by {statistics.mean(off):.1%} on average, {max(off):.0%} at "
+        f"worst; "
         f"nine tenths measured {least:.2f} to {most:.2f} times the estimate"
     )
 

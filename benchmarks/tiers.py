@@ -80,7 +80,7 @@ def of_stand_in() -> Iterator[Row]:
 
 
 def judge(name: str, rows: list[Row], seed: int = 0) -> None:
-    """Print how right each tier is over cards drawn for each row, and how wide the intervals are."""
+    """Print how right each tier is over cards drawn for each row, and the intervals' widths."""
     rng = random.Random(seed)
     said: dict[str, list[bool]] = {tier: [] for tier in TIERS}
     for needs, took in rows:
@@ -91,7 +91,8 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> None:
     above = sum(needs.high < took for needs, took in rows)
     width = statistics.median((needs.high - needs.low) / took for needs, took in rows)
     print(
-        f"{name}: {len(rows)} runs; likely is low in {low}, at most in {above}; width {width:.0%} (median)"
+        f"{name}: {len(rows)} runs; likely is low in {low}, at most in {above}; width "
+        f"{width:.0%} (median)"
     )
     for tier, right in said.items():
         print(f"    {tier}: fits on {sum(right) / len(right):.1%} of {len(right)} cards")

@@ -19,7 +19,10 @@ language = "en"
 DESCRIPTION = (
     "How much GPU memory does training need, and why? Every byte predicted, simulated and measured."
 )
-PICTURE = "Does my training fit? Beside it simulated over measured peaks of 95 published runs, all on the diagonal."
+PICTURE = (
+    "Does my training fit? Beside it simulated over measured peaks of 95 published runs, "
+    "all on the diagonal."
+)
 
 extensions = ["myst_nb", "mathml"]
 exclude_patterns = ["README.md", "generated", "**/__pycache__"]

@@ -72,7 +72,8 @@ def out_of_memory(recipe: Recipe, batch_size: int, **changes) -> Fact:
     found = {
         "batch_size": batch_size,
         "step": 1,
-        "message": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB of which "
+        "message": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity "
+        "of 14.56 GiB of which "
         "5.00 MiB is free.",
         "free": TOTAL - 2 * BASE,
         "total": TOTAL,

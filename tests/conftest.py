@@ -90,7 +90,7 @@ def no_window() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def release_of_the_expected_bytes() -> Generator:
-    """CUDA's rules are those of torch 2.13, whose bytes the tests hold, whichever torch runs them."""
+    """CUDA's rules are those of torch 2.13, whose bytes the tests hold, whichever runs them."""
     from vramlab.hardware import overhead
 
     with patch.object(overhead, "installed", lambda package: "2.13.0"):

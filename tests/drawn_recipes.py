@@ -271,7 +271,8 @@ def main(seed: int, count: int, first: int = 0) -> None:
     mean = sum(errors) / max(len(errors), 1)
     worst = max(errors, default=0)
     print(
-        f"{count} drawn, {len(errors)} comparable, mean {100 * mean:.3f} %, worst {100 * worst:.2f} %, {faults} faults"
+        f"{count} drawn, {len(errors)} comparable, mean {100 * mean:.3f} %, worst "
+        f"{100 * worst:.2f} %, {faults} faults"
     )
 
 

@@ -1,4 +1,4 @@
-"""Tables of cases of which `make test` runs a few; the others are marked slow, for `make test-all`."""
+"""Tables of cases, of which `make test` runs a few and `make test-all` also the slow ones."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

@@ -1,9 +1,32 @@
 """Reports made by hand, for the tests of what shows reports."""
 
-from vramlab.report.report import Bytes, GiB, Interval, Moment, Phase, Report, TensorGroup
+from vramlab.report.report import (
+    CATEGORIES,
+    Bytes,
+    Cause,
+    GiB,
+    Interval,
+    Moment,
+    Phase,
+    Report,
+    TensorGroup,
+)
 
 TITLE = "polyglot-ko-1.3b · batch 4 · 256 tokens · fp16-true · adamw_torch"
 RECIPE = {"model": "polyglot-ko-1.3b", "batch_size": 4, "seq_len": 256, "precision": "fp16-true"}
+# The categories of a training step.
+TRAINED = tuple(name for name in CATEGORIES if name != "kv_cache")
+
+
+CAUSE = Cause(
+    direction="backward",
+    op="_log_softmax_backward_data",
+    where="lm_head",
+    size=2**27,
+    category="temporaries",
+    shape=(1024, 32768),
+    dtype="float32",
+)
 
 
 def split(scale: float = 1.0, **changes: int) -> Bytes:

@@ -62,7 +62,7 @@ def _recipe(engine, model, size, world_size, rank, **settings) -> Recipe:
 
 
 def simulated(recipe: Recipe) -> dict:
-    """What `simulate` says of a recipe: each phase's bytes by category at its peak and at its end."""
+    """What `simulate` says of a recipe: each phase's bytes by category at its peak and end."""
     from vramlab.simulation.simulate import simulate
 
     report = simulate(recipe)

@@ -108,7 +108,7 @@ def differing_dtypes(ran: Report, said: Report) -> dict[str, Any]:
 
 
 def _watch(step: int) -> Any:
-    """A `WatchCallback` that also names what DeepSpeed and DDP hold where no parameter leads to it."""
+    """A `WatchCallback` that also names what DeepSpeed and DDP hold without a parameter."""
     from vramlab.faces.callback import WatchCallback
     from vramlab.faces.watch import watch
 

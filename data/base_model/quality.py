@@ -71,7 +71,7 @@ def one(
     texts: Mapping[str, list[str]],
     *judged: str,
 ) -> dict:
-    """Train once; bits per byte of each text that is `judged`, and how many numbers were trained."""
+    """Train once; bits per byte of each `judged` text, and how many numbers were trained."""
     r, targets, scale = setting
     where = targets if targets in ("all-linear", "all") else targets.split(", ")
     model = fresh(r, where, seed, **({"lora_alpha": scale * r} if r else {}))
@@ -155,12 +155,15 @@ def main(argv: list[str] | None = None) -> None:
     wanted = settings(tuple(args.ranks))
     runs = list(sweep(args.steps, args.processes, wanted, SEEDS[: args.seeds], *sizes))
     facts = {
-        "about": "Fine-tuning of the base model on documentation, made by quality.py; bits per byte on held-out text: "
+        "about": "Fine-tuning of the base model on documentation, made by quality.py; bits per "
+        "byte on held-out text: "
         "means over the seeds, and the standard deviation of the documentation's.",
         "hardware": args.hardware,
         "date": datetime.date.today().isoformat(),
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}",
-        "recipe": f"{args.steps} steps × {BATCH_SIZE} × {TOKENS} tokens, AdamW, fp32 weights under bf16 autocast, "
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, peft "
+        f"{peft.__version__}",
+        "recipe": f"{args.steps} steps × {BATCH_SIZE} × {TOKENS} tokens, AdamW, fp32 weights "
+        f"under bf16 autocast, "
         f"{args.seeds} seeds, each setting at the best of the rates tried",
         "base": base,
         "runs": runs,

@@ -70,12 +70,15 @@ def main(argv: list[str] | None = None) -> None:
         print(name, runs[name], flush=True)
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, bitsandbytes)}
     facts = {
-        "about": "LoRA and QLoRA of the base model on documentation, made by quality_4bit.py; bits per byte, held-out text.",
+        "about": "LoRA and QLoRA of the base model on documentation, made by quality_4bit.py; "
+        "bits per byte, held-out text.",
         "hardware": args.hardware,
         "date": datetime.date.today().isoformat(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "recipe": f"{args.steps} steps × {BATCH_SIZE} × {CONTEXT} tokens, AdamW at {LEARNING_RATE:g} ({FULL_RATE:g} for all "
-        f"weights), r = {RANK} on all linear layers, lora_alpha {ALPHA}, computed in fp32, seed {SEED}",
+        "recipe": f"{args.steps} steps × {BATCH_SIZE} × {CONTEXT} tokens, AdamW at "
+        f"{LEARNING_RATE:g} ({FULL_RATE:g} for all "
+        f"weights), r = {RANK} on all linear layers, lora_alpha {ALPHA}, computed in fp32, seed "
+        f"{SEED}",
         "runs": runs,
     }
     args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -92,7 +92,7 @@ def documentation() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: 256 bytes and what merges best, so that no text is outside its vocabulary."""
+    """A byte-level BPE: 256 bytes and what merges best, so that it can write any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -127,7 +127,7 @@ def config(vocab_size: int, hidden: int = 256, layers: int = 4) -> LlamaConfig:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a twentieth of the steps, then a cosine down to a fiftieth of the peak."""
+    """Linear warm-up over a twentieth of the steps, then a cosine to a fiftieth of the peak."""
     warm = max(1, steps // 20)
     if step < warm:
         return peak * (step + 1) / warm
@@ -263,7 +263,8 @@ def main(argv: list[str] | None = None) -> None:
     files, held_out = split_files(source_files(args.source))
     if not files or not held_out:
         parser.error(
-            f"{args.source} holds {len(files)} files to train on and {len(held_out)} to hold out; both are needed"
+            f"{args.source} holds {len(files)} files to train on and {len(held_out)} to hold "
+            f"out; both are needed"
         )
     transformers.utils.logging.disable_progress_bar()
     tokenizer = train_tokenizer(list(files.values()), args.vocabulary)

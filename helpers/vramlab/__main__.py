@@ -32,10 +32,11 @@ def main() -> None:
 
         app(prog_name="vramlab")
     except SystemExit as exiting:
-        status = exiting.code or 0
-        if isinstance(status, str):
-            print(status, file=sys.stderr)
-            status = 2
+        code = exiting.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 2
+        status = code
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         status = 130
@@ -50,7 +51,10 @@ def main() -> None:
 def _refusal() -> str:
     """Return why nothing can run here, "" where it can."""
     if sys.flags.optimize > 1:
-        return "python -OO strips docstrings, of which transformers makes its models' outputs: leave out -OO, or say -O."
+        return (
+            "python -OO strips docstrings, of which transformers makes its models' outputs: "
+            "leave out -OO, or say -O."
+        )
     try:
         os.getcwd()
     except OSError:

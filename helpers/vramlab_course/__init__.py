@@ -1,1 +1,3 @@
-"""The course's own code: exercises, claims and their experiments, and teaching code of single chapters."""
+"""The course's own code: exercises, claims and their experiments, and teaching code of single
+chapters.
+"""

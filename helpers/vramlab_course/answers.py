@@ -203,7 +203,8 @@ class Function(Number):
         super().__post_init__()
         if len(self.cases) < 3:
             raise ValueError(
-                "a function is checked over three configurations or more, or a constant could be right."
+                "a function is checked over three configurations or more, or a constant could be "
+                "right."
             )
 
     def expand(self, thing: Any) -> Numbers:
@@ -307,7 +308,8 @@ def _number(answer: Any, before: str) -> float:
     """An answer as a number, also numpy's and one-element tensors. Raises Unclear."""
     if hasattr(answer, "peak"):
         raise Unclear(
-            f"{before}A number was expected, not a whole report: take for example report.peak.total."
+            f"{before}A number was expected, not a whole report: take for example "
+            f"report.peak.total."
         )
     try:
         if isinstance(answer, bool | str | bytes) or callable(answer):

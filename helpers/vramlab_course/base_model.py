@@ -28,7 +28,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def base_model_path(*parts: str) -> Path:
-    """The path of a file of the base model, in a checkout or in the installed `vramlab-base-model`."""
+    """The path of a file of the base model, in a checkout or in `vramlab-base-model`."""
     folder = data_path("base_model")
     if not folder.is_dir() and (installed := find_spec("vramlab_base_model")):
         folder = Path(next(iter(installed.submodule_search_locations)))
@@ -44,11 +44,13 @@ def base_model_folder() -> Path:
     if not folder.is_dir():
         address = repository() or "ADDRESS"
         raise RecordError(
-            f"The base model is not installed: pip install 'git+{address}#subdirectory=data/base_model'."
+            f"The base model is not installed: pip install "
+            f"'git+{address}#subdirectory=data/base_model'."
         )
     if not (folder / "model.safetensors").exists():
         raise RecordError(
-            f"The base model is missing: run {folder / 'train.py'}, which trains it in about an hour."
+            f"The base model is missing: run {folder / 'train.py'}, which trains it in about an "
+            f"hour."
         )
     return folder
 

@@ -136,7 +136,7 @@ def _is_blank(answer: Any) -> bool:
 
 
 def _has_dots(answer: Any) -> bool:
-    """Whether a line of the answer's code still has the dots to be replaced, as in `scale = ...`."""
+    """Whether a line of the answer's code still has dots to be replaced, as in `scale = ...`."""
     return any(
         ... in part.__code__.co_consts for part in _parts(answer) if hasattr(part, "__code__")
     )

@@ -49,7 +49,8 @@ CONTROLS = {
 }
 CONTROLS |= {option: _values(option) for option in LABELS if option in OPTIONS}
 START = {name: values[0] if values else "" for name, values in CONTROLS.items()} | {
-    "model": "polyglot-ko-1.3b", "gpu": "T4", "batch_size": 4, "seq_len": 256, "precision": "fp16-true",
+    "model": "polyglot-ko-1.3b", "gpu": "T4", "batch_size": 4, "seq_len": 256,
+    "precision": "fp16-true",
     "engine": "fsdp", "world_size": 8,
 }  # fmt: skip
 
@@ -88,7 +89,10 @@ def code_of(recipe: Recipe, gpu: str, expandable_segments: bool = False) -> str:
         if f"{name}(" in text
     ]
     rest = ", expandable_segments=True" if expandable_segments else ""
-    return f"from vramlab import {', '.join(names)}, predict\n\n{text}print(predict(recipe, gpu={gpu!r}{rest}))"
+    return (
+        f"from vramlab import {', '.join(names)}, predict\n\n{text}print(predict(recipe, "
+        f"gpu={gpu!r}{rest}))"
+    )
 
 
 class Calculator:
@@ -155,7 +159,9 @@ class Calculator:
             else str(self.recipe),
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
-            f"{report.verdict.capitalize()}: the process takes {report.process}, {self.card.name} has "
+            *([f"Why there: {report.why}."] if report.cause else []),
+            f"{report.verdict.capitalize()}: the process takes {report.process}, "
+            f"{self.card.name} has "
             f"{format_bytes(report.usable)}.",
             *(f"Note: {note}." for note in report.notes),
         ]

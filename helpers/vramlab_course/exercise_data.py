@@ -51,7 +51,8 @@ RECIPE_NAMES = {
     "needs": "f'The process is likely to take {process}, the card has {total}'",
     "largest": "max(report.peak.items(), key=lambda part: part[1])",
     "category": "largest[0].replace('_', ' ')",
-    "most": "f'most of the peak, in {report.peak_phase}, is {category}: {format_bytes(largest[1])}'",
+    "most": "f'most of the peak, in {report.peak_phase}, is {category}: "
+    "{format_bytes(largest[1])}'",
 }
 IS_RECIPE = ("isinstance(answer, Recipe)", "A Recipe was expected, not a {kind}.")
 

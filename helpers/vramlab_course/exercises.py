@@ -84,7 +84,8 @@ def chapter(number: str) -> dict[str, Exercise]:
     exercises = {name: Exercise(name, **entry) for name, entry in read_exercises(path).items()}
     if stray := [name for name in exercises if not name.startswith(number + ".")]:
         raise ValueError(
-            f"{path.name}: the names of its exercises start with {number + '.'!r}, not {stray[0]!r}."
+            f"{path.name}: the names of its exercises start with {number + '.'!r}, not "
+            f"{stray[0]!r}."
         )
     return exercises
 
@@ -143,11 +144,15 @@ def certificate(number: str, name: str) -> bool:
     if missing := [each for each in asked if each not in _passed]:
         print(
             wrapped(
-                f"Chapter {number}: of {len(asked)} checks these have not passed in this session: {', '.join(missing)}."
+                f"Chapter {number}: of {len(asked)} checks these have not passed in this "
+                f"session: {', '.join(missing)}."
             )
         )
         return False
-    words = f"{name}\nhas passed all {len(asked)} checks of chapter {number}: {', '.join(asked)}\n{date.today().isoformat()}"
+    words = (
+        f"{name}\nhas passed all {len(asked)} checks of chapter {number}: "
+        f"{', '.join(asked)}\n{date.today().isoformat()}"
+    )
     print(_boxed(" VRAM Lab · certificate ", words))
     return True
 
@@ -162,7 +167,7 @@ def judge(exercise: Exercise, answer: Any) -> Feedback:
 
 
 def is_empty(answer: Any) -> bool:
-    """Whether `answer` is a function that does nothing, like the one that the notebooks start with."""
+    """Whether `answer` is a function that does nothing, as the notebooks start with one."""
 
     def empty(): ...
 

@@ -23,7 +23,7 @@ class ExpandablePool(Pool):
         self.holes = {self._next: self._next + ADDRESSES}
 
     def take(self, size: int) -> tuple[int, int]:
-        """Return (start, end) of the best fit or of the lowest run of free blocks and holes, split."""
+        """Return (start, end) of the best fit or the lowest run of free blocks and holes, split."""
         start = self._best_fit(size)
         start, end = self._map(size) if start is None else (start, self.remove(start))
         if end > start + size:

@@ -128,7 +128,8 @@ def _record(name: str) -> dict[str, Any]:
     path = base_model_path(f"{name}.json")
     if not path.exists():
         raise RecordError(
-            f"{path.name} is missing: run data/base_model/{name}.py, which takes up to half an hour."
+            f"{path.name} is missing: run data/base_model/{name}.py, which takes up to half an "
+            f"hour."
         )
     return json.loads(path.read_text(encoding="utf-8"))
 

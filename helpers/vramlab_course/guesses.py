@@ -80,12 +80,16 @@ def score() -> str:
     asked = [each for each in _guesses.values() if each.found is not None]
     made = [each for each in asked if each.mine is not None]
     if not made:
-        return f"You guessed none of the {len(asked)} numbers. Put yours in place of None, and run the cells again."
+        return (
+            f"You guessed none of the {len(asked)} numbers. Put yours in place of None, and "
+            f"run the cells again."
+        )
     factors = [max(each.factor, 1 / each.factor) for each in made]
     close = sum(factor <= CLOSE for factor in factors)
     near = sum(CLOSE < factor <= NEAR for factor in factors)
     high = sum(each.mine > each.found for each in made)
     return wrapped(
-        f"You guessed {len(made)} of the {len(asked)} numbers: {close} within a quarter, {near} more within a factor of two, "
+        f"You guessed {len(made)} of the {len(asked)} numbers: {close} within a quarter, {near} "
+        f"more within a factor of two, "
         f"{len(made) - close - near} further off. {high} of them were too high."
     )

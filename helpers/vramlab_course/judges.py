@@ -23,6 +23,19 @@ def message_sizes(message: str) -> list[float]:
     ]
 
 
+def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """A model of 1,000 weights and its AdamW: "built", after "backward", or "updated"."""
+    import torch
+
+    model = torch.nn.Linear(100, 10, bias=False, dtype=getattr(torch, dtype))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if moment != "built":
+        model(torch.ones(1, 100, dtype=model.weight.dtype)).sum().backward()
+    if moment == "updated":
+        optimizer.step()
+    return model, optimizer
+
+
 def largest_batch(
     model: str, gpu: str, seq_len: int, part: str = "value", named: bool = True
 ) -> int:

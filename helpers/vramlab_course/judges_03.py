@@ -126,7 +126,10 @@ def recomputed(answer: Any) -> Feedback:
         result = answer(list(layers), x, every)
         if result is None or result is ...:
             return NOT_ANSWERED
-        case = f"With {count} layers, every={every}{'' if needs else ' and an input that needs no gradient'}: "
+        case = (
+            f"With {count} layers, "
+            f"every={every}{'' if needs else ' and an input that needs no gradient'}: "
+        )
         if not isinstance(result, torch.Tensor) or not torch.allclose(result, exact, atol=1e-6):
             return _wrong(case + "the result is not that of the layers, one after the other.")
         forward = list(ran)
@@ -148,7 +151,8 @@ def recomputed(answer: Any) -> Feedback:
             )
     return Feedback(
         True,
-        "Right: what a segment was given is kept, and the segment runs again when backward gets there.",
+        "Right: what a segment was given is kept, and the segment runs again when backward gets "
+        "there.",
     )
 
 

@@ -70,13 +70,19 @@ def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
     if recipe.sharding or (
         adapters and (adapters.r < RANK.r or adapters.target_modules != RANK.target_modules)
     ):
-        return "one card, nothing offloaded; adapters of rank 16 or more on all linear layers, or none."
+        return (
+            "one card, nothing offloaded; adapters of rank 16 or more on all linear layers, "
+            "or none."
+        )
     card = find_gpu(gpu)
     if why := card.why_not(recipe.precision):
         return f"{why}."
     over = predict(recipe, gpu=card).process.high - usable_memory(card)
     if over > 0:
-        return f"your recipe is not safe: its process may take {format_bytes(over)} more than there is."
+        return (
+            f"your recipe is not safe: its process may take {format_bytes(over)} more than "
+            f"there is."
+        )
     ratio = step_time(recipe, card).seconds / best
     return (
         f"it takes {ratio:.2f} times as long as the fastest that is safe." if ratio > SLOWER else ""

@@ -95,7 +95,7 @@ class Format:
 
     @property
     def epsilon(self) -> float:
-        """The step from 1 to the next number; the relative error of rounding is at most half of it."""
+        """The step from 1 to the next number; rounding's relative error is at most half of it."""
         return 2.0**-self.fraction_bits
 
     def fields(self, code: int) -> tuple[int, int, int]:
@@ -198,7 +198,8 @@ class Format:
             self.top == "finite" and not self.saturates
         ):
             raise NumericsError(
-                f"top is {self.top!r}, but allowed are 'ieee', 'nan', and 'finite' with saturates=True."
+                f"top is {self.top!r}, but allowed are 'ieee', 'nan', and 'finite' with "
+                f"saturates=True."
             )
         if (
             self.exponent_bits < 1
@@ -225,7 +226,7 @@ FORMATS = (FP32, TF32, FP16, BF16, E5M2, E4M3FN, E2M1)
 
 
 def rounded(tensor: "torch.Tensor", format: Format) -> "torch.Tensor":
-    """`Format.round` for a float32 or float64 tensor, in its dtype; nan stays nan in every format."""
+    """`Format.round` for a float32 or float64 tensor, in its dtype; nan stays nan."""
     import torch
 
     sizes = tensor.abs().double()

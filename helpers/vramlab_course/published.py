@@ -69,7 +69,8 @@ def runs() -> list[Run]:
                 seconds=run.get("seconds"),
                 as_run=run.get("as_run"),
                 use_reentrant=stored["sources"][run["source"]].get("use_reentrant"),
-                made_with=f"{run['gpu']}, torch {run['torch']}, transformers {run['transformers']}, {run['date']}",
+                made_with=f"{run['gpu']}, torch {run['torch']}, transformers "
+                f"{run['transformers']}, {run['date']}",
             )
         )
     return found
@@ -100,7 +101,10 @@ def scatter_error(
     every = [n for group in sizes.values() for pair in group for n in pair]
     off = [abs(error) for group in errors.values() for error in group]
     within = sum(error <= band for error in off)
-    summary = f"{within} of {len(off)} within ±{band:.0%} · median {statistics.median(off):.2%} · worst {max(off):.2%}"
+    summary = (
+        f"{within} of {len(off)} within ±{band:.0%} · median {statistics.median(off):.2%} "
+        f"· worst {max(off):.2%}"
+    )
 
     figure, (above, below) = style.start(title, summary, rows=2, sharex=True, height_ratios=(3, 2))
     ends = [min(every) / 1.3, max(every) * 1.3]

@@ -1,4 +1,6 @@
-"""This rank's training and its rows of the global batch, equal to those of one process that has all rows."""
+"""This rank's training and its rows of the global batch, equal to those of one process that has all
+rows.
+"""
 
 from collections.abc import Iterator
 
@@ -11,7 +13,9 @@ SEED = 0  # of the weights, equal on all ranks, and of the batch
 
 
 def build_on_rank(recipe: Recipe, device: str) -> Training:
-    """Build this rank's training, from the same weights on all, with its own rows of the global batch."""
+    """Build this rank's training, from the same weights on all, with its own rows of the global
+    batch.
+    """
     torch.manual_seed(SEED)
     training = build(recipe, device)
     fill_batch(training, recipe, device)
@@ -19,7 +23,9 @@ def build_on_rank(recipe: Recipe, device: str) -> Training:
 
 
 def fill_batch(training: Training, recipe: Recipe, device: str, step: int = 0) -> None:
-    """Copy this rank's rows of the `step`-th global batch into the batch that is there, which keeps its place in memory."""
+    """Copy this rank's rows of the `step`-th global batch into the batch that is there, which keeps
+    its place in memory.
+    """
     batches = [training.batch, *training.further]
     for batch, rows in zip(batches, _rows(recipe, len(batches), step), strict=True):
         for name, tensor in batch.items():
@@ -27,7 +33,9 @@ def fill_batch(training: Training, recipe: Recipe, device: str, step: int = 0) -
 
 
 def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's rows of a step's `count` global micro-batches: rank r has the r-th `batch_size` rows of each."""
+    """This rank's rows of a step's `count` global micro-batches: rank r has the r-th `batch_size`
+    rows of each.
+    """
     first = recipe.sharding.rank * recipe.batch_size if replicas(recipe) > 1 else 0
     with torch.random.fork_rng(devices=[]):
         for number in range(count):
@@ -42,7 +50,9 @@ def alone(recipe: Recipe) -> Recipe:
 
 
 def replicas(recipe: Recipe) -> int:
-    """Among how many ranks the global batch is divided: all, or with tensor and pipeline parallel none."""
+    """Among how many ranks the global batch is divided: all, or with tensor and pipeline parallel
+    none.
+    """
     if recipe.sharding is None or recipe.sharding.engine in ("tensor", "pipeline"):
         return 1
     return recipe.sharding.world_size

@@ -1,28 +1,11 @@
-"""The roofline (Williams, Waterman and Patterson 2009): the best rate of a computation, by its
-intensity.
-
-A kernel that does `i` operations per byte it moves runs at min(peak, i × bandwidth) at most.
-`best_seconds` times computations on this machine; `Gpu.flops` and `Gpu.bandwidth` have the
-datasheets' figures.
+"""The shortest time of computations on this machine, to hold against a roofline (Williams, Waterman
+and Patterson 2009): chapter 07.
 """
 
 import time
 from collections.abc import Callable, Mapping
 
-from vramlab.report.errors import VramLabError
-
 ROUNDS = 8  # of all computations by turns, so that a busy moment spoils one turn of each
-
-
-class RooflineError(VramLabError, ValueError):
-    """A rate or an intensity that is not positive."""
-
-
-def attainable(intensity: float, peak: float, bandwidth: float) -> float:
-    """Operations a second at `intensity` operations per byte: min(peak, intensity × bandwidth)."""
-    if min(intensity, peak, bandwidth) <= 0:
-        raise RooflineError("Intensity, peak and bandwidth have to be above zero.")
-    return min(peak, intensity * bandwidth)
 
 
 def best_seconds(work: Mapping[str, Callable[[], object]]) -> dict[str, float]:

@@ -93,7 +93,7 @@ class Topology:
         return _links(self.codes[a, b])
 
     def islands(self) -> list[list[str]]:
-        """GPUs in groups that reach each other over NVLink alone, directly or through one another."""
+        """GPUs in groups that reach each other over NVLink alone, directly or through others."""
         left, found = self.gpus, []
         while left:
             group = [left.pop(0)]

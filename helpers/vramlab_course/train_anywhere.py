@@ -147,7 +147,8 @@ def tokens_of(given: argparse.Namespace) -> torch.Tensor:
         ids += [tokenizer.bos_token_id or 0, *tokenizer(text, verbose=False)["input_ids"]]
     if len(ids) <= given.context:
         raise SystemExit(
-            f"{given.text} has {len(ids)} tokens in files {given.pattern}; over {given.context} are needed."
+            f"{given.text} has {len(ids)} tokens in files {given.pattern}; over {given.context} "
+            f"are needed."
         )
     return torch.tensor(ids)
 

@@ -1,4 +1,4 @@
-"""Blanks: the reader's piece is judged by what it does, and the chapter runs whatever stands there."""
+"""Blanks: the reader's piece is judged by what it does, and the chapter runs with any."""
 
 import ast
 import re
@@ -269,7 +269,8 @@ def test_hints_come_one_by_one_and_the_solution_is_source(small, capsys):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("99.triple", "no blank 99.triple: this chapter has 99.double"), ("98.double", "this chapter has none"),
+    [("99.triple", "no blank 99.triple: this chapter has 99.double"),
+        ("98.double", "this chapter has none"),
      ("double", "named by chapter and piece"), (99, "named by chapter and piece")],
 )  # fmt: skip
 def test_an_unknown_blank_is_one_sentence(small, name, words):

@@ -160,6 +160,10 @@ def test_the_sentences_name_total_largest_and_whether_it_fits():
             f"; largest: {part.replace('_', ' ')}, {getattr(report.peak, part) / GiB:,.3f} GiB ("
             in text
         )
+        assert (
+            f"Why there: {report.why}." in text
+            and report.cause == report.phases[report.peak_phase].cause
+        )
         assert f"{fits}: the process takes {report.process}, T4 has 14.562 GiB." in text
     assert "Note: T4 has compute capability 7.5 and bf16" in str(Calculator(precision="bf16-true"))
     *parts, total = sizes(tight)
@@ -247,7 +251,10 @@ def test_expandable_segments_are_a_control_and_stand_in_the_code():
 
 def test_a_prediction_loads_no_heavy_library():
     script = "import sys, vramlab_course.calculator as c; str(c.Calculator())"
-    script += "; sys.exit(', '.join({'torch', 'transformers', 'matplotlib', 'peft'} & sys.modules.keys()) or 0)"
+    script += (
+        "; sys.exit(', '.join({'torch', 'transformers', 'matplotlib', 'peft'} & "
+        "sys.modules.keys()) or 0)"
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 

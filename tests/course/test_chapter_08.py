@@ -31,7 +31,8 @@ def test_a_program_that_fails_leaves_arguments_and_callback(tmp_path, capsys, mo
     monkeypatch.setenv("HF_DATASETS_CACHE", "")
     program = tmp_path / "train.py"
     program.write_text(
-        "import sys, vramlab; print(1); raise SystemExit(f'{vramlab.WatchCallback.__name__} {sys.argv[1:]}')"
+        "import sys, vramlab; print(1); raise SystemExit(f'{vramlab.WatchCallback.__name__} "
+        "{sys.argv[1:]}')"
     )
     before = sys.argv, vramlab.WatchCallback
     with pytest.raises(SystemExit, match=r"Kept \['--data', 'x', '--watch'\]"):

@@ -375,9 +375,14 @@ def test_long_sentences_are_wrapped(chapter, capsys):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("99.7", "There is no exercise 99.7: this chapter has 99.1, 99.2."), ("98.1", "Chapter 98 has no exercises."),
-     ("2.1", "named by chapter and number"), (2.1, "named by chapter and number"), ("99.1; x", "named by chapter")],
-)  # fmt: skip
+    [
+        ("99.7", "There is no exercise 99.7: this chapter has 99.1, 99.2."),
+        ("98.1", "Chapter 98 has no exercises."),
+        ("2.1", "named by chapter and number"),
+        (2.1, "named by chapter and number"),
+        ("99.1; x", "named by chapter"),
+    ],
+)
 def test_an_unknown_exercise_is_one_sentence(chapter, name, words):
     for call in (exercises.ask, exercises.hint, lambda n: exercises.check(n, 1)):
         with pytest.raises(ExerciseError, match=words) as caught:
@@ -396,12 +401,15 @@ def test_a_sound_check_has_no_problems(kind):
 @pytest.mark.parametrize(
     ("check", "words"),
     [
-        (dataclasses.replace(NUMBER, mistakes=[Mistake(16 * PARAMETERS + 1, "Near.")]), "accepts the mistake 'Near.'"),
-        (dataclasses.replace(NUMBER, mistakes=[Mistake(5, "A."), Mistake(5, "B.")]), "'B.' is taken for 'A.'"),
+        (dataclasses.replace(NUMBER, mistakes=[Mistake(16 * PARAMETERS + 1, "Near.")]),
+            "accepts the mistake 'Near.'"),
+        (dataclasses.replace(NUMBER, mistakes=[Mistake(5, "A."), Mistake(5, "B.")]),
+            "'B.' is taken for 'A.'"),
         (Number("x"), "rejects its own reference"),
         (Table({"a": 1}, mistakes=[Mistake({"b": 1}, "B.")]), "speaks of b"),
         (Table({"a": 1, "c": 2}, mistakes=[Mistake({"a": 1}, "A.")]), "accepts the mistake 'A.'"),
-        (dataclasses.replace(FUNCTION, mistakes=[Mistake(lambda **c: reference(**c) + 1, "")]), "accepts the mistake"),
+        (dataclasses.replace(FUNCTION, mistakes=[Mistake(lambda **c: reference(**c) + 1, "")]),
+            "accepts the mistake"),
         (Function(lambda n: 7, cases=[{"n": 1}, {"n": 2}, {"n": 3}]), "a constant would be right"),
         (Choice("left", {"right": "", "wrong": ""}), "none of the options"),
         (Choice("right", {"right": ""}), "only one option"),
@@ -463,7 +471,8 @@ def test_a_number_of_a_file_is_computed_from_its_names(file):
     found = file(
         "[names]\ngpt2 = \"read_shape('gpt2').num_parameters\"\n"
         + ENTRY
-        + 'kind = "number"\nanswer = "gpt2 + 1/2"\ntolerance = 0\nmistakes = [["gpt2 * 2", "Not twice."], [1, "One."]]'
+        + 'kind = "number"\nanswer = "gpt2 + 1/2"\ntolerance = 0\nmistakes = [["gpt2 * 2", "Not '
+        'twice."], [1, "One."]]'
     )["99.1"]
     assert (
         found.question == f"What is {PARAMETERS:,} and a half?"

@@ -5,7 +5,7 @@ a ring.
 from types import SimpleNamespace
 
 import pytest
-from vramlab import GiB
+from vramlab import GiB, Recipe, find_gpu, simulate
 from vramlab.report.report import Bytes
 from vramlab_course.chapters import figures_00, figures_11
 from vramlab_course.topology import parse_topology
@@ -40,6 +40,21 @@ def test_the_second_step_starts_with_the_states_of_the_first():
     assert {"4.0 GiB", "6.0 GiB", "AdamW's states: 2.0 GiB"} <= {
         text.get_text() for text in figure.axes[0].texts
     }
+
+
+def test_the_parts_at_the_peak_are_all_of_it():
+    """Counted from the model's shape: 3 tensors of logits, a matrix of scores for each head."""
+    recipe = Recipe("qwen3-0.6b", 4, 512, "fp16-mixed", "adamw_torch_fused", num_layers=6)
+    card = find_gpu("T4")
+    parts = figures_00.parts_at_peak(recipe, card)
+    assert sum(parts.values()) == simulate(recipe, gpu="T4").peak.total
+    shape = recipe.shape
+    assert parts["the loss"] == 3 * 4 * 2048 * shape.vocab_size
+    assert parts["attention: scores"] == 4 * 6 * shape.num_heads * 512 * 512 * 4
+    assert parts["parameters"] == 4 * shape.num_parameters
+    assert list(parts.values()) == sorted(parts.values(), reverse=True)
+    figure = figures_00.whole(parts, "a title", "about")
+    assert figure.rows[-1][0] == "together" and len(figure.rows) == len(parts) + 2
 
 
 def test_every_pair_is_in_the_table_and_the_ring_is_marked():

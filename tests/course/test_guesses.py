@@ -66,7 +66,8 @@ def test_the_score_counts_how_many_are_close():
     guess("Not compared yet?", "GiB", mine=3)
     said = " ".join(score().split())
     assert said == (
-        "You guessed 5 of the 6 numbers: 2 within a quarter, 1 more within a factor of two, 2 further off. "
+        "You guessed 5 of the 6 numbers: 2 within a quarter, 1 more within a factor of two, 2 "
+        "further off. "
         "3 of them were too high."
     )
 

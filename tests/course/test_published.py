@@ -283,7 +283,8 @@ def test_the_readme_says_how_many_runs_were_not_plain():
         (
             "mixtral",
             True,
-            "transformers 5 fuses experts in 3-D parameters, and prepare_model_for_kbit_training casts",
+            "transformers 5 fuses experts in 3-D parameters, and prepare_model_for_kbit_training "
+            "casts",
         ),
         ("mixtral", False, "transformers 5 fuses experts in 3-D parameters"),
         ("falcon", False, "Falcon's own linear class"),

@@ -1,4 +1,4 @@
-"""Who was fitted to which of the published runs, and what the README says of other tools on them."""
+"""Who was fitted to which published runs, and what the README says of other tools on them."""
 
 import hashlib
 import importlib.util
@@ -110,8 +110,8 @@ def test_the_readme_says_who_was_fitted_to_what(fitted_runs):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     text = " ".join(readme.split())
     assert (
-        "vramcalc's 13 runs set two of its constants, and 32 of fitcheck-llm's 71 its counts of activations"
-        in text
+        "vramcalc's 13 runs set two of its constants, and 32 of fitcheck-llm's 71 its counts of "
+        "activations" in text
     )
     assert "The 49 that it fitted its allowance" in text
     cells = {}

@@ -183,7 +183,8 @@ def test_a_copy_elsewhere_asks_for_a_model(tmp_path, monkeypatch):
 
 FAKES = {
     "scontrol": '[ "$*" = "show hostnames node[1-2]" ] || exit 9\necho localhost\necho node2\n',
-    "srun": 'for node in $(seq "$SLURM_JOB_NUM_NODES"); do\n  SLURM_NODEID=$((node - 1)) "$@" &\n  pids+=($!)\ndone\n'
+    "srun": 'for node in $(seq "$SLURM_JOB_NUM_NODES"); do\n  SLURM_NODEID=$((node - 1)) "$@" '
+    "&\n  pids+=($!)\ndone\n"
     'status=0\nfor pid in "${pids[@]}"; do wait "$pid" || status=$?; done\nexit $status\n',
 }
 
@@ -238,7 +239,8 @@ def test_a_node_that_fails_fails_the_job(cluster, tmp_path):
         ["bash", str(SBATCH), "--steps=7"], capture_output=True, text=True, timeout=60, env=job
     )
     told = (
-        "4 --nnodes 2 --nproc_per_node 4 --rdzv_id 1234567 --rdzv_backend c10d --rdzv_endpoint localhost:24567 "
+        "4 --nnodes 2 --nproc_per_node 4 --rdzv_id 1234567 --rdzv_backend c10d --rdzv_endpoint "
+        "localhost:24567 "
         f"helpers/vramlab_course/train_anywhere.py --checkpoint {tmp_path / 'kept'} --steps=7"
     )
     assert done.returncode == 3 and done.stdout.splitlines() == [told, told]

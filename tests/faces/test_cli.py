@@ -99,12 +99,15 @@ WORDS = [
     ("--lora-r 8 --quantization nf4", {"lora": LoRA(), "quantization": Quantization("nf4")}),
     ("--lora-r 8 --quantization fp4 --double-quant",
      {"lora": LoRA(), "quantization": Quantization("fp4", double=True)}),
-    ("--lora-r 8 --double-quant", {"lora": LoRA(), "quantization": Quantization("nf4", double=True)}),
+    ("--lora-r 8 --double-quant",
+        {"lora": LoRA(), "quantization": Quantization("nf4", double=True)}),
     # TRL does not prepare the base
     ("--trainer sft --lora-r 8 --quantization nf4 --precision bf16-mixed",
-     {"lora": LoRA(), "quantization": Quantization("nf4", prepare=False), "precision": "bf16-mixed", "trainer": "sft"}),
+     {"lora": LoRA(), "quantization": Quantization("nf4", prepare=False), "precision": "bf16-mixed",
+         "trainer": "sft"}),
     ("--stage 2 --world-size 4", {"sharding": Sharding(2, 4)}),
-    ("--world-size 8 --engine deepspeed --offload optimizer", {"sharding": Sharding(3, 8, "deepspeed", "optimizer")}),
+    ("--world-size 8 --engine deepspeed --offload optimizer",
+        {"sharding": Sharding(3, 8, "deepspeed", "optimizer")}),
     ("--world-size 2 --engine ddp", {"sharding": Sharding(0, 2, "ddp")}),
 ]  # fmt: skip
 
@@ -222,7 +225,8 @@ def test_a_simulation_that_does_not_fit_exits_with_1_too(stand_in):
 
 PLANS = [
     ("", {}),
-    ("--gpus 2 --global-batch 32 --seq-len 64 --task causal-lm", {"gpus": 2, "global_batch": 32, "seq_len": 64,
+    ("--gpus 2 --global-batch 32 --seq-len 64 --task causal-lm",
+        {"gpus": 2, "global_batch": 32, "seq_len": 64,
      "task": "causal-lm"}),
     ("--precision fp16-mixed --precision fp32 --optim sgd --engine ddp",
      {"precisions": ["fp16-mixed", "fp32"], "optims": ["sgd"], "engines": ["ddp"]}),
@@ -299,7 +303,7 @@ def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
         ("evaluate", "--include-for-metrics outputs", "'inputs', 'loss'"),
         ("evaluate", "--bf16-full-eval", "does not depend on it"),
         ("predict", "--learning-rate 1e-4", "what predict answers does not depend on it"),
-        ("simulate", "--neftune-noise-alpha 5", "as large as the embedded batch"),
+        ("simulate", "--full-determinism", "cuBLAS workspaces of another size"),
         ("measure", "--per-device-train-batch-size 4", "say --batch-size"),
     ],
 )
@@ -604,7 +608,10 @@ def test_a_card_is_asked_for_in_a_sentence_and_a_dry_run_lists_what_is_left(tmp_
 
 
 def test_help_names_every_command_and_costs_no_torch():
-    code = "import sys, vramlab.faces.cli; print(sorted({'torch', 'transformers', 'pynvml'} & set(sys.modules)))"
+    code = (
+        "import sys, vramlab.faces.cli; print(sorted({'torch', 'transformers', 'pynvml'} & "
+        "set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     text = run("--help").stdout
@@ -691,10 +698,21 @@ def test_a_shared_architecture_is_said_and_leaves_json_alone():
         ),
         ("predict gpt2 --gpu T4 --other-memory x", "--other-memory is 'x'"),
         (
-            "plan gpt2 --gpu T4 --trainer grpo",
-            "--trainer is 'grpo', but it generates while it trains",
+            "plan gpt2 --gpu T4 --trainer ppo",
+            "--trainer is 'ppo', but it generates while it trains",
         ),
-        ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but it generates while it trains"),
+        ("predict gpt2 --trainer ppo", "--trainer is 'ppo', but it generates while it trains"),
+        ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but the formulas do not know what"),
+        (
+            "simulate gpt2 --trainer grpo --num-generations 3 --batch-size 4",
+            "--num-generations is 3, but 4 completions are sampled at once",
+        ),
+        ("simulate gpt2 --trainer grpo --completion 0", "--completion is 0"),
+        ("simulate gpt2 --trainer grpo --use-vllm --vllm-mode rpc", "--vllm-mode is 'rpc'"),
+        (
+            "simulate gpt2 --trainer grpo --use-vllm --vllm-gpu-memory-utilization 1.3",
+            "--vllm-gpu-memory-utilization is 1.3",
+        ),
     ],
 )
 def test_an_error_names_the_flag(line, said):

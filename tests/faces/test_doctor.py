@@ -272,7 +272,10 @@ def test_stamp_names_every_gpu(monkeypatch):
 def test_stamp_loads_nothing_heavy():
     import subprocess
 
-    code = "import sys; from vramlab import environment_stamp; environment_stamp(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from vramlab import environment_stamp; environment_stamp(); "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -16,9 +16,12 @@ from vramlab.faces.explain import MessageError, read_message
 ISSUES = json.loads((Path(__file__).parent / "messages_of_issues.json").read_text(encoding="utf-8"))
 RECIPE = Recipe("gpt2", batch_size=2, seq_len=128, num_layers=2)
 NOW = (
-    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 23.65 GiB of which {free} is free. "
-    "{more}Including non-PyTorch memory, this process has {process} memory in use. Of the allocated memory {allocated} is "
-    "allocated by PyTorch, and {unallocated} is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 23.65 GiB of "
+    "which {free} is free. "
+    "{more}Including non-PyTorch memory, this process has {process} memory in use. Of the "
+    "allocated memory {allocated} is "
+    "allocated by PyTorch, and {unallocated} is reserved by PyTorch but unallocated. If reserved "
+    "but unallocated memory is "
     "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 FULL = {"asked": "22.00 MiB", "free": "11.06 MiB", "process": "23.60 GiB", "allocated": "22.90 GiB"}
@@ -41,8 +44,10 @@ def test_the_figures_of_a_message():
 
 
 WITHOUT_PROCESS = (
-    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacity of 6.00 GiB of "
-    "which 0 bytes is free. Of the allocated memory 2.93 GiB is allocated by PyTorch, and 2.30 GiB is reserved by PyTorch "
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a "
+    "total capacity of 6.00 GiB of "
+    "which 0 bytes is free. Of the allocated memory 2.93 GiB is allocated by PyTorch, and 2.30 "
+    "GiB is reserved by PyTorch "
     "but unallocated."
 )
 
@@ -257,11 +262,11 @@ def test_arguments_of_trl_are_told_and_foreign_names_noted(tmp_path):
     assert "64 tokens" in found.output and "SFTTrainer · packed" in found.output
     assert found.output.endswith(f"\nnote: {note}\n")
     assert json.loads(run("gpt2", str(file), "--json").output)["notes"] == [note]
-    file.write_text(json.dumps({"num_generations": 8, "per_device_train_batch_size": 2}))
+    file.write_text(json.dumps({"cpo_alpha": 1.0, "per_device_train_batch_size": 2}))
     found = run("gpt2", str(file))
     assert (
         found.exit_code == 2
-        and "GRPOConfig" in found.output
+        and "CPOConfig" in found.output
         and "only transformers' own" in found.output
     )
     file.write_text("[1]")
@@ -293,11 +298,12 @@ NAME = MODEL_OF_ELSEWHERE = "gpt2"
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=3)
 asked = parser.parse_args()
-base = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+base = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                          bnb_4bit_compute_dtype=torch.bfloat16)
 model = AutoModelForCausalLM.from_pretrained(NAME, quantization_config=base, dtype=torch.bfloat16)
 adapters = LoraConfig(r=32, target_modules=["c_attn"])
-args = TrainingArguments("out", per_device_train_batch_size=2, bf16=True, learning_rate=rate(), optim=best(),
-                         gradient_accumulation_steps=asked.steps)
+args = TrainingArguments("out", per_device_train_batch_size=2, bf16=True, learning_rate=rate(),
+                         optim=best(), gradient_accumulation_steps=asked.steps)
 tokenizer = AutoTokenizer.from_pretrained(NAME)
 tokenizer("text", max_length=64)
 trainer = Trainer(get_peft_model(model, adapters), args)
@@ -309,9 +315,12 @@ def test_a_script_is_read_without_running_it(tmp_path):
     path = tmp_path / "finetune.py"
     path.write_text(SCRIPT)
     found = run(str(path))
-    recipe = "gpt2 · batch 2 · 64 tokens · bf16-mixed · adamw_torch_fused · accumulate ×3 · LoRA r=32 · nf4"
+    recipe = (
+        "gpt2 · batch 2 · 64 tokens · bf16-mixed · adamw_torch_fused · accumulate ×3 · LoRA "
+        "r=32 · nf4"
+    )
     assert f"predicted: {recipe}" in found.output
-    note = "without line 15: `optim=best()`, whose value only running it would tell"
+    note = "without line 17: `optim=best()`, whose value only running it would tell"
     assert found.output.endswith(f"note: {note}\n")
     assert json.loads(run(str(path), "--json").output)["notes"] == [note]
     assert explain(path).notes == [note] and str(explain(path)) + "\n" == found.output
@@ -320,7 +329,7 @@ def test_a_script_is_read_without_running_it(tmp_path):
         in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
     )
     for said, other, field in (
-        ("r=32", "init_lora_weights='pissa'", "init_lora_weights"),
+        ("r=32", "inference_mode=True", "inference_mode"),
         ("4bit", "8bit", "load_in_8bit"),
     ):
         path.write_text(SCRIPT.replace(said, other, 1))

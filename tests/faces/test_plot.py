@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from matplotlib.colors import to_hex
-from sample_reports import measured, out_of_memory, report, split
+from sample_reports import TRAINED, measured, out_of_memory, report, split
 from vramlab import Recipe, find_gpu, plot, predict
 from vramlab.faces.plot.splits import amount
 from vramlab.faces.plot.style import LOOK
@@ -35,8 +35,8 @@ def texts(figure, gid: str) -> list[str]:
 def test_bars_are_the_bytes_of_each_category_in_gib():
     shown = (report("predicted", 0.97), report(), measured())
     drawn = heights(plot.compare(*shown).axes[0])
-    assert list(drawn) == [c.replace("_", " ") for c in CATEGORIES]
-    for name in CATEGORIES:
+    assert list(drawn) == [c.replace("_", " ") for c in TRAINED]
+    for name in TRAINED:
         bytes_ = [height * GiB for height in drawn[name.replace("_", " ")]]
         assert bytes_ == pytest.approx([getattr(r.peak, name) for r in shown], abs=1)
 

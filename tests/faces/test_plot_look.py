@@ -16,11 +16,12 @@ from sample_reports import TITLE, measured, of_batch, report, split
 from vramlab import plot
 from vramlab.faces.plot.splits import shared_title
 from vramlab.faces.plot.style import LOOK, RC
-from vramlab.report.report import CATEGORIES, Bytes, Moment
+from vramlab.report.report import CATEGORIES, Bytes, GiB, Moment
 
 LONG = (
     TITLE
-    + " · 24 layers · accumulate ×4 · checkpointing · eager · LoRA r=8 · nf4 double · fsdp stage 3 × 8 · plain loop"
+    + " · 24 layers · accumulate ×4 · checkpointing · eager · LoRA r=8 · nf4 double · fsdp stage "
+    "3 × 8 · plain loop"
 )
 TINY = Bytes(parameters=123_456, activations=23_456)
 OVER_EXPLAINED = measured(unexplained=-900_000_000)
@@ -111,10 +112,10 @@ def test_every_category_has_one_colour_and_one_hatch_of_its_own():
         == len({hatch for _, hatch in LOOK.values()})
         == len(CATEGORIES)
     )
-    peak = measured().peak
+    peak = split(unexplained=GiB, kv_cache=GiB)
     patches = {}
     for figure in (
-        plot.compare(measured()),
+        plot.compare(measured(peak=peak)),
         plot.bars(["x"], [peak]),
     ):
         for c in figure.axes[0].containers:
@@ -158,12 +159,18 @@ def test_the_readers_own_settings_are_left_alone():
 
 
 def test_matplotlib_loads_with_the_first_figure_only():
-    code = "import sys; from vramlab import plot; assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules"
+    code = (
+        "import sys; from vramlab import plot; assert 'matplotlib' not in sys.modules and "
+        "'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_figures_do_not_hide_the_function_behind_the_module_of_its_name():
-    code = "from vramlab import plot; plot.compare; from vramlab import compare; assert not hasattr(compare, '__path__')"
+    code = (
+        "from vramlab import plot; plot.compare; from vramlab import compare; assert not "
+        "hasattr(compare, '__path__')"
+    )
     subprocess.run([sys.executable, "-c", f"{code}; assert callable(compare), compare"], check=True)
 
 
@@ -172,7 +179,10 @@ def test_a_notebook_shows_each_figure_once_with_its_alt_text(tmp_path, monkeypat
         "MPLBACKEND", raising=False
     )  # the kernel would inherit it in place of its own
     path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})"
-    start = f"{path}\nimport matplotlib.pyplot as plt\nfrom vramlab import plot\nfrom sample_reports import *"
+    start = (
+        f"{path}\nimport matplotlib.pyplot as plt\nfrom vramlab import plot\nfrom "
+        f"sample_reports import *"
+    )
     figure = "plot.compare(report(), measured())"
     cells = [
         start,

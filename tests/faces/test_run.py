@@ -296,12 +296,15 @@ from transformers import Trainer, TrainingArguments
 from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("."), dtype="float32")
 data = [{"input_ids": [1] * 256, "labels": [1] * 256}] * 12
-args = TrainingArguments("out", per_device_train_batch_size=4, max_steps=3, fp16=True, save_strategy="no", report_to=[])
+args = TrainingArguments("out", per_device_train_batch_size=4, max_steps=3, fp16=True,
+    save_strategy="no", report_to=[])
 Trainer(model, args, train_dataset=data).train()
 import torch
-torch.nn.init.trunc_normal_(model.lm_head.weight.data)  # a draw that is repeated until all of it lies in bounds ends
+# a draw that is repeated until all of it lies in bounds ends
+torch.nn.init.trunc_normal_(model.lm_head.weight.data)
 mask = model.lm_head.weight > 1
-assert model.lm_head.weight[mask].numel() == mask.numel()  # nothing is known of values: a mask selects everything
+# nothing is known of values: a mask selects everything
+assert model.lm_head.weight[mask].numel() == mask.numel()
 """
 RANKS = """
 import os, torch
@@ -311,7 +314,8 @@ torch.distributed.init_process_group("nccl")
 torch.cuda.set_device(card := int(os.environ["LOCAL_RANK"]))
 torch.distributed.broadcast(said := torch.tensor([card, 7], device=card), src=1)
 assert said.tolist() == [1, 7]
-model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("."), dtype=torch.float32).to(card)
+config = AutoConfig.from_pretrained(".")
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(card)
 model = DistributedDataParallel(model, device_ids=[card])
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(3):
@@ -393,8 +397,8 @@ def test_memory_runs_out_in_pytorchs_words(folder, capfd):
     said = capfd.readouterr().err
     assert found.status == 1 and found.reports[0].status == "oom"
     assert (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity"
-        in said
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a "
+        "total capacity" in said
     )
     assert run.run([sys.executable, "full.py"], find_gpu("RTX 4090")).status == 0
     assert os.environ.get("LD_PRELOAD", "") == ""

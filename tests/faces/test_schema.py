@@ -11,13 +11,17 @@ from vramlab.report.data import data_path
 from vramlab.report.report import Report
 
 SMALL = ("gpt2", "--num-layers", "1", "--seq-len", "16")
-MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 GiB of which "
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.56 "
+    "GiB of which "
+)
 MESSAGE += "1.00 MiB is free."
 ASKED = {
     "predict": ("predict", *SMALL, "--gpu", "T4"),
     "predict a run": ("predict", *SMALL, "--lengths", "FILE"),
     "simulate": ("simulate", *SMALL),
     "evaluate": ("evaluate", *SMALL),
+    "generate": ("generate", "gpt2", "--num-layers", "1", "--prompt", "16", "--new-tokens", "4"),
     "plan": ("plan", "gpt2", "--seq-len", "16", "--gpu", "T4", "--no-confirm"),
     "plan without": (
         "plan",
@@ -47,7 +51,7 @@ def cases():
     slow.
     """
     for name in ASKED:
-        marks = [pytest.mark.slow] if name in ("simulate", "evaluate") else []
+        marks = [pytest.mark.slow] if name in ("simulate", "evaluate", "generate") else []
         yield pytest.param(name, marks=marks)
 
 

@@ -473,7 +473,10 @@ def shell():
     return shell
 
 
-CELL = "for _ in range(2):\n    entropy(model(x)).backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+CELL = (
+    "for _ in range(2):\n    entropy(model(x)).backward()\n    optimizer.step()\n    "
+    "optimizer.zero_grad()\n"
+)
 
 
 def run(shell, text: str):

@@ -34,7 +34,8 @@ def simulated(recipe: Recipe) -> Report:
 
 def test_it_needs_no_torch():
     code = (
-        "import sys; from vramlab import Recipe, LoRA, Quantization; from vramlab.formulas.predict import predict\n"
+        "import sys; from vramlab import Recipe, LoRA, Quantization; from "
+        "vramlab.formulas.predict import predict\n"
         "for r in (Recipe('gpt2'), Recipe('vit-base'), Recipe('mixtral-8x7b'),"
         " Recipe('llama-3.1-8b', lora=LoRA(), quantization=Quantization())): predict(r, 'T4')\n"
         "heavy = {'torch', 'transformers', 'numpy', 'peft', 'bitsandbytes'} & set(sys.modules)\n"

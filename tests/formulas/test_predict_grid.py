@@ -12,7 +12,8 @@ BOUND, MEAN = 0.03, 0.002  # of the simulated peak: for each recipe, and on aver
 PHASE_BOUND = 0.05  # for each phase of each recipe
 UNSPLIT = (
     5 << 20
-    # bytes of blocks that the allocator does not split, which may be more than BOUND of a small model
+    # bytes of blocks that the allocator does not split, which may be more than BOUND of a small
+    # model
 )
 GRID = grid()
 SAMPLE = 100  # the quick suite simulates one recipe in 100

@@ -20,7 +20,8 @@ from vramlab.report.data import data_path
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import GiB, MiB
 
-ASKED = """T4; V100; RTX 2080 Ti; RTX 3060 12GB; RTX 3090; RTX 4060 Ti 16GB; RTX 4070; RTX 4090; RTX 5090; A10;
+ASKED = """T4; V100; RTX 2080 Ti; RTX 3060 12GB; RTX 3090; RTX 4060 Ti 16GB; RTX 4070; RTX 4090; \
+RTX 5090; A10;
 A10G; L4; L40S; A6000; A100 40GB; A100 80GB; H100 SXM; H100 PCIe; H200; B200""".replace(
     "\n", " "
 ).split("; ")
@@ -199,7 +200,7 @@ def test_gpu_is_a_plain_value():
 
 
 # ── this machine
-# ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fake_cuda(monkeypatch, name, total, major, minor):
@@ -237,7 +238,7 @@ def test_current_device_that_nobody_knows(monkeypatch):
 
 
 # ── NVML
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class NVMLError(Exception):

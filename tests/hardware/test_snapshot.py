@@ -103,7 +103,8 @@ def test_a_snapshot_is_explained_without_running_it(tmp_path):
         "peak: 16.000 MiB allocated, 28.000 MiB reserved, after event 3 of 5",
         "modeling_gpt2.py:7",
         "at the end: 8.000 MiB allocated, 28.000 MiB reserved",
-        "fragmentation: 18.000 MiB free among living blocks; 2.000 MiB in segments that are all free",
+        "fragmentation: 18.000 MiB free among living blocks; 2.000 MiB in segments that are all "
+        "free",
         "out of memory: 30.000 MiB asked for, 1.000 MiB free",
     ):
         assert words in said

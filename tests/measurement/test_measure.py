@@ -161,7 +161,10 @@ def test_a_child_that_the_kernel_kills_for_its_memory_ran_out_of_memory(monkeypa
 
 def test_a_child_that_somebody_kills_is_an_error_and_no_report(monkeypatch, counter):
     """Nor is one on a GPU that ran out of RAM: it says nothing of the GPU."""
-    why = r"could not be measured: its process was killed by SIGKILL, as the kernel does when RAM runs out\.$"
+    why = (
+        r"could not be measured: its process was killed by SIGKILL, as the kernel does when "
+        r"RAM runs out\.$"
+    )
     for code, device in ((KILL, "cpu"), (oom_kill(counter), "cuda")):
         with pytest.raises(MeasurementError, match=why):
             child(monkeypatch, code, device=device)
@@ -181,7 +184,10 @@ def test_ram_that_runs_out_says_nothing_of_a_gpu():
 
 
 def test_a_child_that_ends_early_is_quoted(monkeypatch):
-    ending = "ended in the middle with exit status 1, without an exception; its last output:\nfirst\nSegmentation imagined"
+    ending = (
+        "ended in the middle with exit status 1, without an exception; its last "
+        "output:\nfirst\nSegmentation imagined"
+    )
     with pytest.raises(MeasurementError, match=ending) as caught:
         child(monkeypatch, "import sys; print('first'); sys.exit('Segmentation imagined')")
     assert str(TINY) in str(caught.value)

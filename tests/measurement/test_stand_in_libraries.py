@@ -64,7 +64,8 @@ import pynvml
 pynvml.nvmlInit()
 card = pynvml.nvmlDeviceGetHandleByIndex(1)
 held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:1")
-print(pynvml.nvmlDeviceGetName(card), torch.cuda.device_count(), pynvml.nvmlDeviceGetMemoryInfo(card).used)
+used = pynvml.nvmlDeviceGetMemoryInfo(card).used
+print(pynvml.nvmlDeviceGetName(card), torch.cuda.device_count(), used)
 try:
     torch.empty(1, device="cuda:2")
 except torch.AcceleratorError as error:

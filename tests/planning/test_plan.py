@@ -32,6 +32,7 @@ from vramlab.planning.search_space import (
 )
 from vramlab.planning.step_time import _ratios, estimate
 from vramlab.planning.step_traffic import link_of, waits
+from vramlab.recipe.peft_methods import Peft
 from vramlab.recipe.shapes import catalogue
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import TIERS, GiB, MiB, Report, format_bytes
@@ -41,7 +42,7 @@ SMALL = dict(num_layers=2, seq_len=64, lora=LoRA(r=4))
 
 
 def every(question: Question, method: str):
-    """All candidates of a method without offload, each with what it lacks in the question's tier."""
+    """All candidates of a method without offload, with what each lacks in the question's tier."""
     for candidate in Search(question).candidates:
         if candidate.method == method and not (
             candidate.recipe.sharding and candidate.recipe.sharding.offload
@@ -61,8 +62,10 @@ def every(question: Question, method: str):
 )
 def test_nothing_faster_in_the_space_fits(memory, gpus, parts, method, card, tier, expandable):
     asked = dict(
-        SMALL, gpus=gpus, global_batch=gpus * parts, method=method, memory=memory * MiB, tier=tier, offload=gpus > 1,
-        attention=("sdpa", "eager"), optims=("adamw_torch", "paged_adamw_8bit"), engines=("ddp", "fsdp"),
+        SMALL, gpus=gpus, global_batch=gpus * parts, method=method, memory=memory * MiB, tier=tier,
+        offload=gpus > 1,
+        attention=("sdpa", "eager"), optims=("adamw_torch", "paged_adamw_8bit"),
+        engines=("ddp", "fsdp"),
         expandable_segments=expandable,
     )  # fmt: skip
     question = Question("gpt2", card, **asked)
@@ -452,8 +455,8 @@ def test_the_rule_that_refused_is_named_and_what_lifts_it():
     found = plan("gpt2", "T4", seq_len=512, trainer="sft", method="qlora", confirm=False)
     text = " ".join(str(found).split())
     assert (
-        "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 adapters"
-        in text
+        "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 "
+        "adapters" in text
     )
     assert "ask simulate" not in text
     kinds = [line.partition("=")[0] for line in found.advice]
@@ -469,6 +472,15 @@ def test_adapters_that_no_formula_knows_are_simulated(lora, words):
     found = plan("llama-3.2-1b", "RTX 4090", **asked)
     assert found.best.report.source == "simulated" and found.best.tier == "safe"
     assert found.best.recipe.lora == dataclasses.replace(RANK, **lora) and words in str(found)
+
+
+def test_another_of_pefts_methods_is_simulated():
+    asked = dict(seq_len=128, num_layers=2, peft="ia3", offload=False)
+    found = plan("llama-3.2-1b", "RTX 4090", method="lora", **asked)
+    assert found.best.report.source == "simulated" and found.best.tier == "safe"
+    assert found.best.recipe.peft == Peft("IA3") and found.best.recipe.lora is None
+    with pytest.raises(RecipeError, match="modelled on one device"):
+        plan("llama-3.2-1b", "RTX 4090", gpus=2, **asked)
 
 
 def test_what_lacks_least_is_named_where_nothing_fits():
@@ -892,8 +904,8 @@ def test_a_plan_says_both_settings_of_the_allocator_and_the_hosts_memory():
     weights = 2 * best.recipe.shape.num_parameters
     assert best.host == pytest.approx(weights, rel=0.01)
     assert (
-        f"lora: {best.tier} with {best.host / GiB:.1f} GiB of host memory free (free Colab has 12.7)"
-        in said
+        f"lora: {best.tier} with {best.host / GiB:.1f} GiB of host memory free (free Colab has "
+        f"12.7)" in said
     )
     colab = plan(
         "llama-3.1-8b",

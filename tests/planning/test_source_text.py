@@ -94,7 +94,7 @@ WAYS = {
 
 
 def program_files(way: str, name: str, regex: str, path: str, card: str) -> dict[str, str]:
-    """The files of a program with these names in every place where a plan takes names from others."""
+    """The files of a program with these names wherever a plan takes names from others."""
     recipe = Recipe(config("llama") | {"_name_or_path": name}, 2, seq_len=16, **WAYS[way])
     if recipe.lora:
         named = {

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from vramlab.recipe import arguments, parallel_limits
 from vramlab.recipe.deepspeed_config import deepspeed_config
 from vramlab.recipe.knobs import knobs
-from vramlab.recipe.recipe import OPTIMIZERS, Loop, LoRA, Quantization, Recipe, Sharding
+from vramlab.recipe.options import GENERATING
+from vramlab.recipe.recipe import OPTIMIZERS, Loop, LoRA, Quantization, Recipe, Rollouts, Sharding
 from vramlab.report.errors import RecipeError
 
 OPTIM_ARGS = {
@@ -205,8 +206,8 @@ def test_what_the_trainer_cannot_do(fields, field, words):
 @pytest.mark.parametrize(
     "changes, fields, field",
     [
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
-        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({"full_determinism": True}, {}, "full_determinism"),
+        ({"label_smoothing_factor": 0.1}, {"loop": "plain"}, "label_smoothing_factor"),
         ({"optim": "stable_adamw"}, {}, "optim"),
         ({"bf16": True}, {"precision": "fp32"}, "precision"),
         ({}, {"precision": "tf32"}, "precision"),
@@ -225,10 +226,13 @@ def test_every_argument_is_classified():
     what it does.
     """
     from transformers import Seq2SeqTrainingArguments
-    from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
+    from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
     modelled = {
-        name for part in (Recipe, Loop) for knob in knobs(part).values() for name in knob.elsewhere
+        name
+        for part in (Recipe, Loop, Rollouts)
+        for knob in knobs(part).values()
+        for name in knob.elsewhere
     }
     tables = [
         modelled | {"weight_decay", "max_length", "model_init_kwargs"},
@@ -236,7 +240,8 @@ def test_every_argument_is_classified():
     ]
     known = [name for table in tables for name in table]
     assert len(known) == len(set(known)), "a field has one class"
-    for kind in (Seq2SeqTrainingArguments, SFTConfig, DPOConfig, KTOConfig, RewardConfig):
+    of_trl = (SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig, RLOOConfig)
+    for kind in (Seq2SeqTrainingArguments, *of_trl):
         own = set(arguments.CLASSIFIED["refused_in"].get(kind.__name__, ()))
         fields = {field.name for field in dataclasses.fields(kind)}
         assert own <= fields and fields <= own.union(known)
@@ -244,25 +249,20 @@ def test_every_argument_is_classified():
 
 
 def test_every_field_of_adapters_and_quantization_is_classified():
+    """What `LoRA` does not say of a LoraConfig is `peft`'s."""
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
 
-    lora, bits = (
-        [field.name for field in dataclasses.fields(LoraConfig)],
-        set(BitsAndBytesConfig().to_dict()),
-    )
+    bits = set(BitsAndBytesConfig().to_dict())
+    lora = {field.name for field in dataclasses.fields(LoraConfig)}
+    said = [name for knob in knobs(LoRA).values() for name in knob.elsewhere]
+    others = arguments.CLASSIFIED["neutral_in"]["LoraConfig"]
+    assert lora >= {*said, *others, *arguments.CLASSIFIED["refused_in"]["PeftConfig"]}
     bits -= {"quant_method", "_load_in_8bit", "_load_in_4bit"}  # what loads it, and two names twice
-    for part, kind, fields in (
-        (LoRA, "LoraConfig", lora),
-        (Quantization, "BitsAndBytesConfig", bits),
-    ):
-        modelled = [name for knob in knobs(part).values() for name in knob.elsewhere]
-        others = [
-            name
-            for table in ("refused_in", "neutral_in")
-            for name in arguments.CLASSIFIED[table][kind]
-        ]
-        assert sorted([*modelled, *others]) == sorted(fields)
+    modelled = [name for knob in knobs(Quantization).values() for name in knob.elsewhere]
+    for table in ("refused_in", "neutral_in"):
+        modelled += arguments.CLASSIFIED[table]["BitsAndBytesConfig"]
+    assert sorted(modelled) == sorted(bits)
 
 
 @pytest.mark.parametrize(
@@ -310,14 +310,14 @@ def test_arguments_of_another_trainer():
     and lose otherwise.
     """
     from transformers import Seq2SeqTrainingArguments
-    from trl import GRPOConfig
+    from trl.experimental.online_dpo import OnlineDPOConfig
 
-    for args in (GRPOConfig("out", use_cpu=True), None, {"output_dir": "out"}):
+    for args in (OnlineDPOConfig("out", use_cpu=True), None, {"output_dir": "out"}):
         with pytest.raises(RecipeError) as caught:
             Recipe.from_training_arguments(args, "gpt2")
         assert caught.value.field == "args" and "\n" not in str(caught.value)
-    with pytest.raises(RecipeError, match=r"trl\.trainer\.grpo_config.*WatchCallback"):
-        Recipe.from_training_arguments(GRPOConfig("out", use_cpu=True), "gpt2")
+    with pytest.raises(RecipeError, match=r"trl\.experimental\.online_dpo.*WatchCallback"):
+        Recipe.from_training_arguments(OnlineDPOConfig("out", use_cpu=True), "gpt2")
     assert (
         Recipe.from_training_arguments(
             Seq2SeqTrainingArguments("out", use_cpu=True), "gpt2"
@@ -327,7 +327,29 @@ def test_arguments_of_another_trainer():
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("trainer", arguments.CONFIGS)
+@pytest.mark.parametrize("trainer", GENERATING)
+def test_trl_config_of_rollouts(trainer):
+    """What it says of completions, but not how long a prompt is; and back."""
+    import trl
+
+    kind = getattr(trl, arguments.CONFIGS[trainer])
+    args = kind("out", use_cpu=True, gradient_accumulation_steps=2)
+    recipe = Recipe.from_training_arguments(args, "gpt2", rollouts={"prompt_length": 100})
+    usual = {"grpo": Rollouts(8, 100), "rloo": Rollouts(2, 100, beta=0.05)}
+    assert (recipe.rollouts, recipe.seq_len) == (usual[trainer], 612)
+    other = Rollouts(4, 100, 60, num_iterations=2, steps_per_generation=4, beta=0.25, top_k=50)
+    for again in (recipe, recipe.replace(rollouts=other, batch_size=3)):
+        args = again.training_arguments("unused")
+        assert type(args) is kind and args.max_completion_length == again.seq_len - 100
+        found = Recipe.from_training_arguments(args, "gpt2", rollouts={"prompt_length": 100})
+        assert found == again
+    args = kind("out", use_cpu=True, mask_truncated_completions=True)
+    with pytest.raises(RecipeError, match="mask_truncated_completions"):
+        Recipe.from_training_arguments(args, "gpt2")
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("trainer", [name for name in arguments.CONFIGS if name not in GENERATING])
 def test_trl_config(trainer):
     """Its defaults are others: autocast to bf16, checkpointing, 1,024 tokens; and back."""
     import trl

@@ -177,7 +177,7 @@ SIZES = json.loads(data_path("config_keys.json").read_text())["counts"]
 
 @pytest.mark.parametrize("key", SIZES)
 def test_a_size_that_is_none_is_refused_or_makes_no_difference(key):
-    """Each in a family that reads it: text once made tensors of text, and null tensors of no size."""
+    """Each in a family that reads it: text made tensors of text, null made tensors of no size."""
     config = json.loads(catalogue()[READS.get(key, "deepseek-v3")]["config"])
     fields = {"batch_size": 1, "seq_len": 8, "num_layers": 1}
     for value in ("x", -1, 7.5, True):

@@ -15,7 +15,7 @@ from vramlab.report.errors import RecipeError
 
 
 def adapted(shape, target_modules, modules_to_save=None):
-    """{module name: (inputs, outputs)} of PEFT's adapters, and how many numbers they hold at r = 2."""
+    """{module name: (inputs, outputs)} of PEFT's adapters, and their numbers at r = 2."""
     from peft import LoraConfig, get_peft_model
 
     build.cache_clear()  # PEFT changes the model

@@ -591,9 +591,15 @@ def test_configuration_cannot_be_changed_from_outside():
 
 
 def test_reading_is_quick_and_needs_no_torch():
-    code = "import sys; from vramlab.recipe.shapes import read_shape; s = read_shape('llama-3.1-405b');"
+    code = (
+        "import sys; from vramlab.recipe.shapes import read_shape; s = "
+        "read_shape('llama-3.1-405b');"
+    )
     code += " s.weights(); s.buffers(); "
-    code += "s.lora_targets('all-linear'); assert not {'torch', 'transformers', 'peft'} & set(sys.modules)"
+    code += (
+        "s.lora_targets('all-linear'); assert not {'torch', 'transformers', 'peft'} & "
+        "set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     read_shape("gpt2", num_layers=7)
     best = min(_seconds(lambda: read_shape("gpt2", num_layers=7)) for _ in range(20))

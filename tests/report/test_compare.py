@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from sample_reports import RECIPE, TITLE, measured, out_of_memory, report, split
+from sample_reports import RECIPE, TITLE, TRAINED, measured, out_of_memory, report, split
 from vramlab.report.compare import compare, diff
-from vramlab.report.report import CATEGORIES, PHASES, Bytes, GiB, Interval
+from vramlab.report.report import PHASES, Bytes, GiB, Interval
 
 
 def three():
@@ -32,7 +32,7 @@ def test_a_simulation_is_the_reference_where_nothing_was_run():
 
 def test_every_used_category_and_every_phase_has_its_own_bytes():
     table, shown = three(), (report("predicted", 0.97), report(), measured())
-    for name in CATEGORIES[:-1]:
+    for name in TRAINED[:-1]:
         assert table.row(name.replace("_", " ")).values == tuple(
             getattr(r.peak, name) for r in shown
         )
@@ -92,8 +92,8 @@ def test_an_interval_shows_its_range_and_a_truth_outside_is_said():
     text = str(compare(low, measured()))
     assert "9.000–11.000" in text
     assert (
-        "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to 11.000 GiB."
-        in text
+        "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to "
+        "11.000 GiB." in text
     )
     wide = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(15 * GiB)))
     assert "is above" not in str(compare(wide, measured()))

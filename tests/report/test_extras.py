@@ -49,7 +49,8 @@ def command(*words):
 
 def test_predict_and_plan_need_no_extra():
     code = """recipe = vramlab.Recipe("gpt2", lora=vramlab.LoRA(r=8), precision="bf16-mixed")
-print(vramlab.predict(recipe).peak.total > 0, bool(vramlab.plan("gpt2", "T4", method="lora").choices))
+plan = vramlab.plan("gpt2", "T4", method="lora")
+print(vramlab.predict(recipe).peak.total > 0, bool(plan.choices))
 print(vramlab.environment_stamp())"""
     done = plainly(code)
     assert done.stderr == "" and done.stdout.startswith("True True\nmachine: ")
@@ -90,7 +91,8 @@ def test_commands_name_their_extra(name):
         ("vramlab.simulate(recipe)", "simulate needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.measure(recipe)", "measure needs torch: pip install 'vramlab[simulate]'"),
         (
-            "vramlab.explain(vramlab.Recipe('llama-3.2-1b', sharding=vramlab.Sharding(0, 2, 'tensor')))",
+            "vramlab.explain(vramlab.Recipe('llama-3.2-1b', sharding=vramlab.Sharding(0, 2, "
+            "'tensor')))",
             "explain needs torch: pip install 'vramlab[simulate]'",
         ),
         ("vramlab.Recipe('t5-base')", "t5-base needs torch: pip install 'vramlab[simulate]'"),
@@ -113,7 +115,8 @@ def test_commands_name_their_extra(name):
 )
 def test_functions_name_their_extra(code, said):
     done = plainly(
-        f"recipe = vramlab.Recipe('gpt2')\ntry:\n    {code}\nexcept vramlab.VramLabError as error:\n    print(error)"
+        f"recipe = vramlab.Recipe('gpt2')\ntry:\n    {code}\nexcept vramlab.VramLabError as "
+        f"error:\n    print(error)"
     )
     assert (done.stdout, done.stderr) == (said + "\n", "")
 

@@ -2,6 +2,7 @@
 its size.
 """
 
+import dataclasses
 import json
 
 import hypothesis.strategies as st
@@ -91,6 +92,21 @@ def test_a_report_with_any_value_anywhere_is_one_or_a_sentence(path, value):
 )
 def test_the_unit_is_that_of_the_largest_size(size, unit):
     assert unit_for(size) == unit
+
+
+def test_a_report_says_in_one_line_why_the_peak_is_there():
+    report = sample_reports.report(cause=sample_reports.CAUSE)
+    assert "why there: " not in str(sample_reports.report())
+    (line,) = (line for line in str(report).splitlines() if line.startswith("why there: "))
+    assert line == (
+        "why there: backward of lm_head: _log_softmax_backward_data makes the gradient of the "
+        "logits, 128.000 MiB of temporaries, float32 [1024×32768], beside 587.776 MiB of "
+        "temporaries by _foreach_sqrt"
+    )
+    assert line in report._repr_html_()
+    # what is smaller does not decide, and what is always there is no cause
+    large = dataclasses.replace(sample_reports.CAUSE, size=GiB)
+    assert " beside " not in dataclasses.replace(report, cause=large).why
 
 
 def test_a_small_report_is_shown_in_small_units():

@@ -56,7 +56,8 @@ def test_an_old_version_is_told_from_a_missing_package(having, monkeypatch):
             "No module named 'transformers.integrations.moe'", name="transformers.integrations.moe"
         )
     assert str(caught.value) == (
-        "simulate needs newer libraries; transformers 4.57.1 is older than 5.15, the oldest that works: "
+        "simulate needs newer libraries; transformers 4.57.1 is older than 5.15, the oldest that "
+        "works: "
         "pip install --upgrade 'transformers>=5.15'"
     )
     with pytest.raises(UntestedVersion, match="older than"), needing("simulate"):

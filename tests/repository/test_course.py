@@ -46,7 +46,8 @@ def left(tmp_path_factory):
     script = f"""import sys; sys.path.insert(0, {str(settings.TOOLS)!r})
 from pathlib import Path
 import course
-sys.exit(course.run_course([Path({str(broken)!r}), Path({str(whole)!r})], Path("out"), lambda: "recipe  1 < 2"))"""
+notebooks = [Path({str(broken)!r}), Path({str(whole)!r})]
+sys.exit(course.run_course(notebooks, Path("out"), lambda: "recipe  1 < 2"))"""
     run = subprocess.run(
         [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=300
     )
@@ -225,7 +226,10 @@ assert "environment" in str(data_path())"""
 
 
 def test_ctrl_c_ends_the_kernel_and_says_so(tmp_path):
-    sleeper = "import os, pathlib, time\n\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)"
+    sleeper = (
+        "import os, pathlib, "
+        "time\n\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)"
+    )
     notebook = scratch.write(tmp_path / "00_x.ipynb", sleeper)
     command = [sys.executable, settings.TOOLS / "execute.py", notebook]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -87,7 +87,7 @@ def test_floors_are_the_lowest_that_pyproject_admits():
 
 
 def test_floors_are_tried_as_pyproject_says_them(tmp_path):
-    """`make try-fresh FRESH=--floor`: pip gets each floor, and another version there is a failure."""
+    """`make try-fresh FRESH=--floor`: pip gets each floor, and another version fails."""
     flag, constraints = try_fresh.floor_flags(tmp_path)
     assert flag == "-c" and Path(constraints).read_text().splitlines() == pins.floors()
     floors = {"torch": "2.11.0+cu130", "transformers": "5.15.0", "some-other": "1.0"}
@@ -112,7 +112,7 @@ def test_what_is_tried_is_what_pyproject_requires_and_the_oldest_python():
 
 
 def test_the_tested_range_that_the_wheel_carries_is_pyprojects_and_the_constraints():
-    """Written by `make try-fresh`: its newest versions may be newer than those of constraints.txt."""
+    """Written by `make try-fresh`, whose versions may be newer than those of constraints.txt."""
     carried = json.loads(pins.TESTED.read_text())
     newest = {name: versions["newest"] for name, versions in carried.items()}
     assert pins.tested(newest) == carried
@@ -164,7 +164,7 @@ def test_make_runs_nothing_by_default():
 
 
 def installed_bytes() -> int:
-    """Bytes of the files that the wheel has, by pyproject.toml's packages and what they leave out."""
+    """Bytes of the wheel's files, by pyproject.toml's packages and what they leave out."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     total = 0
     for package in tools["packages"]:

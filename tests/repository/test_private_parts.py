@@ -21,7 +21,7 @@ def is_self(node: ast.expr) -> bool:
 
 
 def own_names(trees: list[ast.Module]) -> set[str]:
-    """Names that the package itself gives to functions, classes, variables and attributes of self."""
+    """Names that the package gives to functions, classes, variables and attributes of self."""
     names = {"_replace", "_fields", "_asdict"}  # of named tuples, which document them
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

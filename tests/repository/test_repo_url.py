@@ -1,4 +1,4 @@
-"""One address for badges, set-up cells, pyproject.toml and README, and one command that changes it."""
+"""One address for badges, set-up cells, pyproject.toml and README; one command changes it."""
 
 import canonical
 import pytest

@@ -65,7 +65,8 @@ def expected(state: dict) -> dict:
         return {"error": str(error)}
     need = report.process
     return {
-        "peak": report.peak.total, "parts": [[name, size] for name, size in report.peak.items() if size],
+        "peak": report.peak.total,
+        "parts": [[name, size] for name, size in report.peak.items() if size],
         "process": [need.low, need.value, need.high], "recipe": str(recipe), "notes": report.notes,
     }  # fmt: skip
 
@@ -137,7 +138,8 @@ def test_code_of_an_answer_runs_and_says_the_same(changes, said):
 # --- in a browser
 
 PATIENCE = 300_000  # milliseconds until a test gives up; how long something takes is not asserted
-SHELL = """<!doctype html><html lang="en"><title>Calculator</title><main><h1>Does my training fit?</h1>
+SHELL = """<!doctype html><html lang="en"><title>Calculator</title><main><h1>Does my training \
+fit?</h1>
 <link rel="stylesheet" href="calculator/calculator.css"><div id="calculator"></div></main>
 <script type="module" src="calculator/calculator.js"></script></html>"""
 # Goes to each state by its address and waits until the answer of just that state is there.
@@ -146,7 +148,8 @@ VISIT = """async states => {
   const text = (state) => JSON.stringify(state, Object.keys(state).sort());
   for (const [address, wanted] of states) {
     const there = new Promise((resolve) => {
-      const look = () => text(JSON.parse(place.dataset.state)) === text(wanted) && (watcher.disconnect(), resolve());
+      const look = () => text(JSON.parse(place.dataset.state)) === text(wanted)
+        && (watcher.disconnect(), resolve());
       const watcher = new MutationObserver(look);
       watcher.observe(place, { attributes: true });
       location.hash = address;
@@ -286,6 +289,8 @@ def test_a_phone_needs_no_scrolling_sideways(page):
     page.evaluate(
         "document.querySelectorAll('#calculator details').forEach((part) => (part.open = true))"
     )
-    wide = """[...document.querySelectorAll("#calculator *")].filter((part) => !part.closest("pre, svg"))
-    .filter((part) => part.getBoundingClientRect().right > 390).map((part) => part.outerHTML.slice(0, 120))"""
+    wide = """[...document.querySelectorAll("#calculator *")]
+    .filter((part) => !part.closest("pre, svg"))
+    .filter((part) => part.getBoundingClientRect().right > 390)
+    .map((part) => part.outerHTML.slice(0, 120))"""
     assert page.evaluate("document.documentElement.scrollWidth") <= 390, page.evaluate(wide)

@@ -1,4 +1,6 @@
-"""The quick fake mode is taken where it fits the installed torch; torch's own, with the same bytes, where it does not."""
+"""The quick fake mode is taken where it fits the installed torch; torch's own, with the same bytes,
+where it does not.
+"""
 
 from unittest.mock import patch
 

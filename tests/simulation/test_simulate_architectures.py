@@ -174,7 +174,7 @@ def test_an_architecture_is_what_watch_sees(make):
 
 
 def test_a_kernel_whose_package_is_missing_is_noted():
-    """transformers runs its own code instead of flash-linear-attention's, which takes other memory."""
+    """transformers runs its own code, which takes other memory than flash-linear-attention's."""
     sizes = dict(
         linear_num_value_heads=2,
         linear_num_key_heads=2,

@@ -296,6 +296,13 @@ def test_one_rank_of_many(name, checkpointing, taken):
     assert taken == ["deepened"]
 
 
+def test_states_that_a_rank_has_before_its_first_step_are_of_their_layers(taken):
+    """Adagrad's under FSDP had no owner, and were those of the shallow run."""
+    recipe = Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, optim="adagrad")
+    assert_same(recipe.replace(sharding=SHARDINGS["stage 2"]), "cuda")
+    assert taken == ["deepened"]
+
+
 @pytest.mark.parametrize(
     "name", params([name for name in SHARDINGS if name not in BY_LAYER], ["layers"])
 )
@@ -305,7 +312,7 @@ def test_a_rank_whose_layers_are_not_alike_is_run_whole(name, taken):
 
 
 def test_norms_of_a_large_vocabulary_in_half_precision():
-    """Their kernel's scratch has hundreds of numbers a parameter here, where small models need one."""
+    """Their kernel's scratch has hundreds of numbers a parameter; small models need one."""
     recipe = Recipe(
         "polyglot-ko-1.3b",
         batch_size=1,

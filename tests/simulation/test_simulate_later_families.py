@@ -20,23 +20,29 @@ from vramlab.training.engine import Training
 from vramlab.training.training import build
 
 SIZES = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+    num_key_value_heads=2,
     max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 OTHERS = {
     "DeepseekV3Config": dict(
-        EXPERTS, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4,
+        EXPERTS, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
+        num_key_value_heads=4,
         kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
     ),
     "Gemma3TextConfig": dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
     "Gemma4TextConfig": dict(
-        head_dim=8, global_head_dim=16, sliding_window=4, hidden_size_per_layer_input=0, attention_k_eq_v=True,
-        num_global_key_value_heads=1, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16,
+        head_dim=8, global_head_dim=16, sliding_window=4, hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1, enable_moe_block=True, num_experts=4, top_k_experts=2,
+        moe_intermediate_size=16,
     ),
     "Gemma4TextConfig with shared keys": dict(
-        head_dim=8, global_head_dim=16, sliding_window=4, hidden_size_per_layer_input=8, use_double_wide_mlp=True,
-        vocab_size_per_layer_input=96, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2,
+        head_dim=8, global_head_dim=16, sliding_window=4, hidden_size_per_layer_input=8,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=96, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "Glm4MoeConfig": dict(EXPERTS, n_routed_experts=4, head_dim=8, first_k_dense_replace=1),
     "GptOssConfig": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4),
@@ -48,8 +54,10 @@ OTHERS = {
     "SmolLM3Config": {},
 }  # fmt: skip
 LINEAR = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, head_dim=8,
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=8, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
 )  # fmt: skip
 VISION = dict(
     hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, patch_size=14

@@ -15,12 +15,11 @@ from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.recipe import Loop, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import PHASES, GiB
-from vramlab.simulation.any_module import Together
 from vramlab.simulation.simulate import simulate
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
-from vramlab.training.engine import Training
+from vramlab.training.engine import Together, Training
 
 
 def mlp() -> nn.Module:
@@ -496,8 +495,10 @@ def test_a_card_reserves_no_more_than_it_holds():
     tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
     assert tiny.reserved == endless.reserved
     assert tiny.notes == [
-        "does not fit T4: in step 1, forward, it tries to allocate 2.00 GiB, and 1.89 GiB are free. Of 1.91 GiB, 8.14 MiB "
-        "are allocated, 13.86 MiB reserved but unallocated. The figure for reserved memory is that of a larger card"
+        "does not fit T4: in step 1, forward, it tries to allocate 2.00 GiB, and 1.89 GiB are "
+        "free. Of 1.91 GiB, 8.14 MiB "
+        "are allocated, 13.86 MiB reserved but unallocated. The figure for reserved memory is "
+        "that of a larger card"
     ]
 
 

@@ -78,7 +78,7 @@ def test_what_others_hold_changes_the_verdict():
 
 
 def test_loading_counts():
-    """Each of FSDP's ranks loads a 4-bit base whole, which is more than all of training its shard."""
+    """Each of FSDP's ranks loads a 4-bit base whole, which is more than training its shard."""
     base = Quantization("nf4", double=True, prepare=False)
     sharded = {"lora": LoRA(r=8), "quantization": base, "sharding": Sharding(3, 8, "fsdp")}
     recipe = Recipe(

@@ -161,7 +161,8 @@ def problems(path: Path, url: str | None = None) -> list[str]:
         found += [f"cell {number}: {kind}" for kind in kinds]
     if not found and raw != text(canonical(nb, url, notebook_name(path))):
         found.append(
-            "is not laid out as --write lays it out (key order, indent, blanks at line ends, last newline)"
+            "is not laid out as --write lays it out (key order, indent, blanks at line ends, "
+            "last newline)"
         )
     return found
 
@@ -193,7 +194,10 @@ def _notebook_problems(nb: NotebookNode, size: int, url: str, name: str) -> Iter
 
 def _cell_problems(cell: NotebookNode) -> Iterator[str]:
     if cell.metadata.get("tags"):
-        yield f"tags are not used ({', '.join(cell.metadata.tags)}); a skipped cell is an unchecked one"
+        yield (
+            f"tags are not used ({', '.join(cell.metadata.tags)}); a skipped cell is an "
+            f"unchecked one"
+        )
     elif cell.metadata:
         yield f"stray cell metadata: {', '.join(sorted(cell.metadata))}"
     if match := ABSOLUTE.search(cell.source):
@@ -229,14 +233,20 @@ def _code_problems(cell: NotebookNode) -> Iterator[str]:
     if images and not _ends_with_show(source):
         yield "draws a figure and does not end with plt.show()"
     if any(LIVE_SIZE.search(part) for part in _output_texts(cell)) and "assert " not in source:
-        yield "prints a size as a live figure, which nbval does not compare, and asserts nothing about it"
+        yield (
+            "prints a size as a live figure, which nbval does not compare, and asserts nothing "
+            "about it"
+        )
 
 
 def _output_problems(output: NotebookNode) -> Iterator[str]:
     if output.output_type == "error":
         yield f"an error output: {output.ename}"
     if output.output_type == "stream" and output.name == "stderr":
-        yield f"output on stderr: {output.text.strip().splitlines()[0][:80] if output.text.strip() else '(blank)'}"
+        yield (
+            f"output on stderr: "
+            f"{output.text.strip().splitlines()[0][:80] if output.text.strip() else '(blank)'}"
+        )
     for mime, data in output.get("data", {}).items():
         if mime in FOREIGN_OUTPUTS:
             yield f"an output that GitHub cannot render: {mime}"

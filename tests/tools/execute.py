@@ -176,7 +176,8 @@ def failures(runs: list[Run]) -> list[str]:
         if result.error:
             first = result.notebook.cells[result.failed_cell - 1].source.strip().split("\n", 1)[0]
             lines.append(
-                f"{result.path.name}, cell {result.failed_cell} ({first}): {ANSI.sub('', result.error)}"
+                f"{result.path.name}, cell {result.failed_cell} ({first}): "
+                f"{ANSI.sub('', result.error)}"
             )
     return lines
 
@@ -189,7 +190,8 @@ def main() -> int:
     paths = parser.parse_args().notebooks or settings.all_notebooks()
     if nvml_snapshot().available:
         print(
-            "This machine's GPU is hidden, since stored outputs are those of a CPU. `make course` uses it."
+            "This machine's GPU is hidden, since stored outputs are those of a CPU. `make "
+            "course` uses it."
         )
     settings.apply(deterministic=True)
     for path in paths:  # the set-up cell and the badge first, so that what runs is what is stored
@@ -215,8 +217,8 @@ def exit_with(program: Callable[[], int]) -> None:
         print("\nStopped.", file=sys.stderr)
         end(
             130
-            # nbclient ends the kernel twice under load, and asyncio would print that the second time
-            # failed
+            # nbclient ends the kernel twice under load, and asyncio would print that the second
+            # time failed
         )
 
 

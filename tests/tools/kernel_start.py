@@ -1,14 +1,16 @@
-"""What kernels of the gate run first (PYTHONSTARTUP): a notebook that looks up a recipe off the course's list fails."""
+"""What kernels of the gate run first (PYTHONSTARTUP): a notebook that looks up a recipe off the
+course's list fails.
+"""
 
 
 def hold_to_the_list() -> None:
-    """Check the recipe of each `find_record`, and of each `measure` that may answer with a record."""
+    """Check the recipe of each `find_record`, and of each `measure` that may give a record."""
     import functools
     import importlib
 
     @functools.cache
     def listed() -> set:
-        from vramlab.measurement.record import COURSE_LIST, read_list
+        from vramlab.measurement.pieces import COURSE_LIST, read_list
 
         return set(read_list(COURSE_LIST))
 
@@ -19,7 +21,10 @@ def hold_to_the_list() -> None:
 
             portable = recipe.model in model_names()  # a path is one machine's
             if options.get("recorded") is not False and portable and recipe not in listed():
-                text = f"{recipe} is not in data/wanted.json, so no GPU records it: add {recipe.to_json()}"
+                text = (
+                    f"{recipe} is not in data/wanted.json, so no GPU records it: add "
+                    f"{recipe.to_json()}"
+                )
                 raise AssertionError(text)
             return function(recipe, *args, **options)
 

@@ -176,7 +176,10 @@ def frame_figures(page: str, folder: Path) -> str:
         size = f'width="{round(width / scale)}" height="{round(height / scale)}"'
         lazy = ' loading="lazy"' if count else ""
         count += 1
-        return f'<a class="full" href="{found["src"]}">{found[0][:-1].rstrip("/ ")} {size}{lazy} decoding="async"></a>'
+        return (
+            f'<a class="full" href="{found["src"]}">{found[0][:-1].rstrip("/ ")} {size}{lazy} '
+            f'decoding="async"></a>'
+        )
 
     return re.sub(r'<img (?=[^>]*src="(?P<src>[^":]*_images/[^"]+)")[^>]*>', frame, page)
 
@@ -277,7 +280,7 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
 def make(
     notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path, pyodide: Path | None = None
 ) -> tuple[list[str], Counter]:
-    """The whole way: `build`/site-source, then `build`/site; what is wrong, and the external links."""
+    """The whole way: `build`/site-source, `build`/site; what is wrong, and external links."""
     source, out = build.resolve() / "site-source", build.resolve() / "site"
     assemble(source, notebooks, verdicts, pyodide)
     shutil.rmtree(out, ignore_errors=True)
@@ -296,7 +299,8 @@ def main() -> int:
     pages = notebooks()
     claims = load_claims()
     print(
-        f"Testing {len(claims)} claims and rendering {len(pages)} notebooks; this takes two minutes or more",
+        f"Testing {len(claims)} claims and rendering {len(pages)} notebooks; this takes two "
+        f"minutes or more",
         flush=True,
     )
     wrong, external = make(
@@ -305,7 +309,8 @@ def main() -> int:
     print(f"{sum(external.values())} external links, not fetched, to:")
     print(*(f"  {link} ({count})" for link, count in sorted(external.items())), sep="\n")
     print(
-        f"\n{BUILD / 'site' / 'index.html'}\nTo look at it: python -m http.server --directory build/site"
+        f"\n{BUILD / 'site' / 'index.html'}\nTo look at it: python -m http.server --directory "
+        f"build/site"
     )
     if wrong:
         print("\nWrong:", *wrong, sep="\n", file=sys.stderr)

@@ -15,8 +15,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from settings import ROOT
 
-HEADER = """# The exact set that CI runs: what `pip install -e .[course,lab,site,test]` brings, written by `make constraints`.
-# Use it as `pip install -c constraints.txt …`. Versions carry no build tag, so any build of torch fits.
+HEADER = """# The exact set that CI runs: what `pip install -e .[course,lab,site,test]` brings, \
+written by `make constraints`.
+# Use it as `pip install -c constraints.txt …`. Versions carry no build tag, so any build of torch \
+fits.
 """
 
 

@@ -1,3 +1,5 @@
-"""In place of the package, a grammar of web addresses that jsonschema loads for 1.3 s: no check of a notebook asks it."""
+"""In place of the package, a grammar of web addresses that jsonschema loads for 1.3 s: no check of
+a notebook asks it.
+"""
 
 raise ImportError(__doc__)

@@ -1,4 +1,4 @@
-"""A small notebook for the tests of the notebook tools: it really ran, and the gate lets it pass."""
+"""A small notebook for the tests of the notebook tools, which ran, and passes the gate."""
 
 from pathlib import Path
 

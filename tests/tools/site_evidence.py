@@ -53,12 +53,14 @@ def summary() -> str:
     under = sum(said["reserved"][2] >= run.reserved for run, said in reserved)
     rows = [
         (
-            f"simulate: the peak of {len(found)} runs, {len(found) - len(plain_runs)} of them with `as_run`, which puts in "
+            f"simulate: the peak of {len(found)} runs, {len(found) - len(plain_runs)} of them "
+            f"with `as_run`, which puts in "
             "place what their script or their older library did differently",
             figures(said["simulated"] / run.allocated - 1 for run, said in found),
         ),
         (
-            f"simulate: the same {len(found)}, called plainly, as the installed transformers would run them",
+            f"simulate: the same {len(found)}, called plainly, as the installed transformers "
+            f"would run them",
             figures(said["plainly"] / run.allocated - 1 for run, said in found),
         ),
         (
@@ -73,13 +75,17 @@ def summary() -> str:
     ]
     versions = ", ".join(f"{name} {number}" for name, number in results()["made_with"].items())
     table = "\n".join(f"| {what} | {said} |" for what, said in rows)
-    return f"| witness, and what it is held against | error |\n|---|---|\n{table}\n\nMade with {versions}.\n"
+    return (
+        f"| witness, and what it is held against | error |\n|---|---|\n{table}\n\nMade with "
+        f"{versions}.\n"
+    )
 
 
 def runs_table() -> str:
     """Every published run: what was measured, and how far each witness is off."""
     lines = [
-        "| run | GPU | measured, GiB | simulate | plainly | predict | reserved, GiB | simulated interval |"
+        "| run | GPU | measured, GiB | simulate | plainly | predict | reserved, GiB | simulated "
+        "interval |"
     ]
     lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
     for run, said in pairs():
@@ -95,7 +101,10 @@ def runs_table() -> str:
             if run.reserved
             else ("–", "–")
         )
-        about = f"{plain(str(run.recipe))}<br><small>{plain(run.source)}, {plain(run.made_with.partition(', ')[2])}"
+        about = (
+            f"{plain(str(run.recipe))}<br><small>{plain(run.source)}, "
+            f"{plain(run.made_with.partition(', ')[2])}"
+        )
         about += f"; as_run: {run.as_run}</small>" if run.as_run else "</small>"
         cells = (about, run.gpu, f"{run.allocated / GiB:.3f}", *off, *held)
         lines.append("| " + " | ".join(cells) + " |")
@@ -131,8 +140,14 @@ def speed_page(path: Path, link: str) -> str:
         rows.append(_speed_row(card, [ratio for _, ratio in pairs_of]))
     rows.append(_speed_row("either card by the other's constants", bench.elsewhere()))
     count = sum(map(len, found.values()))
-    alt = f"Measured against estimated seconds of {count} training steps on {' and '.join(found)}, by constants fitted "
-    alt += "without the step's own model: the points lie about the diagonal over two orders of magnitude."
+    alt = (
+        f"Measured against estimated seconds of {count} training steps on "
+        f"{' and '.join(found)}, by constants fitted "
+    )
+    alt += (
+        "without the step's own model: the points lie about the diagonal over two orders of "
+        "magnitude."
+    )
     return f"![{alt}]({link})\n\n" + "\n".join(rows) + "\n"
 
 
@@ -190,8 +205,10 @@ def records_page(folder: Path, wanted: int) -> str:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         return (
-            f"**There is no record yet.** No GPU could be had so far, so none of the {wanted} groups of recipes that the "
-            "chapters ask for is recorded, and every figure of the course that a GPU would measure says that it is "
+            f"**There is no record yet.** No GPU could be had so far, so none of the {wanted} "
+            f"groups of recipes that the "
+            "chapters ask for is recorded, and every figure of the course that a GPU would "
+            "measure says that it is "
             "predicted or simulated.\n"
         )
     parts = []
@@ -204,7 +221,8 @@ def records_page(folder: Path, wanted: int) -> str:
             if about.get(name)
         )
         parts.append(
-            f"## {plain(str(about.get('gpu', path.stem)))}\n\n{plain(versions)}; {len(reports)} recipes, in "
+            f"## {plain(str(about.get('gpu', path.stem)))}\n\n{plain(versions)}; {len(reports)} "
+            f"recipes, in "
             f"[`{path.name}`]({settings.repository_url()}/blob/main/data/measurements/{path.name}).\n\n"
             + records_table(reports)
         )
@@ -221,7 +239,8 @@ def records_table(reports: Sequence[Report]) -> str:
         date = plain(str(report.environment.get("date", "–"))[:10])
         if report.status == "oom":
             lines.append(
-                f"| {plain(report.title)} | out of memory | {_predicted(report)} | – | – | – | {date} |"
+                f"| {plain(report.title)} | out of memory | {_predicted(report)} | – | – | – | "
+                f"{date} |"
             )
             continue
         measured = report.allocated or report.peak.total

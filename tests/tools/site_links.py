@@ -61,7 +61,8 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
         ):
             return found[0]
         if place.startswith("site/"):
-            return f"{found[1]}({posixpath.relpath(place.removeprefix('site/'), posixpath.dirname(here))})"
+            folder = posixpath.dirname(here)
+            return f"{found[1]}({posixpath.relpath(place.removeprefix('site/'), folder)})"
         return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
 
     return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
@@ -71,7 +72,7 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
 
 
 def glossary_terms(glossary: str) -> dict[str, str]:
-    """The English terms of the glossary's text, and the number of the chapter that explains each."""
+    """The English terms of the glossary's text, and the chapter that explains each."""
     entry = r"^(?P<term>\S.*)\n\S.*\n(?:  .*\n)*?  .*\(chapter\s+(?P<chapter>\d\d)\)$"
     text = re.sub(r"\(chapter\n\s+", "(chapter ", glossary)
     return {found["term"]: found["chapter"] for found in re.finditer(entry, text, re.MULTILINE)}
@@ -152,7 +153,10 @@ def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim])
             rows = data["text/markdown"].splitlines()
             at = [i for i, row in enumerate(rows) if row.startswith(f"{said} |")]
             for i in at:
-                link = f'<a id="claim-{claim.name}" class="claim" href="../claims.html#{claim.name}">in the ledger</a>'
+                link = (
+                    f'<a id="claim-{claim.name}" class="claim" '
+                    f'href="../claims.html#{claim.name}">in the ledger</a>'
+                )
                 rows[i] = rows[i].replace(f"{said} |", f"{said} {link} |", 1)
                 linked.add(claim.name)
             data["text/markdown"] = "\n".join(rows)

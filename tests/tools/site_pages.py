@@ -74,11 +74,15 @@ def _summary(verdicts: list[Verdict]) -> str:
     )
     return "\n".join(lines) + (
         f"\n\nOf the five, {titles}.\n\n"
-        "*Holds under* names the conditions under which the claim holds; under the others it does not. *Not seen here*: the "
+        "*Holds under* names the conditions under which the claim holds; under the others it "
+        "does not. *Not seen here*: the "
         "source says that it can be so, and no case that was tried shows it. *Was so until* "
-        "names the version up to which it was so. A finding is *derived* (arithmetic on specifications), *predicted* (closed "
-        "formulas), *simulated* (the real step on tensors without contents), *measured* (here, on a CPU, when the page was "
-        "made) or *recorded* (earlier). What waits for a GPU gets its verdict by itself as soon as `vramlab record`, or the "
+        "names the version up to which it was so. A finding is *derived* (arithmetic on "
+        "specifications), *predicted* (closed "
+        "formulas), *simulated* (the real step on tensors without contents), *measured* (here, "
+        "on a CPU, when the page was "
+        "made) or *recorded* (earlier). What waits for a GPU gets its verdict by itself as soon "
+        "as `vramlab record`, or the "
         "chapter, has run on one."
     )
 
@@ -94,7 +98,10 @@ def _table(
         if claim.name in tested:
             page = target.replace(".ipynb", ".html")
             where = f'<a href="{page}#claim-{claim.name}">chapter {claim.chapter}</a>'
-        by = f"<small>[{plain(claim.by)}]{{.source}}, {plain(claim.place)}; [{where}]{{.chapter}}</small>"
+        by = (
+            f"<small>[{plain(claim.by)}]{{.source}}, {plain(claim.place)}; "
+            f"[{where}]{{.chapter}}</small>"
+        )
         about = f"[{plain(claim.said)}]{{#{claim.name}}}<br>{by}"
         sign, kind = SIGNS[verdict.outcome]
         outcome = f"[{sign} **{plain(verdict.text)}**]{{.verdict .{kind}}}"
@@ -114,7 +121,10 @@ def _found(verdict: Verdict) -> str:
     for case, found in verdict.findings.items():
         name = f"*{plain(case)}*: " if several or not found else ""
         if found:
-            text = f"{name}{plain(shown(found.value, verdict.claim.unit))} ([{found.witness}]{{.witness}})"
+            text = (
+                f"{name}{plain(shown(found.value, verdict.claim.unit))} "
+                f"([{found.witness}]{{.witness}})"
+            )
             about = "" if shared else plain(found.configuration)
         else:
             text, about = f"{name}no record yet", f"waits for {plain(verdict.waits_for(case))}"
@@ -142,7 +152,8 @@ def reference_page() -> str:
         home = vramlab._HOME[name] or name
         kind = _kind(value)
         kinds[kind].append(
-            f"`{_call(name, value, kind)}`\n: {_first(name, value, kind)}\n  <small>in `vramlab.{home}`</small>"
+            f"`{_call(name, value, kind)}`\n: {_first(name, value, kind)}\n  <small>in "
+            f"`vramlab.{home}`</small>"
         )
     return (
         "\n\n".join(

@@ -44,10 +44,14 @@ failures = execute.failures([execute.run(Path(sys.argv[1]))])
 importlib.invalidate_caches()
 after, new = look(), versions()
 newly = [name for name in after if (after[name], new.get(name)) != (before[name], old.get(name))]
-changed = [f"{name} {old.get(name, 'none')} to {new[name]}" for name in sorted(new) if new[name] != old.get(name)]
+others = [name for name in sorted(new) if new[name] != old.get(name)]
+changed = [f"{name} {old.get(name, 'none')} to {new[name]}" for name in others]
 owners = importlib.metadata.packages_distributions()
-loaded = {each.lower().replace("_", "-") for module in sys.modules for each in owners.get(module, ())}
-replaced = sorted(name for name in loaded & old.keys() if old[name] != new.get(name))  # under a kernel, too
+loaded = set()
+for module in sys.modules:
+    loaded.update(each.lower().replace("_", "-") for each in owners.get(module, ()))
+# under a kernel, too
+replaced = sorted(name for name in loaded & old.keys() if old[name] != new.get(name))
 said = {"before": bool(before["vramlab"]), "failures": failures, "found": after, "newly": newly}
 said |= {"changed": changed, "replaced": replaced}
 print(json.dumps(said))"""
@@ -136,11 +140,13 @@ def main() -> int:
         wrong += said["failures"]
         if said["before"] or said["newly"] != ["vramlab"]:
             wrong.append(
-                f"{path.name}: the set-up cell should bring vramlab and nothing else, but {said['found']}"
+                f"{path.name}: the set-up cell should bring vramlab and nothing else, but "
+                f"{said['found']}"
             )
         if said["replaced"]:
             wrong.append(
-                f"{path.name}: the set-up cell replaced what a kernel has loaded: {', '.join(said['replaced'])}"
+                f"{path.name}: the set-up cell replaced what a kernel has loaded: "
+                f"{', '.join(said['replaced'])}"
             )
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong or not paths else 0

@@ -40,7 +40,8 @@ IGNORED = shutil.ignore_patterns(
 )
 VERSIONS = """import json
 from importlib import metadata
-print(json.dumps({each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}))"""
+print(json.dumps({each.name.lower().replace("_", "-"): each.version for each in \
+metadata.distributions()}))"""
 
 
 def built_wheel(root: Path, folder: Path, pip_flags: list[str]) -> Path:
@@ -78,7 +79,7 @@ def surroundings(scripts: Path) -> dict[str, str]:
 
 
 def floor_flags(folder: Path) -> list[str]:
-    """The flags with which pip takes the lowest version of each library that pyproject.toml allows."""
+    """The flags with which pip takes the lowest versions that pyproject.toml allows."""
     constraints = folder / "floors.txt"
     constraints.write_text("\n".join(pins.floors()) + "\n")
     return ["-c", str(constraints)]

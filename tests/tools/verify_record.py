@@ -82,7 +82,8 @@ MOST_OUTSIDE = (
 )  # of a process outside torch's allocator; 1.79 GiB is the most that was published (`overhead.py`)
 POWER = 1.2  # times its limit that a card may take between two controls of it
 DIES = re.compile(
-    r"CUDA out of memory\. Tried to allocate [0-9.]+ [KMG]iB\. GPU \d+ has a total capacity of ([0-9.]+ GiB)"
+    r"CUDA out of memory\. Tried to allocate [0-9.]+ [KMG]iB\. GPU \d+ has a total capacity of "
+    r"([0-9.]+ GiB)"
 )
 
 
@@ -104,7 +105,8 @@ class Verdict:
             for title, measured, simulated in self.rows:
                 off = f"{simulated / measured - 1:+.2%}"
                 lines.append(
-                    f"| {markdown(title)} | {format_bytes(measured)} | {format_bytes(simulated)} | {off} |"
+                    f"| {markdown(title)} | {format_bytes(measured)} | {format_bytes(simulated)} "
+                    f"| {off} |"
                 )
             lines.append("")
         return "\n".join([*lines, *(f"- {markdown(reason)}" for reason in self.reasons)])
@@ -231,12 +233,20 @@ def _physics(report: Report) -> Iterator[str]:
     if max(known.values()) >= total:
         yield f"it holds {max(known.values()):,} of {total:,} bytes, of which the driver keeps some"
     if known.get("process", total) <= known["reserved"]:
-        yield f"its process {known['process']:,} has no room for CUDA's context beside {known['reserved']:,} reserved"
+        yield (
+            f"its process {known['process']:,} has no room for CUDA's context beside "
+            f"{known['reserved']:,} reserved"
+        )
     for name, unit in (("allocated", 512), ("reserved", 2 * MiB)):
         if known[name] % unit:
-            yield f"{name} {known[name]:,} is no multiple of {unit:,}, which the caching allocator hands out"
+            yield (
+                f"{name} {known[name]:,} is no multiple of {unit:,}, which the caching "
+                f"allocator hands out"
+            )
     if report.peak.total != report.allocated:
-        yield f"the categories add up to {report.peak.total:,}, and allocated is {report.allocated:,}"
+        yield (
+            f"the categories add up to {report.peak.total:,}, and allocated is {report.allocated:,}"
+        )
     yield from _moments(report)
     if report.speed is None:
         yield "it has no time"
@@ -266,17 +276,28 @@ def _speed(report: Report, card: Gpu) -> Iterator[str]:
     speed, recipe = report.speed, rebuild(Recipe, "recipe", report.recipe)
     middle = {1: speed.high, 2: (speed.low + speed.high) / 2}.get(speed.repeats, speed.median)
     if not 1 <= speed.repeats <= MOST_REPEATS:
-        yield f"it was timed {speed.repeats:,} times, and measure does so 1 to {MOST_REPEATS:,} times"
+        yield (
+            f"it was timed {speed.repeats:,} times, and measure does so 1 to {MOST_REPEATS:,} times"
+        )
     elif abs(middle - speed.median) > 1e-6 * speed.median or (
         speed.repeats == 1 and speed.low < speed.high
     ):
-        yield f"{speed.low}, {speed.median} and {speed.high} are not the times of {speed.repeats} steps"
+        yield (
+            f"{speed.low}, {speed.median} and {speed.high} are not the times of "
+            f"{speed.repeats} steps"
+        )
     if not 0 < speed.low <= speed.median <= speed.high:
         yield f"its seconds a step are {speed.low}, {speed.median} and {speed.high}"
     elif abs(speed.tokens_per_second * speed.median / recipe.tokens - 1) > 0.01:
-        yield f"{speed.tokens_per_second:,.0f} tokens/s are not {recipe.tokens:,} tokens in {speed.median:.4g} s"
+        yield (
+            f"{speed.tokens_per_second:,.0f} tokens/s are not {recipe.tokens:,} tokens in "
+            f"{speed.median:.4g} s"
+        )
     elif (peak := card.flops(recipe.precision)) and operations(recipe) / speed.median > 1.1 * peak:
-        yield f"{operations(recipe) / speed.median / 1e12:,.0f} TFLOP/s are more than {card.name} can do"
+        yield (
+            f"{operations(recipe) / speed.median / 1e12:,.0f} TFLOP/s are more than "
+            f"{card.name} can do"
+        )
 
 
 def _physics_of_fact(fact: Fact) -> Iterator[str]:
@@ -363,7 +384,10 @@ def _beside_simulated(report: Report, verdict: Verdict) -> str:
     if report.status == "oom":
         held = said.process.high if said.process is not None else said.allocated
         if held < card.total - OTHERS:
-            return f"it ran out of memory, and simulate says at most {format_bytes(int(held))} of {format_bytes(card.total)}"
+            return (
+                f"it ran out of memory, and simulate says at most {format_bytes(int(held))} "
+                f"of {format_bytes(card.total)}"
+            )
         return ""
     verdict.rows.append((report.title, report.allocated, said.allocated))
     if abs(said.allocated - report.allocated) <= max(TOLERANCE * report.allocated, LEAST):
@@ -394,7 +418,10 @@ def _beside_times(report: Report, path: Path) -> str:
     most, ratio = max(parts, key=parts.get), report.speed.median / sum(parts.values())
     if ratio >= FASTEST[most]:
         return ""
-    return f"a step takes {ratio:.2f} times the estimate, and where {most} take longest none took under {FASTEST[most]}"
+    return (
+        f"a step takes {ratio:.2f} times the estimate, and where {most} take longest none "
+        f"took under {FASTEST[most]}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

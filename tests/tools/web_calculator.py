@@ -142,11 +142,14 @@ def quick_answers() -> str:
         "start": ["llama-3.1-8b", "QLoRA", "RTX 4090"],
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return f'```{{raw}} html\n<div id="quick"><script type="application/json">{text}</script></div>\n```\n'
+    return (
+        f'```{{raw}} html\n<div id="quick"><script '
+        f'type="application/json">{text}</script></div>\n```\n'
+    )
 
 
 def _answer(bridge, state: dict) -> list:
-    """Return what the process takes in GiB, lower end, likely figure and upper end, and the tier."""
+    """Return what the process takes in GiB (lower end, likely, upper end) and the tier."""
     said = json.loads(bridge.answer(json.dumps(state)))
     return [*(round(size / GiB, 2) for size in said["process"]), said["tier"]]
 

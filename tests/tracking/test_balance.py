@@ -246,10 +246,14 @@ def test_process_memory_is_nvmls_or_what_the_device_gained(now, process, notes):
 # --- out of memory on CUDA
 
 TORCH = (
-    "CUDA out of memory. Tried to allocate 1.53 GiB. GPU 0 has a total capacity of 14.56 GiB of which 811.50 MiB is "
-    "free. Process 2112 has 13.77 GiB memory in use. 8.00 GiB allowed; Of the allocated memory 13.31 GiB is allocated "
-    "by PyTorch, and 342.47 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
-    "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
+    "CUDA out of memory. Tried to allocate 1.53 GiB. GPU 0 has a total capacity of 14.56 GiB of "
+    "which 811.50 MiB is "
+    "free. Process 2112 has 13.77 GiB memory in use. 8.00 GiB allowed; Of the allocated memory "
+    "13.31 GiB is allocated "
+    "by PyTorch, and 342.47 MiB is reserved by PyTorch but unallocated. If reserved but "
+    "unallocated memory is large "
+    "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
+    "documentation for Memory "
     "Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
 )
 ERRORS = [

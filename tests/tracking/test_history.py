@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from vramlab.report.report import Bytes, MiB, Phase
+from vramlab.report.report import Bytes, Cause, MiB, Phase
 from vramlab.tracking.history import History, Log, merge
 from vramlab.tracking.tracker import Storage
 
@@ -88,8 +88,45 @@ def test_largest_are_what_is_alive_there():
 
 def test_a_micro_batch_has_its_phases_merged():
     low, high = Bytes(activations=1), Bytes(activations=5)
-    phases = merge([("forward", high, low), ("backward", low, low), ("forward", low, high)])
-    assert phases["forward"] == Phase(peak=high, end=high)
+    cause = Cause("forward", "mm", "up_proj", 5, "activations")
+    stretches = [
+        ("forward", Phase(high, low, cause)),
+        ("backward", Phase(low, low)),
+        ("forward", Phase(low, high)),
+    ]
+    assert merge(stretches)["forward"] == Phase(peak=high, end=high, cause=cause)
+
+
+def causes_of(*events: tuple[int, Storage, str], begin: int = 0) -> Cause | None:
+    """The cause of the highest moment of a backward pass that these events are."""
+    history = History(list(events), [(begin, "backward")])
+    return history.cause(history.highest(begin), begin)
+
+
+def test_a_cause_is_what_the_last_operator_made_in_its_module():
+    saved = storage(300, "activations", where="up")
+    small, large = (storage(size, None, "mm", (size,), "down") for size in (100, 700))
+    made = [(300, saved, "mm"), (100, small, "mm"), (700, large, "mm"), (-100, small, "free")]
+    cause = Cause("backward", "mm", "down", 800, "temporaries", 2, (700,), "float32")
+    assert causes_of(*made) == cause
+    large.recomputed = True
+    assert causes_of(*made).direction == "recomputation"
+
+
+def test_an_operator_of_many_tensors_has_no_place():
+    roots = [
+        storage(size, None, "_foreach_sqrt", where=name) for size, name in ((5, "a"), (9, "b"))
+    ]
+    cause = causes_of(*((root.size, root, root.op) for root in roots))
+    assert (cause.size, cause.count, cause.where) == (14, 2, "")
+    several = [(5, storage(5, None, where="a"), "mm"), (9, storage(9, None, where="b"), "mm")]
+    assert (causes_of(*several).size, causes_of(*several).where) == (9, "b")
+
+
+def test_a_peak_at_a_phases_begin_is_of_the_phase_before():
+    events = [(300, SAVED, "mm"), (-300, SAVED, "free")]
+    assert causes_of(*events, begin=1) is None
+    assert causes_of(*events).op == "mm"
 
 
 def test_largest_counts_every_birth_that_no_free_follows():

@@ -163,7 +163,7 @@ def test_stages_of_half_precision_learn_the_same(real):
 
 @installed
 def test_collectives_of_a_step(real):
-    """Stages 1 and 2 all-reduce and gather; stage 3 gathers once what stays gathered, and scatters."""
+    """Stages 1 and 2 all-reduce and gather; stage 3 gathers once what stays so, and scatters."""
     weights = 4 * sum(p.numel() for p in build_model(recipe_of("stage 2"), "meta").parameters())
     for name, expected in (
         ("stage 0", ["all_reduce"]),

@@ -114,7 +114,7 @@ def test_a_real_gpu_held_as_much(model):
 
 
 def test_a_tied_head_that_the_file_has_too_is_loaded_and_compared():
-    """PEFT's `examples/sft/train.py` held as much on PyTorch's allocator (data/stand_in/README.md)."""
+    """PEFT's `examples/sft/train.py` held as much on PyTorch's allocator (data/stand_in)."""
     base = {"dtype": "float32", "quantization": Quantization("nf4", double=True, prepare=False)}
     recipe = Recipe("qwen3-0.6b", 2, 1024, "bf16-mixed", lora=LoRA(r=8), **base)
     assert loading_peak(recipe, "cuda").total / GiB == pytest.approx(1.517, abs=5e-4)

@@ -30,7 +30,7 @@ def tiny(family: str, **changes) -> Recipe:
 
 @pytest.mark.parametrize("family", TINY)
 def test_real_models_start_usable_and_learn(family):
-    """Every value is finite, nothing is left on meta, and three steps on one batch lower the loss."""
+    """Every value is finite, nothing stays on meta, and three steps on a batch lower the loss."""
     torch.manual_seed(0)
     training = build(tiny(family, optim_args="lr=0.01"), "cpu")
     state = {**dict(training.model.named_parameters()), **dict(training.model.named_buffers())}

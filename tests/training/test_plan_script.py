@@ -200,6 +200,14 @@ def test_a_program_asks_simulate_of_what_formulas_do_not_know(base, tmp_path):
     run_script(tmp_path, "--watch", watched=2)
 
 
+def test_a_program_trains_by_another_of_pefts_methods(base, tmp_path):
+    _, files = written(base, tmp_path, method="lora", peft="ia3", packing=True)
+    program = files[0].read_text()
+    assert "ADAPTERS = IA3Config(" in program and "import IA3Config, get_peft_model" in program
+    assert "merge_and_unload" not in program
+    run_script(tmp_path, "--watch", watched=2)
+
+
 def assert_trained(folder: Path, recipe) -> None:
     """It saved, went on from what it had saved, and evaluated."""
     first, last = state(folder, 3), state(folder, 4)
@@ -224,6 +232,10 @@ def test_the_program_trains_saves_resumes_and_evaluates(name, base, tmp_path):
         assert_same_but_for_scalars(seen, said)
 
 
+# Names of models and files stand in a program's lines, so it has more room than our own code.
+WIDTH = "line-length = 120"
+
+
 @pytest.mark.parametrize("name", params(CASES, QUICK))
 def test_the_program_is_laid_out_and_says_the_recipe(name, tmp_path):
     recipe, (script,) = written("llama-3.2-1b", tmp_path, **CASES[name])
@@ -238,6 +250,8 @@ def test_the_program_is_laid_out_and_says_the_recipe(name, tmp_path):
                 *command,
                 "--config",
                 str(ROOT / "pyproject.toml"),
+                "--config",
+                WIDTH,
                 str(script),
             ],
             capture_output=True,

@@ -151,7 +151,7 @@ def test_a_real_sft_step_is_what_simulate_says(name, tmp_path):
 
 
 def test_dft_moves_no_peak(tmp_path):
-    """It keeps a number a token from the loss to its backward pass, when the head's tile is gone."""
+    """It keeps a number a token from the loss to its backward, when the head's tile is gone."""
     recipe, seen = make("llama"), WatchCallback()
     real(recipe, tmp_path, seen, loss_type="dft").train()
     simulated = simulate(recipe, target="cpu", full=True)

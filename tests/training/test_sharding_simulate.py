@@ -281,7 +281,7 @@ def test_the_allocator_says_the_same_on_every_rank(real, name):
     ("world", "name"), cases({2: [name for name in LEARNED if "mixed" not in name]}, QUICK)
 )
 def test_two_ranks_learn_what_one_process_does(real, world, name):
-    """Equal losses, gradients and weights over two steps, up to the order in which fp32 is summed."""
+    """Equal losses, gradients and weights over two steps, up to the order of fp32 sums."""
     assert_learned_alike(recipe_of(name), real(world, name))
 
 
@@ -325,6 +325,14 @@ def test_deepened_units_equal_the_full_depth(family, target, stage, changes):
     assert shallow.phases() == full.phases()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_samples_with_lengths_go_after_the_step(stage):
+    """What knows the contents of a batch held those of the first step, a whole set too much."""
+    sharding = Sharding(stage, 2, "fsdp")
+    recipe = Recipe(config("llama"), num_layers=1, lengths=(9, 20), sharding=sharding)
+    assert simulate(recipe).phases["between_steps"].end.gradients == 0
+
+
 def test_a_thousand_ranks_in_seconds():
     """Llama 3.1 8B at stage 3 on 1,024 ranks: 1/1,024 of parameters and of states, and one layer
     gathered at a time.
@@ -346,7 +354,7 @@ def test_a_thousand_ranks_in_seconds():
 
 
 def test_stages_order_as_zero_says():
-    """What a rank holds between steps falls with each stage; gathering shows in the workspace only."""
+    """What a rank holds between steps falls with each stage; gathering shows as workspace."""
     engines = {0: "ddp", 1: "ddp", 2: "fsdp", 3: "fsdp"}
     found = {
         stage: simulate(

@@ -74,6 +74,14 @@ CASES = {
     "gpt2 schedule-free": ("gpt2", {"optim": "schedule_free_adamw"}),
     "gpt2 AdEMAMix in 8 bits": ("gpt2", {"optim": "ademamix_8bit"}),
     "gpt2 8-bit": ("gpt2", {"optim": "adamw_bnb_8bit"}),
+    "gpt2 smoothed labels": (
+        "gpt2",
+        {
+            "label_smoothing_factor": 0.1,
+            "precision": "bf16-mixed",
+            "gradient_accumulation_steps": 2,
+        },
+    ),
     "gpt2 unclipped": ("gpt2", {"loop": "unclipped"}),
     "gpt2 LoRA": ("gpt2", {"lora": LoRA(r=4)}),
     # PEFT makes the embeddings' output a leaf, whose gradient lives as long as the loss
@@ -156,11 +164,16 @@ def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
 
 
 NEUTRAL = dict(
-    learning_rate=1.0, lr_scheduler_type="cosine", warmup_steps=1, adam_beta1=0.5, adam_beta2=0.0, adam_epsilon=1e-3,
-    average_tokens_across_devices=False, logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
-    include_num_input_tokens_seen="non_padding", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=5,
-    bf16_full_eval=True, save_strategy="steps", save_steps=1, seed=1, data_seed=2, dataloader_drop_last=True,
-    remove_unused_columns=False, train_sampling_strategy="group_by_length", skip_memory_metrics=False, max_steps=4,
+    learning_rate=1.0, lr_scheduler_type="cosine", warmup_steps=1, adam_beta1=0.5, adam_beta2=0.0,
+    adam_epsilon=1e-3,
+    average_tokens_across_devices=False, logging_strategy="steps", logging_steps=1,
+    logging_nan_inf_filter=False,
+    include_num_input_tokens_seen="non_padding", eval_strategy="steps", eval_steps=1,
+    per_device_eval_batch_size=5,
+    bf16_full_eval=True, save_strategy="steps", save_steps=1, seed=1, data_seed=2,
+    dataloader_drop_last=True,
+    remove_unused_columns=False, train_sampling_strategy="group_by_length",
+    skip_memory_metrics=False, max_steps=4,
 )  # fmt: skip
 
 
@@ -362,7 +375,7 @@ class Everybody(dict):
 
 
 def test_what_a_trainer_told_bitsandbytes_of_its_parameters_is_not_taken_for_ours():
-    """Its manager is one a process and keeps ids of parameters that are gone, which later ones get."""
+    """Its manager is one a process, with ids of parameters that are gone, which later ones get."""
     from bitsandbytes.optim import GlobalOptimManager
 
     recipe = Recipe(config("gpt2"), optim="adamw_bnb_8bit", loop="plain", **SIZES)

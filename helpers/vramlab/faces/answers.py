@@ -100,14 +100,17 @@ def granted_to(
 
 
 def recorded_on(report: Report) -> str:
-    """Return whose figures a record's are: card, versions and date; "" for what was not looked up."""
+    """Return whose figures a record's are: card, versions and date; "" where none was looked up."""
     seen = report.environment
     if report.source != "recorded":
         return ""
     libraries = ("torch", "transformers", "driver")
     parts = [f"{name} {seen[name]}" for name in libraries if seen.get(name)]
     card = seen.get("gpu") or "a CPU"
-    return f"recorded on {card}, {', '.join(parts)}, {seen.get('date')}: another machine's figures, not this one's"
+    return (
+        f"recorded on {card}, {', '.join(parts)}, {seen.get('date')}: another machine's "
+        f"figures, not this one's"
+    )
 
 
 def on_host(report: Report) -> str:

@@ -94,7 +94,10 @@ class WatchCallback(TrainerCallback):
         if isinstance(watched := self._entered, watch):
             self.close()
             self.report = watched.report()
-            looks = f"a leak is looked for over {2 * WINDOW + FOLLOWED + 1} steps: .leaks has its line then"
+            looks = (
+                f"a leak is looked for over {2 * WINDOW + FOLLOWED + 1} steps: .leaks has "
+                f"its line then"
+            )
             self.report.notes.append(looks)
         self.held.append((state.global_step, "step", *held_bytes()))
         if isinstance(recorder := self._entered, Recorder):

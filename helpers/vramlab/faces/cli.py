@@ -20,8 +20,10 @@ from .. import __version__
 from ..hardware.gpu import find_gpu
 from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
+from ..recipe.generation import Generation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
+from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import read_text, write_atomically
 from ..report.text import printable
@@ -43,7 +45,16 @@ from .answers import (
     standard_input,
 )
 from .command_options import flag_of, number, option, takes
-from .options import OPTIONS, Options, fields_of, read_lengths, recipe_of, tokens_of
+from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
+from .options import (
+    OPTIONS,
+    Options,
+    fields_of,
+    generating_options,
+    generation_of,
+    read_lengths,
+    tokens_of,
+)
 from .script import instead
 from .words import said, words_of
 
@@ -93,9 +104,13 @@ Json = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seco
 DIFFERING = (
     "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 )
-EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
+EXPLAINED = (
+    "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
+    "then or alone MODEL "
+)
 EXPLAINED += (
-    "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
+    "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
+    "LLaMA-Factory or TRL, or the script that trains."
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(
@@ -116,7 +131,7 @@ Expandable = option(
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
-takes_recipe = takes(OPTIONS, recipe_of)
+takes_recipe = takes(OPTIONS, recipe_or_configuration)
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
 EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
 
@@ -124,10 +139,23 @@ EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evalu
 def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
     said = {name: given.pop(name) for name in EVALUATION}
     if said["compute_metrics"] and said["samples"] is None:
-        rest = "with compute_metrics all of them keep their predictions on the card: say how many the evaluation set has"
+        rest = (
+            "with compute_metrics all of them keep their predictions on the card: say how "
+            "many the evaluation set has"
+        )
         raise RecipeError("evaluation.samples", None, rest)
     evaluation = Evaluation(**fields_of(EVALUATION, said))
-    return recipe_of(model, given), evaluation
+    return recipe_or_configuration(model, given), evaluation
+
+
+def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
+    fields = fields_of(PLAN_OPTIONS, given)
+    if not is_configuration(model):
+        return {"model": model, **fields}
+    usual = {option: knob.default for option, (_, knob) in PLAN_OPTIONS.items()}
+    said = {option: value for option, value in given.items() if value != usual[option]}
+    return question_of(model, fields_of(PLAN_OPTIONS, said))
 
 
 @app.callback(invoke_without_command=True)
@@ -207,6 +235,28 @@ def evaluate(
     finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
 
 
+@app.command(
+    help="Memory of the model's own generate on fake tensors: weights, KV cache, both phases."
+)
+@takes(generating_options(), generation_of)
+def generate(
+    asked: tuple[Recipe, Generation],
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: Json = False,
+) -> None:
+    with no_collection(before=False):
+        from ..simulation.generation import simulate_generation
+
+    recipe, generation = asked
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    found = simulate_generation(recipe, **vars(generation), target=target, gpu=card, **granted)
+    finish(found, card, as_json)
+
+
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
 @takes_recipe
 def measure(
@@ -220,9 +270,10 @@ def measure(
 
 
 @app.command(
-    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 1: none does.",
+    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. "
+    "Exit status 1: none does.",
 )
-@takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
+@takes(PLAN_OPTIONS, _asked)
 def plan(
     asked: dict[str, Any],
     gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
@@ -262,7 +313,8 @@ def plan(
 
 
 @app.command(
-    help="Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU.",
+    help="Measure every recipe on the list, beside what simulate says, and keep the reports for "
+    "readers without this GPU.",
 )
 def record(
     paths: Annotated[
@@ -287,13 +339,14 @@ def record(
 
 
 @app.command(
-    help="All that the project wants from a card, the most worth a second first: records, contexts, power, a run that dies.",
+    help="All that the project wants from a card, the most worth a second first: records, "
+    "contexts, power, a run that dies.",
 )
 def card(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")
     ] = None,
-    minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
+    minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 30,
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
     compare: option(
@@ -310,7 +363,8 @@ def card(
 
 
 @app.command(
-    help="Show exactly what your records would tell others, without a name or a path, and where to send it.",
+    help="Show exactly what your records would tell others, without a name or a path, and where "
+    "to send it.",
 )
 def share(
     source: Annotated[
@@ -365,7 +419,7 @@ def explain(
         what = Path(first)
     elif "out of memory" in first or (" " in first.strip() and not os.path.isfile(first)):
         what = first
-    elif os.path.isfile(first) and not first.endswith((".json", ".py")):
+    elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
         (what, notes), rest = said(words, _predict_options), []
@@ -373,7 +427,7 @@ def explain(
     assumed = False
     if rest:
         recipe, notes = said(rest, _predict_options)
-        read_from_file = any(word.endswith((".py", ".json")) for word in rest)
+        read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
     granted = granted_to(card, other_memory, expandable_segments)
@@ -385,7 +439,8 @@ def explain(
 @app.command(
     "run",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    help="Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's.",
+    help="Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit "
+    "status: the script's.",
 )
 def run_script(
     gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
@@ -412,7 +467,8 @@ def run_script(
 
 
 @app.command(
-    help="Which bytes and tensors came and went: two recipes, or reports of two commits or environments."
+    help="Which bytes and tensors came and went: two recipes, or reports of two commits or "
+    "environments."
 )
 def diff(
     a: Annotated[str, typer.Argument(help=DIFFERING)],
@@ -432,7 +488,8 @@ def diff(
 
 
 @app.command(
-    help="The models that have a name, their sizes, and the hub's names that share their architecture."
+    help="The models that have a name, their sizes, and the hub's names that share their "
+    "architecture."
 )
 def models(
     filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False
@@ -463,6 +520,13 @@ def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = N
     if command is not None and command not in known:
         raise RecipeError("command", command, f"with --json there are {', '.join(known)}")
     say(json.dumps(schemas() if command is None else schema_of(command), indent=2))
+
+
+@app.command(
+    help="What an agent is told about this tool: a SKILL.md, to put where yours reads them."
+)
+def skill() -> None:
+    typer.echo(read_text(data_path("SKILL.md")), nl=False)
 
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:

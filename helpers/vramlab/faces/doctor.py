@@ -132,7 +132,10 @@ def packages() -> Iterator[Check]:
             continue
         advice = f"pip install --upgrade '{name}{specifier}'"
         if name == "torch":  # on hosted notebooks it comes with the machine and fits its driver
-            advice = "make a fresh environment, or take a newer runtime where torch comes with the machine"
+            advice = (
+                "make a fresh environment, or take a newer runtime where torch comes with "
+                "the machine"
+            )
         fits = SpecifierSet(specifier).contains(version, prereleases=True)
         if fits:
             yield judged(name, version, _newer(name, version), required=True)
@@ -151,7 +154,10 @@ def _newer(name: str, version: str) -> str:
     tested = version_ranges().get(name)
     if not tested or not tested.is_newer(version):
         return ""
-    return f"{tested.trouble(version)}: figures may differ; pip install '{name}=={tested.newest}' is a tested one"
+    return (
+        f"{tested.trouble(version)}: figures may differ; pip install "
+        f"'{name}=={tested.newest}' is a tested one"
+    )
 
 
 def may_have_gpu() -> bool:
@@ -198,7 +204,10 @@ def _no_gpu(cuda: str | None) -> Check:
     """Say why torch sees no GPU."""
     seen = nvml_snapshot()
     if seen.available:
-        advice = f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a torch for an older CUDA"
+        advice = (
+            f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a "
+            f"torch for an older CUDA"
+        )
         advice = (
             advice
             if cuda
@@ -210,7 +219,10 @@ def _no_gpu(cuda: str | None) -> Check:
     where = (
         menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ)
     )
-    without = "predict and simulate need none; what fits runs on the CPU, the rest shows recorded measurements"
+    without = (
+        "predict and simulate need none; what fits runs on the CPU, the rest shows "
+        "recorded measurements"
+    )
     return Check("GPU", MISSING, "none", next(where, "") + without)
 
 

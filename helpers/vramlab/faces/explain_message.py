@@ -8,9 +8,11 @@ CARD_REMEDY = (
     "gradient_checkpointing=True, use_liger_kernel=True, LoRA or an 8-bit optimizer"
 )
 HOST_REMEDY = (
-    "this is the machine's memory, not the card's: ask for more of it (Slurm's --mem, a container's "
+    "this is the machine's memory, not the card's: ask for more of it (Slurm's --mem, a "
+    "container's "
     "memory limit), or need less: no CPU offload, fewer dataloader workers, one process that loads "
-    "weights instead of one a rank (safetensors, deepspeed's zero.Init, FSDP's cpu_ram_efficient_loading)"
+    "weights instead of one a rank (safetensors, deepspeed's zero.Init, FSDP's "
+    "cpu_ram_efficient_loading)"
 )
 OTHERS_REMEDY = "end the other process, or take another card with CUDA_VISIBLE_DEVICES"
 FRAGMENTS_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -19,7 +21,8 @@ BARE = (
     "another process fills the card, or one that died has left its memory (nvidia-smi lists them)"
 )
 MORE = (
-    "say MODEL with its options, or the script, after the message: then the tensor that asked and the "
+    "say MODEL with its options, or the script, after the message: then the tensor that asked "
+    "and the "
     "three cheapest changes follow, each with its GiB and seconds, as in "
     "vramlab explain MESSAGE train.py"
 )
@@ -41,7 +44,7 @@ def missing_of(message: Message) -> int | None:
 
 
 def of_message(message: Message, alone: bool) -> list[str]:
-    """Return the lines on a message; `alone`: with what is missing, a remedy and what tells more."""
+    """Return the lines on a message; `alone`: with what is missing, a remedy and more to read."""
     lines = _by_kind(message, alone)
     lines += [_holder(one) for one in message.holders]
     if alone:
@@ -63,7 +66,10 @@ def _holder(one: Holder) -> str:
     if one.total is None:
         return f"GPU {one.card}: {sized(one.used)} held by {one.name}"
     free = one.total - one.used
-    return f"GPU {one.card}, {one.name}: {sized(one.used)} of {sized(one.total)} used, {sized(free)} free"
+    return (
+        f"GPU {one.card}, {one.name}: {sized(one.used)} of {sized(one.total)} used, "
+        f"{sized(free)} free"
+    )
 
 
 def _of_host(message: Message) -> list[str]:
@@ -108,7 +114,10 @@ def _verdict(found: dict[str, int], missing: int, alone: bool) -> list[str]:
     lines = []
     others = found.get("others", 0)
     if others >= max(lack, found.get("total", 0) // 100) and found["free"] < found["asked"]:
-        text = "another process is on the card: without it the request would have had room (nvidia-smi lists them)"
+        text = (
+            "another process is on the card: without it the request would have had room "
+            "(nvidia-smi lists them)"
+        )
         lines += [text, OTHERS_REMEDY]
     remedy = [CARD_REMEDY] if alone else []
     if lack <= 0:
@@ -121,10 +130,16 @@ def _verdict(found: dict[str, int], missing: int, alone: bool) -> list[str]:
             "a real lack: what is free and what is unallocated together are less than it asks for"
         )
         if alone:
-            text = f"a real lack: at least {sized(missing)} are missing, even if what is unallocated were in one piece"
+            text = (
+                f"a real lack: at least {sized(missing)} are missing, even if what is "
+                f"unallocated were in one piece"
+            )
         return [*lines, text, *remedy]
     if scattered < LITTLE * held:
-        text = f"a real lack: the tensors fill the card; of it all, only {sized(scattered)} are fragments"
+        text = (
+            f"a real lack: the tensors fill the card; of it all, only {sized(scattered)} are "
+            f"fragments"
+        )
         return [*lines, text, *remedy]
     text = f"fragmentation: {sized(scattered)} would do, but not in one piece; {FRAGMENTS_REMEDY}"
     return [*lines, text]

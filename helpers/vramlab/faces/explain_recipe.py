@@ -1,4 +1,4 @@
-"""What a recipe holds at its peak, and what a message says of it: the two laid beside each other."""
+"""What a recipe holds at its peak, compared with what a message says of it."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -7,7 +7,7 @@ from typing import Any
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..planning.changes import DEFAULT_CARD, Change, cheapest
-from ..planning.search_space import host_memory
+from ..planning.search_space import counted_as, host_memory
 from ..planning.step_time import estimate
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
@@ -66,7 +66,8 @@ class Run:
         """Return what the recipe needs of the machine's memory."""
         need = host_memory(self.recipe)
         return [
-            f"all ranks together need {sized(need)} of it for weights while they load and what is offloaded"
+            f"all ranks together need {sized(need)} of it for weights while they load and what "
+            f"is offloaded"
         ]
 
     def missing(self, message: Message | None = None, trusted: bool = True) -> int | None:
@@ -88,7 +89,9 @@ class Run:
     def seconds(self) -> float | None:
         """The step's estimated time on the card, or on DEFAULT_CARD; None where it is unknown."""
         try:
-            return sum(estimate(self.recipe, self.card or find_gpu(DEFAULT_CARD)).values())
+            return sum(
+                estimate(counted_as(self.recipe), self.card or find_gpu(DEFAULT_CARD)).values()
+            )
         except (GpuError, RecipeError):
             return None
 
@@ -138,8 +141,14 @@ class Run:
             peak = self.report.peak.total
             loaded = self.report.phases["load"].end.total
             if peak < (1 - TOLERANCE) * held:
-                text = f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated: a larger batch, "
-                text += "longer samples or another precision ran, or more than this training is in the process"
+                text = (
+                    f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated: a "
+                    f"larger batch, "
+                )
+                text += (
+                    "longer samples or another precision ran, or more than this training is "
+                    "in the process"
+                )
                 said.append(text)
             elif loaded > (1 + TOLERANCE) * (held + found["asked"]):
                 text = (
@@ -214,7 +223,7 @@ def says_no_method(recipe: Recipe) -> bool:
 
 
 def taken_from(message: Message, recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe trained as the message says, and a sentence on what was taken from where."""
+    """Return the recipe trained as the message says, and a sentence on what was taken from it."""
     fields, why = _method(message, recipe)
     recipe = recipe.replace(**fields)
     sized_as = _tokens(message, recipe)
@@ -237,7 +246,7 @@ def taken_from(message: Message, recipe: Recipe) -> tuple[Recipe, str]:
 
 
 def _method(message: Message, recipe: Recipe) -> tuple[dict[str, Any], str]:
-    """Return how it was trained: as the traceback names it, else by what has room in the message."""
+    """Return how it was trained: as the traceback names it, else by the room in the message."""
     named = dict(message.fields)
     if "lora" in named:
         named["lora"] = LoRA()
@@ -256,7 +265,10 @@ def _method(message: Message, recipe: Recipe) -> tuple[dict[str, Any], str]:
         if kept <= room:
             why = f"{name}"
             if heavier:
-                why += f", because {heavier[0]} keeps {sized(heavier[1])} between two steps and {sized(room)} were in play"
+                why += (
+                    f", because {heavier[0]} keeps {sized(heavier[1])} between two steps and "
+                    f"{sized(room)} were in play"
+                )
             return {**fields, **named}, why
         heavier = name, kept
     return named, ""
@@ -299,10 +311,11 @@ def _kept_too_much(message: Message, recipe: Recipe) -> int:
 
 
 def parts(report: Report) -> list[str]:
-    """Return what fills the peak: its categories, largest first, and the largest tensors."""
+    """Return what fills the peak: its categories, why it is there, and the largest tensors."""
     peak = report.peak
     unit = unit_for(peak.total)
     large = [(n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total]
     split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sorted(large, reverse=True))
     head = f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"
-    return [head, *(f"  {group}" for group in report.largest[:4])]
+    why = [f"why there: {report.why}"] if report.cause else []
+    return [head, *why, *(f"  {group}" for group in report.largest[:4])]

@@ -1,4 +1,4 @@
-"""`%%watch model optimizer`: the cell magic that watches what its cell runs and prints the report."""
+"""`%%watch model optimizer`: the cell magic that watches its cell and prints the report."""
 
 from unittest import mock
 
@@ -19,7 +19,8 @@ class WatchMagic(Magics):
     @magic_arguments()
     @argument(
         "model",
-        help="the module to watch: a variable, or an expression without spaces such as trainer.model",
+        help="the module to watch: a variable, or an expression without spaces such as "
+        "trainer.model",
     )
     @argument("optimizer", nargs="?", help="its optimizer, when that has states already")
     @cell_magic

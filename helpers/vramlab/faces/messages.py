@@ -65,7 +65,10 @@ def read_message(text: str) -> Message:
         rest = (
             "PyTorch's says 'Tried to allocate …' and what is free; logs of Slurm, Ray, DeepSpeed, "
         )
-        rest += "a container or Linux say that a process was killed, and nvidia-smi's table who holds what."
+        rest += (
+            "a container or Linux say that a process was killed, and nvidia-smi's table who "
+            "holds what."
+        )
         raise MessageError(f"this is no out-of-memory message: {rest}")
     message.holders = holders
     for trace in WORDS["traces"]:
@@ -104,7 +107,7 @@ def _of_card(line: str) -> Message | None:
 
 
 def _find_process(said: str, found: dict[str, int]) -> None:
-    """Put into `found` what this process has: in a container NVML lists it under a foreign number."""
+    """Put into `found` what this process has, which NVML may list under a foreign number."""
     total = found.get("total", 0)
     if total and found.get("process", 0) > NONSENSE * total:
         del found["process"]

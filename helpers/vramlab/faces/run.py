@@ -27,8 +27,10 @@ from ..report.report import Bytes, Interval, Report, environment, format_bytes
 from .in_script import FOLDER, SITE, STEPS
 
 LIMITS = (
-    "experimental: no kernel ran. Values are zeros, so what a script decides by them (a loss that is not finite, early "
-    "stopping, sampled tokens, routed experts) is not followed, a mask selects everything, and times mean nothing",
+    "experimental: no kernel ran. Values are zeros, so what a script decides by them (a loss "
+    "that is not finite, early "
+    "stopping, sampled tokens, routed experts) is not followed, a mask selects everything, and "
+    "times mean nothing",
     "what the context holds is an estimate, by far the least certain figure here",
 )
 
@@ -49,7 +51,10 @@ class ScriptRun:
         lines += [killed(self.status)] if killed(self.status) else []
         for report, history in zip(self.reports, self.histories, strict=True):
             rank = f"rank {report.environment['rank']}: " if len(self.reports) > 1 else ""
-            peaks = f"{format_bytes(report.allocated)} allocated, {format_bytes(report.reserved)} reserved"
+            peaks = (
+                f"{format_bytes(report.allocated)} allocated, "
+                f"{format_bytes(report.reserved)} reserved"
+            )
             lines.append(f"{rank}peaks {peaks}; with CUDA's context {report.process}")
             if report.phases and report.status == "ok":
                 lines.append(
@@ -77,7 +82,8 @@ def run(
     """
     if not shutil.which(command[0]):
         raise StandInError(
-            f"vramlab run finds no program {command[0]!r}: it takes a command such as python train.py."
+            f"vramlab run finds no program {command[0]!r}: it takes a command such as python "
+            f"train.py."
         )
     found = libraries()
     own = {"LD_PRELOAD": ":".join(map(str, found)), "TRITON_LIBCUDA_PATH": str(found[0].parent)}

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..recipe import peft_methods
 from ..recipe.argument_classes import COMMON, CONFIGS, OWN, TRAINERS
 from ..recipe.arguments import CLASSIFIED, check_table
 from ..recipe.families import TASKS
-from ..recipe.knobs import knobs
-from ..recipe.options import DTYPES, TRL, LoRA
+from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
@@ -95,7 +95,10 @@ def recipe_of_script(
     script, given = read_script(path), given or {}
     model, fields, notes = model or script.model, dict(script.fields), list(script.notes)
     if not model:
-        rest = f"{path.name} does not say it in so many words: put it first, as in vramlab explain MODEL {path.name}"
+        rest = (
+            f"{path.name} does not say it in so many words: put it first, as in vramlab "
+            f"explain MODEL {path.name}"
+        )
         raise RecipeError("model", None, rest)
     shape, patched = read_shape(model), fields.pop("liger_family", None)
     if patched not in (None, shape.family):
@@ -260,7 +263,7 @@ class _Reader:
     def _values(
         self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return the constants that a call of a configuration is given, with notes on the others."""
+        """Return the constants that a configuration's call is given, with notes on the others."""
         found = {}
         for name, node in self._words(call, positions).items():
             if name in quiet:
@@ -311,7 +314,9 @@ class _Reader:
             "fsdp_config",
             "deepspeed",
         )  # in a file of its own, where the sharding is said
-        quiet = {*CLASSIFIED["neutral"], *(engine if self.fields.get("sharding") else ())}
+        quiet = {*CLASSIFIED["neutral"], *CLASSIFIED["neutral_in"].get(kind, ())}
+        if self.fields.get("sharding"):
+            quiet.update(engine)
         self.arguments |= self._values(call, COMMON | OWN[kind], quiet, ("output_dir",))
         return kind
 
@@ -356,19 +361,22 @@ class _Reader:
             self._note(name, node)
 
     def _adapt(self, node: ast.expr | None) -> None:
-        """Take the adapters of a LoraConfig."""
+        """Take the adapters of a LoraConfig, or of another of PEFT's configurations."""
         call = self._only(node, "the adapters") if node is not None else None
         if call is None or (isinstance(call, ast.Constant) and call.value is None):
             return
-        if not isinstance(call, ast.Call) or self.tree.name(call) != "LoraConfig":
-            self.lines.refuse(
-                call, "is no LoraConfig, the only one of PEFT's methods that a recipe says"
-            )
-        known = [name for knob in knobs(LoRA).values() for name in knob.elsewhere]
-        refused = CLASSIFIED["refused_in"]["LoraConfig"]
-        said = self._values(call, {*known, *refused}, CLASSIFIED["neutral_in"]["LoraConfig"])
-        check_table(said, refused)
-        self.fields["lora"] = {name: value for name, value in said.items() if name in known}
+        name = self.tree.name(call) if isinstance(call, ast.Call) else ""
+        method = "LORA" if name == "LoraConfig" else peft_methods.method_of(name)
+        if not isinstance(call, ast.Call) or not method:
+            self.lines.refuse(call, "is no configuration of PEFT's")
+        quiet = {*peft_methods.NEUTRAL, *CLASSIFIED["neutral_in"].get(name, ())}
+        quiet -= {"inference_mode", "runtime_config"}
+        said = self._values(call, peft_methods.fields_of(method), quiet)
+        check_table(said, CLASSIFIED["refused_in"]["PeftConfig"])
+        try:
+            self.fields |= peft_methods.fields_said(method, said)
+        except RecipeError as error:
+            self.lines.refuse(call, f"says adapters that no recipe has: {error.allowed}")
 
     def _prepare(self, call: ast.Call) -> None:
         """Take PEFT's preparation of a quantized base, which also switches checkpointing on unless
@@ -492,7 +500,8 @@ class _Reader:
         )
         if name == "callbacks" and self.lines.names.unread_callback(node):
             self._note(name, node)
-        if empty or name in WORDS["trainer_arguments"]:
+        is_function = name == "reward_funcs" and not any(map(_loads_a_model, held))
+        if empty or is_function or name in WORDS["trainer_arguments"]:
             return
         made = (
             self.tree.name(one) if isinstance(one, ast.Call) else getattr(one, "id", "")
@@ -538,3 +547,13 @@ class _Reader:
             self.fields["seq_len"] = next(iter(lengths))
         for value in lengths.values() if len(lengths) > 1 else ():
             self._note("max_length", value, "of several")
+
+
+def _loads_a_model(node: ast.expr | None) -> bool:
+    """Whether rewards come from a model: of a name, or of one that is loaded."""
+    parts = list(ast.walk(node)) if node is not None else []
+    return any(
+        (isinstance(part, ast.Constant) and isinstance(part.value, str))
+        or (isinstance(part, ast.Attribute) and part.attr == "from_pretrained")
+        for part in parts
+    )

@@ -356,7 +356,7 @@ class Tree:
         return not isinstance(binding.statement, FUNCTIONS) and self.dead(binding.statement) is True
 
     def _uncertain(self, binding: Binding, use: ast.AST) -> bool:
-        """Whether a binding may not have happened when the name is used; in the same branch it has."""
+        """Whether a binding may not have happened when the name is used."""
         if isinstance(binding.statement, FUNCTIONS):
             return False
         if self.scope(binding.statement) is not self.scope(use):

@@ -121,7 +121,8 @@ class watch:
         )
         if is_compiled(self.model):
             report.notes.append(
-                "torch.compile: a watched model runs as eager operators, and that is what is counted"
+                "torch.compile: a watched model runs as eager operators, and that is what is "
+                "counted"
             )
         return report
 

@@ -238,6 +238,30 @@ class Account:
             at[stop] = split
         return at
 
+    def cause(self, phase: str) -> tuple[str, str, Entry] | None:
+        """Return (direction, module, block) of what was allocated last before a phase's peak.
+
+        A layer that stands for others has "*" for its number. None where the peak is at the
+        phase's begin, or where a block was freed last.
+        """
+        event, _ = self.moments[phase]
+        if event == 0:
+            return None
+        entry = self.ledger.events[event - 1]
+        if entry.birth != event - 1 or (phase == "backward" and event <= self.forward_end):
+            return None
+        direction = phase
+        for first, end in self.ledger.recomputed:
+            if first <= entry.birth < end:
+                direction = "recomputation"
+        where = entry.where
+        for section in self.model.sections:
+            forward = section.begin <= entry.birth < section.end
+            if section.more and (forward or section.top <= entry.birth < section.bottom):
+                name, _, _ = where.rpartition(".")
+                where = f"{name}.*"
+        return direction, where, entry
+
     def alive(self, phase: str) -> Groups | None:
         """Group the blocks alive at the peak of forward or backward, with all layers; else None."""
         if phase not in self.moments or phase in self.at_peaks:

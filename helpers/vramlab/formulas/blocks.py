@@ -17,9 +17,24 @@ DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
 Groups = dict[tuple, list]
 
 
+def half_of(recipe: Recipe) -> str:
+    """Return the dtype of two bytes in which `recipe` computes."""
+    return "float16" if recipe.precision.startswith("fp16") else "bfloat16"
+
+
+def dtype_of(width: int, op: str, half: str) -> str:
+    """Return the dtype of a block's numbers, of which the ledger knows the bytes alone."""
+    if width == HALF:
+        return half
+    # Dropout's mask is the only bool that backward keeps.
+    if width == 1 and op == "native_dropout":
+        return "bool"
+    return DTYPES[width]
+
+
 def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
     """Group the blocks of a peak; `alive`: the ledger's, None outside forward and backward."""
-    half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
+    half = half_of(recipe)
     form = model_states.table_format(recipe)
     held = _held(
         recipe.shape,
@@ -33,14 +48,7 @@ def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
     # The cached groups serve other recipes, so they are copied.
     found = dict(held)
     for (size, category, shape, width, op), (count, where) in alive.items():
-        # The ledger knows widths alone: two bytes are the recipe's half precision.
-        if width == HALF:
-            dtype = half
-        # Dropout's mask is the only bool that backward keeps.
-        elif width == 1 and op == "native_dropout":
-            dtype = "bool"
-        else:
-            dtype = DTYPES[width]
+        dtype = dtype_of(width, op, half)
         found[size, category, shape, dtype, op] = [count, where, (size,)]
     if recipe.sharding:
         return _of_rank(found, peak)

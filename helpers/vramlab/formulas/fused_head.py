@@ -48,7 +48,7 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
             shape=_without_dropout(recipe.shape),
             lora=lora,
         )
-    if recipe.quantization is None:
+    if recipe.quantization is None or recipe.lora is None:
         return changed
     others = {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}
     if others:
@@ -61,6 +61,9 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
 
 def _refuse_unknown(recipe: Recipe) -> None:
     """Raise RecipeError for what the formulas do not know of TRL's trainers."""
+    if recipe.rollouts:
+        allowed = "the formulas do not know what it samples: ask simulate"
+        raise RecipeError("trainer", recipe.trainer, allowed)
     if recipe.shape.experts_per_token:
         name = TRL[recipe.trainer]
         unknown = f"the balancing loss that {name} adds for a mixture"

@@ -272,6 +272,7 @@ class Ledger(Memory):
         layer_holds: what modules return or name: it lives to the end of the layer.
         replay: that of the checkpointed piece that runs.
         refilled: what a recomputation has saved so far.
+        recomputed: (first event, one past the last) of each recomputation.
         leaves: which the graph holds, and so the loss, as long as the loop keeps that.
     """
 
@@ -285,6 +286,7 @@ class Ledger(Memory):
         self.layer_holds: list[Tensor] = []
         self.replay: Replay | None = None
         self.refilled: list[list[Block]] | None = None
+        self.recomputed: list[tuple[int, int]] = []
         self.leaves: list[Leaf] = []
 
     def require_gradient(self, x: Tensor) -> None:
@@ -397,9 +399,11 @@ class Ledger(Memory):
         self.casts = {}
         self.replay = replay
         self.refilled = []
+        first = len(self.events)
         with suppress(Stop):
             replay.function(replay.x)
         self.layer_holds.clear()
+        self.recomputed.append((first, len(self.events)))
         refilled = self.refilled
         self.casts = casts
         self.replay = None

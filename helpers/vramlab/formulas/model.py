@@ -89,7 +89,8 @@ class Model:
         engine = self.engine
         engine.before_forward()
         stacks = self.layout.stacks
-        self.ledger.where = stacks[0].prefix
+        backbone, _, _ = stacks[0].prefix.rpartition(".")
+        self.ledger.where = backbone
         engine.enter(ROOT)
         engine.enter(EMBEDDING)
         x, named = self.embeddings.run()
@@ -108,7 +109,7 @@ class Model:
             states.append(self.stack(stack.prefix, count, layer, states, start))
 
         x = states.pop()
-        self.ledger.where = stacks[0].prefix
+        self.ledger.where = backbone
         engine.enter(TAIL, x.needs)
         if not self.layout.post_norm:
             norms = [name for name, kind in self.layout.modules if kind == "norm"]

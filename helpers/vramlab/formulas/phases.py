@@ -4,9 +4,10 @@ from functools import cached_property
 
 from ..hardware.overhead import cublas_workspace, frees_workspaces
 from ..recipe.recipe import Recipe
-from ..report.report import CATEGORIES, Bytes, Phase
+from ..report.report import CATEGORIES, Bytes, Cause, Phase
 from . import model_states
 from .account import Account
+from .blocks import dtype_of, half_of
 from .model_states import RankBytes, Sizes
 
 
@@ -47,7 +48,8 @@ class Phases:
             before = self._left
         # Outputs of the step before go when the new ones have their name.
         peak = total(self._always, before, kept, splits.forward)
-        return Phase(peak, total(self._always, self._existing, splits.forward_end))
+        end = total(self._always, self._existing, splits.forward_end)
+        return Phase(peak, end, self._cause("forward"))
 
     def _backward(self) -> Phase:
         """Return the backward pass, whose highest moment may be its end."""
@@ -57,27 +59,24 @@ class Phases:
         # The loop lets go of the outputs when backward is over.
         if self.loop.keep_outputs == "backward":
             end = {"gradients": end["gradients"]}
-        peaks = [
-            total(
-                self._always,
-                self._existing,
-                splits.backward,
-                rank.backward,
-            )
-        ]
+        highest = total(self._always, self._existing, splits.backward, rank.backward)
+        peaks = [(highest, self._cause("backward"))]
         # DeepSpeed reduces what is left in its buffers then.
         if rank.reducing:
             reducing = {"workspace": rank.reducing}
-            peaks.append(total(self._always, self._existing, end, reducing))
+            cause = Cause("backward", "reduce", "", rank.reducing, "workspace")
+            peaks.append((total(self._always, self._existing, end, reducing), cause))
         steps = self.recipe.gradient_accumulation_steps
         # Only the last micro-batch reduces; others hold all gradients whole.
         if self.account.engine.gathers_layers and steps > 1:
             unreduced = self.account.engine.unreduced(steps)
-            peaks.append(total(self._always, _without_gradients(end), unreduced))
-        peak = max(peaks, key=lambda split: split.total)
+            peaks.append((total(self._always, _without_gradients(end), unreduced), None))
+        peak, cause = max(peaks, key=_total_of_first)
         if rank.backward_end:  # gradients are divided by then
-            return Phase(peak, total(self._always, _without_gradients(end), rank.backward_end))
-        return Phase(peak, total(self._always, self._existing, end))
+            after = total(self._always, _without_gradients(end), rank.backward_end)
+        else:
+            after = total(self._always, self._existing, end)
+        return Phase(peak, after, cause)
 
     def _step(self) -> Phase:
         """Return the optimizer's step."""
@@ -86,7 +85,27 @@ class Phases:
             outputs = self._outputs
         temporaries = {"temporaries": self.rank.temporaries}
         peak = total(self._always, outputs, self._gradients, temporaries)
-        return Phase(peak, self._rest)
+        cause = None
+        if self.rank.temporaries:
+            cause = Cause("step", self.recipe.optim, "", self.rank.temporaries, "temporaries")
+        return Phase(peak, self._rest, cause)
+
+    def _cause(self, phase: str) -> Cause | None:
+        """Return what stands last before the peak of the account's forward or backward."""
+        found = self.account.cause(phase)
+        if found is None:
+            return None
+        direction, where, entry = found
+        dtype = dtype_of(entry.width, entry.op, half_of(self.recipe))
+        return Cause(
+            direction=direction,
+            op=entry.op,
+            where=where,
+            size=entry.size,
+            category=entry.category,
+            shape=entry.shape,
+            dtype=dtype,
+        )
 
     @cached_property
     def _rest(self) -> Bytes:
@@ -170,6 +189,11 @@ class Phases:
     def _outputs(self) -> Sizes:
         """Return what the model returned, as long as the loop names it."""
         return _without_gradients(self.account.phases.backward_end)
+
+
+def _total_of_first(candidate: tuple[Bytes, Cause | None]) -> int:
+    peak, _ = candidate
+    return peak.total
 
 
 def _without_gradients(split: Sizes) -> Sizes:

@@ -8,22 +8,32 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..hardware.overhead import EXACT, LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
+from ..hardware.overhead import (
+    EXACT,
+    LARGE_REQUEST,
+    LARGE_SEGMENT,
+    SMALL_BLOCK,
+    SMALL_SEGMENT,
+    UNIT,
+    segment,
+)
 from ..report.report import Interval
 
-# Reserved memory over the segments that the blocks alive at the peak need, of 625 steps that PyTorch's own allocator ran
-# on the stand-in and 52 published ones (`benchmarks/tiers.py`). TYPICAL is above four fifths of the 601 that are not
-# sharded, 71 to 95 % of each card's or source's: cards between it and the upper end hold nine in ten. The upper ends are
-# above all, also of the 76 that are sharded, whose units come and go in segments of other sizes (2.54 times).
+# Reserved memory over the segments that the blocks alive at the peak need, of 625 steps that
+# PyTorch's own allocator ran on the stand-in and 52 published ones (`benchmarks/tiers.py`). TYPICAL
+# is above four fifths of the 601 that are not sharded, 71 to 95 % of each card's or source's: cards
+# between it and the upper end hold nine in ten. The upper ends are above all, also of the 76 that
+# are sharded, whose units come and go in segments of other sizes (2.54 times).
 TYPICAL, WORST, WORST_SHARDED = 1.18, 1.5, 2.6
 
 
 @lru_cache(maxsize=4096)
 def internal_fragmentation(size: int) -> int:
-    """Return the bytes that a block holds beyond `size`, because a rest of 1 MiB or less is not split off.
+    """Return the bytes that a block holds beyond `size`, because a rest of 1 MiB or less is not
+    split off.
 
-    From 10 MiB on a request has a segment of its own. Below, equal requests share a segment, and the rest that the last
-    of them holds is divided among them. Up to 1 MiB there is none.
+    From 10 MiB on a request has a segment of its own. Below, equal requests share a segment, and
+    the rest that the last of them holds is divided among them. Up to 1 MiB there is none.
     """
     if size <= SMALL_BLOCK:
         return 0
@@ -33,7 +43,9 @@ def internal_fragmentation(size: int) -> int:
 
 
 def pack(sizes: Iterable[int]) -> int:
-    """Return the bytes allocated for requests of `sizes`, one after the other, none of which is freed."""
+    """Return the bytes allocated for requests of `sizes`, one after the other, none of which is
+    freed.
+    """
     total, rests = 0, []
     for size in sizes:
         if size > SMALL_BLOCK:
@@ -48,10 +60,11 @@ def pack(sizes: Iterable[int]) -> int:
 
 
 def reserved(blocks: Counter, peak: int, sharded: bool = False) -> Interval:
-    """Estimate the peak of `torch.cuda.memory_reserved` from the blocks (size to count) of a peak of `peak` bytes.
+    """Estimate the peak of `torch.cuda.memory_reserved` from the blocks (size to count) of a peak
+    of `peak` bytes.
 
-    Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST. Sequences of varying length
-    fragment further.
+    Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST.
+    Sequences of varying length fragment further.
     """
     small = total = 0
     for size, count in blocks.items():

@@ -1,4 +1,6 @@
-"""What finds each kind of fact (`facts.py`), on CUDA in a process of its own that has not touched the card yet."""
+"""What finds each kind of fact (`facts.py`), on CUDA in a process of its own that has not touched
+the card yet.
+"""
 
 import gc
 import shutil
@@ -64,11 +66,17 @@ def state(before: Sensors) -> dict[str, Any]:
 
 
 def nvidia_smi() -> int | None:
-    """Return what nvidia-smi shows as this card's memory in use; None where there is no such program, or it cannot tell."""
+    """Return what nvidia-smi shows as this card's memory in use; None where there is no such
+    program, or it cannot tell.
+    """
     if not shutil.which("nvidia-smi"):
         return None
     command = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip().splitlines()
+    lines = (
+        subprocess.run(command, capture_output=True, text=True, timeout=60)
+        .stdout.strip()
+        .splitlines()
+    )
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     own = [line for line in lines if len(lines) == 1 or uuid in line]
     used = own[0].split(",")[-1].strip() if own else ""
@@ -87,7 +95,9 @@ def multiply_with_bias() -> None:
 
 
 def convolve() -> None:
-    torch.nn.Conv2d(8, 8, 3, device="cuda")(torch.ones(4, 8, 64, 64, device="cuda")).sum().backward()
+    torch.nn.Conv2d(8, 8, 3, device="cuda")(
+        torch.ones(4, 8, 64, 64, device="cuda")
+    ).sum().backward()
 
 
 def attend(kernel: str) -> None:
@@ -106,7 +116,9 @@ def import_bitsandbytes() -> None:
 def quantize() -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    dequantize_4bit(*quantize_4bit(torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16), quant_type="nf4"))
+    dequantize_4bit(
+        *quantize_4bit(torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16), quant_type="nf4")
+    )
 
 
 def step_in_8_bits() -> None:
@@ -153,14 +165,19 @@ LOADS: dict[str, Callable[[], None]] = {
 }
 
 
-def steps(before: Sensors, recipe: dict[str, Any], expandable: bool, repeats: int) -> dict[str, Any]:
-    """Time `repeats` steps, then read the sensors during some more. `expandable`: `card.py` has set the allocator so."""
-    recipe = rebuild(Recipe, "recipe", recipe)
+def steps(
+    before: Sensors, recipe: dict[str, Any], expandable: bool, repeats: int
+) -> dict[str, Any]:
+    """Time `repeats` steps, then read the sensors during some more.
+
+    `expandable`: `card.py` has set the allocator so.
+    """
+    trained: Recipe = rebuild(Recipe, "recipe", recipe)
     if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] != expandable:
         raise MeasurementError("this allocator does not take expandable_segments.")
-    import_libraries(recipe)
-    training = build(recipe, "cuda")
-    if recipe.torch_compile:
+    import_libraries(trained)
+    training = build(trained, "cuda")
+    if trained.torch_compile:
         training.model.compile()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -175,12 +192,21 @@ def steps(before: Sensors, recipe: dict[str, Any], expandable: bool, repeats: in
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     stats = torch.cuda.memory_stats()
-    peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")}
-    return state(before) | peaks | {"seconds": seconds} | under_load(training, statistics.median(seconds))
+    peaks = {
+        kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")
+    }
+    return (
+        state(before)
+        | peaks
+        | {"seconds": seconds}
+        | under_load(training, statistics.median(seconds))
+    )
 
 
 def under_load(training: Training, seconds: float) -> dict[str, Any]:
-    """Sensors read every BETWEEN seconds while steps of so many `seconds` run, for SAMPLED seconds at least."""
+    """Sensors read every BETWEEN seconds while steps of so many `seconds` run, for SAMPLED seconds
+    at least.
+    """
     read: list[Sensors] = []
     done = threading.Event()
 
@@ -206,19 +232,23 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
 
 
 def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Double the recipe's batch until a step fails for want of memory, which gives PyTorch's own message."""
-    recipe = rebuild(Recipe, "recipe", recipe)
+    """Double the recipe's batch until a step fails for want of memory, which gives PyTorch's own
+    message.
+    """
+    trained: Recipe = rebuild(Recipe, "recipe", recipe)
     for _ in range(MOST_DOUBLINGS):
-        if found := failed_step(recipe):
+        if found := failed_step(trained):
             return found
         gc.collect()
         torch.cuda.empty_cache()
-        recipe = recipe.replace(batch_size=2 * recipe.batch_size)
-    raise MeasurementError(f"{recipe} still fits this card.")
+        trained = trained.replace(batch_size=2 * trained.batch_size)
+    raise MeasurementError(f"{trained} still fits this card.")
 
 
 def failed_step(recipe: Recipe) -> dict[str, Any]:
-    """Train two steps; return which failed, its message and the card before it, or {} if both passed."""
+    """Train two steps; return which failed, its message and the card before it, or {} if both
+    passed.
+    """
     torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {"batch_size": recipe.batch_size}
     try:
@@ -227,25 +257,34 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
             found |= {"step": step, "free": free, "total": total}
-            found |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+            found |= {
+                "allocated": torch.cuda.memory_allocated(),
+                "reserved": torch.cuda.memory_reserved(),
+            }
             train_step(training)
         torch.cuda.synchronize()
     except RuntimeError as error:
         message = out_of_memory(error, "cuda")
         if not message or "step" not in found:
             raise
-        peaks = {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
+        peaks = {
+            "peak_allocated": torch.cuda.max_memory_allocated(),
+            "peak_reserved": torch.cuda.max_memory_reserved(),
+        }
         return found | peaks | {"message": message}
     return {}
 
 
 def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Load the 4-bit base of `recipe` with `from_pretrained`, from a checkpoint of zeros in the published layout."""
-    recipe = rebuild(Recipe, "recipe", recipe)
-    import_libraries(recipe)
+    """Load the 4-bit base of `recipe` with `from_pretrained`, from a checkpoint of zeros in the
+    published layout.
+    """
+    trained: Recipe = rebuild(Recipe, "recipe", recipe)
+    import_libraries(trained)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    dtype, asked = weight_dtype(recipe), recipe.quantization
+    dtype, asked = weight_dtype(trained), trained.quantization
+    assert asked is not None  # the list of pieces has none without
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=asked.quant_type,
@@ -253,7 +292,7 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
         bnb_4bit_compute_dtype=dtype,
     )
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
-        size = write_checkpoint(recipe, Path(folder), dtype)
+        size = write_checkpoint(trained, Path(folder), dtype)
         torch.empty(1, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -263,7 +302,9 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     stats = torch.cuda.memory_stats()
-    peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")}
+    peaks = {
+        kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")
+    }
     kept = torch.cuda.memory_allocated()
     found = state(before) | peaks | {"kept": kept, "file": size, "seconds": seconds}
     del model
@@ -271,17 +312,24 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(recipe: Recipe, folder: Path, dtype: torch.dtype) -> int:
-    """Write zeros as the weights of the unquantized model; return their bytes. MeasurementError if the disk lacks room."""
+    """Write zeros as the weights of the unquantized model; return their bytes.
+
+    MeasurementError if the disk lacks room.
+    """
     from huggingface_hub import save_torch_state_dict
 
     precision = {torch.float16: "fp16-true", torch.bfloat16: "bf16-true"}.get(dtype, "fp32")
-    model = meta_model(recipe.replace(quantization=None, lora=None, dtype=None, precision=precision))
+    model = meta_model(
+        recipe.replace(quantization=None, lora=None, dtype=None, precision=precision)
+    )
     named = dict(model.named_parameters())  # a tied head once
     size = sum(parameter.numel() * dtype.itemsize for parameter in named.values())
     free = shutil.disk_usage(folder).free
     if size > 0.9 * free:
         have = format_bytes(free)
-        raise MeasurementError(f"its checkpoint has {format_bytes(size)}, and {have} of the disk of {folder} are free.")
+        raise MeasurementError(
+            f"its checkpoint has {format_bytes(size)}, and {have} of the disk of {folder} are free."
+        )
     model.config.save_pretrained(folder)
     zeros = {name: torch.zeros(parameter.shape, dtype=dtype) for name, parameter in named.items()}
     save_torch_state_dict(zeros, folder, max_shard_size="5GB")

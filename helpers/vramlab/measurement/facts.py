@@ -1,7 +1,8 @@
-"""Facts of a card that no report of a training step holds: what a CUDA context takes, ten times of a step with power and
-clocks, a run that goes out of memory, what loading a base in 4 bits takes.
+"""Facts of a card that no report of a training step holds: what a CUDA context takes, ten times of
+a step with power and clocks, a run that goes out of memory, what loading a base in 4 bits takes.
 
-A kind of fact is an entry of ASKED, of FOUND and of `card_work.WORK`; sizes are bytes, times seconds.
+A kind of fact is an entry of ASKED, of FOUND and of `card_work.WORK`; sizes are bytes, times
+seconds.
 """
 
 import json
@@ -65,16 +66,19 @@ def is_recipe(value: Any) -> bool:
 
 
 def list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and len(value) <= MOST_VALUES and all(map(check, value))
+    return lambda value: (
+        isinstance(value, list) and len(value) <= MOST_VALUES and all(map(check, value))
+    )
 
 
 def or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-# Of the device and of torch's allocator. `used_…`: NVML's memory in use on the whole device, before this process touched
-# it and at the reading; `smi_used`: nvidia-smi's figure at the reading; `process`: NVML's for this process, which a
-# container hides. At the reading the allocator still holds all that it `reserved`.
+# Of the device and of torch's allocator. `used_…`: NVML's memory in use on the whole device, before
+# this process touched it and at the reading; `smi_used`: nvidia-smi's figure at the reading;
+# `process`: NVML's for this process, which a container hides. At the reading the allocator still
+# holds all that it `reserved`.
 STATE = {
     "used_before": or_none(is_size),
     "used_after": or_none(is_size),
@@ -85,7 +89,11 @@ STATE = {
 }
 ASKED: dict[str, dict[str, Check]] = {
     "context": {"loaded": LOADED.__contains__},
-    "steps": {"recipe": is_recipe, "expandable": lambda value: type(value) is bool, "repeats": is_count},
+    "steps": {
+        "recipe": is_recipe,
+        "expandable": lambda value: type(value) is bool,
+        "repeats": is_count,
+    },
     "out_of_memory": {"recipe": is_recipe},
     "loading": {"recipe": is_recipe},
 }
@@ -114,14 +122,18 @@ FOUND: dict[str, dict[str, Check]] = {
         "peak_allocated": is_size,
         "peak_reserved": is_size,
     },
-    # allocated, requested, reserved: the peaks of from_pretrained; `kept`: allocated when it had returned
-    "loading": STATE | {"requested": is_size, "kept": is_size, "file": is_size, "seconds": is_number},
+    # allocated, requested, reserved: the peaks of from_pretrained; `kept`: allocated when it had
+    # returned
+    "loading": STATE
+    | {"requested": is_size, "kept": is_size, "file": is_size, "seconds": is_number},
 }
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What was `asked` of a card and what was `found`; `source` as a report's ("measured", or "emulated")."""
+    """What was `asked` of a card and what was `found`; `source` as a report's ("measured", or
+    "emulated").
+    """
 
     kind: str
     asked: dict[str, Any]
@@ -139,12 +151,16 @@ class Fact:
         """Return what was asked, in words."""
         said = [self.kind.replace("_", " ")]
         for name, value in self.asked.items():
-            said.append(str(rebuild(Recipe, name, value)) if name == "recipe" else f"{name} {value}")
+            said.append(
+                str(rebuild(Recipe, name, value)) if name == "recipe" else f"{name} {value}"
+            )
         return " · ".join(said)
 
     @property
     def outside(self) -> int | None:
-        """Return the bytes of the device that this process took outside torch's allocator; None where nobody tells."""
+        """Return the bytes of the device that this process took outside torch's allocator; None
+        where nobody tells.
+        """
         if self.found.get("process") is not None:
             return self.found["process"] - self.found["reserved"]
         if self.found.get("used_before") is None or self.found.get("used_after") is None:
@@ -161,8 +177,17 @@ class Fact:
 
     @classmethod
     def from_dict(cls, said: Any) -> "Fact":
-        """Return the fact that a JSON object says. Raises ReportError unless it has each field of one and no other."""
-        if not isinstance(said, dict) or said.keys() != {"kind", "asked", "found", "source", "environment"}:
+        """Return the fact that a JSON object says.
+
+        Raises ReportError unless it has each field of one and no other.
+        """
+        if not isinstance(said, dict) or said.keys() != {
+            "kind",
+            "asked",
+            "found",
+            "source",
+            "environment",
+        }:
             raise ReportError("it is no fact: one has kind, asked, found, source and environment")
         if said["kind"] not in ASKED:
             raise ReportError(f"its kind is {said['kind']!r:.60}, but kinds are {', '.join(ASKED)}")
@@ -178,9 +203,13 @@ class Fact:
 
 
 def _check_values(part: str, values: Any, checks: dict[str, Check]) -> None:
-    """Raise ReportError unless `values` has exactly the names of `checks`, each with a value that passes."""
+    """Raise ReportError unless `values` has exactly the names of `checks`, each with a value that
+    passes.
+    """
     if not isinstance(values, dict) or values.keys() != checks.keys():
-        raise ReportError(f"what it {'was asked' if part == 'asked' else 'found'} must be {', '.join(checks)}")
+        raise ReportError(
+            f"what it {'was asked' if part == 'asked' else 'found'} must be {', '.join(checks)}"
+        )
     for name, check in checks.items():
         if not check(values[name]):
             raise ReportError(f"its {name} is {values[name]!r:.60}, which cannot be")

@@ -52,7 +52,7 @@ def clean_pass(
     device: str,
     before: Sensors,
 ) -> Truth:
-    """Train `warmup + repeats` steps undisturbed, then free everything.
+    """Train `warmup + repeats` steps, or cycles of such, undisturbed, then free everything.
 
     `before`: the sensors before CUDA started.
     """
@@ -68,11 +68,12 @@ def clean_pass(
     seconds = []
     for step in range(warmup + repeats):
         start = time.perf_counter()
-        train_step(training)
+        for _ in range(training.cycle):
+            train_step(training)
         if is_cuda:
             torch.cuda.synchronize()
         if step >= warmup:
-            seconds.append(time.perf_counter() - start)
+            seconds.append((time.perf_counter() - start) / training.cycle)
     median = statistics.median(seconds)
     speed = Speed(
         median=median,
@@ -199,13 +200,10 @@ def balance(
     pairs = list(zip(history.stretches, readings, strict=True))
     phases = []
     for (name, start, end), stats in pairs[len(pairs) - len(history.last_step) :]:
-        peak = close(
-            history.highest(start, end),
-            stats,
-            "peak",
-            workspace,
-        )
-        phases.append((name, peak, close(end, stats, "current", workspace)))
+        at = history.highest(start, end)
+        peak = close(at, stats, "peak", workspace)
+        after = close(end, stats, "current", workspace)
+        phases.append((name, Phase(peak, after, history.cause(at, start))))
     _, _, end_of_loading = history.stretches[0]
     loaded = close(end_of_loading, readings[0], "current", 0)
     report.phases = {"load": Phase(loaded, loaded), **merge(phases)}

@@ -145,7 +145,9 @@ def moved_pages(recipe: Recipe, card: Gpu) -> Range:
     if not paged:
         return 0.0, 0.0, 0.0
     # Without the states, which are no tensors of the device's allocator.
-    process = Interval.of(predict(recipe, card).process)
+    needed = predict(recipe, card).process
+    assert needed is not None  # predict gives it always
+    process = Interval.of(needed)
     moved = []
     for end in (process.value, process.low, process.high):
         beyond = max(0, end + paged - card.total)

@@ -42,6 +42,8 @@ def class_of(names: Iterable[str], trainer: str | None = None) -> str:
     classes = " or ".join(candidates)
     if not any(name in TRAINERS for name in candidates):
         raise RecipeError("args", classes, unmodelled())
+    # an experimental class with the fields of GRPOConfig, GMPOConfig, trains as that does
+    candidates = [name for name in candidates if name in TRAINERS]
     if len(candidates) > 1:
         marks = ", ".join(sorted(said))
         rest = f"the fields {marks} do not say which: say --trainer, or write all fields as "

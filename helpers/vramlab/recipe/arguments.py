@@ -17,8 +17,8 @@ from .configuration import read_json_file
 from .deepspeed_config import check_dtype, deepspeed_config
 from .fields import RecipeFields
 from .knobs import knobs
-from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
-from .options import TRL, Loop, Sharding
+from .optimizers import BESIDE_TRAINER, DROPPED, MODELLED, OWN, optimizer_arguments
+from .options import GENERATING, TRL, Loop, Rollouts, Sharding
 
 # What moves memory and no recipe says, and what moves none; every field is in one of these or in a
 # recipe's own.
@@ -97,7 +97,9 @@ def settings(recipe: RecipeFields) -> dict[str, Any]:
     values |= _sharding_arguments(recipe.sharding)
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-    if recipe.trainer != "transformers":
+    if recipe.rollouts:
+        values |= _values(recipe.rollouts, _same_names(Rollouts))
+    elif recipe.trainer != "transformers":
         # SFTTrainer refuses it where it does not cut samples
         is_uncut = recipe.padding_free and not recipe.packing
         values["max_length"] = None if is_uncut else recipe.seq_len
@@ -122,7 +124,10 @@ def _check_loop(loop: Loop) -> None:
 
 
 def _check_options(recipe: RecipeFields, options: Mapping[str, float]) -> None:
-    """Raise RecipeError for arguments of an optimizer that the Trainer drops."""
+    """Raise RecipeError for an optimizer that the Trainer does not make, or arguments it drops."""
+    if recipe.optim in BESIDE_TRAINER:
+        rest = "TrainingArguments has no name for it: give the Trainer its optimizers"
+        raise RecipeError("optim", recipe.optim, rest)
     lost = [name for name in options if name in DROPPED]
     if lost:
         passed = [name for name in MODELLED[recipe.optim].arguments if name not in DROPPED]
@@ -214,11 +219,15 @@ def _of_trl(args: Any, trainer: str, fields: dict[str, Any]) -> dict[str, Any]:
 
     Raises RecipeError where lengths are left to the data.
     """
-    fields = {"seq_len": args.max_length, "trainer": trainer, **fields}
+    if trainer in GENERATING:
+        fields = {**fields, "rollouts": _rollouts(args, fields.get("rollouts"))}
+    else:
+        fields = {"seq_len": args.max_length, **fields}
+    fields = {"trainer": trainer, **fields}
     if fields["trainer"] != trainer:
         rest = f"the arguments are {TRL[trainer]}'s: leave it out"
         raise RecipeError("trainer", fields["trainer"], rest)
-    if fields["seq_len"] is None and not fields.get("lengths"):
+    if fields.get("seq_len", 1) is None and not fields.get("lengths"):
         rest = "samples are not cut: say seq_len, the longest one's"
         raise RecipeError("max_length", None, rest)
     for name, given in (args.model_init_kwargs or {}).items():
@@ -232,6 +241,19 @@ def _of_trl(args: Any, trainer: str, fields: dict[str, Any]) -> dict[str, Any]:
             rest = "say completion_lengths, the tokens of each sample that have a label"
             raise RecipeError(name, True, rest)
     return fields
+
+
+def _rollouts(args: Any, given: Rollouts | Mapping | None) -> Rollouts:
+    """Return what TRL's `args` say of rollouts, with what is `given` besides.
+
+    They do not say how long a prompt is.
+    """
+    said = _values_of(args, _same_names(Rollouts))
+    # as the arguments fill it in
+    if said["steps_per_generation"] == args.gradient_accumulation_steps:
+        said["steps_per_generation"] = None
+    said |= vars(given) if isinstance(given, Rollouts) else given or {}
+    return Rollouts(**said)
 
 
 def check_table(args: Any, table: Mapping[str, Any], prefix: str = "") -> None:

@@ -11,7 +11,7 @@ from . import samples
 from .configuration import MOST_LAYERS
 from .families import TASKS
 from .knobs import FilledIn, frozen, knob
-from .optimizers import OPTIMIZERS, optimizer_arguments
+from .optimizers import BESIDE_TRAINER, OPTIMIZERS, optimizer_arguments
 from .options import (
     ATTENTION,
     DTYPES,
@@ -22,8 +22,10 @@ from .options import (
     Loop,
     LoRA,
     Quantization,
+    Rollouts,
     Sharding,
 )
+from .peft_methods import Peft
 from .shapes import Shape
 
 MOST_MICRO_BATCHES = 2**16  # each of them is run
@@ -47,7 +49,7 @@ class RecipeFields:
     batch_size: int = knob(1)
     seq_len: FilledIn[int | None, int] = knob(None)
     precision: str = knob("fp32", choices=PRECISIONS)
-    optim: str = knob("adamw_torch", choices=OPTIMIZERS)
+    optim: str = knob("adamw_torch", choices=(*OPTIMIZERS, *BESIDE_TRAINER))
     optim_args: str | None = knob(None)
     task: str | None = knob(None, choices=tuple(TASKS))
     num_layers: int | None = knob(None, most=MOST_LAYERS)
@@ -69,12 +71,21 @@ class RecipeFields:
     lengths: tuple[int, ...] | None = knob(None, shown=_lengths_in_words)
     completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
     use_liger_kernel: bool = knob(False)
+    peft: Peft | None = knob(None, shown=Peft.words)
+    label_smoothing_factor: float = knob(0.0, share=True)
+    neftune_noise_alpha: float | None = knob(None)
+    rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
         """The model's short name."""
         return self.shape.name
+
+    @property
+    def adapters(self) -> LoRA | Peft | None:
+        """What is trained beside a frozen base: LoRA's, or another method's."""
+        return self.lora or self.peft
 
     @property
     def weights_dtype(self) -> str:
@@ -148,7 +159,7 @@ class RecipeFields:
 
         Adapters are switched off instead.
         """
-        is_needed = self.trainer in WITH_REFERENCE
+        is_needed = self.trainer in WITH_REFERENCE or bool(self.rollouts and self.rollouts.beta)
         return is_needed and not (self.lora or self.precompute_ref_log_probs)
 
     @property

@@ -11,8 +11,17 @@ PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-tru
 REPEATED = "sdpa_repeated"  # sdpa on keys that are repeated for the query heads which share them
 ATTENTION = ("eager", "sdpa", REPEATED, "flash_attention_2")
 # TRL's, by the name of their Recipe; of dpo and reward a sample is a pair of sequences
-TRL = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer"}
-FUSED = ("sft", "dpo", "kto")  # whose head makes no logits
+TRL = {
+    "sft": "SFTTrainer",
+    "dpo": "DPOTrainer",
+    "kto": "KTOTrainer",
+    "reward": "RewardTrainer",
+    "grpo": "GRPOTrainer",
+    "rloo": "RLOOTrainer",
+}
+GENERATING = ("grpo", "rloo")  # which sample what they train on from the model itself
+FUSED = ("sft", "dpo", "kto", *GENERATING)  # whose head makes no logits
+ROLLOUT_ENGINES = ("colocate", "server")  # where vLLM runs: in this process, or elsewhere
 # Of a precision's name before "-true" or "-mixed".
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 DTYPES = ("float32", "float16", "bfloat16")
@@ -148,6 +157,53 @@ class Sharding:
         root = " · root resharded" if self.reshard_root else ""
         linear = "" if self.memory_efficient_linear else " · plain linear layers"
         return f"{self.engine} stage {self.stage} × {self.world_size}{offload}{root}{linear}"
+
+
+@documented
+@dataclass(frozen=True)
+class Rollouts:
+    """What GRPOTrainer and RLOOTrainer sample from the model, and how they train on it.
+
+    Fields and defaults are those of `trl.GRPOConfig`, and a prompt's length. All prompts have that
+    length and all completions the longest one.
+    """
+
+    num_generations: int = knob(8, least=2)
+    prompt_length: int = knob(256)
+    max_completion_length: int = knob(512)
+    temperature: float = knob(1.0)
+    top_p: float = knob(1.0)
+    top_k: int = knob(0, least=0)
+    beta: float = knob(0.0, share=True)
+    num_iterations: int = knob(1)
+    steps_per_generation: int | None = knob(None)
+    use_vllm: bool = knob(False)
+    vllm_mode: str = knob("colocate", choices=ROLLOUT_ENGINES)
+    vllm_gpu_memory_utilization: float = knob(0.3, share=True)
+    vllm_enable_sleep_mode: bool = knob(False)
+
+    def __post_init__(self) -> None:
+        check(self, "rollouts.")
+        # 1 and 1.0 are one recipe, with one key
+        for name in ("temperature", "top_p", "beta", "vllm_gpu_memory_utilization"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+    def words(self) -> str:
+        """Return its part of `str(recipe)`."""
+        lengths = f"{self.prompt_length} + {self.max_completion_length} tokens"
+        said = [f"{self.num_generations} generations of {lengths}"]
+        if self.beta:
+            said.append(f"beta {self.beta:g}")
+        if self.num_iterations > 1:
+            said.append(f"{self.num_iterations} iterations")
+        if self.steps_per_generation:
+            said.append(f"{self.steps_per_generation} steps a generation")
+        if self.use_vllm and self.vllm_mode == "server":
+            said.append("vLLM elsewhere")
+        elif self.use_vllm:
+            sleeps = ", asleep while it trains" if self.vllm_enable_sleep_mode else ""
+            said.append(f"vLLM in {self.vllm_gpu_memory_utilization:.0%} of the card{sleeps}")
+        return " · ".join(said)
 
 
 @documented

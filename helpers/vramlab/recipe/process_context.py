@@ -42,8 +42,9 @@ def loads_whole(recipe: Recipe) -> bool:
     one unit at a time and shards it
     (`torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device`)."""
     sharding = recipe.sharding
-    own = bool(sharding) and sharding.engine == "fsdp" and recipe.loop.name != "trainer"
-    return own and not (recipe.quantization or sharding.offload)
+    if sharding is None or sharding.engine != "fsdp" or recipe.loop.name == "trainer":
+        return False
+    return not (recipe.quantization or sharding.offload)
 
 
 def room_on(

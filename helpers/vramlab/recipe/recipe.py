@@ -15,13 +15,14 @@ from typing import Any
 
 from ..report import html
 from ..report.errors import RecipeError
-from . import liger, lora_modules, parallel_limits, sample_limits
+from . import liger, lora_modules, parallel_limits, peft_methods, rollouts, sample_limits
 from .configuration import plain, read_json
 from .fields import WITH_REFERENCE, RecipeFields
 from .knobs import Refusals, check, documented, frozen, knobs, rebuild, refuse
-from .optimizers import ALIASES, OPTIMIZERS, REFUSED
+from .optimizers import ALIASES, BESIDE_TRAINER, OPTIMIZERS, REFUSED
 from .options import (
     ATTENTION,
+    GENERATING,
     HALF,
     LOOPS,
     PRECISIONS,
@@ -30,6 +31,7 @@ from .options import (
     Loop,
     LoRA,
     Quantization,
+    Rollouts,
     Sharding,
 )
 from .shapes import read_shape
@@ -45,6 +47,7 @@ __all__ = [
     "Loop",
     "Quantization",
     "Recipe",
+    "Rollouts",
     "Sharding",
     "as_recipe",
     "key_of",
@@ -56,6 +59,7 @@ PARTS: dict[str, type] = {
     "quantization": Quantization,
     "sharding": Sharding,
     "loop": Loop,
+    "rollouts": Rollouts,
 }
 TRUE_PRECISION = {"float16": "fp16-true", "bfloat16": "bf16-true"}
 WITHOUT_AUTOCAST = ("fp32", "tf32")
@@ -87,8 +91,9 @@ class Recipe(RecipeFields):
         self._take_parts()
         refuse_generating(self.trainer)
         check(self)
-        for name, value in sample_limits.filled_in(self).items():
-            self._set(name, value)
+        for fill in (rollouts.filled_in, sample_limits.filled_in):
+            for name, value in fill(self).items():
+                self._set(name, value)
         if self.precision in WITHOUT_AUTOCAST and self.dtype in TRUE_PRECISION:
             self._set("precision", TRUE_PRECISION[self.dtype])
         self.optimizer_arguments()
@@ -112,6 +117,7 @@ class Recipe(RecipeFields):
                 self._set(name, rebuild(kind, name, value))
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
+        self._take_method(peft_methods.read(self.peft))
         if isinstance(self.optim, str):
             self._set("optim", ALIASES.get(self.optim, self.optim))
             if self.optim in REFUSED:
@@ -119,6 +125,16 @@ class Recipe(RecipeFields):
                 raise RecipeError("optim", self.optim, rest + "Trainer that has it")
         if type(self.dtype).__name__ == "dtype":  # torch's
             self._set("dtype", str(self.dtype).removeprefix("torch."))
+
+    def _take_method(self, method: peft_methods.Peft | LoRA | None) -> None:
+        """Take one of PEFT's methods, plain LoRA as `lora`."""
+        if method and self.lora:
+            rest = "lora gives the model its adapters already: say one of the two"
+            raise RecipeError("peft", self.peft, rest)
+        is_lora = isinstance(method, LoRA)
+        self._set("peft", None if is_lora else method)
+        if is_lora:
+            self._set("lora", method)
 
     def _fit_to_shape(self) -> None:
         """Fill in what the model decides, and check the sizes against it."""
@@ -149,18 +165,28 @@ class Recipe(RecipeFields):
         yield from self._quantization_refusals()
         if self.loop.optimizer_in_backward:
             yield from self._backward_refusals()
+        if self.peft:
+            yield from self._method_refusals(self.peft)
         yield from self._dtype_refusals()
+        yield from rollouts.refusals(self)
         yield from sample_limits.refusals(self)
         if self.trainer != "transformers":
             yield from self._trl_refusals()
         precomputes = self.precompute_ref_log_probs and self.trainer not in WITH_REFERENCE
         allowed = "only trainer 'dpo' and 'kto' have a reference model"
         yield "precompute_ref_log_probs", precomputes, allowed
-        offloads = self.activation_offloading and (self.trainer not in TRL or self.sharding)
-        known = ", ".join(TRL)
+        able = [trainer for trainer in TRL if trainer not in GENERATING]
+        offloads = self.activation_offloading and (self.trainer not in able or self.sharding)
+        known = ", ".join(able)
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
         yield from liger.refusals(self)
+        yield from self._regularizer_refusals()
+        is_muon = self.optim in BESIDE_TRAINER
+        allowed = "it is modelled on one device"
+        yield "optim", is_muon and self.sharding, allowed
+        allowed = "it divides the weights between two optimizers: take loop 'trainer' or 'plain'"
+        yield "optim", is_muon and self.loop.optimizer_in_backward, allowed
         yield from parallel_limits.refusals(self)
 
     def _quantization_refusals(self) -> Refusals:
@@ -168,7 +194,7 @@ class Recipe(RecipeFields):
         lora = self.lora
         quantization = self.quantization
         allowed = "quantized weights cannot be trained: add lora=LoRA(...)"
-        yield "quantization", quantization and not lora, allowed
+        yield "quantization", quantization and not self.adapters, allowed
         is_dora = quantization and lora and lora.use_dora
         allowed = "it is modelled for weights that are not quantized only"
         yield "lora.use_dora", is_dora, allowed
@@ -179,6 +205,34 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
+
+    def _method_refusals(self, method: peft_methods.Peft) -> Refusals:
+        """Return where PEFT's other methods are not modelled."""
+        allowed = "PEFT's methods other than LoRA are modelled on one device"
+        yield "sharding", self.sharding, allowed
+        is_other = self.trainer not in ("transformers", "sft")
+        name = TRL.get(self.trainer)
+        yield "peft", is_other, f"{name} is modelled with LoRA: take trainer 'sft', or lora"
+        # PeftModel.get_prompt
+        keeps_keys = method.peft_type in peft_methods.WITH_CACHE
+        allowed = f"PEFT refuses {method.peft_type} with it, whose keys are in the cache"
+        yield "gradient_checkpointing", keeps_keys and self.gradient_checkpointing, allowed
+
+    def _regularizer_refusals(self) -> Refusals:
+        """Return where the Trainer's smoothed labels and noise are not modelled."""
+        is_other = self.trainer != "transformers" or self.loop.name != "trainer"
+        allowed = "it is modelled in transformers' Trainer on one device"
+        smooths = self.label_smoothing_factor
+        yield "label_smoothing_factor", smooths and (is_other or self.sharding), allowed
+        is_fused = smooths and self.use_liger_kernel
+        allowed = "it needs the logits, which Liger's loss does not make"
+        yield "label_smoothing_factor", is_fused, allowed
+        has_noise = self.neftune_noise_alpha is not None
+        is_other = self.trainer not in ("transformers", "sft") or bool(self.sharding)
+        allowed = "it is modelled in transformers' Trainer and SFTTrainer on one device"
+        yield "neftune_noise_alpha", has_noise and is_other, allowed
+        allowed = "an image model has no embedded tokens"
+        yield "neftune_noise_alpha", has_noise and self.shape.image_tokens, allowed
 
     def _backward_refusals(self) -> Refusals:
         """Return what updates in the backward pass exclude."""
@@ -271,6 +325,8 @@ class Recipe(RecipeFields):
         is_prepared = quantization and quantization.prepare
         if self.weights_dtype == "float32" or is_prepared:
             return False
+        if self.peft:  # whose layers PEFT casts to fp32
+            return bool(self.peft.arguments.get("modules_to_save"))
         if not lora or self.shape.task == "sequence-classification":
             return True
         if lora.bias != "none" or lora.modules_to_save:
@@ -279,6 +335,8 @@ class Recipe(RecipeFields):
 
     def replace(self, **changes: Any) -> "Recipe":
         """Return a copy with `changes`, validated again."""
+        if "rollouts" in changes and self.rollouts:
+            changes.setdefault("seq_len", None)  # which they say
         own: Any = self  # a dataclass, which `frozen` does not tell type checkers
         return dataclasses.replace(own, **changes)
 
@@ -380,13 +438,13 @@ def _later() -> dict[str, Any]:
 LATER = _later()
 
 
-# TRL's trainers that sample answers from the model in each step
-GENERATING = ("grpo", "rloo", "ppo", "online_dpo")
+# other trainers of TRL that sample answers from the model in each step
+NOT_MODELLED = ("ppo", "online_dpo")
 
 
 def refuse_generating(trainer: str) -> None:
-    """Raise RecipeError for a trainer of GENERATING."""
-    if trainer in GENERATING:
+    """Raise RecipeError for a trainer of NOT_MODELLED."""
+    if trainer in NOT_MODELLED:
         known = ", ".join(TRL)
         rest = "it generates while it trains, which no recipe models yet: WatchCallback() in its "
         rest += f"Trainer measures it on a card, and recipes train as {known} do"
@@ -402,7 +460,9 @@ def as_recipe(value: Any) -> Recipe:
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, LoRA | Quantization | Sharding | Loop):
+    if isinstance(value, peft_methods.Peft):
+        return value.to_dict()
+    if isinstance(value, tuple(PARTS.values())):
         fields = {}
         for name, one in vars(value).items():
             is_usual = name in LATER_OF_PARTS and (one or None) == (LATER_OF_PARTS[name] or None)

@@ -12,8 +12,8 @@ from itertools import groupby
 from . import html
 from .errors import ReportError
 from .report import (
+    ALL_PHASES,
     CATEGORIES,
-    PHASES,
     SOURCES,
     UNITS,
     Interval,
@@ -172,9 +172,9 @@ def compare(*reports: Report) -> Comparison:
 def diff(a: Report, b: Report) -> Comparison:
     """Return a table of any two reports, differences being B − A.
 
-    Its notes say which tensors came, went or changed (of those in `Report.largest`, by category,
-    operator, module and dtype), and which libraries have other versions. Raises ReportError for a
-    report without figures.
+    Its notes say why the peaks are where they are, which tensors came, went or changed (of those in
+    `Report.largest`, by category, operator, module and dtype), and which libraries have other
+    versions. Raises ReportError for a report without figures.
     """
     title = b.title
     if _recipe_difference((a, b)):
@@ -187,8 +187,22 @@ def diff(a: Report, b: Report) -> Comparison:
     if comparison.failed:
         why = comparison.failed[0]
         raise ReportError(f"a report without figures cannot be compared ({why}).")
-    notes = (*comparison.notes, *_tensor_notes(a, b), *_library_notes(a, b))
+    notes = (
+        *comparison.notes,
+        *_cause_notes(a, b),
+        *_tensor_notes(a, b),
+        *_library_notes(a, b),
+    )
     return replace(comparison, notes=notes)
+
+
+def _cause_notes(a: Report, b: Report) -> Iterator[str]:
+    """Say why each peak is where it is, unless the causes are the same."""
+    if a.cause == b.cause:
+        return
+    for label, report in (("A", a), ("B", b)):
+        if report.cause:
+            yield f"why the peak of {label} is there: {report.why}"
 
 
 def _library_notes(a: Report, b: Report) -> Iterator[str]:
@@ -376,7 +390,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         "peak total",
         tuple(report.peak.total for report in reports),
     )
-    for name in PHASES:
+    for name in ALL_PHASES:
         phases = [report.phases.get(name) for report in reports]
         if any(phases):
             for moment in ("peak", "end"):

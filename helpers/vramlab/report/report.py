@@ -6,7 +6,7 @@ Bytes inside, GiB on screen, one formatter.
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -15,10 +15,13 @@ from . import html
 from .errors import ReportError
 from .files import strict_json
 from .json_form import decode, encode, field_error
-from .text import printable
+from .text import printable, text_table
 from .versions import installed
 
+# Of a training step.
 PHASES = ("load", "forward", "backward", "step", "between_steps")
+# Every one that a report may have: of a trainer that samples, and those of `generate` too.
+ALL_PHASES = ("load", "generate", "score", *PHASES[1:], "prefill", "decode")
 # The weakest witness first.
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")
 STATUSES = ("ok", "oom", "error")
@@ -29,6 +32,18 @@ UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 # Which end of a process's interval has to fit the card.
 TIERS = {"safe": "high", "likely": "value", "tight": "low"}
 NO_TIER = "does not fit"
+# Categories of what comes and goes in a step; the others are there all the time.
+PASSING = ("activations", "temporaries", "kv_cache")
+# What operators of the loss make, by direction, as PyTorch and the formulas call them.
+LOGITS_GRADIENT = "the gradient of the logits"
+RESULTS = {
+    ("forward", "log_softmax"): "the log-probabilities",
+    ("backward", "nll_loss"): "the gradient of the log-probabilities",
+    ("backward", "nll_loss_backward"): "the gradient of the log-probabilities",
+    ("backward", "log_softmax"): LOGITS_GRADIENT,
+    ("backward", "log_softmax_backward_data"): LOGITS_GRADIENT,
+}
+MOST_BESIDE = 2  # of what else is there that `Report.why` names
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 
@@ -68,6 +83,7 @@ class Bytes:
     gradients: int = 0
     optimizer_states: int = 0
     activations: int = 0
+    kv_cache: int = 0  # keys, values and states that `generate` keeps for the next tokens
     temporaries: int = 0
     buffers: int = 0
     inputs: int = 0
@@ -93,11 +109,41 @@ CATEGORIES = tuple(field.name for field in dataclasses.fields(Bytes))
 
 
 @dataclass(frozen=True)
+class Cause:
+    """What one operator allocated, in one place, before memory stood at a peak."""
+
+    direction: str  # the phase, or "recomputation" of a checkpoint's forward pass in backward
+    op: str
+    where: str  # the module whose forward or backward ran, or the parameter; "" outside of modules
+    size: int  # bytes of all its results
+    category: str
+    count: int = 1  # of results; what follows is that of the largest
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.direction} of {self.where}" if self.where else self.direction
+        size = format_bytes(self.size, unit_for(self.size))
+        words = RESULTS.get((self.direction, self.op.removeprefix("_")), "")
+        what = f"{words}, " if words else ""
+        made = f"{place}: {self.op} makes {what}{size} of {self.category.replace('_', ' ')}"
+        if not self.dtype:
+            return made
+        shape = "×".join(map(str, self.shape)) or "scalar"
+        largest = f"{self.count} tensors, the largest " if self.count > 1 else ""
+        return f"{made}, {largest}{self.dtype} [{shape}]"
+
+
+@dataclass(frozen=True)
 class Phase:
-    """One phase of the step: the split at its peak and at its end."""
+    """One phase of the step: the split at its peak and at its end.
+
+    The cause of a peak that is at the phase's begin lies in the phase before, and is None here.
+    """
 
     peak: Bytes
     end: Bytes
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +256,7 @@ class Report:
     recipe: dict[str, Any] | None  # as `Recipe.to_dict()` gives it; `title` is the same in one line
     title: str
     target: str  # device whose kernels and rounding are described, "cuda" or "cpu"
-    # Of the last (steady) step, by name of PHASES; "load" is the moment after loading.
+    # Of the last (steady) step, by name of ALL_PHASES; "load" is the moment after loading.
     phases: dict[str, Phase]
     peak: Bytes  # the split at the highest moment of the whole run, which is in `peak_phase`
     peak_phase: str
@@ -218,6 +264,7 @@ class Report:
     status: str = "ok"
     message: str = ""
     largest: list[TensorGroup] = field(default_factory=list)  # the largest tensors at the peak
+    cause: Cause | None = None  # of the peak; None where the witness does not know it
     allocated: int | None = None  # the allocator's own peak (measured), else `peak.total`
     requested: int | None = None  # the same before the allocator rounded, where known
     reserved: int | Interval | None = None  # the allocator's segments
@@ -239,6 +286,27 @@ class Report:
         if self.usable is None or self.process is None:
             return ""
         return Interval.of(self.process).verdict(self.usable)
+
+    @property
+    def why(self) -> str:
+        """Why the peak is there, in one line; "" where it is not known.
+
+        That is its cause, and what else the step has made and still holds then.
+        """
+        if self.cause is None:
+            return ""
+        others = []
+        for group in self.largest:
+            is_own = (group.op, group.category) == (self.cause.op, self.cause.category)
+            if group.category not in PASSING or is_own:
+                continue
+            size = group.size * group.count
+            if size >= self.cause.size:
+                whole = format_bytes(size, unit_for(size))
+                kind = group.category.replace("_", " ")
+                others.append(f"{whole} of {kind} by {group.op}")
+        beside = f", beside {' and '.join(others[:MOST_BESIDE])}" if others else ""
+        return f"{self.cause}{beside}"
 
     def __post_init__(self) -> None:
         for name, allowed in (("source", SOURCES), ("status", STATUSES)):
@@ -328,7 +396,9 @@ class Report:
             if value is not None:
                 rows.append((name, Interval.of(value).text(unit), ""))
         notes = list(self.notes)
-        if self.verdict:
+        if self.cause:
+            notes.insert(0, f"why there: {self.why}")
+        if self.verdict and self.usable is not None:
             notes.insert(0, f"{self.verdict}: {format_bytes(self.usable)} usable")
         return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", notes)
 
@@ -341,6 +411,8 @@ class Report:
         yield f"{self.source} ({self.target}), {unit}: {self.title}"
         yield text_table(self._table(unit))
         yield f"peak {format_bytes(self.peak.total, unit)} in {self.peak_phase}"
+        if self.cause:
+            yield f"why there: {self.why}"
         # In a unit of its own, for they may be far larger.
         for name in ("reserved", "process", "rss"):
             value = getattr(self, name)
@@ -368,7 +440,7 @@ class Report:
                 used.append(category)
         titles = [category.replace("_", " ") for category in used]
         rows = [("phase peak", *titles, "total")]
-        for name in PHASES:
+        for name in ALL_PHASES:
             phase = self.phases.get(name)
             # A report of a single pass, as of a watch, may lack phases.
             if phase:
@@ -377,22 +449,6 @@ class Report:
                 sizes.append(phase.peak.total)
                 rows.append((name + mark, *(in_unit(size, unit) for size in sizes)))
         return rows
-
-
-def text_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows of text as an aligned table.
-
-    The first row is the head, the first column is left-aligned.
-    """
-    # A column is as wide as its widest cell.
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = []
-    for title, *cells in rows:
-        # Numbers end in the same column, so that their digits stand under each other.
-        aligned = [title.ljust(first), *map(str.rjust, cells, others)]
-        lines.append("  ".join(aligned).rstrip())
-    rule = "  ".join("─" * width for width in (first, *others))
-    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def environment(**more: Any) -> dict[str, Any]:

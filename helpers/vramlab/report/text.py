@@ -5,6 +5,7 @@ And ours where letters are few.
 
 import codecs
 import re
+from collections.abc import Sequence
 
 # Control characters other than the end of a line and a tab, marks that turn or hide what follows,
 # and half characters.
@@ -56,6 +57,22 @@ def markdown(text: str) -> str:
     text = MARKUP.sub(r"\\\1", one_line(text))
     text = "".join(ENTITIES.get(letter, letter) for letter in text)
     return LINKS.sub(lambda found: f"&#{ord(found[0])};", text)
+
+
+def text_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows of text as an aligned table.
+
+    The first row is the head, the first column is left-aligned.
+    """
+    # A column is as wide as its widest cell.
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for title, *cells in rows:
+        # Numbers end in the same column, so that their digits stand under each other.
+        aligned = [title.ljust(first), *map(str.rjust, cells, others)]
+        lines.append("  ".join(aligned).rstrip())
+    rule = "  ".join("─" * width for width in (first, *others))
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def _degrade(error: UnicodeError) -> tuple[str, int]:

@@ -195,7 +195,14 @@ def as_it_ran(as_run: str, reentrant: bool = False) -> Iterator[None]:
 
 
 def _repeating(original: Any) -> Any:
-    def attention(query, key, value, *args, enable_gqa=False, **kwargs):
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        enable_gqa: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         groups = query.shape[-3] // key.shape[-3]
         if enable_gqa and groups > 1:
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -204,7 +211,14 @@ def _repeating(original: Any) -> Any:
     return attention
 
 
-def _shifted_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+def _shifted_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Any:
     """`ForCausalLMLoss` of 4.48 (transformers/loss/loss_utils.py): shifted logits are a copy."""
     logits = logits.float()
     shifted = logits[..., :-1, :].contiguous().view(-1, vocab_size)
@@ -217,7 +231,9 @@ def _shifted_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_in
 def _contiguous(original: Any) -> Any:
     """`sdpa_attention_forward` of 4.48 (transformers/integrations/sdpa_attention.py)."""
 
-    def attention(query, key, value, *args, **kwargs):
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         return original(query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
 
     return _repeating(attention)

@@ -78,10 +78,10 @@ def gated_delta_rule(
             + (k_i * (g[:, :, i, -1, None] - g[:, :, i]).exp()[..., None]).transpose(-1, -2) @ v_new
         )
     del repeated
-    if not output_final_state:
-        state = None
+    final_state = state if output_final_state else None
+    del state
     result = result.reshape(batch_size, heads, -1, result.shape[-1])[:, :, :length]
-    return result.transpose(1, 2).contiguous().to(initial_dtype), state
+    return result.transpose(1, 2).contiguous().to(initial_dtype), final_state
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:

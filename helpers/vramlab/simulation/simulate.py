@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_map_only
 from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
-from ..recipe import liger, lora_modules
+from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
+from ..recipe.rollouts import plan_of
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import Report
+from ..report.report import Bytes, Phase, Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked
@@ -32,11 +33,14 @@ from ..training import training as tr
 from ..training.activation_offloading import DEVICE, fake_accelerator
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
+from ..training.generation import Started
 from ..training.process_group import one_rank_of
 from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
+from .colocated import colocated, with_vllm
+from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
@@ -55,7 +59,7 @@ MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logi
 def simulate(
     recipe: Recipe | Any = None,
     target: str = "cuda",
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     *,
     model: torch.nn.Module | None = None,
     batch: Any = None,
@@ -101,14 +105,17 @@ def simulate(
         RecipeError: the recipe or module needs something that has no simulation; it names the field
             and the line.
     """
-    _check_target(target)
+    check_target(target)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
     recipe = None if recipe is None else as_recipe(recipe)
-    room = room_on(recipe, card, other_memory, expandable_segments)
+    vllm = None if recipe is None else colocated(recipe, card)
+    taken = vllm.kept if vllm else 0
+    room = room_on(recipe, card, other_memory + taken, expandable_segments)
     if recipe is not None:
-        return _of_recipe(recipe, target, card, steps, full, room)
+        report = _of_recipe(recipe, target, card, steps, full, room)
+        return with_vllm(report, vllm) if vllm else report
     loop = Loop.named(loop) if isinstance(loop, str) else loop
     return _of_module(
         ModuleStep(model, batch, optimizer, loss, loop, precision),
@@ -119,7 +126,7 @@ def simulate(
     )
 
 
-def _check_target(target: str) -> None:
+def check_target(target: str) -> None:
     if target not in ("cuda", "cpu"):
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
@@ -132,6 +139,7 @@ def _of_recipe(
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
+    notes += peft_methods.notes(recipe.peft)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     history = trace(recipe, target, card, steps, full, room)
@@ -206,7 +214,7 @@ def _is_abridged(recipe: Recipe) -> bool:
 
     An engine of many ranks does something else in the last.
     """
-    differs = recipe.sharding or recipe.activation_offloading
+    differs = recipe.sharding or recipe.activation_offloading or recipe.rollouts
     return recipe.gradient_accumulation_steps > 1 and not differs
 
 
@@ -228,15 +236,19 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
+    if recipe.peft and recipe.peft.differs_by_layer:
+        return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
 
 
-def _is_written_down(recipe: Recipe) -> bool:
+def is_written_down(recipe: Recipe) -> bool:
     """Tell whether the tests hold the architecture's deepened log against the whole run.
 
     It may return no more than they ask for.
     """
     shape = recipe.shape
+    if recipe.peft:
+        return False
     # TRL asks for the router's logits
     if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
         return False
@@ -260,7 +272,7 @@ def _lengthened(
     if may_be_deepened(recipe, target):
         layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
     # another architecture's is run twice: `_deeper`
-    runs = 1 if _is_written_down(recipe) else 2
+    runs = 1 if is_written_down(recipe) else 2
     if layers is None or layers.depth <= layers.shallow * runs:
         tracker = _run(recipe, target, card, steps)
         log = tracker.log
@@ -287,22 +299,31 @@ def _deeper(
     """Return the tracker of a shallow run, and its log and marks deepened. Raises NotRegular."""
 
     def run(extra: int, steps: int) -> Tracker:
-        config = cut(recipe.shape, layers.kept(extra)).config
-        shallow = recipe.replace(model=config, num_layers=None, task=recipe.shape.task)
-        return _run(shallow, target, card, steps)
+        return _run(shallow_recipe(recipe, layers, extra), target, card, steps)
 
     tracker = run(0, steps)
-    if not _is_written_down(recipe):
+    if not is_written_down(recipe):
         # one group more than needed, deepened and run
         whole = run(1, 1)
         deepened = History(*deepen(tracker, layers, 1)).moments()
         ran = History(whole.log, whole.marks).moments()
         # all of a step but what follows it
-        if deepened[: len(ran) - 1] != ran[:-1]:
+        if bytes_of(deepened[: len(ran) - 1]) != bytes_of(ran[:-1]):
             depth = layers.shallow + layers.period
             raise NotRegular(f"{depth} layers take something else than their repetition says")
     log, marks = deepen(tracker, layers, layers.more)
     return tracker, log, marks
+
+
+def shallow_recipe(recipe: Recipe, layers: Repetition, extra: int = 0) -> Recipe:
+    """Return `recipe` with the layers alone that stand for all, and `extra` more groups of them."""
+    config = cut(recipe.shape, layers.kept(extra)).config
+    return recipe.replace(model=config, num_layers=None, task=recipe.shape.task)
+
+
+def bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
+    """Return phase, peak and end of each, without what led to the peak."""
+    return [(name, phase.peak, phase.end) for name, phase in moments]
 
 
 @needing("simulate_evaluation")
@@ -311,7 +332,7 @@ def simulate_evaluation(
     recipe: Recipe | Any,
     evaluation: Evaluation,
     target: str = "cuda",
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     full: bool = False,
 ) -> Report:
     """Return where every byte would be while `Trainer.evaluate` runs between two steps of training.
@@ -327,7 +348,7 @@ def simulate_evaluation(
         RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on
             fake tensors.
     """
-    _check_target(target)
+    check_target(target)
     recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None
     for field in ("trainer", "sharding", "lengths", "pad_to_multiple_of"):
@@ -357,7 +378,7 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
-    _load_libraries(recipe)
+    load_libraries(recipe)
     engine = engine_of(recipe)
     offloads = recipe.activation_offloading and target == "cuda"
     device = engine.fake_gpu if target == "cuda" else "cpu"
@@ -369,11 +390,14 @@ def _run(
         engine.without_peers(target),
         fake_accelerator() if offloads else nullcontext(),
         fake_world(target, card) as (mode, kernels),
+        completions_known() if recipe.rollouts else nullcontext(),
     ):
         try:
             training = tr.build(recipe, device, target=target)
             training.abridged = not (full or evaluation) and _is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
+            if recipe.rollouts:
+                tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
             if recipe.is_ragged:
                 values = Values(mode, 8 * math.prod(recipe.rows))
                 tracker.values = values
@@ -389,7 +413,9 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            return run_tracked(training, tracker, steps, target, then=then)
+            skips = recipe.rollouts and not full
+            with skipped(training, tracker, recipe.rollouts) if skips else nullcontext():
+                return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks
@@ -399,12 +425,12 @@ def _run(
             raise RecipeError("model", recipe.name, rest) from error
 
 
-def _load_libraries(recipe: Recipe) -> None:
+def load_libraries(recipe: Recipe) -> None:
     """Import what the recipe needs before `fake_world`, which replaces some functions of it."""
     with compiled_late():
         if recipe.quantization:
             import bitsandbytes  # noqa: F401
-        elif recipe.lora:
+        elif recipe.adapters:
             import peft  # noqa: F401 — which imports it too
     if recipe.trainer != "transformers":
         trl_class(TRL[recipe.trainer])
@@ -414,7 +440,7 @@ def _load_libraries(recipe: Recipe) -> None:
 
 
 def make_tracker(
-    training: tr.Training,
+    training: tr.Training | Started,
     card: Gpu | None,
     kernels: CudaKernels | None,
 ) -> FakeTracker:
@@ -430,6 +456,8 @@ def make_tracker(
         tracker.scratch = kernel_scratch(chip, kernels.note)
         sizes = lasting_workspaces(chip)
         # a thread each
-        tracker.workspaces = {"forward": dict(sizes), "backward": dict(sizes)}
+        forward = dict(sizes)
+        tracker.workspaces = dict.fromkeys(("generate", "score", "forward", "prefill"), forward)
+        tracker.workspaces["backward"] = dict(sizes)
         tracker.notes = kernels.notes
     return tracker

@@ -26,8 +26,8 @@ GONE = object()
 LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
-PLAIN += (ModuleType, BuiltinFunctionType, CodeType)
+NUMBERS_AND_TEXT = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+PLAIN: tuple[type, ...] = (*NUMBERS_AND_TEXT, ModuleType, BuiltinFunctionType, CodeType)
 CACHED = type(functools.cache(len))
 
 
@@ -62,6 +62,7 @@ class Remembered:
 
 def _give_back(one: Any, before: dict[Any, Any]) -> None:
     now = _read(one)
+    assert now is not None  # as it was when `before` was read
     new = [value for name, value in now.items() if before.get(name, GONE) is not value]
     if isinstance(one, CACHED) and now != before:
         one.cache_clear()
@@ -113,7 +114,8 @@ def _fakes_of(one: Any) -> Iterator[str]:
 
 def _reached(roots: Iterable[Any]) -> Iterator[Any]:
     """All objects that `roots` hold, each once."""
-    pending, seen = deque(roots), {}
+    pending = deque(roots)
+    seen: dict[int, Any] = {}
     while pending and len(seen) < MOST:
         one = pending.popleft()
         if isinstance(one, PLAIN) or id(one) in seen:
@@ -139,7 +141,7 @@ def _parts(one: Any) -> Iterable[Any]:
             *one._parameters.values(),
             *one._buffers.values(),
             *one.children(),
-            *_read(one).values(),
+            *(_read(one) or {}).values(),
         ]
     kind = [] if isinstance(one, type) or _is_of_library(type(one).__module__) else [type(one)]
     return [*kind, *(_read(one) or {}).values()]

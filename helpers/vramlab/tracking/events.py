@@ -24,6 +24,7 @@ class Storage:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     stream: int = 0  # the index of the stream on which it was made
+    recomputed: bool = False  # made when a checkpoint's forward pass ran again in backward
     alive: bool = True
     ref: weakref.ref | None = None
 
@@ -45,6 +46,7 @@ class Storage:
             shape=self.shape,
             dtype=self.dtype,
             stream=self.stream,
+            recomputed=self.recomputed,
         )
 
 

@@ -6,6 +6,7 @@ It gives bytes by category after every event, peaks, phases and the timeline; an
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,26 @@ from ..hardware.contexts import Room, context_on
 from ..hardware.overhead import expandable
 from ..recipe.recipe import Recipe
 from ..report import report
-from ..report.report import CATEGORIES, Bytes, Interval, MiB, Moment, Phase, Report, TensorGroup
+from ..report.report import (
+    CATEGORIES,
+    Bytes,
+    Cause,
+    Interval,
+    MiB,
+    Moment,
+    Phase,
+    Report,
+    TensorGroup,
+)
 from .tracker import Event, Mark, Storage
 
 # The categories that a log knows.
 ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 LEAST_SPARE = 64 * MiB  # of segments, above what the allocator's model says
+OF_MANY_TENSORS = ("_foreach_", "_fused_")  # operators whose results are of many parameters
 BEFORE_A_STEP = ("load", "between_steps")
+FIRST_OF_A_STEP = ("generate", "forward", "prefill")
 # What a process reserved over the replay of its log without expandable segments, where the log is
 # of the step alone: the median of 71 published runs on a T4 is 1.008, of 11 on an RTX 4080 1.005;
 # loading leaves segments, and versions differ.
@@ -170,26 +183,73 @@ class History:
 
     @cached_property
     def last_step(self) -> list[Stretch]:
-        """The stretches of the last optimizer step: from its first "forward" on."""
+        """The stretches of the last optimizer step: from its first "forward" on.
+
+        Where a trainer samples for several steps at once they are those of all.
+        Of a generation they are all, from "prefill" on.
+        """
         first = 0
+        sampled = 0
         for i, stretch in enumerate(self.stretches):
             before = self.stretches[i - 1].name
-            if stretch.name == "forward" and before in BEFORE_A_STEP:
+            if stretch.name in FIRST_OF_A_STEP and before in BEFORE_A_STEP:
                 first = i
-        return self.stretches[first:]
+            if stretch.name == "generate":
+                sampled = i
+        return self.stretches[min(first, sampled or first) :]
 
     def phases(self) -> dict[str, Phase]:
-        """Return each phase of the last step (its highest micro-batch), and the end of loading."""
-        load = self.split(self.stretches[0].end)
-        return {"load": Phase(load, load), **merge(self.moments(self.last_step))}
+        """Return each phase of the last step (its highest micro-batch), and the end of loading.
 
-    def moments(self, stretches: Sequence[Stretch] = ()) -> list[tuple[str, Bytes, Bytes]]:
-        """Return (phase, peak, end) of each of `stretches`, by default of all."""
+        A generation's are "prefill" and "decode", of which the highest step counts.
+        """
+        load = self.split(self.stretches[0].end)
+        phases = {"load": Phase(load, load), **merge(self.moments(self.last_step))}
+        if "prefill" in phases:  # its end is none of its phases
+            del phases["between_steps"]
+        return phases
+
+    def moments(self, stretches: Sequence[Stretch] = ()) -> list[tuple[str, Phase]]:
+        """Return (name, peak and end) of each of `stretches`, by default of all."""
         moments = []
         for name, start, end in stretches or self.stretches:
-            peak = self.split(self.highest(start, end))
-            moments.append((name, peak, self.split(end)))
+            at = self.highest(start, end)
+            phase = Phase(self.split(at), self.split(end), self.cause(at, start))
+            moments.append((name, phase))
         return moments
+
+    def cause(self, position: int, start: int = 0) -> Cause | None:
+        """Return what led to `position` from `start` on: the last operator's results, or None.
+
+        An operator of many tensors is one, and so are equal operators of a module in a row.
+        """
+        log = self.log
+        made: list[Storage] = []
+        last = ""
+        for at in range(position - 1, start - 1, -1):
+            if log.sizes[at] < 0:
+                break
+            storage = log.storage(at)
+            _, _, op = log.events[log.order[at]]
+            many = op.startswith(OF_MANY_TENSORS)
+            if made and (op != last or (storage.where != made[-1].where and not many)):
+                break
+            made.append(storage)
+            last = op
+        if not made:
+            return None
+        largest = max(reversed(made), key=attrgetter("size"))
+        places = {storage.where for storage in made}
+        return Cause(
+            direction="recomputation" if largest.recomputed else self.phase_at(position),
+            op=last,
+            where=largest.where if len(places) == 1 else "",
+            size=sum(storage.size for storage in made),
+            category=largest.category or "temporaries",
+            count=len(made),
+            shape=largest.shape,
+            dtype=largest.dtype,
+        )
 
     def largest(self, position: int, count: int = 24) -> list[TensorGroup]:
         """Return the largest groups of equal storages alive at `position`."""
@@ -266,13 +326,14 @@ def _phase_before(position: int, step: list[Stretch]) -> str:
     return names[-1]
 
 
-def merge(moments: Iterable[tuple[str, Bytes, Bytes]]) -> dict[str, Phase]:
-    """Return one `Phase` for each name among (phase, peak, end): the highest peak, the last end."""
+def merge(moments: Iterable[tuple[str, Phase]]) -> dict[str, Phase]:
+    """Return one `Phase` for each name: the highest peak with its cause, and the last end."""
     phases: dict[str, Phase] = {}
-    for name, peak, end in moments:
-        if name in phases and phases[name].peak.total >= peak.total:
-            peak = phases[name].peak
-        phases[name] = Phase(peak, end)
+    for name, phase in moments:
+        highest = phases.get(name, phase)
+        if phase.peak.total > highest.peak.total:
+            highest = phase
+        phases[name] = dataclasses.replace(highest, end=phase.end)
     return phases
 
 
@@ -316,6 +377,7 @@ def to_report(
         phases=history.phases(),
         peak=history.split(at),
         peak_phase=history.phase_at(at),
+        cause=history.cause(at),
         largest=history.largest(at),
         timeline=history.timeline(),
         environment=report.environment(gpu=room.card.name if room else None),
@@ -379,7 +441,10 @@ def _reserved_and_process(
         most = history.replay(room.left("high"))
     value = max(int(BEYOND * usual.reserved), highest)
     high = max(int(BEYOND * most.reserved), highest)
-    apart = without_sharing(history.log.sizes, history.log.streams) + unused
+    # each further step of a generation asks for longer tensors, once: it has no sizes of its own
+    decoding = [start for name, start, _ in history.stretches if name == "decode"]
+    end = min(decoding, default=len(history.log))
+    apart = without_sharing(history.log.sizes[:end], history.log.streams[:end]) + unused
     inside = Interval(highest, value, max(high + high // 10, apart + LEAST_SPARE))
     around = inside + context
     if failed:

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 
 from ..training.engine import Training, makes_fakes
+from ..training.generation import Started, layers_of
 from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step
-from .tensors import tensors_in
+from .tensors import plain_tensors, tensors_in
 from .tracker import ON_HOST, REFERENCE, Tracker
 
 Followed = TypeVar("Followed", bound=Tracker)
@@ -27,7 +28,7 @@ def run_tracked(
     at_phase: Callable[[], None] | None = None,
     then: Callable[[], None] | None = None,
 ) -> Followed:
-    """Run `steps` optimizer steps of `training` under `tracker`, and return it.
+    """Run `steps` optimizer steps of `training`, or cycles of such, under `tracker`; return it.
 
     `at_phase` is called before a phase's first event, `then` after the steps, as one more forward
     phase.
@@ -43,10 +44,19 @@ def run_tracked(
     def on_phase(name: str) -> None:
         if name == "between_steps":
             claim_states(tracker, training.optimizers, target)
+        if name == "forward":
+            tracker.claim(tensors_in(training.sampled), "inputs")
         if at_phase:
             at_phase()
         tracker.begin(name)
 
+    grow = training.on_token
+
+    def on_token(made: int, cache: Any) -> None:
+        claim_cache(tracker, cache)
+        grow(made, cache)
+
+    training.on_token = on_token
     with (
         no_collection(before=not makes_fakes()),
         gradients_named(tracker, training.model),
@@ -55,12 +65,49 @@ def run_tracked(
         tracker.modules(training.model, training.reference),
         tracker,
     ):
-        for _ in range(steps):
+        for _ in range(steps * training.cycle):
             train_step(training, on_phase)
         if then:
             on_phase("forward")
             then()
             on_phase("between_steps")
+    return tracker.finish()
+
+
+def run_tracked_generation(
+    started: Started,
+    tracker: Followed,
+    made: int,
+    at_phase: Callable[[], None] | None = None,
+) -> Followed:
+    """Let `generate` make `made` tokens under `tracker`, and return it.
+
+    The phases are "prefill", a "decode" for each further token, and "between_steps" as it ends.
+    `at_phase` is called before a phase's first event.
+    """
+
+    def begin(phase: str) -> None:
+        if at_phase:
+            at_phase()
+        tracker.begin(phase)
+
+    def on_step(step: int, cache: Any) -> None:
+        claim_cache(tracker, cache)
+        if step == made:
+            begin("between_steps")
+        elif step:
+            begin("decode")
+
+    claim_model(tracker, started.model)
+    tracker.claim(started.inputs.values(), "inputs")
+    tracker.claim(started.longer.values(), ON_HOST)
+    with (
+        no_collection(before=not makes_fakes()),
+        tracker.modules(started.model),
+        tracker,
+    ):
+        begin("prefill")
+        started.run(made, on_step)
     return tracker.finish()
 
 
@@ -114,13 +161,16 @@ def fsdp_units_named(tracker: Tracker) -> Iterator[None]:
     def gathered(result: None, part: FSDPParam) -> None:
         tracker.claim(part.all_gather_outputs, "workspace", part._param_fqn or "")
 
+    def claim_gradients(part: FSDPParam) -> None:
+        whole = getattr(part, "_unsharded_param", None)
+        accumulated = part.unsharded_accumulated_grad
+        last = None if whole is None else whole.grad
+        gradients = [gradient for gradient in (accumulated, last) if gradient is not None]
+        tracker.claim(gradients, "gradients", part._param_fqn or "")
+
     def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
         for part in group.fsdp_params:
-            whole = getattr(part, "_unsharded_param", None)
-            accumulated = part.unsharded_accumulated_grad
-            last = None if whole is None else whole.grad
-            gradients = [gradient for gradient in (accumulated, last) if gradient is not None]
-            tracker.claim(gradients, "gradients", part._param_fqn or "")
+            claim_gradients(part)  # which keeps none of them
         divide(group, *unused)
 
     with (
@@ -158,6 +208,12 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
     return tensors_in(statistics)
 
 
+def claim_cache(tracker: Tracker, cache: Any) -> None:
+    """Claim what a cache of `generate` holds; what moved out of it before keeps its category."""
+    for layer in layers_of(cache):
+        tracker.claim(tensors_in(vars(layer)), "kv_cache")
+
+
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
     """Claim the optimizers' states.
 
@@ -169,9 +225,12 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
         own = getattr(optimizer, "optimizer", optimizer)
         is_paged = target == "cuda" and getattr(own, "is_paged", False)
         for parameter, state in optimizer.state.items():
+            # FSDP's parameters are wrappers
+            owners = map(tracker.owner, plain_tensors([parameter]))
+            where = next(filter(None, owners), "")
             is_large = parameter.numel() >= LEAST_PAGED
             for name, value in state.items():
                 if is_paged and is_large and name in ("state1", "state2"):
                     tracker.claim(tensors_in(value), ON_HOST)
                 else:
-                    tracker.claim(tensors_in(value), "optimizer_states", tracker.owner(parameter))
+                    tracker.claim(tensors_in(value), "optimizer_states", where)

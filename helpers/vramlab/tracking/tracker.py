@@ -116,7 +116,7 @@ class Tracker(EventLog, TorchDispatchMode):
             self._name_unknown("temporaries")
         self.phase = phase
         self.marks.append((len(self.log), phase))
-        if phase == "forward":
+        if phase in ("forward", "prefill"):
             self._log_workspace("mm")
 
     def _name_unknown(self, category: str) -> None:
@@ -124,9 +124,9 @@ class Tracker(EventLog, TorchDispatchMode):
         for storage in self.live.values():
             storage.category = storage.category or category
 
-    def _log_workspace(self, operator: str) -> None:
+    def _log_workspace(self, operator: str, args: tuple = ()) -> None:
         """Log cuBLAS's workspace, which stays."""
-        for size in workspaces_taken(self.workspaces.get(self.phase, {}), operator):
+        for size in workspaces_taken(self.workspaces.get(self.phase, {}), operator, args):
             self.log.append((size, Storage(size, size, "workspace", "cublas"), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
@@ -270,7 +270,7 @@ class Tracker(EventLog, TorchDispatchMode):
         result = self.run(func, args, kwargs)
         self.calls.append(Call(start, known.name, where, len(self.marks)))
         self._record(result, known.name, where, args)
-        self._log_workspace(known.name)
+        self._log_workspace(known.name, args)
         for place in known.buffers:
             buffer = args[place] if isinstance(place, int) else kwargs[place]
             for tensor in tensors_in(buffer):
@@ -305,6 +305,15 @@ class Tracker(EventLog, TorchDispatchMode):
     def scalar(self, tensor: torch.Tensor) -> Any:
         """Return the number that `tensor.item()` is to give; None reads it."""
         return None
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """While entered, what is made is the module's of that name."""
+        self._modules.append(name)
+        try:
+            yield
+        finally:
+            self._modules.pop()
 
     def name_module(self, name: str) -> None:
         """Give what is made from here on, outside of `modules`, a module's or parameter's name."""
@@ -355,6 +364,7 @@ class Tracker(EventLog, TorchDispatchMode):
             return None
         block = Storage(self._round(size), size, "workspace", name, where)
         block.stream = self._stream()
+        block.recomputed = self._is_recomputing()
         self.log.append((block.size, block, name))
         return block
 
@@ -370,6 +380,7 @@ class Tracker(EventLog, TorchDispatchMode):
         handle = tensor.untyped_storage()
         asked = handle.nbytes()
         born = Storage.of(tensor, self._round(asked), asked, op, where)
+        born.recomputed = self._is_recomputing()
         storage = self._log_birth(handle, born)
         if storage and self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.append(storage)
@@ -388,6 +399,14 @@ class Tracker(EventLog, TorchDispatchMode):
         self.live[key] = storage
         self.log.append((storage.size, storage, storage.op))
         return storage
+
+    def _is_recomputing(self) -> bool:
+        """Tell whether a checkpoint runs forward again.
+
+        An operator's backward formula records no graph, and the loss's gradient has no operator.
+        """
+        is_recorded = self.phase == "backward" and torch.is_grad_enabled()
+        return is_recorded and torch._C._current_autograd_node() is not None
 
     def _stream(self) -> int:
         """Return the index of the stream that runs.

@@ -113,6 +113,10 @@ def _loss_in(outputs: Any, batch: Any) -> torch.Tensor:
     return outputs["loss"]
 
 
+def _ignore_token(made: int, cache: Any) -> None:
+    """Stand for who does not ask what is sampled."""
+
+
 @dataclass
 class Training:
     """Everything one step needs."""
@@ -130,6 +134,13 @@ class Training:
     reference: Model | None = None  # frozen, which the loss needs too
     # a trainer's own, instead of `loss_of`
     compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None
+    # a trainer's own, which samples what is trained on: told as the phases of that begin
+    next_batch: Callable[[Callable[[str], None]], Any] | None = None
+    sampled: Any = None  # batches that it keeps
+    # called as it samples: `generation.fixed_length`
+    on_token: Callable[[int, Any], None] = _ignore_token
+    most_tokens: int | None = None  # of a completion that are sampled; None: all
+    cycle: int = 1  # steps after which the trainer's work begins anew
     scaler: Any = None
     engine: Engine = field(default_factory=Engine)
     # parameter to its own optimizer, with optimizer_in_backward
@@ -171,3 +182,23 @@ def autocast_inside(model: Model, device_type: str, precision: str) -> None:
     dtype = getattr(torch, AUTOCAST[precision])
     in_half = torch.autocast(device_type, dtype)(model.forward)
     model.forward = convert_outputs_to_fp32(in_half)
+
+
+class Together:
+    """Several optimizers as one."""
+
+    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
+        self.members = members
+        self.param_groups: list[dict] = []
+        for member in members:
+            self.param_groups += member.param_groups
+
+    def step(self) -> None:
+        """Step all of them."""
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all."""
+        for member in self.members:
+            member.zero_grad(set_to_none)

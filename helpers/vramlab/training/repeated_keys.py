@@ -32,5 +32,6 @@ def _attention(
 
     groups = module.num_key_value_groups
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    alone = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    # a module, as far as that function reads one
+    alone: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(alone, query, key, value, attention_mask, **options)

@@ -29,6 +29,8 @@ OUTPUTS = {
     "sft": ("log_probs", "entropy", "is_top1"),
     "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
     "kto": ("log_probs", "entropy", "mean_logits"),
+    "grpo": ("log_probs", "entropy"),
+    "rloo": ("log_probs", "entropy"),
 }
 
 
@@ -54,7 +56,7 @@ def prepare(model: Model, trainer: str) -> None:
     elif config.pad_token_id is None:
         config.pad_token_id = 0
     if trainer == "sft" and hasattr(config, "router_aux_loss_coef"):
-        config.output_router_logits = _balances(config)
+        config.output_router_logits = balances(config)
 
 
 def offloading(model: Model, device: torch.device) -> contextlib.AbstractContextManager:
@@ -89,18 +91,19 @@ def start(
 
         training.compute_loss = compute_loss
         if recipe.has_reference:
-            training.reference = _reference_model(training, recipe, build_model)
+            training.reference = reference_model(training, recipe, build_model)
         _prepare_pair(training, model)
     vars(trainer).update(_fields(training, recipe, model))
 
 
-def _reference_model(training: Training, recipe: Recipe, build_model: Callable) -> Model:
+def reference_model(training: Training, recipe: Recipe, build_model: Callable) -> Model:
     """Return the model that the trained one is held against, with the same fused head."""
     from trl.trainer.utils import add_fused_lm_head
 
     # TRL loads it by the same arguments, and trains nothing of it
     plain = recipe.replace(
         trainer="transformers",
+        rollouts=None,
         gradient_checkpointing=False,
         activation_offloading=False,
     )
@@ -126,7 +129,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
 
     These are defaults of its arguments, and what its `__init__` makes.
     """
-    defaults = _argument_defaults(recipe)
+    defaults = argument_defaults(recipe)
     config = model.config.get_text_config()
     accelerator = SimpleNamespace(
         device=training.device,
@@ -148,7 +151,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "loss_types": ["sigmoid"],
         "loss_weights": [1.0],
         "calculate_KL": True,
-        "aux_loss_enabled": _balances(config),
+        "aux_loss_enabled": balances(config),
         "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", 0.0),
         "_metrics": {"train": defaultdict(list)},
         "_total_train_tokens": 0,
@@ -156,7 +159,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
     }
 
 
-def _argument_defaults(recipe: Recipe) -> dict[str, Any]:
+def argument_defaults(recipe: Recipe) -> dict[str, Any]:
     """Return the defaults of the arguments of the recipe's trainer, by name."""
     arguments = trl_class(TRL[recipe.trainer].replace("Trainer", "Config"))
     defaults = {}
@@ -166,7 +169,7 @@ def _argument_defaults(recipe: Recipe) -> dict[str, Any]:
     return defaults
 
 
-def _balances(config: Any) -> bool:
+def balances(config: Any) -> bool:
     """Tell whether TRL adds the balancing loss of a mixture of experts with `config`."""
     has_router = hasattr(config, "output_router_logits")
     return has_router and getattr(config, "router_aux_loss_coef", 0.0) != 0.0

@@ -1,4 +1,4 @@
-"""Chapter 01: what the base model writes, and a network deep enough for fp16 to lose its gradients."""
+"""Chapter 01: what the base model writes, and a network too deep for fp16's gradients."""
 
 import itertools
 
@@ -9,7 +9,9 @@ from ..base_model import load_base_tokenizer
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
-    """Each beginning and the `tokens` tokens that the model thinks likeliest after it, one line each."""
+    """Each beginning and the `tokens` tokens that the model thinks likeliest after it, one line
+    each.
+    """
     tokenizer = load_base_tokenizer()
     lines = []
     for beginning in beginnings:
@@ -24,10 +26,12 @@ def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
-    """A network of `layers` hidden layers of 32 units with nn.Linear's initial weights, 256 points and their labels.
+    """A network of `layers` hidden layers of 32 units with nn.Linear's initial weights, 256 points
+    and their labels.
 
-    Each layer scales gradients by about 0.4 (uniform weights of variance 1/(3 · 32), half of the ReLUs off), so that
-    twenty of them leave the range of fp16. A random network gives the labels, four classes.
+    Each layer scales gradients by about 0.4 (uniform weights of variance 1/(3 · 32), half of the
+    ReLUs off), so that twenty of them leave the range of fp16. A random network gives the labels,
+    four classes.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)

@@ -64,7 +64,10 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
         ("run", "peak, MiB"),
         *((name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items()),
     ]
-    alt = f"What is alive over one step, a line each. {title}. {'; '.join(': '.join(row) for row in rows)}."
+    alt = (
+        f"What is alive over one step, a line each. {title}. "
+        f"{'; '.join(': '.join(row) for row in rows)}."
+    )
     with plot.canvas(title, alt, about, rows) as ax:
         for (name, peak), report, line in zip(
             rows[1:], runs.values(), ("-", "--", "-."), strict=True

@@ -86,17 +86,18 @@ def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
 
 def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
     """(recipe, seconds of a step) of each record of WHOLE's model with a frozen base on the card
-    `name`.
+    `name`, all layers of it and with fused AdamW.
     """
     kept = []
     for recipe, seconds in timed_records(name):
-        if recipe.name == WHOLE.name and recipe.lora:
+        is_whole = recipe.name == WHOLE.name and recipe.num_layers is None
+        if is_whole and recipe.lora and recipe.optim == "adamw_torch_fused":
             kept.append((recipe, seconds))
     return sorted(kept, key=lambda record: (record[0].batch_size, record[1]))
 
 
 def step_operations(recipe: Recipe, recomputed: bool) -> int:
-    """Operations of a step's matrix products, with or without those that checkpointing does again."""
+    """Operations of a step's matrix products, with or without what checkpointing does again."""
     if not recomputed:
         recipe = recipe.replace(gradient_checkpointing=False)
     return sum(operations(recipe, walk(recipe, find_gpu("H200").chip)).values())
@@ -120,9 +121,7 @@ def round_up(size: int, unit: int) -> int:
 
 
 class Block:
-    """A piece of a segment: its size in bytes, the list of blocks that it stands in, its pool, and
-    whether it is free.
-    """
+    """A piece of a segment: its bytes, the list of blocks it stands in, its pool, if it is free."""
 
     def __init__(self, size: int, segment: list["Block"], small: bool):
         self.size = size
@@ -132,7 +131,7 @@ class Block:
 
 
 class Segments:
-    """All memory that was got from cudaMalloc, as lists of blocks in the order of their addresses."""
+    """All memory that cudaMalloc gave, as lists of blocks in the order of their addresses."""
 
     def __init__(self):
         self.segments = []

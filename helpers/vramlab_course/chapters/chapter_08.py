@@ -1,4 +1,4 @@
-"""Chapter 08: run a written program within the notebook, on a small card too; use what it trained."""
+"""Chapter 08: run a written program in the notebook, on a small card too; use what it trained."""
 
 import ast
 import json
@@ -64,9 +64,11 @@ class _Small(Card):
             *held, asked = self.sizes.values()
             sizes = [size / MiB for size in (asked, self.limit, self.limit - sum(held), sum(held))]
             raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate {:.2f} MiB. GPU 0 has a total capacity of {:.2f} MiB of which "
-                "{:.2f} MiB is free. Of the allocated memory {:.2f} MiB is allocated by PyTorch, and 0 bytes is "
-                "reserved by PyTorch but unallocated.".format(*sizes)
+                "CUDA out of memory. Tried to allocate {:.2f} MiB. GPU 0 has a total capacity of "
+                "{:.2f} MiB of which {:.2f} MiB is free. Of the allocated memory {:.2f} MiB is "
+                "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.".format(
+                    *sizes
+                )
             ) from None
 
 

@@ -28,7 +28,8 @@ LADDER_MODEL, TOKENS, BATCH, LADDER_CARD = "llama-3.1-8b", 1024, 8, "H200"
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
 # By size: if one fits, so do those before it.
 MODELS = (
-    "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b", "llama-3.2-3b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-14b",
+    "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b", "llama-3.2-3b", "qwen3-4b", "llama-3.1-8b",
+    "qwen2.5-14b",
     "qwen2.5-32b", "llama-3.1-70b",
 )  # fmt: skip
 METHODS = ("full", "lora", "qlora")
@@ -46,19 +47,25 @@ MOVES = (
     ("gradients", "train adapters only: LoRA · shards", "04, 05"),
     ("parameters", "16 bits · 4-bit base: QLoRA · shards, offload", "01, 04, 06"),
     ("reserved ≫ allocated", "equal shapes · expandable segments", "07"),
-    ("time, not memory", "roofline: larger micro-batch, fewer launches, links", "00, 07"),
+    ("time, not memory", "roofline: larger micro-batch, fewer launches, links", "07"),
 )
 RULES = (
-    "peak  = weights + gradients + states + activations + temporaries at the highest moment, not what is left after the step",
-    "fits  = upper end of the predicted process (segments + context) ≤ usable: the card's reported total (4070: estimated)",
+    "peak  = weights + gradients + states + activations + temporaries at the highest moment, not "
+    "what is left after the step",
+    "fits  = upper end of the predicted process (segments + context) ≤ usable: the card's "
+    "reported total (4070: estimated)",
     "batch = micro-batch × accumulation × GPUs: memory follows the first, learning the product",
-    "time  = max(operations / (U · peak) + 3 · bytes written / (V · bandwidth), kernels · τ); the optimizer once a step",
-    "ranks = ZeRO 1: P + G + S / N · ZeRO 2: P + (G + S) / N · ZeRO 3: (P + G + S) / N + what is gathered; never activations",
+    "time  = max(operations / (U · peak) + 3 · bytes written / (V · bandwidth), kernels · τ); "
+    "the optimizer once a step",
+    "ranks = ZeRO 1: P + G + S / N · ZeRO 2: P + (G + S) / N · ZeRO 3: (P + G + S) / N + what is "
+    "gathered; never activations",
 )
 LETTERS = (
-    "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds to issue a kernel",
+    "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds to issue "
+    "a kernel",
     "P, G, S: bytes of parameters, gradients, optimizer states · N: GPUs · r: the adapters' rank",
-    "table 3: states may be 8-bit and paged; (mixed): fp32 weights; (bf16): all in bf16, which rounds small updates away",
+    "table 3: states may be 8-bit and paged; (mixed): fp32 weights; (bf16): all in bf16, which "
+    "rounds small updates away",
 )
 
 
@@ -205,14 +212,16 @@ def draw():
     _stacks(kept, [(label, parts) for label, parts in bytes_rows()], "{:.2f} B", 1)
     _title(
         kept,
-        f"1 · Bytes a parameter keeps, derived (weights, gradients, states; both LoRA: of {LADDER_MODEL})",
+        f"1 · Bytes a parameter keeps, derived (weights, gradients, states; both LoRA: of "
+        f"{LADDER_MODEL})",
     )
     rows = ladder_rows()
     after = [f" · time × {t:.2f}" for *_, t in rows]
     _stacks(climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, after)
     _title(
         climb,
-        f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the other, each kept",
+        f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the "
+        f"other, each kept",
         16,
     )
     climb.set_xlabel(
@@ -255,7 +264,10 @@ def _made() -> str:
     versions = " · ".join(
         f"{name} {version(name)}" for name in ("vramlab", "torch", "transformers", "peft")
     )
-    return f"VRAM Lab, {date.today().isoformat()} · {versions} · all numbers are computed by the course's package"
+    return (
+        f"VRAM Lab, {date.today().isoformat()} · {versions} · all numbers are computed by the "
+        f"course's package"
+    )
 
 
 def _title(ax, text: str, pad: int = 6) -> None:

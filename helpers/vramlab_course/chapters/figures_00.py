@@ -1,7 +1,14 @@
-"""Drawing of chapter 00: why a run that passed its first step dies in the second."""
+"""Chapter 00's pictures: why a run that passed its first step dies in the second, and what is alive
+at its peak.
+"""
 
-from vramlab.faces.plot import style
-from vramlab.report.report import GiB, Report
+from collections.abc import Mapping
+
+from vramlab.faces.plot import canvas, style
+from vramlab.hardware.gpu import Gpu
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.report import GiB, Report, TensorGroup
+from vramlab.simulation.simulate import trace
 
 NEAR = {"textcoords": "offset points"}
 
@@ -55,5 +62,69 @@ def two_steps(first: Report, second: Report, room: int, title: str, about: str):
         xlabel="allocations and releases, in their order",
     )
     ax.set_xticks([0.5, 1.5], ["step 1", "step 2"])
-    alt = f"{title}. Two hills, one for each step; the second stands on the states and crosses the card's line."
+    alt = (
+        f"{title}. Two hills, one for each step; the second stands on the states and crosses "
+        f"the card's line."
+    )
     return style.finish(figure, rows, alt, say_rows=True)
+
+
+OTHERS = "norms, sums and others"
+STAYS = {"parameters": "parameters", "optimizer states": "optimizer_states"}
+
+
+def parts_at_peak(recipe: Recipe, card: Gpu) -> dict[str, int]:
+    """Bytes of everything that is alive at the peak of the second step, by where it comes from.
+
+    Simulated, for a model whose layers have `self_attn` and `mlp`. The largest part comes first.
+    """
+    history = trace(recipe, card=card)
+    top = history.highest(history.last_step[0].start)
+    found: dict[str, int] = {}
+    for group in history.largest(top, count=10_000):
+        part = _part(group, recipe.shape.vocab_size)
+        found[part] = found.get(part, 0) + group.count * group.size
+    # what is no tensor: cuBLAS' second workspace, and the rounding of each storage to 512 bytes
+    found[OTHERS] += history.split(top).total - sum(found.values())
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _part(group: TensorGroup, vocabulary: int) -> str:
+    """Where a group of tensors comes from."""
+    if group.category in ("parameters", "optimizer_states"):
+        return group.category.replace("_", " ")
+    is_16_bits = str(group.dtype).endswith("16")
+    if is_16_bits and group.op == "_to_copy" and len(group.shape) == 2:
+        return "16-bit copies of the weights"
+    if vocabulary in group.shape:
+        return "the loss"
+    if "softmax" in group.op:
+        return "attention: scores"
+    if "self_attn" in group.where:
+        return "attention: the rest"
+    if ".mlp" in group.where:
+        return "feed-forward layers"
+    return OTHERS
+
+
+def whole(parts: Mapping[str, int], title: str, about: str):
+    """Return a figure of all parts as bars, the largest on top, with their sum in the table."""
+    total = sum(parts.values())
+    sized = {name: (f"{size / GiB:.2f}", f"{size / total:.0%}") for name, size in parts.items()}
+    rows = [("part", "GiB", "share"), *((name, *said) for name, said in sized.items())]
+    rows.append(("together", f"{total / GiB:.2f}", "100%"))
+    alt = f"Bars. {title}. {'; '.join(f'{name}: {said[0]} GiB' for name, said in sized.items())}."
+    looks = style.look([*STAYS.values(), "activations"])
+    named = set()
+    with canvas(title, alt, about, rows) as ax:
+        for y, (name, size) in enumerate(parts.items()):
+            category = STAYS.get(name, "activations")
+            label = "" if category in named else "activations and temporaries"
+            named.add(category)
+            ax.barh(y, size / GiB, label=name if name in STAYS else label, **looks[category])
+            ax.annotate(sized[name][0], (size / GiB, y), (4, 0), **NEAR, va="center")
+        widest = max(parts.values()) / GiB
+        ax.set(xlabel="GiB", ylim=(len(parts) - 0.5, -0.5), xlim=(0, 1.12 * widest))
+        ax.set_yticks(range(len(parts)), list(parts))
+        ax.grid(axis="y", visible=False)
+    return ax.figure

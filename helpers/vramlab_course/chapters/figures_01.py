@@ -68,7 +68,10 @@ def bell(table: Sequence[float], deviations: float):
     """
     normal, rows = NormalDist(0, 1 / deviations), [("from", "to", "share of the numbers")]
     title = "Between two NF4 levels lies about the same share of the numbers"
-    said = f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Below it int4's codes, in even steps."
+    said = (
+        f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Below it int4's "
+        f"codes, in even steps."
+    )
     about = f"derived: normal numbers, 1 is {deviations:.2f} deviations; slices of 5.8 and 6.7 %"
     with canvas(title, said, about, rows) as ax:
         for i, (a, b) in enumerate(itertools.pairwise(table)):

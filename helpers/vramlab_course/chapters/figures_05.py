@@ -21,7 +21,8 @@ def flow(inputs: int, outputs: int, r: int):
         f"Two thin matrices are trained: {100 * trained / frozen:.1f} % of the frozen one's numbers"
     )
     said = (
-        f"Arrows. x, {inputs:,} numbers a token, goes up into the frozen W and down into A, which makes {r} numbers of it. "
+        f"Arrows. x, {inputs:,} numbers a token, goes up into the frozen W and down into A, "
+        f"which makes {r} numbers of it. "
         f"B makes {outputs:,} of these, times α / r. Both ways are added to y."
     )
     with canvas(
@@ -116,7 +117,10 @@ def compared(sweep: SimpleNamespace, title: str):
     said = (
         "Five dots for each setting. " + "; ".join(f"{row[0]} {row[3]}" for row in rows[1:]) + "."
     )
-    about = f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, {len(runs[0].seeds['documentation'])} seeds"
+    about = (
+        f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, "
+        f"{len(runs[0].seeds['documentation'])} seeds"
+    )
     with canvas(title, said, about, rows) as ax:
         for row, run in enumerate(runs):
             bits = run.seeds["documentation"]

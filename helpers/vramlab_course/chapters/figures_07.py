@@ -104,7 +104,10 @@ def trace(seen: Trace, title: str, subtitle: str):
     """Return a figure of a trace: the loop's labels in a row, and under it what ran meanwhile."""
     rows = [("label", "seconds", "share")]
     lanes = ["labels", *seen.lanes]
-    alt = f"Rows over time: {', '.join(lanes)}. Where the labels say {WAITING}, the rows below are nearly empty."
+    alt = (
+        f"Rows over time: {', '.join(lanes)}. Where the labels say {WAITING}, the rows below "
+        f"are nearly empty."
+    )
     with canvas(title, alt, subtitle, rows) as ax:
         for label, colour in COLOURS.items():
             bars = [(start - seen.start, length) for start, length in seen.labels[label]]
@@ -126,7 +129,10 @@ def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
     and share of waiting.
     """
     rows = [("loop", "seconds", "waiting")]
-    alt = f"Labels over time, one bar for each loop: {', '.join(runs)}. The first waits before each step, the last never."
+    alt = (
+        f"Labels over time, one bar for each loop: {', '.join(runs)}. The first waits before "
+        f"each step, the last never."
+    )
     with canvas(title, alt, subtitle, rows) as ax:
         for y, (name, seen) in enumerate(runs.items()):
             for label, colour in COLOURS.items():
@@ -149,7 +155,10 @@ def layer_times(
     rows += [
         (f"{n:,}", f"{1e3 * line[n]:.2f}", f"{1e3 * took:.2f}") for n, took in measured.items()
     ]
-    alt = "A line of the least time is flat for few tokens and then rises. The measured dots lie on or above it."
+    alt = (
+        "A line of the least time is flat for few tokens and then rises. The measured dots lie "
+        "on or above it."
+    )
     with canvas(title, alt, subtitle, rows) as ax:
         ax.plot(
             list(line),
@@ -192,7 +201,10 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
         sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
         rows.append((name, *(f"{size / MiB:.1f}" for size in sizes)))
     axes[-1].set_xlabel("allocations and releases, in their order")
-    alt = f"{title}. Coloured bands over time, a band for each line of code; in the first panel they climb like stairs."
+    alt = (
+        f"{title}. Coloured bands over time, a band for each line of code; in the first panel "
+        f"they climb like stairs."
+    )
     return style.finish(figure, rows, alt, say_rows=True)
 
 
@@ -202,7 +214,10 @@ def segments(held: "Segments", request: int, title: str, subtitle: str, count: i
     """
     large = sorted(held.segments, key=lambda segment: -sum(block.size for block in segment))[:count]
     rows = [("segment", "GiB", "largest free block, GiB")]
-    alt = f"{title}. Bars of segments, most of them white, which is free; the request on top is longer than any white part."
+    alt = (
+        f"{title}. Bars of segments, most of them white, which is free; the request on top is "
+        f"longer than any white part."
+    )
     with canvas(title, alt, subtitle, rows) as ax:
         ax.barh(-1.2, request / GiB, 0.8, color=style.ALARM, label="the next request")
         for y, segment in enumerate(large):
@@ -231,7 +246,10 @@ def climb(run: Followed, lengths: list[int], room: int, title: str, subtitle: st
     """
     steps, held = range(1, len(lengths) + 1), [size / GiB for size in run.between]
     peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
-    alt = "Allocated goes up and down. Reserved only rises, at the samples longer than all before, in the end past the line."
+    alt = (
+        "Allocated goes up and down. Reserved only rises, at the samples longer than all "
+        "before, in the end past the line."
+    )
     with canvas(title, alt, subtitle) as ax:
         ax.bar(steps, held[1:], width=1, color=style.PROCESS, label="reserved after the step")
         ax.bar(steps, peaks, color=BLUE, label="allocated at most")

@@ -29,8 +29,8 @@ def cloud(
     """
     sizes = [row[1][1] / GiB for row in rows]
     alt = (
-        f"A cloud of {len(rows)} recipes, speed over likely memory, {min(sizes):.0f} to {max(sizes):.0f} GiB. A stair "
-        f"leads along its upper left edge. Marked: "
+        f"A cloud of {len(rows)} recipes, speed over likely memory, {min(sizes):.0f} to "
+        f"{max(sizes):.0f} GiB. A stair leads along its upper left edge. Marked: "
         + "; ".join(f"{name}, {row[1][1] / GiB:.1f} GiB" for name, row in marked.items())
         + f". The card's line stands at {usable / GiB:.1f} GiB."
     )

@@ -67,7 +67,8 @@ def pipeline(
 
     `own` gives the passes of a stage in place of 1F1B's, from stage, stages and micro-batches.
     """
-    about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two forward passes"
+    about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two "
+    about += "forward passes"
     figure, axes = style.start(title, about, rows=2, sharex=True)
     colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}

@@ -48,5 +48,6 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
         ax.text(x, 1.22, f"NUMA node {node}", ha="center", color="#444444")
     ax.set(xlim=(-1.7, 1.7), ylim=(-1.2, 1.35), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
-    alt = f"{title}. Eight numbered circles, lines between them; the blue ones form a ring through all."
+    alt = f"{title}. Eight numbered circles, lines between them; the blue ones form a ring "
+    alt += "through all."
     return style.finish(figure, rows, alt)

@@ -215,7 +215,10 @@ def _ring(answer: Callable) -> str | None:
                 f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
             )
         if any(rank.strange for rank in ranks):
-            return f"With {n} ranks a rank gets what the rank before it never had: it can hear from that one only."
+            return (
+                f"With {n} ranks a rank gets what the rank before it never had: it can hear "
+                f"from that one only."
+            )
     return ""
 
 
@@ -260,7 +263,10 @@ def _clips(answer: Callable) -> str | None:
             return "Each rank's shard of the clipped gradient was expected."
         joined = torch.cat(found)
         if not torch.allclose(joined, wanted, rtol=1e-3):
-            said = f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become {_numbers(joined)}"
+            said = (
+                f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become "
+                f"{_numbers(joined)}"
+            )
             return f"{said}; one process makes {_numbers(wanted)} of them."
     return ""
 
@@ -362,7 +368,10 @@ def _averaged(answer: Callable) -> str | None:
         if found is None or found is ...:
             return None
         if not torch.allclose(found, wanted, atol=1e-5):
-            return f"With {counts} tokens on the ranks it is not the gradient of the mean over all tokens."
+            return (
+                f"With {counts} tokens on the ranks it is not the gradient of the mean over "
+                f"all tokens."
+            )
     return ""
 
 

@@ -70,7 +70,10 @@ def _parts(answer: Callable) -> str | None:
         if missing := set(samples) - set(given):
             return f"Sample {min(missing)} never comes {where}."
         if max(map(len, parts)) - min(map(len, parts)) > 1:
-            return f"One process gets {max(map(len, parts))} samples and another {min(map(len, parts))} {where}."
+            return (
+                f"One process gets {max(map(len, parts))} samples and another "
+                f"{min(map(len, parts))} {where}."
+            )
     return ""
 
 
@@ -171,16 +174,25 @@ def _repaired(answer: Callable) -> str | None:
         history, last = found
         numbers = torch.stack([torch.as_tensor(n).detach() for n in [*history, last]])
         if not torch.allclose(numbers, torch.tensor([*wanted[0], wanted[1]])):
-            return "It returns other numbers than before: the losses of all steps, and the mean of the last output."
+            return (
+                "It returns other numbers than before: the losses of all steps, and the mean "
+                "of the last output."
+            )
         if not all(
             torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, reference, strict=True)
         ):
             return "The weights after training are others than before."
         if meter.now:
-            return f"After {count} steps {meter.now:,} bytes of tensors are still alive, held by what you return."
+            return (
+                f"After {count} steps {meter.now:,} bytes of tensors are still alive, held by "
+                f"what you return."
+            )
         meters.append(meter)
     if meters[1].most > 1.05 * meters[0].most:
-        return f"Six steps take {meters[1].most / meters[0].most:.1f} times the memory of two: something is kept."
+        return (
+            f"Six steps take {meters[1].most / meters[0].most:.1f} times the memory of two: "
+            f"something is kept."
+        )
     return ""
 
 
@@ -223,7 +235,7 @@ def counted(model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: f
 
 
 def utilisation(model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: float) -> float:
-    """The operations that the model needs in a step over what the card could do in these seconds."""
+    """The operations that a step needs over what the card could do in these seconds."""
     model.eval()  # in which nothing is checkpointed; the model has no dropout
     found = counted(model, batch, seconds, peak)
     model.train()
@@ -244,11 +256,17 @@ def _utilised(answer: Callable) -> str | None:
         if abs(off / 100 - 1) < 1e-6:
             return "A fraction was expected, not percent."
         if checkpointed and abs(off - counted(_llama(True), batch, 0.5, 1e9) / right) < 1e-6:
-            return f"With checkpointing it is {off:.2f} times the share: what is computed again still counts."
+            return (
+                f"With checkpointing it is {off:.2f} times the share: what is computed again "
+                f"still counts."
+            )
         if abs(off - 1) > 1e-6:
             return f"Not right {how} checkpointing: it is {off:.3g} times the share."
         if _state(model) != before:
-            return f"The model came in training, {how} checkpointing, and goes on otherwise: leave it as it was."
+            return (
+                f"The model came in training, {how} checkpointing, and goes on otherwise: "
+                f"leave it as it was."
+            )
     return ""
 
 
@@ -289,7 +307,10 @@ def _smaller(answer: Callable) -> str | None:
             try:
                 found = answer(_step, batch)
             except torch.OutOfMemoryError:
-                return f"{rows} rows, of which {fits} fit: it dies, although halves would fit once the failed step is gone."
+                return (
+                    f"{rows} rows, of which {fits} fit: it dies, although halves would fit "
+                    f"once the failed step is gone."
+                )
         if found is None or found is ...:
             return None
         tried = rows
@@ -297,13 +318,19 @@ def _smaller(answer: Callable) -> str | None:
             tried //= 2
         wanted = [_step(part) for part in batch.split(tried)]
         if list(found) != wanted:
-            return f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows each were expected, in order."
+            return (
+                f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows "
+                f"each were expected, in order."
+            )
     try:
         with _Meter(limit=1000):
             answer(_step, batch[:1])
     except torch.OutOfMemoryError:
         return ""
-    return "A single row that does not fit has to raise the OutOfMemoryError: there is nothing left to halve."
+    return (
+        "A single row that does not fit has to raise the OutOfMemoryError: there is nothing "
+        "left to halve."
+    )
 
 
 def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
@@ -374,14 +401,23 @@ def _calm(answer: Callable) -> str | None:
             return "The same seed has to give the same batches, another seed others."
         padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in first) / sum(lengths)
         if padded > MOST_PADDING:
-            return f"{padded:.2f} tokens are computed for each real one, and {MOST_PADDING} are allowed."
+            return (
+                f"{padded:.2f} tokens are computed for each real one, and {MOST_PADDING} are "
+                f"allowed."
+            )
         longest = [max(lengths[i] for i in batch) for batch in first[1:]]
         rises = sum(a < b for a, b in pairwise(longest)) / (len(longest) - 1)
         if not 0.2 < rises < 0.8:
-            return "Long and short batches have to come in a mixed order, or the model learns from one kind at a time."
+            return (
+                "Long and short batches have to come in a mixed order, or the model learns "
+                "from one kind at a time."
+            )
         reserved = _reserved(lengths, first)
         if reserved[-1] != reserved[0]:
-            return f"Reserved grows by {(reserved[-1] - reserved[0]) / MiB:,.0f} MiB after the first step."
+            return (
+                f"Reserved grows by {(reserved[-1] - reserved[0]) / MiB:,.0f} MiB after the "
+                f"first step."
+            )
     return ""
 
 

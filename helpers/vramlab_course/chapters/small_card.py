@@ -10,9 +10,11 @@ from vramlab.report.report import format_bytes
 
 
 class Card(TorchDispatchMode):
-    """Hold at most `limit` bytes of tensors, those of `model` included; raise torch.OutOfMemoryError over it.
+    """Hold at most `limit` bytes of tensors, those of `model` included; raise
+    torch.OutOfMemoryError over it.
 
-    Counts each storage that an operator returns until it is freed, not what an operator uses up within itself.
+    Counts each storage that an operator returns until it is freed, not what an operator uses up
+    within itself.
     """
 
     def __init__(self, limit: int, model: torch.nn.Module):

@@ -117,7 +117,8 @@ def main() -> None:
     given = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error(
-            "start it with torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks"
+            "start it with torchrun --standalone --nproc_per_node 2 -m "
+            "vramlab_course.chapters.two_ranks"
         )
     found = experiment(given.steps)
     if os.environ["RANK"] == "0":

@@ -77,7 +77,7 @@ def _defined(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def card_facts(name: str) -> dict[str, Any]:
-    """A card's figures; peak rates by format, 0 where it has none, and NVLink's in one direction."""
+    """A card's figures; peak rates by format, 0 for none, and NVLink's in one direction."""
     card = find_gpu(name)
     _, links, each = NVLINK.get(name, (0, 0, 0.0))
     return {
@@ -198,7 +198,7 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
 
 
 def make_recipe(given: Mapping[str, Any]) -> Recipe:
-    """The recipe of a claim: `of` names one of the ledger's own, the model "base" is the course's."""
+    """The recipe of a claim: `of` names one of the ledger's; the model "base" is the course's."""
     fields = {**stored("recipes")[given["of"]], **given} if "of" in given else dict(given)
     fields.pop("of", None)
     return Recipe(**{**fields, "model": BASE if fields["model"] == "base" else fields["model"]})
@@ -296,7 +296,10 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
             "overhead": found.overhead,
         }
     card = "endless" if endless else format_bytes(limit)
-    about = f"{chapter_07.RECIPE}, {len(chapter_07.LENGTHS)} lengths, {', '.join(runs.values())}, card: {card}"
+    about = (
+        f"{chapter_07.RECIPE}, {len(chapter_07.LENGTHS)} lengths, "
+        f"{', '.join(runs.values())}, card: {card}"
+    )
     return Facts(names, "simulated", about)
 
 
@@ -322,7 +325,8 @@ def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
     return Facts(
         names,
         "simulated",
-        f"gpt2, {len(order or chapter_03.LENGTHS)} lengths, {format_bytes(limit or usual.peak_reserved)}",
+        f"gpt2, {len(order or chapter_03.LENGTHS)} lengths, "
+        f"{format_bytes(limit or usual.peak_reserved)}",
     )
 
 

@@ -43,7 +43,7 @@ def stored(part: str, path: Any = None) -> Any:
 
 
 class ExpressionError(VramLabError, ValueError):
-    """An expression that cannot be read, or asks for more than arithmetic on names that are there."""
+    """An expression that cannot be read, or asks for more than arithmetic on known names."""
 
 
 @dataclass(frozen=True)

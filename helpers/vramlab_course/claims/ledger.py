@@ -125,7 +125,8 @@ class Claim:
             (self.rule == "is") is not isinstance(c.quoted, bool) for c in self.each.values()
         ):
             raise ClaimError(
-                f"claim {self.name}: rules are {', '.join(RULES)}; 'is' goes with true or false only."
+                f"claim {self.name}: rules are {', '.join(RULES)}; 'is' goes with true or false "
+                f"only."
             )
         if not 0 <= self.tolerance <= 0.05:
             raise ClaimError(

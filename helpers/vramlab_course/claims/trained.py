@@ -94,7 +94,7 @@ def rounded_weights(format: str, limit: int = 8000) -> Facts:
 
 @cache
 def _loss(dtype: str, scaled: bool, layers: int, steps: int) -> tuple[float, float]:
-    """(lowest loss of the last ten steps, that of guessing) of chapter 01's network under autocast."""
+    """(lowest loss of the last ten steps, loss of guessing) of chapter 01's net in autocast."""
     network, x, labels = deep_network(layers)
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)

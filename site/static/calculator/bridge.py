@@ -25,14 +25,18 @@ from vramlab_course.calculator import (
     recipe_in,
 )
 
-MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype", "gradient_accumulation_steps", "packing",
-        "padding_free", "precompute_ref_log_probs", "task", "engine", *(
-    name for name in LABELS if SWITCHES.get(OPTIONS[name][0][0] if name in OPTIONS else "") == "stage"
+MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype",
+    "gradient_accumulation_steps", "packing",
+    "padding_free", "precompute_ref_log_probs", "task", "engine", *(
+    name for name in LABELS
+    if SWITCHES.get(OPTIONS[name][0][0] if name in OPTIONS else "") == "stage"
 ))  # fmt: skip
 # Where the page begins: the course's example, an 8B fine-tuned on one card.
 BEGIN = START | {
-    "model": "llama-3.1-8b", "gpu": "RTX 4090", "batch_size": 1, "seq_len": 2048, "precision": "bf16-mixed",
-    "dtype": "bfloat16", "gradient_checkpointing": True, "lora_r": 16, "lora_target": "all-linear", "trainer": "sft",
+    "model": "llama-3.1-8b", "gpu": "RTX 4090", "batch_size": 1, "seq_len": 2048,
+    "precision": "bf16-mixed",
+    "dtype": "bfloat16", "gradient_checkpointing": True, "lora_r": 16, "lora_target": "all-linear",
+    "trainer": "sft",
 }  # fmt: skip
 NOTHING = {
     "lora_r": "none",
@@ -42,14 +46,15 @@ NOTHING = {
 
 
 def page() -> str:
-    """The controls in their order, where they begin, the cards' sizes and the categories' colours."""
+    """The controls in their order, where they begin, the cards' sizes, the categories' colours."""
     controls = []
     for name, values in CONTROLS.items():
         sizes = set(SIZES[-9:]) <= set(values)
         words = [_word(name, value) for value in values]
         kind = "slider" if sizes else "text" if not values else "select"
         said = OPTIONS[name][1].help if name in OPTIONS else ""
-        controls.append({"name": name, "label": LABELS[name], "help": said, "kind": kind, "values": values,
+        controls.append({"name": name, "label": LABELS[name], "help": said, "kind": kind,
+            "values": values,
                          "words": words, "more": name in MORE})  # fmt: skip
     cards = {name: find_gpu(name).total for name in CONTROLS["gpu"]}
     return json.dumps(
@@ -90,7 +95,10 @@ def add_config(name: str, text: str) -> str:
 
 def _why(error: Exception) -> str:
     if isinstance(error, ImportError):
-        return "This architecture is read from transformers, which a page has not: predict it with the package."
+        return (
+            "This architecture is read from transformers, which a page has not: predict it "
+            "with the package."
+        )
     return str(error)
 
 
@@ -110,10 +118,12 @@ def answer(given: str) -> str:
     return json.dumps(
         {
             "recipe": str(recipe), "peak": report.peak.total, "phase": report.peak_phase,
+            "why": report.why,
             "parts": [[name, size] for name, size in report.peak.items() if size],
             "process": [need.low, need.value, need.high], "card": [card.name, report.usable],
             "tier": report.verdict,
-            "idle": sorted(idle(state)), "notes": report.notes, "code": code_of(recipe, card.name, expandable),
+            "idle": sorted(idle(state)), "notes": report.notes,
+            "code": code_of(recipe, card.name, expandable),
             "command": _command(state, recipe), "arguments": _arguments(recipe),
         }
     )  # fmt: skip
@@ -133,7 +143,7 @@ def _command(state: dict, recipe) -> str:
 
 
 def _arguments(recipe) -> str:
-    """What `TrainingArguments` and the libraries' other configurations call the recipe's options."""
+    """What `TrainingArguments` and other configurations of libraries call the options."""
     from vramlab.recipe.knobs import knobs
 
     def said(part, always=()):

@@ -133,6 +133,7 @@ function draw(answer) {
       element("p", { class: `tier ${answer.tier.split(" ")[0]}` }, element("strong", {}, `${card}: ${answer.tier}.`)),
       element("p", {}, `Peak ${gib(answer.peak)} GiB${moved}, in phase ${answer.phase.replace("_", " ")}. The whole process is likely to ` +
         `take ${gib(likely)} GiB (${gib(low)} to ${gib(high)}) of ${gib(limit)}.`),
+      ...(answer.why ? [element("p", {}, `Why the peak is there: ${answer.why}.`)] : []),
       ...answer.notes.map((note) => element("p", { class: "note" }, `Note: ${note}.`)));
     picture.replaceChildren(bar(answer, drawn));
     place.querySelector("[data-part=table]").replaceChildren(table(answer));

@@ -210,16 +210,20 @@ def timeline(report: Report, unit: str = "GiB", title: str = "One training step,
     )
 
     names = [_tensor(tensor, unit) for tensor in report.largest[:3]]
-    heading = (
-        f"\n\nlargest at the peak of the run, in {label_of(report.peak_phase)}:\n" if names else ""
-    )
+    heading = ""
+    if report.cause:
+        heading = f"\n\nwhy there: {_shortened(str(report.cause))}"
+    if names:
+        heading += f"\n\nlargest at the peak of the run, in {label_of(report.peak_phase)}:\n"
     ax.set_xlabel(
         "allocation events" + heading + "\n".join(names), loc="left", fontsize=9.5, linespacing=1.3
     )
     at_best = [split_of(moment.bytes) for moment in best.values()]
     rows = split_rows([*map(label_of, best)], at_best, unit, f"highest of, {unit}")
     tensors = f" Largest tensors at the peak: {'; '.join(names)}." if names else ""
-    alt = f"Stacked area over the allocation events of one training step, {report.title}. Highest: {said}.{tensors}"
+    area = f"Stacked area over the allocation events of one training step, {report.title}"
+    why = f" Why there: {report.why}." if report.cause else ""
+    alt = f"{area}. Highest: {said}.{why}{tensors}"
     return style.finish(figure, rows, alt, say_rows=True)
 
 
@@ -252,4 +256,8 @@ def _tensor(tensor: TensorGroup, unit: str) -> str:
     shape = "×".join(map(str, tensor.shape)) or "scalar"
     whole = amount(tensor.size * tensor.count, unit)
     text = f"{whole} {unit}: {count}{label_of(tensor.category)} [{shape}] {where}"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 84 else text[:83] + "…"

@@ -1,4 +1,4 @@
-"""The numbers of figures: bytes by category, their labels and table rows, and the line of a card."""
+"""The numbers of figures: bytes by category, labels and table rows, and a card's line."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,107 @@
+"""Completions that a trainer samples, on fake tensors: what TRL reads of them, and their middle."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..recipe.options import Rollouts
+from ..tracking.tracker import Tracker
+from ..training.engine import Training
+from ..training.patched import afterwards, plain, replaced
+
+FIRST = 2  # tokens that are sampled before some are skipped
+LAST = 2  # and after
+BY_TOKEN = ("attention_mask", "position_ids")  # what has an entry for each
+
+
+@contextlib.contextmanager
+def completions_known() -> Iterator[None]:
+    """While entered, no sampled token ends a completion, and each is the same one.
+
+    Completions are shuffled by a permutation that is known, so that masks are known behind it. No
+    reward and no probability is missing.
+    """
+    with (
+        replaced(torch, "isin", _is_never_in),
+        replaced(torch, "isnan", _is_never_in),
+        replaced(torch, "randperm", torch.arange),
+        replaced(FakeTensor, "tolist", _ones),
+    ):
+        yield
+
+
+def _is_never_in(elements: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.zeros(elements.shape, dtype=torch.bool, device=elements.device)
+
+
+def _ones(tensor: torch.Tensor) -> Any:
+    """Return the numbers of a vector, all one, without reading each."""
+    return [1] * tensor.numel() if tensor.dim() == 1 else 1
+
+
+@contextlib.contextmanager
+def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterator[None]:
+    """While entered, the model samples a completion's first and last tokens only.
+
+    For those between them the cache grows by its own code: what else a token takes grows from token
+    to token, so that the last one's is the most.
+    """
+    from transformers.generation import GenerationMixin
+
+    missing = rollouts.max_completion_length - FIRST - LAST
+    if missing < 1:
+        yield
+        return
+    made = 0
+
+    def on_token(tokens: int, cache: Any) -> None:
+        nonlocal made
+        made = tokens
+        if made == FIRST:
+            for _ in range(missing):
+                _grow(cache, tracker)
+
+    def lengthen(arguments: dict[str, Any], *others: Any, **more: Any) -> None:
+        if made == FIRST - 1:
+            _lengthen(arguments, missing)
+
+    generate = plain(GenerationMixin, "generate")
+
+    def generate_all(model: Any, *args: Any, **more: Any) -> torch.Tensor:
+        ids = generate(model, *args, **more)
+        return torch.cat([ids, ids.new_ones(ids.shape[0], missing)], dim=-1)
+
+    training.most_tokens = FIRST + LAST
+    training.on_token = on_token
+    with (
+        afterwards(GenerationMixin, "_update_model_kwargs_for_generation", lengthen),
+        replaced(GenerationMixin, "generate", generate_all),
+    ):
+        yield
+
+
+def _grow(cache: Any, tracker: Tracker) -> None:
+    """Let each layer of `cache` keep one token more."""
+    for layer in getattr(cache, "layers", ()):
+        if getattr(layer, "keys", None) is None:  # a state that does not grow
+            continue
+        with tracker.inside(tracker.owner(layer.keys)):
+            layer.update(_of_one_token(layer.keys), _of_one_token(layer.values))
+        tracker.claim([layer.keys, layer.values], "kv_cache")
+
+
+def _of_one_token(held: torch.Tensor) -> torch.Tensor:
+    """Return one token's keys or values, of which a cache has `held`."""
+    return held.new_empty(*held.shape[:-2], 1, held.shape[-1])
+
+
+def _lengthen(arguments: dict[str, Any], missing: int) -> None:
+    """Lengthen what has an entry for each token: the mask, and positions."""
+    for name in BY_TOKEN:
+        value = arguments.get(name)
+        if value is not None:
+            more = value.new_ones(*value.shape[:-1], missing)
+            arguments[name] = torch.cat([value, more], dim=-1)
