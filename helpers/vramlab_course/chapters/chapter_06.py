@@ -13,7 +13,8 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
     for path in sorted(measurements_folder().glob(f"{name}-*.json")):
         for report in load(path).values():
             recipe = Recipe(**report.recipe)
-            if recipe.name == "llama-3.1-8b" and recipe.lora and report.speed:
+            whole = recipe.name == "llama-3.1-8b" and recipe.num_layers is None
+            if whole and recipe.lora and report.speed:
                 found.append((recipe, report))
     return sorted(found, key=_order)
 

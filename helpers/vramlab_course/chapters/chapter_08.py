@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import vramlab
-from vramlab import find_gpu, plan
+from vramlab import plan
 from vramlab.report.report import MiB, Report
 
 from .small_card import Card
@@ -204,7 +204,7 @@ def chat(
     before = answers(untrained, tokenizer, asked)
     del untrained
     torch.cuda.empty_cache()
-    card = find_gpu(torch.cuda.get_device_name()) if on_card else find_gpu("T4")
+    card = None if on_card else "T4"  # None: this machine's
     found = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
     (program,) = found.write(folder / "train_chat.py")
     data = folder / "chats.jsonl"
