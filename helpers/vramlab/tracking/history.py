@@ -441,7 +441,10 @@ def _reserved_and_process(
         most = history.replay(room.left("high"))
     value = max(int(BEYOND * usual.reserved), highest)
     high = max(int(BEYOND * most.reserved), highest)
-    apart = without_sharing(history.log.sizes, history.log.streams) + unused
+    # each further step of a generation asks for longer tensors, once: it has no sizes of its own
+    decoding = [start for name, start, _ in history.stretches if name == "decode"]
+    end = min(decoding, default=len(history.log))
+    apart = without_sharing(history.log.sizes[:end], history.log.streams[:end]) + unused
     inside = Interval(highest, value, max(high + high // 10, apart + LEAST_SPARE))
     around = inside + context
     if failed:
