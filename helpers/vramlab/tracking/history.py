@@ -405,6 +405,22 @@ def _in_words(size: int) -> str:
     return report.format_bytes(size, report.unit_for(size), 2)
 
 
+def _apart(log: Log) -> int:
+    """Return the bytes of segments if none served requests of two sizes.
+
+    A KV cache has another size with each token, whose segments serve the next one's too: it is
+    replayed by itself.
+    """
+    grows = np.array([storage.category == "kv_cache" for _, storage, _ in log.events], bool)
+    is_cache = grows[log.order]
+    others = ~is_cache
+    size = without_sharing(log.sizes[others], log.streams[others])
+    if is_cache.any():
+        cache = (log.sizes[is_cache], log.keys[is_cache], log.streams[is_cache])
+        size += replay(*cache, None).reserved
+    return size
+
+
 def _reserved_and_process(
     history: History,
     allocated: int,
@@ -434,7 +450,7 @@ def _reserved_and_process(
         most = history.replay(room.left("high"))
     value = max(int(BEYOND * usual.reserved), highest)
     high = max(int(BEYOND * most.reserved), highest)
-    apart = without_sharing(history.log.sizes, history.log.streams) + unused
+    apart = _apart(history.log) + unused
     inside = Interval(highest, value, max(high + high // 10, apart + LEAST_SPARE))
     around = inside + context
     if failed:
