@@ -1,5 +1,6 @@
-"""Everything that the project wants from a card, in one go: recipes to record and facts to find,
-dearest answers first.
+"""Everything that the project wants from a card, in one go.
+
+Recipes to record and facts to find, dearest answers first.
 
 `data/card.json` says what is wanted and what an answer is worth: the seconds of a card that one
 would give for it. So what comes first is worth most a second. Each piece is saved as it ends, and
@@ -110,8 +111,9 @@ class Piece:
 
 @dataclass
 class CardRun:
-    """What `run_card` did and what is left: pieces, with seconds or with the reason that they were
-    not done.
+    """What `run_card` did and what is left.
+
+    Pieces, with seconds or with the reason that they were not done.
     """
 
     file: Path
@@ -196,8 +198,9 @@ def pieces_of(paths: Iterable[str | os.PathLike] | None) -> list[Piece]:
 
 
 def read_pieces(path: Path) -> list[Piece]:
-    """Return the pieces of a JSON list of objects; RecordError, which names the entry, if it is
-    none.
+    """Return the pieces of a JSON list of objects.
+
+    RecordError, which names the entry, if it is none.
 
     Each has `worth`, `why` and `kind`: "recipe" with a `recipe` and `repeats`, "list" with the
     `file` of a list of recipes beside it, or a kind of fact with what it is asked (`facts.ASKED`).
@@ -236,7 +239,8 @@ def _pieces(entry: dict[str, Any], path: Path) -> Iterator[Piece]:
             if kind == "recipe":
                 yield Piece(kind, worth, recipe, chosen.get("repeats", 3))
                 continue
-            chosen |= {"recipe": recipe.to_dict()} if recipe else {}
+            if recipe:
+                chosen |= {"recipe": recipe.to_dict()}
             if kind not in ASKED or chosen.keys() != ASKED[kind].keys():
                 raise RecipeError(
                     "kind",
@@ -249,8 +253,9 @@ def _pieces(entry: dict[str, Any], path: Path) -> Iterator[Piece]:
 def _sort(
     run: CardRun, pieces: list[Piece], here: Device, known: RecordFile, estimate: Callable | None
 ) -> None:
-    """Sort `pieces` into those done before, those that this card cannot do, and those left, the
-    most worth a second first.
+    """Sort `pieces` into those done, impossible on this card, and left.
+
+    Of those left the most worth a second comes first.
     """
     seen = _seen_of(here.name) if here.kind == "cuda" else RecordFile()
     value = {}
@@ -301,8 +306,9 @@ def _seen_of(card: str) -> RecordFile:
 
 
 def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable) -> None:
-    """Do what is left in its order, as far as the time goes; where cores are idle, the next process
-    loads meanwhile.
+    """Do what is left in its order, as far as the time goes.
+
+    Where cores are idle, the next process loads meanwhile.
     """
     start = time.monotonic()
     pieces = list(run.left)
