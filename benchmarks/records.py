@@ -37,13 +37,23 @@ def errors(report: Report, torch: str) -> dict[str, float]:
     return {name: a / b - 1 for name, (a, b) in figures.items() if b}
 
 
-def main(every: int = 1) -> None:
+def by_card() -> dict[str, list[Report]]:
+    """Return all reports by their card and versions, of whichever file."""
+    found: dict[str, list[Report]] = {}
     for path in sorted(measurements_folder().glob("*.json")):
-        reports = list(load(path).values())
-        held = reports[0].environment
-        print(f"{held['gpu']}, torch {held['torch']}, driver {held['driver']}")
+        for report in load(path).values():
+            held = report.environment
+            card = f"{held['gpu']}, torch {held['torch']}, driver {held['driver']}"
+            found.setdefault(card, []).append(report)
+    return found
+
+
+def main(every: int = 1) -> None:
+    for card, reports in by_card().items():
+        print(card)
         measured = [report for report in reports if report.status == "ok"][::every]
-        for torch in dict.fromkeys((held["torch"], environment()["torch"])):
+        own = reports[0].environment["torch"]
+        for torch in dict.fromkeys((own, environment()["torch"])):
             groups: dict[str, list[tuple[float, str]]] = {}
             for report in measured:
                 kind = "compiled: " if report.recipe["torch_compile"] else ""

@@ -329,7 +329,7 @@ def test_a_script_is_read_without_running_it(tmp_path):
         in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
     )
     for said, other, field in (
-        ("r=32", "init_lora_weights='pissa'", "init_lora_weights"),
+        ("r=32", "inference_mode=True", "inference_mode"),
         ("4bit", "8bit", "load_in_8bit"),
     ):
         path.write_text(SCRIPT.replace(said, other, 1))

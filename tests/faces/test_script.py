@@ -207,6 +207,20 @@ FIELDS = {  # what is read: changes, and the recipe's fields
         [*SFT, ("args=args,", "args=args, peft_config=LoraConfig(r=4),")],
         {"lora.r": 4},
     ),
+    "VeRA": (at("model", PEFT.format("VeraConfig")), {"peft.peft_type": "VERA"}),
+    "IA³": (at("model", PEFT.format("IA3Config")), {"peft.peft_type": "IA3"}),
+    "AdaLoRA": (
+        at("model", "c = AdaLoraConfig(total_step=9)\nmodel = get_peft_model(model, c)"),
+        {"peft.peft_type": "ADALORA", "peft.arguments": {"total_step": 9}},
+    ),
+    "prompt tuning": (
+        at("model", "model = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=8))"),
+        {"peft.peft_type": "PROMPT_TUNING", "peft.arguments": {"num_virtual_tokens": 8}},
+    ),
+    "LoRA's variants": (
+        at("model", LORA.replace("r=16", "init_lora_weights='pissa', r=16")),
+        {"lora": None, "peft.arguments": {"init_lora_weights": "pissa", "r": 16}},
+    ),
     "padding": (
         [("mlm=False)", "mlm=False, pad_to_multiple_of=512)")],
         {"pad_to_multiple_of": 512},
@@ -453,23 +467,24 @@ NOTED = {  # what is listed: changes, and words of the note
     ),
 }
 REFUSED = {  # changes, and words of the sentence
-    "AdaLoRA": (at("model", PEFT.format("AdaLoraConfig")), "is no LoraConfig"),
-    "VeRA": (at("model", PEFT.format("VeraConfig")), "is no LoraConfig"),
-    "IA³": (at("model", PEFT.format("IA3Config")), "is no LoraConfig"),
-    "prompt tuning": (at("model", PEFT.format("PromptTuningConfig")), "is no LoraConfig"),
-    "prefix by name": (
-        at("model", "c = PrefixTuningConfig()\nmodel = get_peft_model(model, c)"),
-        "is no LoraConfig",
-    ),
     "added adapter": (at("model", "model.add_adapter(LoraConfig())"), "add_adapter"),
     "loaded adapter": (
         at("model", "model = PeftModel.from_pretrained(model, 'mine')"),
         "in a way that no recipe says",
     ),
-    "LoRA's variants": (
-        at("model", LORA.replace("r=16", "init_lora_weights='pissa'")),
-        "init_lora_weights",
+    "another's adapters": (
+        at("model", "model = get_peft_model(model, MyConfig())"),
+        "is no configuration of PEFT's",
     ),
+    "adapters for use": (
+        at("model", LORA.replace("r=16", "inference_mode=True")),
+        "loaded to be used",
+    ),
+    "AdaLoRA without steps": (
+        at("model", PEFT.format("AdaLoraConfig")),
+        "PEFT refuses it: AdaLoRA",
+    ),
+    "EVA": (at("model", LORA.replace("r=16", "init_lora_weights='eva'")), "with rho=1 they stay"),
     "freezing": (
         at("model", "for p in model.model.parameters():\n    p.requires_grad = False"),
         "requires_grad",

@@ -2,6 +2,7 @@
 it hits.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,14 +14,22 @@ from types import SimpleNamespace
 
 import card_faults
 import pytest
+import sample_reports
 from settings import ROOT
-from vramlab import MeasurementError, Recipe, RecordError, ReportError, find_gpu, share
+from vramlab import MeasurementError, Recipe, RecordError, Report, ReportError, find_gpu, share
 from vramlab.hardware.gpu import Device
 from vramlab.measurement import card as module
-from vramlab.measurement import records
-from vramlab.measurement.card import Piece, pieces_of, read_pieces, run_card
+from vramlab.measurement import pieces, records
+from vramlab.measurement.card import run_card
 from vramlab.measurement.facts import ASKED, FOUND, LOADED, Fact
-from vramlab.measurement.record import COURSE_LIST, read_list
+from vramlab.measurement.pieces import (
+    COURSE_LIST,
+    START,
+    Piece,
+    pieces_of,
+    read_list,
+    read_pieces,
+)
 from vramlab.measurement.records import add, load, read_records
 
 FOUR = [
@@ -51,7 +60,7 @@ def gpu(monkeypatch):
     """
     seen = SimpleNamespace(ran=[], answers={}, now=0.0, take=0.0)
 
-    def fake(piece, launcher, timeout):
+    def fake(piece, launcher, timeout, device):
         seen.ran.append(piece.asked.get("loaded") or piece.title)
         seen.now += seen.take
         answer = seen.answers.get(
@@ -82,6 +91,12 @@ def on_a_t4(monkeypatch) -> None:
     monkeypatch.setattr(module, "environment", lambda **more: versions | more)
 
 
+def recorded(recipe: Recipe) -> Report:
+    """A report of `recipe` as a T4 would give it."""
+    values = {"recipe": recipe.to_dict(), "title": str(recipe), "target": "cuda"}
+    return dataclasses.replace(sample_reports.measured(), **values)
+
+
 def found(folder: Path) -> set[str]:
     return {fact.asked["loaded"] for fact in read_records(folder / FILE).facts.values()}
 
@@ -107,13 +122,13 @@ def test_the_list_has_what_chapters_ask_and_what_the_stand_in_ran_for_later_abil
 
 
 def test_the_list_has_each_kind_of_fact_and_each_way_to_load_a_context():
-    pieces = pieces_of(None)
-    assert {piece.kind for piece in pieces} == {"recipe", *ASKED} and ASKED.keys() == FOUND.keys()
-    assert {piece.asked["loaded"] for piece in pieces if piece.kind == "context"} == {*LOADED}
-    assert len({piece.key for piece in pieces}) == len(pieces)
-    expandable = [piece.asked["expandable"] for piece in pieces if piece.kind == "steps"]
+    wanted = pieces_of(None)
+    assert {piece.kind for piece in wanted} == {"recipe", *ASKED} and ASKED.keys() == FOUND.keys()
+    assert {piece.asked["loaded"] for piece in wanted if piece.kind == "context"} == {*LOADED}
+    assert len({piece.key for piece in wanted}) == len(wanted)
+    expandable = [piece.asked["expandable"] for piece in wanted if piece.kind == "steps"]
     assert expandable.count(True) == expandable.count(False) > 0
-    assert all(module.START <= piece.seconds(find_gpu("H100")) < 20 * 60 for piece in pieces)
+    assert all(START <= piece.seconds(find_gpu("H100")) < 20 * 60 for piece in wanted)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +177,22 @@ def test_what_is_worth_most_a_second_comes_first_and_what_is_known_of_such_a_car
     assert titles == ["training", "cuDNN", "out of memory", "NCCL", "bare"] and gpu.ran == []
 
 
+def test_further_answers_to_one_question_wait_for_dearer_questions(gpu, tmp_path):
+    """Thirty models for 25 s each would keep a card of some minutes from all that takes longer."""
+    families = [{"model": "gpt2", "seq_len": 8 * number} for number in range(1, 31)]
+    entries = []
+    for recipe in families:
+        entries.append({"kind": "recipe", "worth": 25, "why": "families", "recipe": recipe})
+    compiled = {"model": "gpt2", "seq_len": 512, "torch_compile": True}
+    entries.append({"kind": "recipe", "worth": 60, "why": "compiled", "recipe": compiled})
+    path = written(tmp_path / "list.json", entries)
+    left = run_card([path], dry_run=True, folder=tmp_path).left
+    assert [piece.why for piece, _ in left][:4] == ["families", "families", "compiled", "families"]
+    add(recorded(left[0][0].recipe), tmp_path / FILE)
+    again = run_card([path], dry_run=True, folder=tmp_path)
+    assert again.before == 1 and [item[0] for item in again.left] == [item[0] for item in left[1:]]
+
+
 def test_what_a_card_cannot_do_or_hold_is_left_out_with_the_reason(gpu, tmp_path):
     entries = [
         {
@@ -206,7 +237,7 @@ def test_what_a_card_cannot_do_or_hold_is_left_out_with_the_reason(gpu, tmp_path
 def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypatch):
     """Real processes: one is killed, one runs out of memory, and one that is ready is used."""
     on_a_t4(monkeypatch)
-    monkeypatch.setattr(module, "WORK", "card_faults:find")
+    monkeypatch.setattr(pieces, "WORK", "card_faults:find")
     monkeypatch.setattr(module, "IDLE_CORES", 1)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -287,16 +318,17 @@ import os, sys
 sys.path[:0] = {[str(ROOT / "tests"), str(ROOT / "tests" / "tools")]!r}
 import card_faults, pytest
 from vramlab.measurement import card
+from vramlab.measurement.pieces import Piece
 sys.path.append({str(ROOT / "tests" / "measurement")!r})
 import test_card
 patch = pytest.MonkeyPatch()
 test_card.on_a_t4(patch)
-def run(piece, launcher, timeout):
+def run(piece, launcher, timeout, device):
     if piece.asked["loaded"] == "cuBLAS":
         os.kill(os.getpid(), 9)
     return card_faults.context(piece.asked["loaded"])
-card.Piece.run = run
-card.Piece.start = lambda piece: None
+Piece.run = run
+Piece.start = lambda piece: None
 card.IDLE_CORES = 10**6
 card.run_card([{str(four)!r}], folder={str(tmp_path)!r})
 """

@@ -31,6 +31,7 @@ from vramlab import (
 )
 from vramlab.hardware.gpu import Device
 from vramlab.measurement import records
+from vramlab.measurement.pieces import COURSE_LIST, START, read_list, seconds_for
 from vramlab.measurement.records import file_name, load, save
 from vramlab.report.data import data_path
 
@@ -402,8 +403,6 @@ def recipe_list(path: Path, entries) -> Path:
 
 
 def test_a_list_takes_each_value_of_a_field(tmp_path):
-    from vramlab.measurement.record import read_list
-
     entries = [{"model": "gpt2", "batch_size": [1, 2], "lora": [None, {"r": 4}]}, {"model": "gpt2"}]
     recipes = read_list(recipe_list(tmp_path / "list.json", entries))
     assert len(recipes) == 5
@@ -434,8 +433,6 @@ def test_a_list_takes_each_value_of_a_field(tmp_path):
     ],
 )
 def test_a_bad_list_names_its_entry(tmp_path, entries, why):
-    from vramlab.measurement.record import read_list
-
     with pytest.raises(RecordError, match=why):
         read_list(recipe_list(tmp_path / "bad.json", entries))
     with pytest.raises(RecordError, match=r"none\.json is no list of recipes"):
@@ -443,8 +440,6 @@ def test_a_bad_list_names_its_entry(tmp_path, entries, why):
 
 
 def test_the_courses_own_list_can_be_trained():
-    from vramlab.measurement.record import COURSE_LIST, read_list
-
     recipes = read_list(COURSE_LIST)
     assert len({recipe.key for recipe in recipes}) == len(recipes) > 140
     b = [
@@ -473,28 +468,30 @@ def gpu(monkeypatch):
     """A machine with a card, on which measuring is instant: `gpu.ran` are the recipes,
     `gpu.answers` what they give.
     """
+    from vramlab.measurement import card, pieces
     from vramlab.measurement import record as module
 
     versions = {"torch": H200["torch"], "transformers": H200["transformers"]}
     seen = SimpleNamespace(ran=[], timeouts=[], answers={}, module=module, take=0.0)
 
-    def fake(recipe, recorded, timeout):
-        assert recorded is False
-        seen.ran.append(recipe)
+    def fake(piece, launcher, timeout, device):
+        seen.ran.append(piece.recipe)
         seen.timeouts.append(timeout)
         seen.now += seen.take
-        answer = seen.answers.get(recipe, measured(recipe))
+        answer = seen.answers.get(piece.recipe, measured(piece.recipe))
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     seen.now = 0.0
-    monkeypatch.setattr(module, "measure", fake)
-    monkeypatch.setattr(module, "environment", lambda **more: {**versions, **more})
-    card = find_gpu("H200")
-    monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", card))
+    monkeypatch.setattr(pieces.Piece, "run", fake)
+    monkeypatch.setattr(pieces.Piece, "start", lambda piece: None)
+    monkeypatch.setattr(card, "IDLE_CORES", 10**6)
+    monkeypatch.setattr(card, "environment", lambda **more: {**versions, **more})
+    h200 = find_gpu("H200")
+    monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", h200))
     monkeypatch.setattr(module, "measurements_folder", lambda: records.measurements_folder())
-    monkeypatch.setattr(module.time, "monotonic", lambda: seen.now)
+    monkeypatch.setattr(card.time, "monotonic", lambda: seen.now)
     return seen
 
 
@@ -578,17 +575,18 @@ def test_ctrl_c_keeps_what_was_measured(gpu, three, folder):
     assert keys(folder) == {SMALL.key}
 
 
-def test_a_full_disk_stops_with_what_was_saved(gpu, three, folder, monkeypatch):
+def test_a_full_disk_loses_only_what_it_hits(gpu, three, folder, monkeypatch):
     real, calls = Path.replace, []
 
     def fills(path, target):
         calls.append(path)
-        return real(path, target) if len(calls) == 1 else full()
+        return real(path, target) if len(calls) != 2 else full()
 
     monkeypatch.setattr(Path, "replace", fills)
-    with pytest.raises(RecordError, match="No space left on device"):
-        gpu.module.record([three], progress=quiet)
-    assert gpu.ran == [SMALL, OTHER] and keys(folder) == {SMALL.key}
+    done = gpu.module.record([three], progress=quiet)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and keys(folder) == {SMALL.key, LARGE.key}
+    ((lost, why),) = done.skipped
+    assert lost == OTHER and "No space left on device" in why
 
 
 def test_what_the_card_cannot_do_is_skipped_with_the_reason(gpu, tmp_path, monkeypatch):
@@ -632,13 +630,13 @@ def test_a_dry_run_lists_and_measures_nothing(gpu, three, folder, capsys):
     done = gpu.module.record([three], dry_run=True)
     assert gpu.ran == [] and contents(folder) == before and capsys.readouterr().out == ""
     assert [recipe for recipe, _ in done.missing] == [SMALL, LARGE]
-    assert all(gpu.module.START < seconds < 60 for _, seconds in done.missing)
+    assert all(START < seconds < 60 for _, seconds in done.missing)
     text = str(done)
     assert "3 recipes wanted, 1 recorded before, 0 measured now" in text and f" s  {LARGE}" in text
 
 
 def test_dearer_recipes_are_expected_to_take_longer(gpu):
-    seconds = gpu.module.seconds_for
+    seconds = seconds_for
     h200, t4 = find_gpu("H200"), find_gpu("T4")
     assert (
         seconds(SMALL, t4)

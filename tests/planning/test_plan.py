@@ -32,6 +32,7 @@ from vramlab.planning.search_space import (
 )
 from vramlab.planning.step_time import _ratios, estimate
 from vramlab.planning.step_traffic import link_of, waits
+from vramlab.recipe.peft_methods import Peft
 from vramlab.recipe.shapes import catalogue
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import TIERS, GiB, MiB, Report, format_bytes
@@ -471,6 +472,15 @@ def test_adapters_that_no_formula_knows_are_simulated(lora, words):
     found = plan("llama-3.2-1b", "RTX 4090", **asked)
     assert found.best.report.source == "simulated" and found.best.tier == "safe"
     assert found.best.recipe.lora == dataclasses.replace(RANK, **lora) and words in str(found)
+
+
+def test_another_of_pefts_methods_is_simulated():
+    asked = dict(seq_len=128, num_layers=2, peft="ia3", offload=False)
+    found = plan("llama-3.2-1b", "RTX 4090", method="lora", **asked)
+    assert found.best.report.source == "simulated" and found.best.tier == "safe"
+    assert found.best.recipe.peft == Peft("IA3") and found.best.recipe.lora is None
+    with pytest.raises(RecipeError, match="modelled on one device"):
+        plan("llama-3.2-1b", "RTX 4090", gpus=2, **asked)
 
 
 def test_what_lacks_least_is_named_where_nothing_fits():

@@ -296,6 +296,13 @@ def test_one_rank_of_many(name, checkpointing, taken):
     assert taken == ["deepened"]
 
 
+def test_states_that_a_rank_has_before_its_first_step_are_of_their_layers(taken):
+    """Adagrad's under FSDP had no owner, and were those of the shallow run."""
+    recipe = Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, optim="adagrad")
+    assert_same(recipe.replace(sharding=SHARDINGS["stage 2"]), "cuda")
+    assert taken == ["deepened"]
+
+
 @pytest.mark.parametrize(
     "name", params([name for name in SHARDINGS if name not in BY_LAYER], ["layers"])
 )

@@ -11,8 +11,9 @@ import pytest
 import torch
 from allocator_events import LITERALS, tracked, witnessed
 from tiny_models import config
-from vramlab.recipe.recipe import Recipe
+from vramlab.recipe.recipe import Recipe, Sharding
 from vramlab.simulation.simulate import trace
+from vramlab.training.process_group import one_rank_of
 
 CHANGES = {
     "default": {},
@@ -36,6 +37,15 @@ def test_the_allocator_says_the_same(family, changes):
         packing = 2 * 1000 * 128 if recipe.precision == "bf16-mixed" else 0
         assert 0 <= peak - claimed[phase][0] <= LITERALS + packing, phase
         assert 0 <= end - claimed[phase][1] <= LITERALS, phase
+
+
+def test_what_names_fsdps_gradients_holds_none_of_them():
+    """The last of a unit was alive while the unit was reduced: here 192,000 bytes too much."""
+    sharding = Sharding(3, 1, "fsdp")
+    recipe = Recipe(config("llama"), 2, 24, "bf16-mixed", num_layers=2, sharding=sharding)
+    with one_rank_of(sharding):
+        (seen, _), (claimed, _) = (ask(recipe)["backward"] for ask in (witnessed, tracked))
+    assert 0 <= seen - claimed <= LITERALS
 
 
 def test_a_checkpoint_keeps_the_generators_state_where_it_trains_on_cpu():

@@ -10,7 +10,7 @@ def hold_to_the_list() -> None:
 
     @functools.cache
     def listed() -> set:
-        from vramlab.measurement.record import COURSE_LIST, read_list
+        from vramlab.measurement.pieces import COURSE_LIST, read_list
 
         return set(read_list(COURSE_LIST))
 

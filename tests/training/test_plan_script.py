@@ -200,6 +200,14 @@ def test_a_program_asks_simulate_of_what_formulas_do_not_know(base, tmp_path):
     run_script(tmp_path, "--watch", watched=2)
 
 
+def test_a_program_trains_by_another_of_pefts_methods(base, tmp_path):
+    _, files = written(base, tmp_path, method="lora", peft="ia3", packing=True)
+    program = files[0].read_text()
+    assert "ADAPTERS = IA3Config(" in program and "import IA3Config, get_peft_model" in program
+    assert "merge_and_unload" not in program
+    run_script(tmp_path, "--watch", watched=2)
+
+
 def assert_trained(folder: Path, recipe) -> None:
     """It saved, went on from what it had saved, and evaluated."""
     first, last = state(folder, 3), state(folder, 4)

@@ -325,6 +325,14 @@ def test_deepened_units_equal_the_full_depth(family, target, stage, changes):
     assert shallow.phases() == full.phases()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_samples_with_lengths_go_after_the_step(stage):
+    """What knows the contents of a batch held those of the first step, a whole set too much."""
+    sharding = Sharding(stage, 2, "fsdp")
+    recipe = Recipe(config("llama"), num_layers=1, lengths=(9, 20), sharding=sharding)
+    assert simulate(recipe).phases["between_steps"].end.gradients == 0
+
+
 def test_a_thousand_ranks_in_seconds():
     """Llama 3.1 8B at stage 3 on 1,024 ranks: 1/1,024 of parameters and of states, and one layer
     gathered at a time.

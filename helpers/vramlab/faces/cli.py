@@ -44,8 +44,9 @@ from .answers import (
     standard_input,
 )
 from .command_options import JSON, flag_of, number, option, takes
+from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
 from .no_such_option import instead
-from .options import OPTIONS, Options, fields_of, read_lengths, recipe_of, tokens_of
+from .options import OPTIONS, Options, fields_of, read_lengths, tokens_of
 from .words import said, words_of
 
 
@@ -99,7 +100,8 @@ EXPLAINED = (
     "then or alone MODEL "
 )
 EXPLAINED += (
-    "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
+    "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
+    "LLaMA-Factory or TRL, or the script that trains."
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(
@@ -120,7 +122,7 @@ Expandable = option(
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
-takes_recipe = takes(OPTIONS, recipe_of)
+takes_recipe = takes(OPTIONS, recipe_or_configuration)
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
 EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
 
@@ -134,7 +136,17 @@ def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, E
         )
         raise RecipeError("evaluation.samples", None, rest)
     evaluation = Evaluation(**fields_of(EVALUATION, said))
-    return recipe_of(model, given), evaluation
+    return recipe_or_configuration(model, given), evaluation
+
+
+def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
+    fields = fields_of(PLAN_OPTIONS, given)
+    if not is_configuration(model):
+        return {"model": model, **fields}
+    usual = {option: knob.default for option, (_, knob) in PLAN_OPTIONS.items()}
+    said = {option: value for option, value in given.items() if value != usual[option]}
+    return question_of(model, fields_of(PLAN_OPTIONS, said))
 
 
 @app.callback(invoke_without_command=True)
@@ -230,7 +242,7 @@ def measure(
     help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. "
     "Exit status 1: none does.",
 )
-@takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
+@takes(PLAN_OPTIONS, _asked)
 def plan(
     asked: dict[str, Any],
     gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
@@ -296,7 +308,7 @@ def explain(
         what = Path(first)
     elif "out of memory" in first or (" " in first.strip() and not os.path.isfile(first)):
         what = first
-    elif os.path.isfile(first) and not first.endswith((".json", ".py")):
+    elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
         (what, notes), rest = said(words, _predict_options), []
@@ -304,7 +316,7 @@ def explain(
     assumed = False
     if rest:
         recipe, notes = said(rest, _predict_options)
-        read_from_file = any(word.endswith((".py", ".json")) for word in rest)
+        read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
     granted = granted_to(card, other_memory, expandable_segments)

@@ -56,7 +56,7 @@ def card(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")
     ] = None,
-    minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
+    minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 30,
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
     compare: option(

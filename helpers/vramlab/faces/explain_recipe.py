@@ -7,7 +7,7 @@ from typing import Any
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..planning.changes import DEFAULT_CARD, Change, cheapest
-from ..planning.search_space import host_memory
+from ..planning.search_space import counted_as, host_memory
 from ..planning.step_time import estimate
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
@@ -89,7 +89,9 @@ class Run:
     def seconds(self) -> float | None:
         """The step's estimated time on the card, or on DEFAULT_CARD; None where it is unknown."""
         try:
-            return sum(estimate(self.recipe, self.card or find_gpu(DEFAULT_CARD)).values())
+            return sum(
+                estimate(counted_as(self.recipe), self.card or find_gpu(DEFAULT_CARD)).values()
+            )
         except (GpuError, RecipeError):
             return None
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..recipe import peft_methods
 from ..recipe.argument_classes import COMMON, CONFIGS, OWN, TRAINERS
 from ..recipe.arguments import CLASSIFIED, check_table
 from ..recipe.families import TASKS
-from ..recipe.knobs import knobs
-from ..recipe.options import DTYPES, TRL, LoRA
+from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
@@ -246,19 +246,22 @@ class _Reader(CallReader):
             self._note(name, node)
 
     def _adapt(self, node: ast.expr | None) -> None:
-        """Take the adapters of a LoraConfig."""
+        """Take the adapters of a LoraConfig, or of another of PEFT's configurations."""
         call = self._only(node, "the adapters") if node is not None else None
         if call is None or (isinstance(call, ast.Constant) and call.value is None):
             return
-        if not isinstance(call, ast.Call) or self.tree.name(call) != "LoraConfig":
-            self.lines.refuse(
-                call, "is no LoraConfig, the only one of PEFT's methods that a recipe says"
-            )
-        known = [name for knob in knobs(LoRA).values() for name in knob.elsewhere]
-        refused = CLASSIFIED["refused_in"]["LoraConfig"]
-        said = self._values(call, {*known, *refused}, CLASSIFIED["neutral_in"]["LoraConfig"])
-        check_table(said, refused)
-        self.fields["lora"] = {name: value for name, value in said.items() if name in known}
+        name = self.tree.name(call) if isinstance(call, ast.Call) else ""
+        method = "LORA" if name == "LoraConfig" else peft_methods.method_of(name)
+        if not isinstance(call, ast.Call) or not method:
+            self.lines.refuse(call, "is no configuration of PEFT's")
+        quiet = {*peft_methods.NEUTRAL, *CLASSIFIED["neutral_in"].get(name, ())}
+        quiet -= {"inference_mode", "runtime_config"}
+        said = self._values(call, peft_methods.fields_of(method), quiet)
+        check_table(said, CLASSIFIED["refused_in"]["PeftConfig"])
+        try:
+            self.fields |= peft_methods.fields_said(method, said)
+        except RecipeError as error:
+            self.lines.refuse(call, f"says adapters that no recipe has: {error.allowed}")
 
     def _prepare(self, call: ast.Call) -> None:
         """Take PEFT's preparation of a quantized base.

@@ -13,6 +13,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import Report
+from .configurations import is_configuration, read_configuration
 from .options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
@@ -70,6 +71,8 @@ def _recipe_said(
     known = {name: given[name] for name in OPTIONS}
     if script:
         return recipe_of_script(script, given["model"], known)
+    if is_configuration(given["model"]):
+        return read_configuration(given["model"], known)
     if arguments is None:
         recipe = recipe_of(given["model"], known)
         return recipe, [recipe.shape.shares] if recipe.shape.shares else []

@@ -16,7 +16,8 @@ when it is gathered.
                                 (`post_backward`, `foreach_reduce`)
 
 A "-mixed" precision gathers and reduces in half precision, from and to fp32 shards. A unit whose
-inputs need no gradient is divided when the whole backward pass is over. Sources:
+inputs need no gradient is divided when the whole backward pass is over. One rank alone has no flat
+buffer: each weight is copied from its shard (`wait_for_unshard`). Sources:
 torch/distributed/fsdp/_fully_shard/.
 """
 
@@ -42,7 +43,7 @@ class Unit:
     weights: list[Parameter] = field(default_factory=list)  # those that are in the ledger
     keep: bool = False  # stays gathered from the forward to the backward pass
     flat: Block | None = None  # the buffer it is gathered into
-    copied: Block | None = None  # the weights copied out of that
+    copied: Block | list[Block] | None = None  # the weights copied out of that
     done: bool = False  # its gradients are reduced
 
 
@@ -182,14 +183,41 @@ class FsdpEngine(Engine):
         return self.ranks * padded(shape, self.ranks) * width
 
     def _gather(self, unit: Unit) -> None:
-        """All-gather `unit` into its flat buffer."""
+        """All-gather `unit` into its flat buffer, which one rank alone does not need."""
+        if self.ranks == 1:
+            return
         size = self._gathered_bytes(unit)
         unit.flat = self.ledger.group("all_gather", [(size, 1)], "workspace")
 
     def _copy_out(self, unit: Unit) -> None:
-        """Copy the weights out of the flat buffer."""
+        """Copy the weights out of the flat buffer, or those of one rank from their shards."""
+        if self.ranks == 1:
+            unit.copied = self._copied_one_by_one(unit)
+            return
         sizes = [(self._whole(weight), 1) for weight in unit.weights]
         unit.copied = self.ledger.group("gathered", sizes, "workspace")
+
+    def _copied_one_by_one(self, unit: Unit) -> list[Block]:
+        """Return the weights of `unit`, each copied from what was made of its shard.
+
+        That is the shard on the GPU, in the precision that is gathered (`all_gather_inputs`). A
+        variable holds it until the next one is there.
+        """
+        block = self.ledger.block
+        copied = []
+        source = None
+        for weight in unit.weights:
+            size = self._whole(weight)
+            is_cast = self.mixed and not weight.quantized
+            uploaded = None
+            if self.asked.sharding.offload:
+                numbers = size // weight.width if is_cast else size
+                uploaded = block("to", (numbers,), FP32 if is_cast else 1)
+            source = block("to", (size,), 1) if is_cast else uploaded
+            uploaded = None
+            copied.append(block("gathered", (size,), 1, "workspace"))
+        del source  # with the last one's copy
+        return copied
 
     def enter(self, key: str, needs: bool = False) -> None:
         """Gather the unit of `key`, which reduces its gradients where its input needs one."""

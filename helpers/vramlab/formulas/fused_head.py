@@ -48,7 +48,7 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
             shape=_without_dropout(recipe.shape),
             lora=lora,
         )
-    if recipe.quantization is None:
+    if recipe.quantization is None or recipe.lora is None:
         return changed
     others = {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}
     if others:

@@ -109,6 +109,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = f"the formulas multiply one layer, so {same}: ask simulate"
     yield "lora.target_modules", unlike, allowed
 
+    allowed = "the formulas know LoRA's adapters only: ask simulate"
+    yield "peft", recipe.peft, allowed
+
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
 

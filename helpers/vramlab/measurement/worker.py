@@ -140,7 +140,7 @@ def card_environment(sensors: Sensors) -> dict[str, Any]:
 
 def import_libraries(recipe: Recipe) -> None:
     """Import what building the model will need, so that it counts in no times or limits."""
-    if recipe.lora:
+    if recipe.adapters:
         import peft  # noqa: F401
     if recipe.quantization or MODELLED[recipe.optim].library == "bitsandbytes":
         import bitsandbytes  # noqa: F401

@@ -18,7 +18,7 @@ from ..report.report import Report, format_bytes, unit_for
 from .candidate import Candidate, simulate_briefly
 from .question import RANK, Question
 from .search import Search
-from .search_space import least_bytes
+from .search_space import counted_as, least_bytes
 from .step_time import estimate
 
 Fields = dict[str, Any]  # of a recipe or a question: names and their new values
@@ -97,7 +97,7 @@ def cheapest(
 def _seconds(recipe: Recipe, card: Gpu | None) -> float | None:
     """Return the estimated seconds of a step, None where they are unknown."""
     try:
-        parts = estimate(recipe, card or find_gpu(DEFAULT_CARD))
+        parts = estimate(counted_as(recipe), card or find_gpu(DEFAULT_CARD))
     except (GpuError, RecipeError):
         return None
     return sum(parts.values())
@@ -119,10 +119,12 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield {"optim": "adamw_bnb_8bit"}, False
     if recipe.precision == "fp32":
         yield {"precision": "bf16-mixed"}, False
-    adapters = recipe.lora or RANK
-    yield {"lora": adapters}, False
-    if recipe.lora or recipe.precision != "fp32":
-        yield {"lora": adapters, "quantization": Quantization("nf4", double=True)}, False
+    adapters: Fields = {"lora": recipe.lora or RANK}
+    if recipe.peft:
+        adapters = {}
+    yield adapters, False
+    if recipe.adapters or recipe.precision != "fp32":
+        yield {**adapters, "quantization": Quantization("nf4", double=True)}, False
     if not recipe.lengths and not recipe.shape.image_tokens and recipe.seq_len > 1:
         yield {"seq_len": recipe.seq_len // 2}, False
 

@@ -83,7 +83,7 @@ def scripts(
     texts = {
         name: _filled(
             "train.py",
-            values | {"imports": _imports(program)},
+            values | {"imports": _imports(program, values["adapters_class"])},
             write=literal,
         )
     }
@@ -96,10 +96,9 @@ def scripts(
 
 def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what the templates write of the recipe, but for its arguments."""
-    lora = recipe.lora
     trainer = PROGRAMS["trainers"][recipe.trainer]
     rate = trainer["learning_rate"]
-    if lora:
+    if recipe.adapters:
         rate *= ADAPTERS_TIMES
     pins = textwrap.wrap(
         " ".join(_pins(recipe)),
@@ -121,7 +120,8 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "arguments_class": arguments_class(recipe).__name__,
         "unseen": _unseen(recipe),
         "witness": Code("predict" if counted_as(recipe) is recipe else "simulate"),
-        "adapters": _adapters(recipe) if lora else {},
+        "adapters": _adapters(recipe) if recipe.adapters else {},
+        "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
         "gives_adapters": _gives_adapters(recipe),
     }
 
@@ -129,7 +129,8 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
 def _gives_adapters(recipe: Recipe) -> Any:
     """Tell whether TRL's trainer gives the model its adapters, which it does in PEFT's dtype."""
     lora = recipe.lora
-    return recipe.trainer in TRL and lora and (lora.autocast_adapter_dtype or recipe.quantization)
+    in_fp32 = recipe.peft or recipe.quantization or (lora and lora.autocast_adapter_dtype)
+    return recipe.trainer in TRL and recipe.adapters and in_fp32
 
 
 def _launch(name: str, ranks: int, has_config: bool) -> str:
@@ -234,12 +235,15 @@ def words(recipe: Recipe) -> str:
     return f"{text} · padded" if recipe.lengths else text
 
 
-def _imports(program: str) -> Code:
+def _imports(program: str, adapters_class: str) -> Code:
     """Return the imports of what the program calls."""
     named = {node.id for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Name)}
     lines = []
     for module, names in PROGRAMS["imports"].items():
-        used = [name for name in names.split() if name in named]
+        known = names.split()
+        if module == "peft":
+            known.insert(0, adapters_class)
+        used = [name for name in known if name in named]
         if not used:
             continue
         listed = ", ".join(used)
@@ -298,19 +302,25 @@ def _unseen(recipe: Recipe) -> Arguments:
     # Only what differs from a recipe that is given nothing.
     lines = python_arguments(recipe, default, literal=literal)
     sources = dict(line.split("=", 1) for line in lines)
-    for name in ("dtype", "attn_implementation", "lora", "quantization", "sharding"):
+    for name in ("dtype", "attn_implementation", "lora", "peft", "quantization", "sharding"):
         if name in sources:
             unseen[name] = Code(sources[name])
     return unseen
 
 
 def _adapters(recipe: Recipe) -> Arguments:
-    """Return the arguments of `LoraConfig` that are not its defaults; rank and scale always."""
+    """Return the arguments of the adapters' configuration that are not its defaults.
+
+    LoRA's rank and scale are always among them.
+    """
     arguments: Arguments = {}
+    task_type = TASKS[recipe.shape.task].peft
+    if recipe.peft:
+        return recipe.peft.arguments | {"task_type": task_type}
     for name, knob in knobs(LoRA).items():
         value = getattr(recipe.lora, name)
         differs = knob.elsewhere and value != knob.default
         if name in ("r", "lora_alpha") or differs:
             arguments[name] = list(value) if isinstance(value, tuple) else value
-    arguments["task_type"] = TASKS[recipe.shape.task].peft
+    arguments["task_type"] = task_type
     return arguments

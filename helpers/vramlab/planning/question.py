@@ -12,9 +12,10 @@ from typing import Any
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memory
 from ..hardware.nvml import held_by_others
-from ..recipe import liger, lora_modules
+from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
+from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
     ATTENTION,
     LEAST_BATCH,
@@ -72,6 +73,7 @@ class Question:
     offload: bool = knob(True)
     liger: bool = knob(True)
     lora: LoRA = knob(RANK)
+    peft: Peft | None = same_knob(Recipe, "peft")
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
@@ -92,6 +94,11 @@ class Question:
         if isinstance(self.lora, Mapping):  # of what differs from RANK
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
             self.lora = dataclasses.replace(RANK, **fields)
+        method = peft_methods.read(self.peft)
+        is_lora = isinstance(method, LoRA)
+        self.peft = None if is_lora else method
+        if is_lora:
+            self.lora = method
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
@@ -116,6 +123,9 @@ class Question:
         with_its_adapters(self.plain)
         if self.trainer not in ("transformers", "sft") and self.gpus > 1:
             rest = f"with trainer={self.trainer!r} one device is modelled so far"
+            raise RecipeError("gpus", self.gpus, rest)
+        if self.peft and self.gpus > 1:
+            rest = "PEFT's methods other than LoRA are modelled on one device"
             raise RecipeError("gpus", self.gpus, rest)
         if self.method != "full":
             lora_modules.adapted(self.plain.shape, self.lora)

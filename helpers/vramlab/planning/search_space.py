@@ -65,7 +65,8 @@ def families(
     refused = [] if refused is None else refused
     fixed = {
         "batch_size": question.samples_per_gpu,
-        "lora": None if method == "full" else question.lora,
+        "lora": None if method == "full" or question.peft else question.lora,
+        "peft": None if method == "full" else question.peft,
     }
     options = _options(question, method)
     for values in itertools.product(*options.values()):
@@ -153,6 +154,8 @@ def counted_as(recipe: Recipe) -> Recipe:
 
     Adapters that they do not know stand as plain ones on all linear layers.
     """
+    if recipe.peft:
+        return unchecked(recipe, lora=LoRA(target_modules="all-linear"), peft=None)
     lora = recipe.lora
     if lora is None or not _is_unknown(recipe.shape, lora):
         return recipe
@@ -187,7 +190,7 @@ def method_of(recipe: Recipe) -> str:
     """ "full", "lora" or "qlora"."""
     if recipe.quantization:
         return "qlora"
-    return "lora" if recipe.lora else "full"
+    return "lora" if recipe.adapters else "full"
 
 
 def host_bytes(recipe: Recipe) -> int:
@@ -216,7 +219,8 @@ def host_memory(recipe: Recipe) -> int:
 
     That is for the weights while they load, then for what is there.
     """
-    return max(loaded_on_host(recipe), host_bytes(recipe))
+    counted = counted_as(recipe)
+    return max(loaded_on_host(counted), host_bytes(counted))
 
 
 def is_sound(recipe: Recipe) -> bool:
@@ -224,14 +228,14 @@ def is_sound(recipe: Recipe) -> bool:
 
     Then no update is lost to a format.
     """
-    is_full_in_half = recipe.precision in ROUNDING and recipe.lora is None
+    is_full_in_half = recipe.precision in ROUNDING and recipe.adapters is None
     return not is_full_in_half and recipe.precision != "fp16-true"
 
 
 def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
     """Say what to know before choosing `recipe` that ranking by speed does not weigh."""
     precision = recipe.precision
-    if precision in ROUNDING and recipe.lora is None:
+    if precision in ROUNDING and recipe.adapters is None:
         lost = f"an update below about {ROUNDING[precision]} of a weight is rounded away"
         yield f"{precision}: {lost} (chapter 01)"
         yield f"what helps: {'; '.join(_cures(recipe, card))}"
@@ -239,7 +243,7 @@ def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
         lost = "gradients under 6e-8 become zero"
         yield f"fp16-true: nothing scales the loss, so {lost} (chapter 01)"
     if recipe.optim.startswith("paged"):
-        size = format_bytes(host_bytes(recipe), digits=2)
+        size = format_bytes(host_bytes(counted_as(recipe)), digits=2)
         yield f"paged states: {size} of host memory when the card is full"
     yield from unquantized(recipe)
     sharding = recipe.sharding
@@ -294,7 +298,7 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
     if quantization and quantization.double:
         single = dataclasses.replace(quantization, double=False)
         yield "double quantization", {"quantization": single}
-    if quantization and recipe.lora:
+    if quantization and recipe.adapters:
         yield "the 4-bit base", {"quantization": None, "dtype": recipe.weights_dtype}
 
 
@@ -302,7 +306,7 @@ def to_install(recipe: Recipe) -> Iterator[str]:
     """Yield what `recipe` needs that a plain Trainer does not, as pip knows it."""
     if liger.kernels(recipe):
         yield "liger-kernel"
-    if recipe.lora:
+    if recipe.adapters:
         yield "peft"
     if recipe.quantization or "bit" in recipe.optim:
         yield "bitsandbytes"
@@ -316,7 +320,7 @@ def to_install(recipe: Recipe) -> Iterator[str]:
 
 def least_bytes(recipe: Recipe) -> int:
     """Return a lower bound of a rank's peak: what is held when the optimizer steps."""
-    rank = shards.rank_bytes(recipe)
+    rank = shards.rank_bytes(counted_as(recipe))
     return rank.parameters + rank.gradients + rank.optimizer_states
 
 

@@ -25,6 +25,7 @@ from .options import (
     Rollouts,
     Sharding,
 )
+from .peft_methods import Peft
 from .shapes import Shape
 
 MOST_MICRO_BATCHES = 2**16  # each of them is run
@@ -70,6 +71,7 @@ class RecipeFields:
     lengths: tuple[int, ...] | None = knob(None, shown=_lengths_in_words)
     completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
     use_liger_kernel: bool = knob(False)
+    peft: Peft | None = knob(None, shown=Peft.words)
     rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
@@ -77,6 +79,11 @@ class RecipeFields:
     def name(self) -> str:
         """The model's short name."""
         return self.shape.name
+
+    @property
+    def adapters(self) -> LoRA | Peft | None:
+        """What is trained beside a frozen base: LoRA's, or another method's."""
+        return self.lora or self.peft
 
     @property
     def weights_dtype(self) -> str:

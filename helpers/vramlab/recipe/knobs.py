@@ -279,6 +279,9 @@ def _python(value: Any, names: tuple, literal: Callable[[Any], str]) -> str:
     """Return `value` as Python; a part with one of `names`, such as a loop, by its name."""
     if not dataclasses.is_dataclass(value):
         return literal(value)
+    if hasattr(value, "to_dict"):
+        own: Any = value
+        return literal(own.to_dict())
     kind: Any = type(value)
     for name in names:
         if kind.named(name) == value:

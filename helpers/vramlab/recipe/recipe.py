@@ -15,7 +15,7 @@ from typing import Any
 
 from ..report import html
 from ..report.errors import RecipeError
-from . import liger, lora_modules, parallel_limits, rollouts, sample_limits
+from . import liger, lora_modules, parallel_limits, peft_methods, rollouts, sample_limits
 from .configuration import plain, read_json
 from .fields import WITH_REFERENCE, RecipeFields
 from .knobs import Refusals, check, documented, frozen, knobs, rebuild, refuse
@@ -117,6 +117,7 @@ class Recipe(RecipeFields):
                 self._set(name, rebuild(kind, name, value))
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
+        self._take_method(peft_methods.read(self.peft))
         if isinstance(self.optim, str):
             self._set("optim", ALIASES.get(self.optim, self.optim))
             if self.optim in REFUSED:
@@ -124,6 +125,16 @@ class Recipe(RecipeFields):
                 raise RecipeError("optim", self.optim, rest + "Trainer that has it")
         if type(self.dtype).__name__ == "dtype":  # torch's
             self._set("dtype", str(self.dtype).removeprefix("torch."))
+
+    def _take_method(self, method: peft_methods.Peft | LoRA | None) -> None:
+        """Take one of PEFT's methods, plain LoRA as `lora`."""
+        if method and self.lora:
+            rest = "lora gives the model its adapters already: say one of the two"
+            raise RecipeError("peft", self.peft, rest)
+        is_lora = isinstance(method, LoRA)
+        self._set("peft", None if is_lora else method)
+        if is_lora:
+            self._set("lora", method)
 
     def _fit_to_shape(self) -> None:
         """Fill in what the model decides, and check the sizes against it."""
@@ -154,6 +165,8 @@ class Recipe(RecipeFields):
         yield from self._quantization_refusals()
         if self.loop.optimizer_in_backward:
             yield from self._backward_refusals()
+        if self.peft:
+            yield from self._method_refusals(self.peft)
         yield from self._dtype_refusals()
         yield from rollouts.refusals(self)
         yield from sample_limits.refusals(self)
@@ -175,7 +188,7 @@ class Recipe(RecipeFields):
         lora = self.lora
         quantization = self.quantization
         allowed = "quantized weights cannot be trained: add lora=LoRA(...)"
-        yield "quantization", quantization and not lora, allowed
+        yield "quantization", quantization and not self.adapters, allowed
         is_dora = quantization and lora and lora.use_dora
         allowed = "it is modelled for weights that are not quantized only"
         yield "lora.use_dora", is_dora, allowed
@@ -186,6 +199,18 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
+
+    def _method_refusals(self, method: peft_methods.Peft) -> Refusals:
+        """Return where PEFT's other methods are not modelled."""
+        allowed = "PEFT's methods other than LoRA are modelled on one device"
+        yield "sharding", self.sharding, allowed
+        is_other = self.trainer not in ("transformers", "sft")
+        name = TRL.get(self.trainer)
+        yield "peft", is_other, f"{name} is modelled with LoRA: take trainer 'sft', or lora"
+        # PeftModel.get_prompt
+        keeps_keys = method.peft_type in peft_methods.WITH_CACHE
+        allowed = f"PEFT refuses {method.peft_type} with it, whose keys are in the cache"
+        yield "gradient_checkpointing", keeps_keys and self.gradient_checkpointing, allowed
 
     def _backward_refusals(self) -> Refusals:
         """Return what updates in the backward pass exclude."""
@@ -278,6 +303,8 @@ class Recipe(RecipeFields):
         is_prepared = quantization and quantization.prepare
         if self.weights_dtype == "float32" or is_prepared:
             return False
+        if self.peft:  # whose layers PEFT casts to fp32
+            return bool(self.peft.arguments.get("modules_to_save"))
         if not lora or self.shape.task == "sequence-classification":
             return True
         if lora.bias != "none" or lora.modules_to_save:
@@ -411,6 +438,8 @@ def as_recipe(value: Any) -> Recipe:
 
 
 def _as_json(value: Any) -> Any:
+    if isinstance(value, peft_methods.Peft):
+        return value.to_dict()
     if isinstance(value, tuple(PARTS.values())):
         fields = {}
         for name, one in vars(value).items():

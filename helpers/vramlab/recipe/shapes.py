@@ -126,9 +126,10 @@ def read_shape(
         if elsewhere:
             return elsewhere
     elif path.suffix.lower() in (".yaml", ".yml"):
-        rest = "a YAML holds the settings of axolotl, LLaMA-Factory or accelerate: give the model "
-        rest += "that it names (base_model, model_name_or_path) and its settings as options, or "
-        rest += "run the trainer itself: vramlab run --gpu CARD -- axolotl train FILE"
+        rest = (
+            "the command line reads the YAML of axolotl, LLaMA-Factory and TRL; a recipe takes the "
+        )
+        rest += "model that stands in it, and its settings as fields"
         raise RecipeError("model", model, rest)
     path, text = _read_file(model)
     is_usual = path.name == "config.json"

@@ -18,6 +18,7 @@ from ..hardware.overhead import (
     has_lt_workspaces,
     rounded,
 )
+from ..tracking.tracked_operators import is_few_rows
 
 CONVOLUTIONS = (
     "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
@@ -27,7 +28,6 @@ FLASH_ROWS = 128  # rows of queries that flash attention's backward takes at onc
 FLASH_CHANNELS = 32
 MOST_UNSORTED = 3072  # indices of an embedding's backward that one kernel takes as they are
 ROWS_A_BLOCK = 10  # NROWS_PER_THREAD in EmbeddingBackwardKernel.cu
-FEW_ROWS = 8  # bitsandbytes multiplies them with the 4-bit weight as it is
 
 Blocks = Callable[[Sequence, Chip], list[int]]  # of an operator's arguments and the chip
 
@@ -215,7 +215,7 @@ def _dequantized(args: Sequence, chip: Chip) -> list[int]:
     size = math.prod(args[2])
     block_size = args[4]
     has_nested = _argument(args, 7) is not None
-    if activation.numel() // activation.shape[-1] <= FEW_ROWS:
+    if is_few_rows(activation):
         return []
     scales = FP32 * math.ceil(size / block_size) if has_nested else 0
     return [size * activation.element_size(), scales, scales]

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
+from ..training import models
 from ..training.models import restore_after_liger
 from ..training.patched import plain, replaced
 from ..training.quiet import unheard, unlogged
+from .adapters import adapters_on_fakes
 from .cuda import AMPERE, CudaKernels, cuda_kernels
 from .fake_mode import RuledFakeMode, fake_mode
 from .flash_attn import flash_attention
@@ -102,6 +104,7 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
         fix = "fix_4bit_weight_quant_state_from_module"
         yield replaced(modules, fix, _give_statistics_back)
     yield _eager()
+    yield replaced(models, "making_adapters", adapters_on_fakes)
     # a recomputation begins with the generator of its forward pass: the generator is the process's
     for owner in (torch, torch.random):
         yield replaced(owner, "set_rng_state", lambda state: None)

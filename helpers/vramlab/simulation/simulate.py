@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
-from ..recipe import liger, lora_modules
+from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -134,6 +134,7 @@ def _of_recipe(
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
+    notes += peft_methods.notes(recipe.peft)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     history = trace(recipe, target, card, steps, full, room)
@@ -230,6 +231,8 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
+    if recipe.peft and recipe.peft.differs_by_layer:
+        return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
 
 
@@ -239,6 +242,8 @@ def _is_written_down(recipe: Recipe) -> bool:
     It may return no more than they ask for.
     """
     shape = recipe.shape
+    if recipe.peft:
+        return False
     # TRL asks for the router's logits
     if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
         return False
@@ -415,7 +420,7 @@ def _load_libraries(recipe: Recipe) -> None:
     with compiled_late():
         if recipe.quantization:
             import bitsandbytes  # noqa: F401
-        elif recipe.lora:
+        elif recipe.adapters:
             import peft  # noqa: F401 — which imports it too
     if recipe.trainer != "transformers":
         trl_class(TRL[recipe.trainer])

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .tracked_operators import is_wrapper
 from .tracker import DEVICE_QUERY, Tracker, aten
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -71,7 +72,9 @@ class FakeTracker(Tracker):
         # torch functions are the simulation's own, which would run for each size that is asked for
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
-            if self.values and func is not aten.lift_fresh.default:
+            # of a wrapper such as DTensor what it wraps comes next
+            is_wrapped = any(map(is_wrapper, types))
+            if self.values and not is_wrapped and func is not aten.lift_fresh.default:
                 args, kwargs = self.values.stand_ins((args, kwargs))
             return self.dispatch(func, types, args, kwargs)
 
@@ -101,7 +104,7 @@ class FakeTracker(Tracker):
                 return torch.empty((), dtype=number.dtype, device=number.device)
         if func is aten.nonzero.default:
             return self._nonzero(args[0])
-        return _unmasked(func, args, kwargs)
+        return unmasked(func, args, kwargs)
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the indices of half of `mask`.
@@ -122,27 +125,30 @@ class FakeTracker(Tracker):
         """
         if not self.values and tensor.dtype not in ASSUMED:
             return None
-        guess = False if self._is_draw(tensor) else ASSUMED.get(tensor.dtype, 1)
+        guess = 0 if self._is_zero(tensor) else ASSUMED.get(tensor.dtype, 1)
         if self.values:
             return self.values.read(tensor, guess, self.running_module())
         return guess
 
-    def _is_draw(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a module draws a number and asks if it is below a rate, as LayerDrop does.
+    def _is_zero(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a number that is read is the least, or the answer to a question is no.
 
-        It is not: no layer is dropped.
+        A module draws a place among several, as BOFT's dropout does. It draws a number and asks if
+        it is below a rate, as LayerDrop does: no layer is dropped. Or it asks if any value is
+        infinite, as VB-LoRA does.
         """
-        if tensor.dtype != torch.bool or not self.calls:
-            return False
-        return self.calls[-1].op in ("lt", "le")
+        asked = [call.op for call in self.calls[-2:]]
+        if tensor.dtype != torch.bool:
+            return asked[-1:] == ["randint"]
+        return asked[-1:] in (["lt"], ["le"]) or asked == ["isinf", "any"]
 
 
-def _unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """Return the fake result of an operator, where a mask chooses every element."""
     if func is aten.index.Tensor and _has_mask(args[1]):
-        values = args[0]
-        (mask,) = args[1]
-        return values.new_empty(mask.numel(), *values.shape[mask.dim() :])
+        values, (*whole, mask) = args
+        before = values.shape[: len(whole)]
+        return values.new_empty(*before, mask.numel(), *values.shape[len(whole) + mask.dim() :])
     mode = torch._C._unset_dispatch_mode(FAKE)
     if mode is None:  # switched off, as in FSDP's hooks
         return func(*args, **kwargs)
@@ -154,7 +160,12 @@ def _unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    return any(index is not None and index.dtype == torch.bool for index in indices)
+    *whole, last = indices
+    return last is not None and last.dtype == torch.bool and not any(map(_is_given, whole))
+
+
+def _is_given(index: torch.Tensor | None) -> bool:
+    return index is not None
 
 
 @cache

@@ -13,7 +13,7 @@ from ..training.generation import layers_of
 from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step
-from .tensors import tensors_in
+from .tensors import plain_tensors, tensors_in
 from .tracker import ON_HOST, REFERENCE, Tracker
 
 Followed = TypeVar("Followed", bound=Tracker)
@@ -124,13 +124,16 @@ def fsdp_units_named(tracker: Tracker) -> Iterator[None]:
     def gathered(result: None, part: FSDPParam) -> None:
         tracker.claim(part.all_gather_outputs, "workspace", part._param_fqn or "")
 
+    def claim_gradients(part: FSDPParam) -> None:
+        whole = getattr(part, "_unsharded_param", None)
+        accumulated = part.unsharded_accumulated_grad
+        last = None if whole is None else whole.grad
+        gradients = [gradient for gradient in (accumulated, last) if gradient is not None]
+        tracker.claim(gradients, "gradients", part._param_fqn or "")
+
     def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
         for part in group.fsdp_params:
-            whole = getattr(part, "_unsharded_param", None)
-            accumulated = part.unsharded_accumulated_grad
-            last = None if whole is None else whole.grad
-            gradients = [gradient for gradient in (accumulated, last) if gradient is not None]
-            tracker.claim(gradients, "gradients", part._param_fqn or "")
+            claim_gradients(part)  # which keeps none of them
         divide(group, *unused)
 
     with (
@@ -185,9 +188,12 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
         own = getattr(optimizer, "optimizer", optimizer)
         is_paged = target == "cuda" and getattr(own, "is_paged", False)
         for parameter, state in optimizer.state.items():
+            # FSDP's parameters are wrappers
+            owners = map(tracker.owner, plain_tensors([parameter]))
+            where = next(filter(None, owners), "")
             is_large = parameter.numel() >= LEAST_PAGED
             for name, value in state.items():
                 if is_paged and is_large and name in ("state1", "state2"):
                     tracker.claim(tensors_in(value), ON_HOST)
                 else:
-                    tracker.claim(tensors_in(value), "optimizer_states", tracker.owner(parameter))
+                    tracker.claim(tensors_in(value), "optimizer_states", where)

@@ -1,6 +1,6 @@
 """What a tracker knows of operators: their buffers, which are collectives and which products."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,6 +28,11 @@ COLLECTIVES = {
     "_c10d_functional::all_gather_into_tensor",
     "_c10d_functional::wait_tensor",
 }
+# bitsandbytes unpacks a 4-bit weight for a product, except for a handful of rows, and multiplies
+# as any linear layer does (0.50, backends/cuda/ops.py, `_dequant_linear_fallback`).
+UNPACKED = "gemm_4bit"
+BIAS = 6  # place of its bias
+FEW_ROWS = 8  # bitsandbytes multiplies them with the 4-bit weight as it is
 # Operators whose kernels are cuBLAS's, which has a workspace.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}
 
@@ -64,18 +69,28 @@ def about(func: torch._ops.OpOverload) -> About:
     return About(name, qualified in COLLECTIVES, BUFFERS.get(qualified, ()))
 
 
-def workspaces_taken(sizes: dict[str, int], operator: str) -> Iterator[int]:
+def workspaces_taken(
+    sizes: dict[str, int], operator: str, args: Sequence[Any] = ()
+) -> Iterator[int]:
     """Yield the bytes of cuBLAS's workspaces that a phase takes with this operator, once.
 
     Forward's is made as the phase begins, backward's with its first product, after the gradients of
     the logits.
     """
+    if operator == UNPACKED and not is_few_rows(args[0]):
+        has_bias = len(args) > BIAS and args[BIAS] is not None
+        operator = "addmm" if has_bias else "mm"
     if operator not in PRODUCTS:
         return
     for name in ("mm", operator):
         size = sizes.pop(name, None)
         if size is not None:
             yield size
+
+
+def is_few_rows(activation: torch.Tensor) -> bool:
+    """Tell whether bitsandbytes multiplies `activation` with a 4-bit weight as it is."""
+    return activation.numel() // activation.shape[-1] <= FEW_ROWS
 
 
 def accumulates(held: Any, new: Any, **options: Any) -> bool:

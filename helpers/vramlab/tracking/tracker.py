@@ -124,9 +124,9 @@ class Tracker(EventLog, TorchDispatchMode):
         for storage in self.live.values():
             storage.category = storage.category or category
 
-    def _log_workspace(self, operator: str) -> None:
+    def _log_workspace(self, operator: str, args: tuple = ()) -> None:
         """Log cuBLAS's workspace, which stays."""
-        for size in workspaces_taken(self.workspaces.get(self.phase, {}), operator):
+        for size in workspaces_taken(self.workspaces.get(self.phase, {}), operator, args):
             self.log.append((size, Storage(size, size, "workspace", "cublas"), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
@@ -270,7 +270,7 @@ class Tracker(EventLog, TorchDispatchMode):
         result = self.run(func, args, kwargs)
         self.calls.append(Call(start, known.name, where, len(self.marks)))
         self._record(result, known.name, where, args)
-        self._log_workspace(known.name)
+        self._log_workspace(known.name, args)
         for place in known.buffers:
             buffer = args[place] if isinstance(place, int) else kwargs[place]
             for tensor in tensors_in(buffer):

@@ -22,6 +22,7 @@ from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
 from ..recipe.liger import kernels
 from ..recipe.options import REPEATED, LoRA
+from ..recipe.peft_methods import Peft
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from . import trl_trainers
@@ -51,6 +52,8 @@ def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> Model:
     with real_tensors():
         model = _prepared(meta_model(recipe), recipe)
     materialise(model, torch.device(device))
+    if recipe.peft:
+        model = _with_method(model, recipe, recipe.peft)
     if kernels(recipe):
         apply_liger(model, recipe)
     return model.train()
@@ -71,7 +74,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
             prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if recipe.gradient_checkpointing:
         _checkpoint(model)
-        if recipe.lora:
+        if recipe.adapters:
             model.enable_input_require_grads()
     if recipe.trainer != "transformers":
         trl_trainers.prepare(model, recipe.trainer)
@@ -184,6 +187,28 @@ def _adapted(model: Model, recipe: Recipe, lora: LoRA) -> Model:
     return model
 
 
+def _with_method(model: Model, recipe: Recipe, method: Peft) -> Model:
+    """Return `model` with what another of PEFT's methods adds, made on its device."""
+    from peft import get_peft_model
+
+    config = method.config(TASKS[recipe.shape.task].peft)
+    refused = (TypeError, ValueError, NotImplementedError, ImportError)
+    with unheard(".*fan_in_fan_out.*"), making_adapters():
+        try:
+            model = get_peft_model(model, config)
+        except refused as error:  # layers, dtypes and models that the method does not take
+            rest = f"PEFT refuses {method.peft_type} for {recipe.name}: {reason(error)}"
+            raise RecipeError("peft", method.to_dict(), rest) from error
+    if recipe.trainer != "transformers" and recipe.quantization:
+        _train_in_bfloat16(model)
+    return model
+
+
+def making_adapters() -> contextlib.AbstractContextManager:
+    """While entered, PEFT makes adapters; a simulation puts in how it does among fake tensors."""
+    return contextlib.nullcontext()
+
+
 def _lora_arguments(recipe: Recipe, lora: LoRA) -> dict[str, Any]:
     """Return the arguments of PEFT's `LoraConfig`."""
     arguments = dataclasses.asdict(lora)
@@ -282,6 +307,10 @@ def quantized_parameter(meta: Any, data: torch.Tensor) -> torch.nn.Parameter:
     parameter.quant_state = state
     parameter.bnb_quantized = True
     parameter.module = None
+    # as PEFT copies them to the layers that it makes
+    parameter.compress_statistics = meta.compress_statistics
+    parameter.quant_type = meta.quant_type
+    parameter.quant_storage = meta.quant_storage
     return parameter
 
 

@@ -86,11 +86,12 @@ def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
 
 def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
     """(recipe, seconds of a step) of each record of WHOLE's model with a frozen base on the card
-    `name`.
+    `name`, all layers of it and with fused AdamW.
     """
     kept = []
     for recipe, seconds in timed_records(name):
-        if recipe.name == WHOLE.name and recipe.lora:
+        is_whole = recipe.name == WHOLE.name and recipe.num_layers is None
+        if is_whole and recipe.lora and recipe.optim == "adamw_torch_fused":
             kept.append((recipe, seconds))
     return sorted(kept, key=lambda record: (record[0].batch_size, record[1]))
 
