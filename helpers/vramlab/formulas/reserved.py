@@ -4,8 +4,7 @@
 """
 
 import bisect
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from ..hardware.overhead import (
@@ -45,7 +44,8 @@ def internal_fragmentation(size: int) -> int:
 
 def pack(sizes: Iterable[int]) -> int:
     """Return the bytes allocated for requests of `sizes` in turn, none of which is freed."""
-    total, rests = 0, []
+    total = 0
+    rests: list[int] = []
     for size in sizes:
         if size > SMALL_BLOCK:
             i = bisect.bisect_left(rests, size)
@@ -58,7 +58,7 @@ def pack(sizes: Iterable[int]) -> int:
     return total
 
 
-def reserved(blocks: Counter, peak: int, sharded: bool = False) -> Interval:
+def reserved(blocks: Mapping[int, int], peak: int, sharded: bool = False) -> Interval:
     """Estimate the peak of reserved memory from a peak's blocks (size to count) and bytes.
 
     That is `torch.cuda.memory_reserved`.
