@@ -19,12 +19,14 @@ _PUBLIC = {
     "recipe.recipe": "Recipe",
     "recipe.options": "Loop LoRA Quantization Rollouts Sharding",
     "recipe.evaluation": "Evaluation",
+    "recipe.generation": "Generation",
     "recipe.shapes": "model_names read_shape",
     "report.errors": "MeasurementError RecipeError RecordError ReportError VramLabError",
     "report.report": "Bytes GiB MiB Phase Report format_bytes",
     "report.compare": "compare diff",
     "formulas.predict": "predict",
     "formulas.run": "predict_run",
+    "simulation.generation": "simulate_generation",
     "simulation.simulate": "simulate simulate_evaluation",
     "measurement.records": "find_record",
     "measurement.share": "share",
@@ -57,12 +59,14 @@ if TYPE_CHECKING:
     from .planning.plan import Plan, plan
     from .planning.step_time import step_time
     from .recipe.evaluation import Evaluation
+    from .recipe.generation import Generation
     from .recipe.options import Loop, LoRA, Quantization, Rollouts, Sharding
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare, diff
     from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
+    from .simulation.generation import simulate_generation
     from .simulation.simulate import simulate, simulate_evaluation
     from .training.repeated_keys import repeat_shared_keys
 

@@ -303,7 +303,7 @@ def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
         ("evaluate", "--include-for-metrics outputs", "'inputs', 'loss'"),
         ("evaluate", "--bf16-full-eval", "does not depend on it"),
         ("predict", "--learning-rate 1e-4", "what predict answers does not depend on it"),
-        ("simulate", "--neftune-noise-alpha 5", "as large as the embedded batch"),
+        ("simulate", "--full-determinism", "cuBLAS workspaces of another size"),
         ("measure", "--per-device-train-batch-size 4", "say --batch-size"),
     ],
 )

@@ -20,6 +20,7 @@ from .. import __version__
 from ..hardware.gpu import find_gpu
 from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
+from ..recipe.generation import Generation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
@@ -46,7 +47,15 @@ from .answers import (
 from .command_options import JSON, flag_of, number, option, takes
 from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
 from .no_such_option import instead
-from .options import OPTIONS, Options, fields_of, read_lengths, tokens_of
+from .options import (
+    OPTIONS,
+    Options,
+    fields_of,
+    generating_options,
+    generation_of,
+    read_lengths,
+    tokens_of,
+)
 from .words import said, words_of
 
 
@@ -224,6 +233,28 @@ def evaluate(
 
     card = asked_card(gpu, asked[0])
     finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
+
+
+@app.command(
+    help="Memory of the model's own generate on fake tensors: weights, KV cache, both phases."
+)
+@takes(generating_options(), generation_of)
+def generate(
+    asked: tuple[Recipe, Generation],
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: JSON = False,
+) -> None:
+    with no_collection(before=False):
+        from ..simulation.generation import simulate_generation
+
+    recipe, generation = asked
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    found = simulate_generation(recipe, **vars(generation), target=target, gpu=card, **granted)
+    finish(found, card, as_json)
 
 
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")

@@ -15,7 +15,7 @@ from ..recipe.knobs import Knob
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
 from ..report.text import printable
-from .options import OPTIONS, Options
+from .options import GENERATION, OPTIONS, Options
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
@@ -46,9 +46,9 @@ TRAINERS_PRECISION = {
 }  # as TrainingArguments' bf16 and fp16
 
 
-def tokens(text: str) -> int | float | str:
+def tokens(text: str | int) -> int | float | str:
     """Return a number of tokens: "8k" is 8,192 of them, as models' names count."""
-    thousands = re.fullmatch(r"(\d+)[kK]", text.strip())
+    thousands = re.fullmatch(r"(\d+)[kK]", str(text).strip())  # a default is a number
     return int(thousands.group(1)) * 1024 if thousands else number(text)
 
 
@@ -57,15 +57,16 @@ def precision(text: str) -> str:
     return TRAINERS_PRECISION.get(text, text)
 
 
-PARSERS = {"seq_len": tokens, "precision": precision}
+PARSERS = {"seq_len": tokens, "prompt": tokens, "new_tokens": tokens, "precision": precision}
 
 
 def flag_of(field: str, command: typer.core.TyperCommand) -> str:
     """Return how a command's line says a recipe's field, "" where it does not."""
     if field == "model":
         return "MODEL"
-    plain = field.removeprefix("evaluation.")
-    named = [option for option, (path, _) in OPTIONS.items() if ".".join(path) == plain]
+    plain = field.removeprefix("evaluation.").removeprefix("generation.")
+    known = OPTIONS | GENERATION
+    named = [option for option, (path, _) in known.items() if ".".join(path) == plain]
     for parameter in command.params:
         if parameter.name in (*named, plain) and parameter.opts[0].startswith("--"):
             return parameter.opts[0]

@@ -12,6 +12,7 @@ from typing import Any
 from ..recipe.argument_classes import CONFIGS, TRAINERS, class_of, undeclared
 from ..recipe.arguments import CLASSIFIED, arguments_class
 from ..recipe.configuration import reason
+from ..recipe.generation import Generation, as_generating
 from ..recipe.knobs import Knob, options
 from ..recipe.options import STAGES, TRL
 from ..recipe.recipe import Recipe
@@ -35,6 +36,10 @@ SAME = tuple(
 # Option to the field of `Recipe` or of its part, ("lora", "r"), and what the recipe says of it.
 Options = dict[str, tuple[tuple[str, ...], Knob]]
 OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Recipe)}
+GENERATION: Options = {knob.option: (path, knob) for path, knob in options(Generation)}
+# Fields of a recipe, or of its part, that its generation depends on too.
+GENERATES = ("batch_size", "precision", "dtype", "task", "num_layers", "attn_implementation")
+GENERATES += ("lora", "quantization")
 
 
 def fields_of(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,6 +68,25 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     if fields.get("trainer", "transformers") != "transformers" and "quantization" in fields:
         fields["quantization"].setdefault("prepare", False)  # TRL's trainers do not call it
     return Recipe(model, **fields)
+
+
+def generating_options() -> Options:
+    """Return the options of a generation and of the recipe's fields that it depends on."""
+    known: Options = {}
+    for name, (path, knob) in OPTIONS.items():
+        if path[0] in GENERATES:
+            # the published weights say it
+            unsaid = dataclasses.replace(knob, default=None) if name == "precision" else knob
+            known[name] = (path, unsaid)
+    return GENERATION | known
+
+
+def generation_of(model: str, given: Mapping[str, Any]) -> tuple[Recipe, Generation]:
+    """Return the recipe and the generation of `given` options. Raises RecipeError."""
+    asked = {name: value for name, value in given.items() if name in GENERATION}
+    others = {name: value for name, value in given.items() if name not in GENERATION}
+    fields = fields_of(OPTIONS, others)
+    return as_generating(model, **fields), Generation(**fields_of(GENERATION, asked))
 
 
 def recipe_of_arguments(

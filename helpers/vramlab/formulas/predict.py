@@ -18,6 +18,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import expandable
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse, unchecked
+from ..recipe.optimizers import BESIDE_TRAINER
 from ..recipe.options import HALF
 from ..recipe.process_context import context_of, room_on
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
@@ -111,6 +112,11 @@ def _refusals(recipe: Recipe) -> Refusals:
 
     allowed = "the formulas know LoRA's adapters only: ask simulate"
     yield "peft", recipe.peft, allowed
+
+    allowed = "the formulas do not know it: ask simulate"
+    yield "optim", recipe.optim in BESIDE_TRAINER, allowed
+    yield "label_smoothing_factor", recipe.label_smoothing_factor, allowed
+    yield "neftune_noise_alpha", recipe.neftune_noise_alpha, allowed
 
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed

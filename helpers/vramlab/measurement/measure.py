@@ -63,6 +63,8 @@ def measure(
         raise RecipeError("device", device, "allowed are 'cuda', 'cpu' and None")
     if recorded:
         return _record_of(recipe, "recorded=True asks for no run")
+    if recipe.rollouts and recipe.rollouts.use_vllm:
+        raise RecipeError("rollouts.use_vllm", True, "measure runs no vLLM: simulate it")
     # Whatever asks for no run needs no torch, which this loads.
     here = current_device()
     device = device or here.kind
