@@ -79,7 +79,7 @@ class Generation:
         yield recipe.name
         yield f"batch {recipe.batch_size}"
         yield f"{self.prompt:,} tokens and {self.new_tokens:,} new ones"
-        said = knobs(type(recipe))
+        said = knobs(Recipe)
         for name in ("num_layers", "precision", "attn_implementation", "lora", "quantization"):
             value = getattr(recipe, name)
             words = said[name].words(value) if value else ""
