@@ -28,6 +28,7 @@ _PUBLIC = {
     "formulas.run": "predict_run",
     "simulation.generation": "simulate_generation",
     "simulation.simulate": "simulate simulate_evaluation",
+    "measurement.measure": "measure_generation",
     "measurement.records": "find_record",
     "measurement.share": "share",
     "training.repeated_keys": "repeat_shared_keys",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .formulas.predict import predict
     from .formulas.run import predict_run
     from .hardware.gpu import find_gpu, gpu_names
+    from .measurement.measure import measure_generation
     from .measurement.records import find_record
     from .measurement.share import share
     from .planning.plan import Plan, plan

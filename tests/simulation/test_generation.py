@@ -3,13 +3,17 @@
 And few layers and steps against all of them.
 """
 
+import json
+
 import pytest
 import torch
 from quick import params
 from tiny_models import config
 from transformers import LogitsProcessor, LogitsProcessorList
 from vramlab import Generation, Recipe, RecipeError, Sharding, simulate_generation
+from vramlab.hardware.overhead import rules_of
 from vramlab.recipe.shapes import read_shape
+from vramlab.report.data import data_path
 from vramlab.simulation.generation import trace_generation
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import claim_cache, claim_model, run_tracked_generation
@@ -199,6 +203,41 @@ def test_few_layers_and_steps_say_all_on_cuda(name, asked):
             assert {**vars(one), "workspace": 0} == {**vars(other), "workspace": 0}
 
 
+RUNS = json.loads(data_path("phase_peaks.json").read_text())["runs"]
+GENERATED = {f"{run['model']} {n}": run for n, run in enumerate(RUNS) if "new_tokens" in run}
+FORMS = {"bfloat16": "bf16-true", "float16": "fp16-true"}
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("name", params(GENERATED, ["qwen3-0.6b 0"]))
+def test_peaks_of_a_real_card(name, monkeypatch):
+    """An H200's, whose process kept cuBLAS's workspaces of the runs before.
+
+    To the byte where there was none, but what the allocator holds beyond the requests in the steps
+    that are not run here.
+    """
+    run = GENERATED[name]
+    asked = run["generate"]
+    kept = {"cache_implementation": asked.get("cache_implementation", "dynamic")}
+    generation = Generation(run["prompt_tokens"], run["new_tokens"], **kept)
+    monkeypatch.setattr(Generation, "arguments", {**generation.arguments, **asked})
+    monkeypatch.delitem(Generation.arguments, "max_new_tokens")
+    recipe = Recipe(run["model"], run["batch_size"], precision=FORMS[run["dtype"]])
+    with rules_of(run["environment"]["torch"]):
+        said = simulate_generation(
+            recipe, generation.prompt, generation.new_tokens, gpu="H200", **kept
+        )
+    prefill = run["marks"][0]["peak"]["allocated"]
+    decode = run["peak_decode"]["allocated"]
+    assert said.phases["prefill"].peak.total == pytest.approx(prefill, rel=6e-4)
+    assert said.phases["decode"].peak.total == pytest.approx(decode, rel=3e-4)
+    if not run["before"]["workspaces"]:
+        assert said.phases["prefill"].peak.total == prefill
+        assert said.requested == run["marks"][0]["peak"]["requested"]
+    reserved = max(mark["peak"]["reserved"] for mark in run["marks"])
+    assert said.reserved.low < reserved < said.reserved.high < 1.3 * reserved
+
+
 def test_the_cache_is_a_line_of_the_report():
     recipe, _ = case("grouped heads")
     report = simulate_generation(recipe, 7, 14)
@@ -242,6 +281,11 @@ def test_a_quantized_cache_needs_its_package(monkeypatch):
     monkeypatch.setattr("vramlab.recipe.generation.installed", lambda name: None)
     with pytest.raises(RecipeError, match="pip install optimum-quanto"):
         Generation(cache_implementation="quantized")
+
+
+def test_one_token_needs_no_decoding():
+    report = simulate_generation(Recipe(config("gpt2", n_layer=1)), 8, 1)
+    assert list(report.phases) == ["load", "prefill"]
 
 
 def test_all_of_the_models_positions_can_be_used():

@@ -18,11 +18,13 @@ import torch
 
 from ..hardware.gpu import source_of
 from ..hardware.nvml import Sensors, nvml_snapshot
+from ..recipe.generation import Generation
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import MeasurementError
 from ..report.report import MiB, format_bytes
 from ..training.engine import Training
+from ..training.generation import build_generation
 from ..training.models import meta_model, weight_dtype
 from ..training.training import build, train_step
 from .facts import Fact
@@ -317,6 +319,35 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def generation(
+    before: Sensors, recipe: dict[str, Any], prompt: int, new_tokens: int
+) -> dict[str, Any]:
+    """Answer a batch of prompts, of so many tokens with so many more."""
+    model = rebuild(Recipe, "recipe", recipe)
+    import_libraries(model)
+    started = build_generation(model, Generation(prompt, new_tokens), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    peaks: list[dict[str, int]] = []
+
+    def on_step(made: int, cache: Any) -> None:
+        if made in (1, new_tokens):
+            stats = torch.cuda.memory_stats()
+            names = ("allocated", "requested", "reserved")
+            peaks.append({name: stats[f"{name}_bytes.all.peak"] for name in names})
+            torch.cuda.reset_peak_memory_stats()
+
+    start = time.perf_counter()
+    started.run(new_tokens, on_step)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    prefill, decode = peaks
+    found = state(before) | {name: max(prefill[name], decode[name]) for name in prefill}
+    apart = {"prefill": prefill["allocated"], "decode": decode["allocated"]}
+    return found | apart | {"seconds": seconds}
+
+
 def write_checkpoint(recipe: Recipe, folder: Path, dtype: torch.dtype) -> int:
     """Write zeros as the weights of the unquantized model; return their bytes.
 
@@ -347,4 +378,5 @@ WORK: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps,
     "out_of_memory": run_out_of_memory,
     "loading": loading,
+    "generation": generation,
 }

@@ -1,7 +1,7 @@
 """Facts of a card that no report of a training step holds.
 
 What a CUDA context takes, ten times of a step with power and clocks, a run that goes out of memory,
-what loading a base in 4 bits takes.
+what loading a base in 4 bits takes, what `generate` holds.
 
 A kind of fact is an entry of ASKED, of FOUND and of `card_work.WORK`; sizes are bytes, times
 seconds.
@@ -98,6 +98,7 @@ ASKED: dict[str, dict[str, Check]] = {
     },
     "out_of_memory": {"recipe": is_recipe},
     "loading": {"recipe": is_recipe},
+    "generation": {"recipe": is_recipe, "prompt": is_count, "new_tokens": is_count},
 }
 FOUND: dict[str, dict[str, Check]] = {
     "context": STATE,
@@ -128,6 +129,15 @@ FOUND: dict[str, dict[str, Check]] = {
     # returned
     "loading": STATE
     | {"requested": is_size, "kept": is_size, "file": is_size, "seconds": is_number},
+    # allocated, requested, reserved: the peaks of `generate`; of allocated also apart, up to the
+    # first token and for all after it
+    "generation": STATE
+    | {
+        "requested": is_size,
+        "prefill": is_size,
+        "decode": is_size,
+        "seconds": is_number,
+    },
 }
 
 
