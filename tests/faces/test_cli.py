@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import vramlab
 import vramlab.formulas.run
+import vramlab.planning.plan  # before a test puts something in the place of predict
 from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.faces.cli import app

@@ -1,5 +1,6 @@
-"""What finds each kind of fact (`facts.py`), on CUDA in a process of its own that has not touched
-the card yet.
+"""What finds each kind of fact (`facts.py`), on CUDA in a process of its own.
+
+It has not touched the card yet.
 """
 
 import gc
@@ -68,8 +69,9 @@ def state(before: Sensors) -> dict[str, Any]:
 
 
 def nvidia_smi() -> int | None:
-    """Return what nvidia-smi shows as this card's memory in use; None where there is no such
-    program, or it cannot tell.
+    """Return what nvidia-smi shows as this card's memory in use.
+
+    None where there is no such program, or it cannot tell.
     """
     if not shutil.which("nvidia-smi"):
         return None
@@ -206,8 +208,9 @@ def steps(
 
 
 def under_load(training: Training, seconds: float) -> dict[str, Any]:
-    """Sensors read every BETWEEN seconds while steps of so many `seconds` run, for SAMPLED seconds
-    at least.
+    """Sensors read every BETWEEN seconds, for SAMPLED seconds at least.
+
+    Meanwhile steps of so many `seconds` run.
     """
     read: list[Sensors] = []
     done = threading.Event()
@@ -234,8 +237,9 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
 
 
 def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Double the recipe's batch until a step fails for want of memory, which gives PyTorch's own
-    message.
+    """Double the recipe's batch until a step fails for want of memory.
+
+    That gives PyTorch's own message.
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
     for _ in range(MOST_DOUBLINGS):
@@ -248,8 +252,9 @@ def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]
 
 
 def failed_step(recipe: Recipe) -> dict[str, Any]:
-    """Train two steps; return which failed, its message and the card before it, or {} if both
-    passed.
+    """Train two steps; return which failed, its message and the card before it.
+
+    {} if both passed.
     """
     torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {"batch_size": recipe.batch_size}
@@ -278,8 +283,9 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
 
 
 def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Load the 4-bit base of `recipe` with `from_pretrained`, from a checkpoint of zeros in the
-    published layout.
+    """Load the 4-bit base of `recipe` with `from_pretrained`.
+
+    It is read from a checkpoint of zeros in the published layout.
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
     import_libraries(trained)

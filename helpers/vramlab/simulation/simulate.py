@@ -7,7 +7,7 @@ is made longer (`deepen.py`). With `recipe.sharding` it is the step of one rank.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -419,8 +419,10 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            skips = recipe.rollouts and not full
-            with skipped(training, tracker, recipe.rollouts) if skips else nullcontext():
+            shortcut: AbstractContextManager[Any] = nullcontext()
+            if recipe.rollouts and not full:
+                shortcut = skipped(training, tracker, recipe.rollouts)
+            with shortcut:
                 return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise

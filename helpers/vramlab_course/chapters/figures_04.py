@@ -61,7 +61,8 @@ def who_holds_what(
                 )
             else:
                 ax.bar(left, 1, 1, low, align="edge", **look)
-            for x in left if row == 0 else ():
+            waiting = left if row == 0 else ()
+            for x in waiting:
                 ax.text(x + 0.5, 1.08, "PGS"[i], ha="center", va="bottom", fontsize=9.5)
         rows.append((way, *(f"1/{world_size}" if one else "all" for one in cut)))
     ax.set(xlim=(-0.2, 3.9 * world_size - 0.6), ylim=(-1.3 * row - 0.2, 1.55))
@@ -100,7 +101,8 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
     def end(stage: int, kind: str, m: int) -> float:
         i, sender = orders[stage].index((kind, m)), stage - 1 if kind == "forward" else stage + 1
         waits = [end(stage, *orders[stage][i - 1])] if i else []
-        waits += [end(sender, kind, m)] if 0 <= sender < stages else []
+        if 0 <= sender < stages:
+            waits += [end(sender, kind, m)]
         return max(waits, default=0) + SECONDS[kind]
 
     return {(stage, *one): end(stage, *one) for stage, order in enumerate(orders) for one in order}

@@ -34,7 +34,8 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
                 "linewidth": 1,
                 "label": "no NVLink: through both CPUs",
             }
-        for side in (-away, away) if links > 1 else (0,):
+        sides = (-away, away) if links > 1 else (0,)
+        for side in sides:
             dx, dy = side * (y1 - y2), side * (x2 - x1)
             ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=2 * around + bool(links), **look)
         rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))
