@@ -412,6 +412,24 @@ def _in_words(size: int) -> str:
     return report.format_bytes(size, report.unit_for(size), 2)
 
 
+def _apart(log: Log, end: int) -> int:
+    """Return the bytes of segments if none served requests of two sizes, up to the event `end`.
+
+    A KV cache has another size with each token, whose segments serve the next one's too: it is
+    replayed by itself.
+    """
+    grows = np.array([storage.category == "kv_cache" for _, storage, _ in log.events], bool)
+    is_cache = grows[log.order]
+    others = ~is_cache
+    is_cache[end:] = False
+    others[end:] = False
+    size = without_sharing(log.sizes[others], log.streams[others])
+    if is_cache.any():
+        cache = (log.sizes[is_cache], log.keys[is_cache], log.streams[is_cache])
+        size += replay(*cache, None).reserved
+    return size
+
+
 def _reserved_and_process(
     history: History,
     allocated: int,
@@ -443,8 +461,7 @@ def _reserved_and_process(
     high = max(int(BEYOND * most.reserved), highest)
     # each further step of a generation asks for longer tensors, once: it has no sizes of its own
     decoding = [start for name, start, _ in history.stretches if name == "decode"]
-    end = min(decoding, default=len(history.log))
-    apart = without_sharing(history.log.sizes[:end], history.log.streams[:end]) + unused
+    apart = _apart(history.log, min(decoding, default=len(history.log))) + unused
     inside = Interval(highest, value, max(high + high // 10, apart + LEAST_SPARE))
     around = inside + context
     if failed:

@@ -58,7 +58,8 @@ def who_holds_what(
                 )
             else:
                 ax.bar(left, 1, 1, low, align="edge", **look)
-            for x in left if row == 0 else ():
+            waiting = left if row == 0 else ()
+            for x in waiting:
                 ax.text(x + 0.5, 1.08, "PGS"[i], ha="center", va="bottom", fontsize=9.5)
         rows.append((way, *(f"1/{world_size}" if one else "all" for one in cut)))
     ax.set(xlim=(-0.2, 3.9 * world_size - 0.6), ylim=(-1.3 * row - 0.2, 1.55))

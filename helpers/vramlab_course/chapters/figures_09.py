@@ -37,7 +37,8 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
     def end(stage: int, kind: str, m: int) -> float:
         i, sender = orders[stage].index((kind, m)), stage - 1 if kind == "forward" else stage + 1
         waits = [end(stage, *orders[stage][i - 1])] if i else []
-        waits += [end(sender, kind, m)] if 0 <= sender < stages else []
+        if 0 <= sender < stages:
+            waits += [end(sender, kind, m)]
         return max(waits, default=0) + SECONDS[kind]
 
     return {(stage, *one): end(stage, *one) for stage, order in enumerate(orders) for one in order}

@@ -34,7 +34,8 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
                 "linewidth": 1,
                 "label": "no NVLink: through both CPUs",
             }
-        for side in (-away, away) if links > 1 else (0,):
+        sides = (-away, away) if links > 1 else (0,)
+        for side in sides:
             dx, dy = side * (y1 - y2), side * (x2 - x1)
             ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=2 * around + bool(links), **look)
         rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))
@@ -48,6 +49,8 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
         ax.text(x, 1.22, f"NUMA node {node}", ha="center", color="#444444")
     ax.set(xlim=(-1.7, 1.7), ylim=(-1.2, 1.35), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
-    alt = f"{title}. Eight numbered circles, lines between them; the blue ones form a ring "
-    alt += "through all."
+    alt = (
+        f"{title}. Eight numbered circles, lines between them; the blue ones form a ring "
+        f"through all."
+    )
     return style.finish(figure, rows, alt)

@@ -188,9 +188,10 @@ class Recorded(list):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         places = range(len(self))[index]
-        for place, new in (
-            zip(places, value, strict=True) if isinstance(index, slice) else [(places, value)]
-        ):
+        pairs = [(places, value)]
+        if isinstance(index, slice):
+            pairs = [*zip(places, value, strict=True)]
+        for place, new in pairs:
             self.written += 1
             self.strange += not {new, new - self[place]} & self.before.had[place]
             self.had[place].add(new)
