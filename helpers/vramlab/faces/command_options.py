@@ -19,10 +19,11 @@ from .options import GENERATION, OPTIONS, Options
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
-    """Return the annotation of an option of a command, named as its parameter unless there are
-    `names`.
-    """
+    """Return the annotation of a command's option, named as its parameter without `names`."""
     return Annotated[kind, typer.Option(*names, help=text, **rules)]
+
+
+JSON = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
 
 
 def number(text: str) -> int | float | str:
@@ -73,9 +74,7 @@ def flag_of(field: str, command: typer.core.TyperCommand) -> str:
 
 
 def shared_name(model: str) -> str:
-    """Return the note on a model's name whose architecture was taken from elsewhere, "" for others
-    and for errors.
-    """
+    """Return the note on a model whose architecture is another's; "" for others and errors."""
     try:
         return read_shape(model).shares
     except RecipeError:
@@ -85,8 +84,9 @@ def shared_name(model: str) -> str:
 def takes(
     known: Options, make: Callable[[str, dict[str, Any]], Any]
 ) -> Callable[[Callable], Callable]:
-    """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its
-    first argument.
+    """Give `command(made, …)` the argument MODEL and the `known` options.
+
+    `make` makes its first argument of them.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -137,7 +137,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         unsaid = len(path) > 1 or knob.many or name == "samples"
         default = None if unsaid else knob.default
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
-        text += ". May be repeated" if knob.many else ""
+        if knob.many:
+            text += ". May be repeated"
         names = ALSO.get(name, ())
         rules = {"parser": PARSERS[name]} if name in PARSERS else {}
         if kind in (int, float):

@@ -1,5 +1,6 @@
-"""What the command line and the calculator share: options read from knobs, and whether a report
-fits a card.
+"""What the command line and the calculator share.
+
+Options read from knobs, and whether a report fits a card.
 """
 
 import dataclasses
@@ -42,8 +43,9 @@ GENERATES += ("lora", "quantization")
 
 
 def fields_of(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields, those of a part in a dictionary; leave out options that are None, empty, or an
-    unset switch.
+    """Return fields, those of a part in a dictionary.
+
+    Leave out options that are None, empty, or an unset switch.
     """
     fields: dict[str, Any] = {}
     for option, value in given.items():
@@ -94,8 +96,7 @@ def recipe_of_arguments(
     kind: str | None = None,
     **fields: Any,
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe of arguments that were written as JSON, and those of their names that no
-    field has.
+    """Return the recipe of arguments in JSON, and those of their names that no field has.
 
     Args:
         given: options, which count where they are no default (a part's: not None).
@@ -165,9 +166,11 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
 
 
 def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = None) -> list[int]:
-    """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with
-    one of LENGTHS a line; of other objects what `tokens` says of them. Raises RecipeError for a
-    file that does not say them."""
+    """Return the tokens of each sample of a JSONL file.
+
+    A number, a list of ids, or an object with one of LENGTHS a line; of other objects what `tokens`
+    says of them. Raises RecipeError for a file that does not say them.
+    """
     try:
         lines = read_text(path, MOST_DATA).split(
             "\n"
@@ -192,9 +195,11 @@ def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = 
 
 
 def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
-    """Count the tokens of samples as programs of `plan` train on them, with the model's tokenizer:
-    from its folder or the hub's local cache, from the hub if `pretrained`. A pair of answers has
-    its longer one. Raises RecipeError."""
+    """Count the tokens of samples as programs of `plan` train on them, with the model's tokenizer.
+
+    From its folder or the hub's local cache, from the hub if `pretrained`. A pair of answers has
+    its longer one. Raises RecipeError.
+    """
     with needing("text in --dataset"):
         from transformers import AutoTokenizer
     name = read_shape(model).hub_id or model
@@ -220,7 +225,5 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
 
 
 def fits_card(report: Report) -> bool | None:
-    """Return whether the process of `report` fits its card, None where that lies within the
-    interval.
-    """
+    """Return whether the process of `report` fits its card; None within the interval."""
     return {"safe": True, NO_TIER: False}.get(report.verdict)

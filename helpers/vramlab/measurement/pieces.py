@@ -80,6 +80,7 @@ class Piece:
             seconds += COMPILING
         if self.recipe.rollouts:
             seconds += STEPS * self.recipe.rollouts.max_completion_length * TOKEN
+        seconds += self.asked.get("new_tokens", 0) * TOKEN
         return seconds + seconds_for(self.recipe, card, device)
 
     def cannot(self, card: Gpu | None, device: str = "cuda") -> str:

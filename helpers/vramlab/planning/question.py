@@ -103,10 +103,11 @@ class Question:
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
             self.lora = dataclasses.replace(RANK, **fields)
         method = peft_methods.read(self.peft)
-        is_lora = isinstance(method, LoRA)
-        self.peft = None if is_lora else method
-        if is_lora:
+        if isinstance(method, LoRA):
+            self.peft = None
             self.lora = method
+        else:
+            self.peft = method
         if isinstance(self.rollouts, Mapping):
             self.rollouts = Rollouts(**self.rollouts)
         if self.lengths is not None:

@@ -79,13 +79,13 @@ class Generation:
         yield recipe.name
         yield f"batch {recipe.batch_size}"
         yield f"{self.prompt:,} tokens and {self.new_tokens:,} new ones"
-        said = knobs(type(recipe))
+        said = knobs(Recipe)
         for name in ("num_layers", "precision", "attn_implementation", "lora", "quantization"):
             value = getattr(recipe, name)
             words = said[name].words(value) if value else ""
             if words:
                 yield words
-        for name, knob_of in knobs(type(self)).items():
+        for name, knob_of in knobs(Generation).items():
             value = getattr(self, name)
             if name not in ("prompt", "new_tokens") and value != knob_of.default:
                 yield knob_of.words(value)
@@ -125,5 +125,5 @@ def as_generating(value: Any, **fields: Any) -> Recipe:
         return value
     if fields.get("precision") is None:
         published = read_shape(value).config.get("dtype")
-        fields["precision"] = PRECISIONS.get(published, "fp32")
+        fields["precision"] = PRECISIONS.get(str(published), "fp32")
     return Recipe(value, **fields)

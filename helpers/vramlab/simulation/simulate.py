@@ -7,7 +7,7 @@ is made longer (`deepen.py`). With `recipe.sharding` it is the step of one rank.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -357,6 +357,12 @@ def simulate_evaluation(
         if value != usual:
             rest = "the evaluation of transformers' own Trainer is simulated with "
             raise RecipeError(field, value, f"{rest}{usual!r} only")
+    if evaluation.predict_with_generate and recipe.shape.task != "seq2seq-lm":
+        rest = (
+            f"{recipe.name} reads no prompt apart from its answer, which a Seq2SeqTrainer needs: "
+        )
+        rest += "ask simulate_generation"
+        raise RecipeError("evaluation.predict_with_generate", True, rest)
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     return to_report(
@@ -413,8 +419,10 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            skips = recipe.rollouts and not full
-            with skipped(training, tracker, recipe.rollouts) if skips else nullcontext():
+            shortcut: AbstractContextManager[Any] = nullcontext()
+            if recipe.rollouts and not full:
+                shortcut = skipped(training, tracker, recipe.rollouts)
+            with shortcut:
                 return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
