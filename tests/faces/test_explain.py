@@ -320,7 +320,7 @@ def test_a_script_is_read_without_running_it(tmp_path):
         "r=32 · nf4"
     )
     assert f"predicted: {recipe}" in found.output
-    note = "without line 15: `optim=best()`, whose value only running it would tell"
+    note = "without line 17: `optim=best()`, whose value only running it would tell"
     assert found.output.endswith(f"note: {note}\n")
     assert json.loads(run(str(path), "--json").output)["notes"] == [note]
     assert explain(path).notes == [note] and str(explain(path)) + "\n" == found.output

@@ -322,7 +322,7 @@ SPOILT = [
     (("notes",), ["x"] * 31, "notes has 31 entries, but 30 are the most"),
     (("notes",), ["\x1b]0;owned\x07"], "notes has the control character U+001B"),
     (("largest", 0, "where"), "a\x9bb", "largest has the control character U+009B"),
-    (("phases",), {"ever": EMPTY}, "it has a phase 'ever', but phases are load, forward,"),
+    (("phases",), {"ever": EMPTY}, "it has a phase 'ever', but phases are load, generate,"),
     (("environment", "gpu"), "<b>T4", "environment's gpu is '<b>T4', which is none"),
     (("environment", "driver"), "5 80", "environment's driver is '5 80', which is none"),
     (

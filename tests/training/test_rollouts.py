@@ -3,7 +3,10 @@ a tracker, against the simulation, phase by phase.
 """
 
 import contextlib
+import dataclasses
 import json
+import math
+from pathlib import Path
 
 import datasets
 import pytest
@@ -12,16 +15,28 @@ import transformers
 from quick import params
 from test_trainer_loop import SCALARS
 from tiny_models import config
-from vramlab import LoRA, Quantization, Recipe, RecipeError, Rollouts, Sharding, simulate
+from transformers import AutoTokenizer
+from vramlab import (
+    LoRA,
+    Quantization,
+    Recipe,
+    RecipeError,
+    Rollouts,
+    Sharding,
+    measure,
+    plan,
+    simulate,
+)
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
 from vramlab.report.data import data_path
-from vramlab.report.report import CATEGORIES
+from vramlab.report.report import CATEGORIES, Report
 from vramlab.tracking.history import History
 from vramlab.tracking.tensors import tensors_in
 from vramlab.tracking.tracked import claim_model, claim_states, gradients_named
 from vramlab.tracking.tracker import REFERENCE, Tracker
 from vramlab.training.models import build_model
+from written_scripts import differing_dtypes, run_script, simulated
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -70,6 +85,12 @@ CASES = {
         },
         {},
     ),
+    "grpo llama LoRA beta, vLLM elsewhere": (
+        "grpo",
+        "llama",
+        {"lora": LoRA(r=4), "precision": "bf16-mixed", "gradient_checkpointing": True},
+        {"beta": 0.1, "use_vllm": True, "vllm_mode": "server"},
+    ),
     "rloo qwen3": ("rloo", "qwen3", {}, {}),
     "rloo llama LoRA beta": (
         "rloo",
@@ -80,7 +101,7 @@ CASES = {
 }
 QUICK = (
     "grpo qwen3 LoRA checkpointing",
-    "grpo qwen3 bf16-true, two iterations",
+    "grpo llama LoRA beta, vLLM elsewhere",
     "rloo llama LoRA beta",
 )
 
@@ -186,7 +207,8 @@ def real(recipe: Recipe, out, tracker: Tracker):
     # no token ends a completion
     never = [recipe.shape.vocab_size]
     trainer.eos_token_ids = never
-    trainer.generation_config.eos_token_id = never
+    if not rollouts.use_vllm:
+        trainer.generation_config.eos_token_id = never
     backward = trainer.accelerator.backward
 
     def in_phase(loss, **more):
@@ -195,6 +217,36 @@ def real(recipe: Recipe, out, tracker: Tracker):
 
     trainer.accelerator.backward = in_phase
     return trainer
+
+
+def vllm_elsewhere(recipe: Recipe, monkeypatch) -> None:
+    """Let TRL find a server that samples completions of full length."""
+    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.trainer import grpo_trainer
+
+    class Server:
+        def get_server_info(self):
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+        def update_named_params(self, metadata, named):
+            assert len(metadata) == len(list(named))
+
+        def reset_prefix_cache(self):
+            pass
+
+        def generate(self, prompts, n, max_tokens, **more):
+            rows = len(prompts) * n
+            return {
+                "prompt_ids": prompts,
+                "completion_ids": [[1] * max_tokens] * rows,
+                "logprobs": [[[0.0]] * max_tokens] * rows,
+            }
+
+    def connect(self):
+        self.vllm_client = Server()
+
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", connect)
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration
 
 
 def steps_of(recipe: Recipe) -> int:
@@ -224,8 +276,10 @@ def followed(recipe: Recipe, out) -> History:
 
 
 @pytest.mark.parametrize("name", params(CASES, QUICK))
-def test_a_real_cycle_is_what_simulate_says(name, tmp_path):
+def test_a_real_cycle_is_what_simulate_says(name, tmp_path, monkeypatch):
     recipe = make(name)
+    if recipe.rollouts.use_vllm:
+        vllm_elsewhere(recipe, monkeypatch)
     ran = followed(recipe, tmp_path).phases()
     said = simulate(recipe, target="cpu", full=True).phases
     wrong = []
@@ -317,3 +371,80 @@ def test_a_recipe_of_rollouts_comes_back():
     assert longer.seq_len == 128
     assert longer.has_reference and not longer.replace(lora=LoRA()).has_reference
     assert "8 generations of 100 + 28 tokens · beta 0.5" in str(longer)
+
+
+def test_vllm_takes_its_share_of_the_card():
+    recipe = Recipe(
+        "qwen3-0.6b",
+        trainer="grpo",
+        num_layers=4,
+        precision="bf16-mixed",
+        lora=LoRA(r=4),
+        rollouts=Rollouts(4, 16, 16, use_vllm=True, vllm_mode="server"),
+    )
+    elsewhere = simulate(recipe, gpu="T4")
+    share = math.ceil(0.3 * elsewhere.usable)
+
+    def beside(**said: object) -> Report:
+        rollouts = dataclasses.replace(recipe.rollouts, vllm_mode="colocate", **said)
+        return simulate(recipe.replace(rollouts=rollouts), gpu="T4")
+
+    awake = beside()
+    asleep = beside(vllm_enable_sleep_mode=True)
+    for phase in PHASES:
+        without = elsewhere.phases[phase].peak.total
+        assert awake.phases[phase].peak.total - without == share
+        assert (asleep.phases[phase].peak.total - without == share) == (phase == "generate")
+    assert awake.usable == asleep.usable == elsewhere.usable
+    assert awake.process.value == elsewhere.process.value + share
+    assert asleep.process.value < awake.process.value
+    assert asleep.peak_phase == "generate"
+    with pytest.raises(RecipeError, match=r"vllm_gpu_memory_utilization.*a cache has to follow"):
+        beside(vllm_gpu_memory_utilization=0.01)
+    with pytest.raises(RecipeError, match="name one"):
+        simulate(Recipe(**awake.recipe))
+    with pytest.raises(RecipeError, match=r"use_vllm.*simulate"):
+        measure(recipe, device="cpu", recorded=False)
+
+
+def base_that_never_ends(folder: Path) -> tuple[str, str]:
+    """Return a folder with a tiny model whose end no completion has, and a prompt of 8 tokens."""
+    words = AutoTokenizer.from_pretrained(data_path("base_model"))
+    tiny = config("llama", vocab_size=len(words), num_hidden_layers=2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny))
+    for said in (model.config, model.generation_config):
+        said.eos_token_id = None
+    model.save_pretrained(folder)
+    words.add_special_tokens({"eos_token": "<never>"})
+    words.save_pretrained(folder)
+    prompt = "if"
+    while len(words(prompt)["input_ids"]) < SHORT["prompt_length"]:
+        prompt += " if"
+    return str(folder), prompt
+
+
+@pytest.mark.parametrize("method", params(["full", "lora"], ["lora"]))
+def test_a_plan_writes_a_program_that_samples(method, tmp_path):
+    folder, prompt = base_that_never_ends(tmp_path / "model")
+    found = plan(
+        folder,
+        "RTX 4090",
+        trainer="grpo",
+        method=method,
+        precisions="bf16-mixed",
+        optims="adamw_torch",
+        global_batch=4,
+        rollouts=Rollouts(**SHORT, beta=0.1),
+        confirm=False,
+    )
+    recipe = found.best.recipe
+    rows = [json.dumps({"prompt": prompt, "answer": "if"})] * 16
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    found.write(tmp_path / "train.py")
+    assert "sampling the completions" in str(found)
+    seen, _ = run_script(tmp_path, "--watch", steps=(2, 3))
+    said = simulated(recipe, 2)
+    assert differing_dtypes(seen, said) == {}
+    for phase in PHASES[2:]:
+        ran = seen.phases[phase].peak.total
+        assert abs(ran - said.phases[phase].peak.total) <= SCALARS, phase

@@ -13,6 +13,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import Report
+from .configurations import is_configuration, read_configuration
 from .options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
@@ -33,9 +34,12 @@ def words_of(text: str) -> list[str]:
 def said(
     words: list[str], options: Callable[[list[str]], dict[str, Any]]
 ) -> tuple[Recipe | Report, list[str]]:
-    """Return what words say, and notes on what of it is left out: the JSON file of a report or a
-    recipe, or MODEL and options as of `predict`, among them the JSON file of a TrainingArguments or
-    a Python script, which may name the model. `options` reads those of `predict`."""
+    """Return what words say, and notes on what of it is left out.
+
+    The JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the JSON
+    file of a TrainingArguments or a Python script, which may name the model. `options` reads those
+    of `predict`.
+    """
     if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
         found = _object(words[0])
         if "phases" in found:
@@ -67,6 +71,8 @@ def _recipe_said(
     known = {name: given[name] for name in OPTIONS}
     if script:
         return recipe_of_script(script, given["model"], known)
+    if is_configuration(given["model"]):
+        return read_configuration(given["model"], known)
     if arguments is None:
         recipe = recipe_of(given["model"], known)
         return recipe, [recipe.shape.shares] if recipe.shape.shares else []

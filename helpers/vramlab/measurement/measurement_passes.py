@@ -52,7 +52,7 @@ def clean_pass(
     device: str,
     before: Sensors,
 ) -> Truth:
-    """Train `warmup + repeats` steps undisturbed, then free everything.
+    """Train `warmup + repeats` steps, or cycles of such, undisturbed, then free everything.
 
     `before`: the sensors before CUDA started.
     """
@@ -68,11 +68,12 @@ def clean_pass(
     seconds = []
     for step in range(warmup + repeats):
         start = time.perf_counter()
-        train_step(training)
+        for _ in range(training.cycle):
+            train_step(training)
         if is_cuda:
             torch.cuda.synchronize()
         if step >= warmup:
-            seconds.append(time.perf_counter() - start)
+            seconds.append((time.perf_counter() - start) / training.cycle)
     median = statistics.median(seconds)
     speed = Speed(
         median=median,

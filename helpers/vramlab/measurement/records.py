@@ -21,7 +21,7 @@ from ..recipe.recipe import Recipe, key_of
 from ..report.data import data_path
 from ..report.errors import FileError, RecordError, ReportError
 from ..report.files import read_text, strict_json, write_atomically
-from ..report.report import PHASES, Report
+from ..report.report import ALL_PHASES, Report
 from ..report.text import CONTROLS
 from .facts import Fact
 
@@ -155,9 +155,9 @@ def check(report: Report) -> None:
     true is not judged here.
     """
     _check_environment(report.environment)
-    unknown = {*report.phases, report.peak_phase} - {*PHASES, ""}
+    unknown = {*report.phases, report.peak_phase} - {*ALL_PHASES, ""}
     if unknown:
-        known = ", ".join(PHASES)
+        known = ", ".join(ALL_PHASES)
         raise ReportError(f"it has a phase {min(unknown)!r:.60}, but phases are {known}")
     for name, most in MOST_ENTRIES.items():
         count = len(getattr(report, name))

@@ -11,7 +11,7 @@ from . import samples
 from .configuration import MOST_LAYERS
 from .families import TASKS
 from .knobs import FilledIn, frozen, knob
-from .optimizers import OPTIMIZERS, optimizer_arguments
+from .optimizers import BESIDE_TRAINER, OPTIMIZERS, optimizer_arguments
 from .options import (
     ATTENTION,
     DTYPES,
@@ -49,7 +49,7 @@ class RecipeFields:
     batch_size: int = knob(1)
     seq_len: FilledIn[int | None, int] = knob(None)
     precision: str = knob("fp32", choices=PRECISIONS)
-    optim: str = knob("adamw_torch", choices=OPTIMIZERS)
+    optim: str = knob("adamw_torch", choices=(*OPTIMIZERS, *BESIDE_TRAINER))
     optim_args: str | None = knob(None)
     task: str | None = knob(None, choices=tuple(TASKS))
     num_layers: int | None = knob(None, most=MOST_LAYERS)
@@ -72,6 +72,8 @@ class RecipeFields:
     completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
     use_liger_kernel: bool = knob(False)
     peft: Peft | None = knob(None, shown=Peft.words)
+    label_smoothing_factor: float = knob(0.0, share=True)
+    neftune_noise_alpha: float | None = knob(None)
     rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 

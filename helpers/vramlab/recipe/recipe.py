@@ -19,7 +19,7 @@ from . import liger, lora_modules, parallel_limits, peft_methods, rollouts, samp
 from .configuration import plain, read_json
 from .fields import WITH_REFERENCE, RecipeFields
 from .knobs import Refusals, check, documented, frozen, knobs, rebuild, refuse
-from .optimizers import ALIASES, OPTIMIZERS, REFUSED
+from .optimizers import ALIASES, BESIDE_TRAINER, OPTIMIZERS, REFUSED
 from .options import (
     ATTENTION,
     GENERATING,
@@ -181,6 +181,12 @@ class Recipe(RecipeFields):
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
         yield from liger.refusals(self)
+        yield from self._regularizer_refusals()
+        is_muon = self.optim in BESIDE_TRAINER
+        allowed = "it is modelled on one device"
+        yield "optim", is_muon and self.sharding, allowed
+        allowed = "it divides the weights between two optimizers: take loop 'trainer' or 'plain'"
+        yield "optim", is_muon and self.loop.optimizer_in_backward, allowed
         yield from parallel_limits.refusals(self)
 
     def _quantization_refusals(self) -> Refusals:
@@ -211,6 +217,22 @@ class Recipe(RecipeFields):
         keeps_keys = method.peft_type in peft_methods.WITH_CACHE
         allowed = f"PEFT refuses {method.peft_type} with it, whose keys are in the cache"
         yield "gradient_checkpointing", keeps_keys and self.gradient_checkpointing, allowed
+
+    def _regularizer_refusals(self) -> Refusals:
+        """Return where the Trainer's smoothed labels and noise are not modelled."""
+        is_other = self.trainer != "transformers" or self.loop.name != "trainer"
+        allowed = "it is modelled in transformers' Trainer on one device"
+        smooths = self.label_smoothing_factor
+        yield "label_smoothing_factor", smooths and (is_other or self.sharding), allowed
+        is_fused = smooths and self.use_liger_kernel
+        allowed = "it needs the logits, which Liger's loss does not make"
+        yield "label_smoothing_factor", is_fused, allowed
+        has_noise = self.neftune_noise_alpha is not None
+        is_other = self.trainer not in ("transformers", "sft") or bool(self.sharding)
+        allowed = "it is modelled in transformers' Trainer and SFTTrainer on one device"
+        yield "neftune_noise_alpha", has_noise and is_other, allowed
+        allowed = "an image model has no embedded tokens"
+        yield "neftune_noise_alpha", has_noise and self.shape.image_tokens, allowed
 
     def _backward_refusals(self) -> Refusals:
         """Return what updates in the backward pass exclude."""

@@ -70,6 +70,9 @@ def refusals(recipe: RecipeFields) -> Refusals:
     if rollouts is None or recipe.trainer not in GENERATING:
         return
     name = TRL[recipe.trainer]
+    in_bits = recipe.quantization and rollouts.use_vllm
+    allowed = "what vLLM makes of a 4-bit base is not modelled: sample with transformers"
+    yield "rollouts.use_vllm", in_bits, allowed
     at_once = plan_of(recipe).completions
     allowed = f"{at_once} completions are sampled at once (batch_size × steps_per_generation), "
     allowed += "which has to be a multiple of it"

@@ -21,10 +21,12 @@ BY_TOKEN = ("attention_mask", "position_ids")  # what has an entry for each
 def completions_known() -> Iterator[None]:
     """While entered, no sampled token ends a completion, and each is the same one.
 
-    Completions are shuffled by a permutation that is known, so that masks are known behind it.
+    Completions are shuffled by a permutation that is known, so that masks are known behind it. No
+    reward and no probability is missing.
     """
     with (
         replaced(torch, "isin", _is_never_in),
+        replaced(torch, "isnan", _is_never_in),
         replaced(torch, "randperm", torch.arange),
         replaced(FakeTensor, "tolist", _ones),
     ):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..recipe.options import TRL
+from ..recipe.options import TRL, Rollouts
 from ..recipe.recipe import Recipe
 from ..recipe.rollouts import plan_of
 from .engine import AUTOCAST, Model, Training, autocast, autocast_inside
@@ -67,6 +67,8 @@ def start(
 
     def next_batch(on_phase: Callable[[str], None]) -> Any:
         trainer._generate = _in_phases(trainer._generate, on_phase)
+        # vLLM is given the weights once a step
+        trainer.state.global_step = trainer._step // recipe.gradient_accumulation_steps
         tokens = training.most_tokens or rollouts.max_completion_length
         with _own_process(), fixed_length(tokens, training.on_token):
             batch = trainer._prepare_inputs(prompts)
@@ -115,7 +117,6 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
     rollouts = recipe.rollouts
     assert rollouts is not None  # the trainer has some
     said = argument_defaults(recipe) | vars(rollouts)
-    said["use_vllm"] = False
     said["pad_to_multiple_of"] = None  # what "auto" is but on Neuron
     plan = plan_of(recipe)
     arguments = said | {
@@ -141,6 +142,9 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
     generation["cache_implementation"] = said["cache_implementation"]
     config = model.config.get_text_config()
     accelerator = _accelerator(training, model)
+    if rollouts.use_vllm:
+        said["vllm_generation"] = _vllm(model, accelerator, rollouts)
+        said["_last_loaded_step"] = -1
     return said | {
         "model": model,
         "model_wrapped": model,
@@ -177,6 +181,45 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "_pending_extra_logs": {},
         "_pending_metrics": {},
     }
+
+
+def _vllm(model: Model, accelerator: SimpleNamespace, rollouts: Rollouts) -> Any:
+    """Return TRL's own way to vLLM, which gives it the weights, with completions that are given.
+
+    What vLLM itself holds is no tensor of this process's step.
+    """
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    def take(metadata: list, named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _ in named:
+            pass
+
+    def generate(prompts: list, *others: Any, **more: Any) -> tuple[list, list, list, None]:
+        length = rollouts.max_completion_length
+        ids = [[TOKEN] * length for _ in prompts]
+        logprobs = [[[0.0]] * length for _ in prompts]
+        return prompts, ids, logprobs, None
+
+    own_model = SimpleNamespace(load_weights=lambda named: None)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=own_model))
+    executor = SimpleNamespace(driver_worker=worker)
+    vllm: Any = object.__new__(VLLMGeneration)
+    vars(vllm).update(
+        model=model,
+        accelerator=accelerator,
+        mode=rollouts.vllm_mode,
+        enable_sleep_mode=False,
+        generate=generate,
+        llm=SimpleNamespace(
+            llm_engine=SimpleNamespace(model_executor=executor),
+            reset_prefix_cache=lambda: None,
+        ),
+        vllm_client=SimpleNamespace(update_named_params=take, reset_prefix_cache=lambda: None),
+        _dist=DistributedBackend(accelerator),
+        _weight_metadata=None,
+    )
+    return vllm
 
 
 def _rewards(completions: list[str], **more: Any) -> list[float]:

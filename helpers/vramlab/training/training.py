@@ -16,8 +16,8 @@ import torch
 from ..recipe.optimizers import MODELLED, Optimizer
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
-from . import rollouts, trl_trainers
-from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
+from . import regularizers, rollouts, trl_trainers
+from .engine import AUTOCAST, Engine, Model, Together, Training, autocast, makes_fakes
 from .engines import engine_of
 from .models import build_model, real_tensors
 
@@ -59,6 +59,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
     if loop.name == "trainer" and not recipe.rollouts:
         further = range(training.accumulation - 1)
         training.further = [make_batch(recipe, device) for _ in further]
+    regularizers.start(training, recipe, bare)
     if recipe.activation_offloading:
         training.around = trl_trainers.offloading(model, training.device)
     _give_optimizer(training, recipe, engine)
@@ -206,18 +207,43 @@ def _groups(recipe: Recipe, model: Model) -> list:
 
     In the Trainer they are in groups with and without weight decay, which are updated in turn.
     """
+    hidden = _hidden_matrices(recipe, model)
     if recipe.loop.name != "trainer":
-        return _trained(model)
+        rest = [parameter for parameter in _trained(model) if id(parameter) not in hidden]
+        return [{"params": rest}, *_to_orthogonalize(hidden)] if recipe.optim == "muon" else rest
     from transformers.trainer_pt_utils import get_parameter_names
 
     decayed_names = set(get_parameter_names(model, [torch.nn.LayerNorm], WITHOUT_DECAY))
     decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) not in hidden:
             group = decayed if name in decayed_names else others
             group.append(parameter)
-    return [{"params": decayed}, {"params": others}]
+    return [{"params": decayed}, {"params": others}, *_to_orthogonalize(hidden)]
+
+
+def _hidden_matrices(recipe: Recipe, model: Model) -> dict[int, torch.nn.Parameter]:
+    """Return by id what Muon updates: matrices, but no embeddings and no output head.
+
+    Source: torch.optim.Muon's own words on "hidden layers". Nothing where another one does.
+    """
+    if recipe.optim != "muon":
+        return {}
+    outside = []
+    for name, module in model.named_modules():
+        is_head = name.split(".")[-1] == recipe.shape.head.split(".")[-1]
+        if isinstance(module, torch.nn.Embedding) or is_head:
+            outside += [id(parameter) for parameter in module.parameters()]
+    hidden = {}
+    for parameter in _trained(model):
+        if parameter.dim() == 2 and id(parameter) not in outside:
+            hidden[id(parameter)] = parameter
+    return hidden
+
+
+def _to_orthogonalize(hidden: dict[int, torch.nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": list(hidden.values()), "orthogonalize": True}] if hidden else []
 
 
 def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torch.optim.Optimizer:
@@ -227,6 +253,8 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torc
     modelled = MODELLED[name]
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(parameters, fused=True, **options)
+    if name == "muon":
+        return _muon(parameters, options, multi_tensor)
     if modelled.library == "torch":
         make = getattr(torch.optim, modelled.kind)
         return make(parameters, foreach=multi_tensor, **options)
@@ -237,6 +265,19 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torc
     if modelled.library == "schedulefree":
         return _schedule_free(recipe, modelled.kind, parameters, options)
     return _of_bitsandbytes(name, modelled, parameters, options)
+
+
+def _muon(parameters: list, options: dict[str, Any], multi_tensor: bool) -> Any:
+    """Return Muon for hidden matrices together with AdamW for the rest."""
+    rest = [group for group in parameters if group["params"] and "orthogonalize" not in group]
+    hidden = [group["params"] for group in parameters if "orthogonalize" in group]
+    common = {key: options[key] for key in ("lr", "weight_decay") if key in options}
+    members: list[torch.optim.Optimizer] = []
+    for matrices in hidden:
+        members.append(torch.optim.Muon(matrices, **options))
+    if rest:
+        members.append(torch.optim.AdamW(rest, foreach=multi_tensor, **common))
+    return Together(members)
 
 
 def _of_bitsandbytes(

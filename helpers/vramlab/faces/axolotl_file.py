@@ -1,0 +1,210 @@
+"""What axolotl makes of its YAML: the fields of a recipe.
+
+The places named are in its source, `data/configurations.json` says of which version.
+"""
+
+import dataclasses
+
+from ..recipe.options import ATTENTION, Loop
+from .configuration_file import (
+    MIXED,
+    REENTRANT,
+    RUN_IT,
+    TRUE,
+    Configuration,
+    names_in,
+    note_others,
+    take_sharding,
+)
+
+# What `use_liger_kernel` puts in place, as axolotl names it; others of its switches are not Liger's
+# default for a causal model.
+LIGER_PARTS = (
+    "liger_rope",
+    "liger_rms_norm",
+    "liger_glu_activation",
+    "liger_fused_linear_cross_entropy",
+)
+PLUGINS = ("LigerPlugin", "SwanLabPlugin", "LMEvalPlugin")
+KERNELS = "not modelled: the fused LoRA kernels that axolotl turns on; these are PEFT's layers"
+# `utils/schemas/enums.py`: kernels for which axolotl casts embeddings and norms back to 16 bits
+KEEPS_FP32 = ("eager", "sdpa")
+OLD_ATTENTION = {
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+    "flex_attention": "flex_attention",
+    "xformers_attention": "xformers",
+    "sage_attention": "sage",
+}
+PREFERENCES = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "reward": "reward"}
+
+
+def read_axolotl(configuration: Configuration) -> None:
+    """Fill in what `core/builders/base.py` and `loaders/model.py` make of a configuration."""
+    get = configuration.get
+    configuration.model = get("base_model")
+    fields = configuration.fields
+    fields["optim"] = get("optimizer", "adamw_torch_fused")
+    optim_args = get("optim_args")
+    if isinstance(optim_args, dict):
+        optim_args = ",".join(f"{name}={value}" for name, value in optim_args.items())
+    fields["optim_args"] = optim_args
+    fields["batch_size"] = get("micro_batch_size", 1)
+    steps = get("gradient_accumulation_steps")
+    if steps is None and get("batch_size"):
+        steps = get("batch_size") // fields["batch_size"]
+    fields["gradient_accumulation_steps"] = steps or 1
+    fields["seq_len"] = get("sequence_len", 512)
+    fields["torch_compile"] = bool(get("torch_compile"))
+    _take_loop(configuration)
+    _take_attention(configuration)
+    _take_checkpointing(configuration)
+    _take_trainer(configuration)
+    _take_adapter(configuration)
+    _take_liger(configuration)
+    take_sharding(configuration)
+    _take_precision(configuration)
+    note_others(configuration)
+
+
+def _take_loop(configuration: Configuration) -> None:
+    clip = configuration.get("max_grad_norm", 1.0)
+    empties = configuration.get("torch_empty_cache_steps")
+    if clip != 1.0 or empties:
+        loop = {"max_grad_norm": clip or None, "empty_cache_steps": empties}
+        configuration.fields["loop"] = dataclasses.replace(Loop.named("trainer"), **loop)
+
+
+def _take_attention(configuration: Configuration) -> None:
+    """Take the kernel, and packed samples where they make no mask."""
+    kernel = configuration.get("attn_implementation")
+    for name, old in OLD_ATTENTION.items():
+        if kernel is None and configuration.get(name):
+            kernel = old
+    if kernel not in (None, *ATTENTION):
+        name = "attn_implementation"
+        raise configuration.refuse(name, f"recipes have {', '.join(ATTENTION)}")
+    configuration.fields["attn_implementation"] = kernel
+    if not configuration.get("sample_packing"):
+        configuration.notes.append("each sample is taken as long as sequence_len")
+    elif kernel != "flash_attention_2":
+        rest = "packed samples get a mask of tokens × tokens without flash_attention_2, which no "
+        raise configuration.refuse("sample_packing", rest + "recipe models: take that kernel")
+
+
+def _take_checkpointing(configuration: Configuration) -> None:
+    value = configuration.get("gradient_checkpointing", False)
+    if not isinstance(value, bool):
+        rest = "it keeps or offloads in its own way, which no recipe models: take true or false"
+        raise configuration.refuse("gradient_checkpointing", rest)
+    configuration.fields["gradient_checkpointing"] = value
+    said = configuration.get("gradient_checkpointing_kwargs", {})
+    if value and said.get("use_reentrant"):
+        configuration.notes.append(REENTRANT)
+
+
+def _take_trainer(configuration: Configuration) -> None:
+    """Take whose trainer its own one extends: TRL's for preferences and rewards."""
+    asked = configuration.get("rl")
+    if configuration.get("reward_model"):
+        asked = "reward"
+    if asked is None:
+        return
+    if asked not in PREFERENCES:
+        raise configuration.refuse("rl", f"recipes train as {', '.join(PREFERENCES)} do")
+    if configuration.get("dpo_use_liger_kernel"):
+        rest = "Liger's own loss of preferences is not modelled: leave it out"
+        raise configuration.refuse("dpo_use_liger_kernel", rest)
+    fields = configuration.fields
+    fields["trainer"] = PREFERENCES[asked]
+    fields["padding_free"] = bool(configuration.get("dpo_padding_free"))
+    fields["precompute_ref_log_probs"] = bool(configuration.get("precompute_ref_log_probs"))
+
+
+def _take_adapter(configuration: Configuration) -> None:
+    """Take LoRA, and its base in 4 bits (`loaders/adapter.py`, `_set_quantization_config`)."""
+    get = configuration.get
+    adapter = get("adapter")
+    if adapter is None:
+        if get("load_in_4bit") or get("load_in_8bit"):
+            raise configuration.refuse("adapter", "a quantized base is trained by an adapter")
+        return
+    if adapter not in ("lora", "qlora"):
+        raise configuration.refuse("adapter", "recipes have lora and qlora")
+    targets = names_in(get("lora_target_modules"))
+    if get("lora_target_linear"):
+        targets = "all-linear"
+    lora = {
+        "r": get("lora_r", 8),
+        "lora_alpha": get("lora_alpha", 8),
+        "lora_dropout": get("lora_dropout", 0.0),
+        "target_modules": targets,
+        "target_parameters": names_in(get("lora_target_parameters")),
+        "modules_to_save": names_in(get("lora_modules_to_save")),
+        "use_dora": bool(get("peft_use_dora")),
+        "autocast_adapter_dtype": get("peft_autocast_adapter_dtype", True),
+    }
+    configuration.fields["lora"] = lora
+    kernels = [name for name in configuration.values if name.endswith("_kernel")]
+    if not kernels and not get("rl") and not get("trust_remote_code"):
+        configuration.notes.append(KERNELS)  # `check_auto_enable_lora_kernels`
+    if adapter == "lora" and get("load_in_8bit"):
+        raise configuration.refuse("load_in_8bit", "recipes have bases in 4 bits")
+    if adapter == "qlora" and get("load_in_4bit"):
+        said = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        said |= get("bnb_config_kwargs", {})
+        base = {"quant_type": said["bnb_4bit_quant_type"]}
+        base["double"] = said["bnb_4bit_use_double_quant"]
+        # It is prepared, and norms, embeddings and head are cast back to 16 bits after it.
+        configuration.fields["quantization"] = base | {"prepare": False}
+
+
+def _take_liger(configuration: Configuration) -> None:
+    """Take Liger's kernels where all of them are asked for that a Trainer would put in place."""
+    get = configuration.get
+    plugins = get("plugins", [])
+    others = [name for name in plugins if name.rpartition(".")[2] not in PLUGINS]
+    if others:
+        rest = f"recipes know {', '.join(PLUGINS)}: leave the others out, {RUN_IT}"
+        raise configuration.refuse("plugins", rest)
+    said = {part: bool(get(part)) for part in LIGER_PARTS}
+    said["liger_glu_activation"] |= bool(get("liger_swiglu"))
+    is_loaded = any(name.endswith("LigerPlugin") for name in plugins)
+    if not is_loaded or not any(said.values()):
+        return
+    missing = [part for part, is_on in said.items() if not is_on]
+    if missing or get("liger_cross_entropy"):
+        rest = f"a recipe has Liger's kernels as the Trainer puts them in place: {', '.join(said)}"
+        raise configuration.refuse("plugins", f"{rest}; here lacks {', '.join(missing)}")
+    configuration.fields["use_liger_kernel"] = True
+
+
+def _take_precision(configuration: Configuration) -> None:
+    """Take the weights' format and autocast's (`utils/config/__init__.py`, `resolve_dtype`)."""
+    get = configuration.get
+    fields = configuration.fields
+    bf16 = get("bf16")
+    dtype = "float32"
+    if bf16 or get("bfloat16"):
+        dtype = "bfloat16"
+    elif get("fp16") or get("float16"):
+        dtype = "float16"
+    is_true = bf16 == "full" or (dtype == "float16" and not get("fp16"))
+    if is_true:
+        fields["precision"] = TRUE[dtype]
+        return
+    fields["precision"] = MIXED[dtype]
+    if dtype == "float32" and get("tf32"):
+        fields["precision"] = "tf32"
+    trains_all = "lora" not in fields
+    engine = fields.get("sharding", {}).get("engine")
+    keeps = fields["attn_implementation"] in (None, *KEEPS_FP32)
+    if trains_all and keeps and dtype != "float32" and engine is None:
+        rest = (
+            "without an adapter axolotl keeps embeddings, head and norms in fp32 and the rest in "
+        )
+        rest += "16 bits unless the kernel is flash_attention_2, which no recipe has: take that one"
+        raise configuration.refuse("attn_implementation", rest)
+    if engine is None or not trains_all:
+        fields["dtype"] = dtype

@@ -1,0 +1,47 @@
+"""What chapter 02's picture calls the tensors that a layer keeps, against what autograd saves."""
+
+import pytest
+import torch
+from vramlab_course.base_model import load_base_model
+from vramlab_course.chapters import figures_02
+
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
+
+
+@pytest.fixture
+def saved():
+    """(dtype, shape) of each storage that a layer in bf16 saves, its weights left out."""
+    model = load_base_model("bfloat16")
+    layer = model.model.layers[0]
+    x = torch.randn(2, 16, 256, dtype=torch.bfloat16, requires_grad=True) * 1
+    tables = model.model.rotary_emb(x, torch.arange(16)[None])
+    known = {p.untyped_storage().data_ptr() for p in (*layer.parameters(), *tables)}
+    found = {}
+
+    def pack(tensor):
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, position_embeddings=tables)
+    return [tensor for address, tensor in found.items() if address not in known]
+
+
+def test_each_tensor_has_its_name_and_only_those_called_so_are_fp32(saved):
+    assert len(saved) == len(figures_02.KEPT)
+    for tensor, (part, what) in zip(saved, figures_02.KEPT, strict=True):
+        wide = 704 if part == "feed-forward" else 256
+        if what == "one number, fp32":
+            wide = 1
+        if what == "a number a head, fp32":
+            wide = 4
+        assert tensor.numel() == 2 * 16 * wide, (part, what)
+        assert (tensor.dtype == torch.float32) == what.endswith("fp32"), (part, what)
+
+
+def test_the_figure_shows_each_size():
+    figure = figures_02.layer(range(100, 117), "a title", "about")
+    assert figure.rows[1] == ("norm 1", "its input, fp32", "100")
+    assert figure.rows[-1] == ("feed-forward", "gate × up", "116")
+    with pytest.raises(ValueError, match="zip"):
+        figures_02.layer([1, 2], "a title", "about")
