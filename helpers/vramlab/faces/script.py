@@ -93,6 +93,9 @@ def recipe_of_script(
     )
     if recipe.trainer == "transformers" and not said and not shape.image_tokens:
         notes.append(f"the tokens of a sample are not written in it: {recipe.seq_len} are taken")
+    if recipe.rollouts and not given.get("prompt"):
+        tokens = recipe.rollouts.prompt_length
+        notes.append(f"the tokens of a prompt are not written in it: {tokens} are taken")
     return recipe, notes
 
 

@@ -23,7 +23,7 @@ from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked_generation
 from ..tracking.tracker import Event, Mark, Storage
 from ..training.generation import build_generation
-from ..training.quiet import no_collection, unlogged
+from ..training.quiet import no_collection
 from . import fakes
 from .deepen import deepen
 from .fakes import fake_world
@@ -216,12 +216,7 @@ class _Runs:
     def run(self, recipe: Recipe, skipped: int, steps: int) -> FakeTracker:
         """Return the tracker of a run whose prompt has `skipped` tokens more."""
         load_libraries(recipe)
-        with (
-            fakes.lock,
-            # it takes values that a fake lacks for those of bad arguments
-            unlogged("transformers.generation.utils"),
-            fake_world(self.target, self.card) as (_, kernels),
-        ):
+        with fakes.lock, fake_world(self.target, self.card) as (_, kernels):
             try:
                 started = build_generation(recipe, self.generation, skipped)
                 tracker = make_tracker(started, self.card, kernels)

@@ -357,6 +357,12 @@ def simulate_evaluation(
         if value != usual:
             rest = "the evaluation of transformers' own Trainer is simulated with "
             raise RecipeError(field, value, f"{rest}{usual!r} only")
+    if evaluation.predict_with_generate and recipe.shape.task != "seq2seq-lm":
+        rest = (
+            f"{recipe.name} reads no prompt apart from its answer, which a Seq2SeqTrainer needs: "
+        )
+        rest += "ask simulate_generation"
+        raise RecipeError("evaluation.predict_with_generate", True, rest)
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     return to_report(

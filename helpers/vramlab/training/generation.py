@@ -14,9 +14,10 @@ import torch
 
 from ..recipe.generation import Generation
 from ..recipe.recipe import Recipe
-from .engine import Model
+from .engine import Model, makes_fakes
 from .models import build_model
 from .patched import afterwards, replaced
+from .quiet import unlogged
 
 # Names under which models hand on their cache (`transformers.generation.utils.ALL_CACHE_NAMES`).
 CACHES = ("past_key_values", "cache_params")
@@ -29,7 +30,7 @@ def _ignore_step(made: int, cache: Any) -> None:
 
 
 @contextlib.contextmanager
-def fixed_length(new_tokens: int, on_step: OnStep = _ignore_step) -> Iterator[None]:
+def fixed_length(new_tokens: int | None, on_step: OnStep = _ignore_step) -> Iterator[None]:
     """While entered, each `generate` of this thread stops after `new_tokens`, whatever they are.
 
     Use it around any call of a model's `generate`, with fake or real tensors, under a tracker that
@@ -37,6 +38,8 @@ def fixed_length(new_tokens: int, on_step: OnStep = _ignore_step) -> Iterator[No
     computed, and not read.
 
     Args:
+        new_tokens: None makes as many as `max_length` leaves an encoder-decoder, whose answer
+            begins with a token of its own.
         on_step: called with the number of tokens made so far and the cache (None where there is
             none) before each iteration of the loop: with 0 when the prompt's forward pass has run,
             and with `new_tokens` before the cache is freed.
@@ -44,11 +47,14 @@ def fixed_length(new_tokens: int, on_step: OnStep = _ignore_step) -> Iterator[No
     from transformers.generation import GenerationMixin
 
     made = 0
+    most = new_tokens or 0
     newest: Callable[[], Any] = _no_cache
 
     def keep(result: Any, model: Any, config: Any, inputs: dict, *others: Any, **more: Any) -> None:
-        nonlocal made, newest
+        nonlocal made, most, newest
         made = 0
+        if new_tokens is None:
+            most = config.max_length - 1
         cache = next((inputs[name] for name in CACHES if inputs.get(name) is not None), None)
         newest = _no_cache if cache is None else weakref.ref(cache)
 
@@ -56,9 +62,12 @@ def fixed_length(new_tokens: int, on_step: OnStep = _ignore_step) -> Iterator[No
         nonlocal made
         on_step(made, newest())
         made += 1
-        return made <= new_tokens
+        return made <= most
 
+    # it takes values that a fake lacks for bad arguments
+    quiet = unlogged("transformers.generation.utils") if makes_fakes() else contextlib.nullcontext()
     with (
+        quiet,
         afterwards(GenerationMixin, "_prepare_cache_for_generation", keep),
         replaced(GenerationMixin, "_has_unfinished_sequences", has_unfinished),
     ):
