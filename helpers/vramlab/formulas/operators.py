@@ -7,6 +7,7 @@ autocast's two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own cast
 from math import ceil, prod
 from typing import overload
 
+from ..hardware.kernels import FEW_ROWS
 from ..report.errors import RecipeError
 from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
 from .numerics import BOOL, Numerics
@@ -412,7 +413,7 @@ class Operators:
         return self.to(y, width)
 
     def in_4_bits(self, x: Tensor, weight: Tensor, bias: Parameter | None) -> Tensor:
-        """Unpack the weight whole for each product, forward and backward.
+        """Unpack the weight whole for each product, forward with more than a few rows and backward.
 
         Backward unpacks into the dtype that it was loaded in, and casts that; nested scales into
         two fp32 temporaries (`bitsandbytes.autograd.MatMul4Bit`).
@@ -430,6 +431,8 @@ class Operators:
             without, biased = self.ledger.workspaces
             workspace = without if bias is None else biased
         size = whole + max(scales, workspace)
+        if prod(x.shape[:-1]) <= FEW_ROWS:
+            size = 0
         temporary = self.ledger.block("gemm_4bit", (size,), 1, "workspace")
         y = self.op(
             "gemm_4bit",

@@ -138,6 +138,11 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = f"{reduced} is not known: ask simulate"
     yield "sharding.rank", later and rank > 0 and unset, allowed
 
+    # A gradient larger than the bucket waits for the next one, and those of all experts are one.
+    waits = sharding and sharding.engine == "deepspeed" and sharding.stage >= 2
+    allowed = "how long DeepSpeed keeps the gradients of all experts is not known: ask simulate"
+    yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
+
     kernels = liger.kernels(recipe)
     # No formula says how ranks divide the heads of TRL and Liger.
     known = recipe.trainer in ("transformers", "sft") and not kernels
