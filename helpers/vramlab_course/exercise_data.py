@@ -209,8 +209,16 @@ def _judge(entry: Mapping[str, Any], names: Names) -> Judge:
 
 
 def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
-    reference = names.function(entry["answer"])
-    mistakes = [(names.function(wrong), text) for wrong, text in entry["mistakes"]]
+    parameters = list(entry["cases"][0])  # in the order of the question's signature
+
+    def function(expression: str) -> Callable[..., Any]:
+        by_name = names.function(expression)
+        return lambda *given, **named: by_name(
+            **dict(zip(parameters, given, strict=False)), **named
+        )
+
+    reference = function(entry["answer"])
+    mistakes = [(function(wrong), text) for wrong, text in entry["mistakes"]]
     told = {
         "cases": lambda: map(names.evaluate, entry["cases"]),
         "mistakes": mistakes,

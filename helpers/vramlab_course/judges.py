@@ -106,7 +106,7 @@ def same_tensor(
             name: value.clone() if hasattr(value, "clone") else value
             for name, value in case.items()
         }
-        found, expected = called(answer, **given), reference(**case)
+        found, expected = called(answer, *given.values()), reference(**case)
         if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
             size = " × ".join(map(str, expected.shape))
             return Feedback(

@@ -42,9 +42,12 @@ def root_and_layers(model, mesh):
 
 
 def by_share(gradients, tokens):
-    return torch.stack([g * (n / sum(tokens)) for g, n in zip(gradients, tokens, strict=True)]).sum(
-        0
-    )
+    counted = [(g, n) for g, n in zip(gradients, tokens, strict=True) if n > 0]
+    return torch.stack([g * (n / sum(tokens)) for g, n in counted]).sum(0)
+
+
+def with_ranks_of_no_tokens(gradients, tokens):
+    return sum(g * n for g, n in zip(gradients, tokens, strict=True)) / sum(tokens)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,7 @@ def test_right_answers_in_other_words(name, answer):
         ("04.1", lambda mine, largest: mine.norm(), "shard of the clipped gradient"),
         ("04.1", lambda mine, largest: None, "not answered yet"),
         ("04.2", lambda gradients, tokens: sum(gradients) / len(gradients), "mean over all tokens"),
+        ("04.2", with_ranks_of_no_tokens, "0 times nan is nan"),
         ("04.2", lambda gradients, tokens: None, "not answered yet"),
         ("04.3", judges_04.wrong_order, "none of the model's shards"),
         ("04.3", judges_04.one_unit, "a unit of its own"),

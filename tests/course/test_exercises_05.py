@@ -63,6 +63,7 @@ def mixed(x, weight, A, B, scale, which):
         ("05.1", closest),
         ("05.2", fitting()),
         ("05.2", fitting(precision="bf16-true")),
+        ("05.1", lambda delta, rank: closest(delta, rank)),  # arguments by other names
         ("05.3", mixed),
         ("05.4", add_lora),
         ("05.4", peft),

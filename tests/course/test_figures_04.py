@@ -21,3 +21,6 @@ def test_who_holds_what_draws_each_share():
     assert [row[0] for row in chosen.rows[1:]] == ["data parallel", "ZeRO-3"]
     areas = sum(patch.get_width() * patch.get_height() for patch in filled)
     assert areas == pytest.approx(12 + 9 + 6 + 3 + 3 + 3)
+    by_bytes = who_holds_what(4, ways=("data parallel",), sizes=(2, 2, 12))
+    widths = {round(patch.get_width(), 3) for patch in by_bytes.axes[0].patches}
+    assert widths == {0.375, 2.25}

@@ -2,6 +2,7 @@
 send anything.
 """
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -353,21 +354,23 @@ def sum_of_norms(mine: torch.Tensor, largest: float) -> torch.Tensor:
 
 def _averaged(answer: Callable) -> str | None:
     torch.manual_seed(0)
-    for counts in ((10, 10), (10, 30), (7, 1, 40), (5, 0, 3)):
-        weight, rows = (
-            torch.randn(3, requires_grad=True),
-            [torch.randn(count, 3) for count in counts],
-        )
+    # The gradient of a mean over no tokens: 0 by cross_entropy, nan by a masked sum over its count.
+    of_nothing = {(5, 0, 3): 0.0, (0, 6, 2): math.nan}
+    for counts in ((10, 10), (10, 30), (7, 1, 40), *of_nothing):
+        weight = torch.randn(3, requires_grad=True)
+        rows = [torch.randn(count, 3) for count in counts]
         gradients = [
             torch.autograd.grad((row @ weight).square().mean(), weight)[0]
             if len(row)
-            else torch.zeros(3)
+            else torch.full((3,), of_nothing[counts])
             for row in rows
         ]
         (wanted,) = torch.autograd.grad((torch.cat(rows) @ weight).square().mean(), weight)
         found = answer([gradient.clone() for gradient in gradients], list(counts))
         if found is None or found is ...:
             return None
+        if isinstance(found, torch.Tensor) and found.isnan().any():
+            return f"With {counts} tokens on the ranks it is nan: 0 times nan is nan."
         if not torch.allclose(found, wanted, atol=1e-5):
             return (
                 f"With {counts} tokens on the ranks it is not the gradient of the mean over "
