@@ -15,7 +15,7 @@ from typing import Any
 
 from ..report import html
 from ..report.errors import RecipeError
-from . import liger, lora_modules, parallel_limits, peft_methods, rollouts, sample_limits
+from . import images, liger, lora_modules, parallel_limits, peft_methods, rollouts, sample_limits
 from .configuration import plain, read_json
 from .fields import WITH_REFERENCE, RecipeFields
 from .knobs import Refusals, check, documented, frozen, knobs, rebuild, refuse
@@ -117,6 +117,10 @@ class Recipe(RecipeFields):
                 self._set(name, rebuild(kind, name, value))
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
+        self._set("image_size", images.read_sizes(self.image_size))
+        if isinstance(self.freeze, str | list):
+            names = self.freeze.split(",") if isinstance(self.freeze, str) else self.freeze
+            self._set("freeze", tuple(name.strip() for name in names))
         self._take_method(peft_methods.read(self.peft))
         if isinstance(self.optim, str):
             self._set("optim", ALIASES.get(self.optim, self.optim))
@@ -144,7 +148,10 @@ class Recipe(RecipeFields):
             rest = f"an image is {shape.image_tokens} tokens to {shape.name}"
             raise RecipeError("seq_len", self.seq_len, rest)
         if self.seq_len is None:
-            self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH, longest))
+            shown = 0
+            if self.images and self.image_size and images.reader_of(shape):
+                shown = sum(map(len, images.marked(self)))
+            self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH + shown, longest))
         if self.seq_len > longest:
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
         if self.attn_implementation is None:
@@ -182,6 +189,9 @@ class Recipe(RecipeFields):
         yield "activation_offloading", offloads, allowed
         yield from liger.refusals(self)
         yield from self._regularizer_refusals()
+        yield from images.refusals(self)
+        allowed = "adapters leave the whole base frozen: name their targets instead"
+        yield "freeze", self.freeze and self.adapters, allowed
         is_muon = self.optim in BESIDE_TRAINER
         allowed = "it is modelled on one device"
         yield "optim", is_muon and self.sharding, allowed

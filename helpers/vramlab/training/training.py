@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from ..recipe.configuration import READERS
 from ..recipe.optimizers import MODELLED, Optimizer
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
 from . import regularizers, rollouts, trl_trainers
 from .engine import AUTOCAST, Engine, Model, Together, Training, autocast, makes_fakes
 from .engines import engine_of
+from .image_batch import image_batch
 from .models import build_model, real_tensors
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
@@ -109,7 +111,7 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
         return {}  # texts
     if recipe.trainer not in ("transformers", "sft"):
         return trl_trainers.make_pairs(recipe, device)
-    if recipe.is_ragged:
+    if recipe.reads_values:
         return collated(recipe, device)
     shape = recipe.shape
     size = (recipe.batch_size, recipe.seq_len)
@@ -142,6 +144,8 @@ def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     generator = torch.Generator() if makes_fakes() else None
     device = "cpu" if makes_fakes() else device
     collate = _by_trl if recipe.trainer == "sft" else _padded
+    if recipe.shape.family in READERS:
+        collate = image_batch
     with real_tensors():
         batch = collate(recipe, generator)
         for name, value in batch.items():
