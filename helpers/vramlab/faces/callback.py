@@ -1,5 +1,6 @@
-"""`WatchCallback` for `transformers.Trainer`: where the bytes of one real step are, and what is
-held over the whole run.
+"""`WatchCallback` for `transformers.Trainer`.
+
+Where the bytes of one real step are, and what is held over the whole run.
 """
 
 import contextlib
@@ -25,8 +26,9 @@ LEAST = 64 * KiB  # a step: less is no leak to warn of
 
 
 def held_bytes() -> tuple[int, int]:
-    """Return the bytes held now and at most so far: allocated by torch on CUDA, else the process's
-    resident set.
+    """Return the bytes held now and at most so far.
+
+    Allocated by torch on CUDA, else the process's resident set.
     """
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
@@ -34,9 +36,10 @@ def held_bytes() -> tuple[int, int]:
 
 
 class WatchCallback(TrainerCallback):
-    """Watch one optimizer step of a `Trainer`, all its micro-batches, and leave the report in
-    `.report`; over the whole run log what is held as `memory_gib` and `memory_peak_gib`, and warn
-    of a leak with the line that makes it.
+    """Watch one optimizer step of a `Trainer`, and leave the report in `.report`.
+
+    It is of all its micro-batches; over the whole run log what is held as `memory_gib` and
+    `memory_peak_gib`, and warn of a leak with the line that makes it.
 
     Args:
         step: which optimizer step to watch, from 1; the second is the first in which all states

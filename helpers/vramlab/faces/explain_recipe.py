@@ -213,8 +213,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 
 def says_no_method(recipe: Recipe) -> bool:
-    """Return whether a recipe leaves how it trains to the defaults, so that a message may say it
-    better.
+    """Return whether a recipe leaves how it trains to the defaults.
+
+    A message may then say it better.
     """
     usual = Recipe(recipe.model)
     names = {name for fields in METHODS.values() for name in fields}
@@ -298,8 +299,9 @@ def _tokens(message: Message, recipe: Recipe) -> dict[str, int]:
 
 
 def _kept_too_much(message: Message, recipe: Recipe) -> int:
-    """Return the bytes that layers keep until the logits are made where the message has no room for
-    them, else 0.
+    """Return the bytes kept by layers until the logits where the message lacks room for them.
+
+    Else 0.
     """
     if recipe.gradient_checkpointing or "allocated" not in message.bytes:
         return 0

@@ -1,5 +1,6 @@
-"""`measure` and `record` as `vramlab` offers them: with the other two witnesses, which
-`measurement` does not know.
+"""`measure` and `record` as `vramlab` offers them.
+
+With the other two witnesses, which `measurement` does not know.
 """
 
 import functools
@@ -35,16 +36,18 @@ def record(*args: Any, **options: Any) -> Outcome:
 @needing("card")
 @functools.wraps(_run_card)
 def run_card(*args: Any, compare: bool = False, **options: Any) -> CardRun:
-    """As `measurement.card.run_card`; `compare` prints beside each report what simulate says, which
-    takes some seconds.
+    """As `measurement.card.run_card`.
+
+    `compare` prints beside each report what simulate says, which takes some seconds.
     """
     beside = simulated_beside if compare else None
     return _run_card(*args, **{"estimate": peak_bytes, "beside": beside, **options})
 
 
 def peak_bytes(recipe: Recipe) -> int:
-    """Return the predicted peak; where predict refuses, parameters, gradients and states of one
-    process alone.
+    """Return the predicted peak.
+
+    Where predict refuses, parameters, gradients and states of one process alone.
     """
     try:
         return predict(recipe).peak.total

@@ -58,6 +58,7 @@ PRINTED: dict[str, tuple[type, ...]] = {
     "predict": (Report, Run),
     "simulate": (Report,),
     "evaluate": (Report,),
+    "generate": (Report,),
     "measure": (Report,),
     "plan": (Plan,),
     "explain": (Explanation,),

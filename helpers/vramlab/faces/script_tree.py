@@ -4,7 +4,6 @@ Nothing of it is executed.
 """
 
 import ast
-import operator
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -12,34 +11,11 @@ from typing import Any, NamedTuple
 
 from ..report.errors import RecipeError
 from ..report.files import read_text
+from .script_values import MOST_DEPTH, Constants, Unread
 
 MOST_SCRIPT = 2 * 1024**2  # bytes
-MOST_STEPS = 200_000  # nodes that are looked at for values, of all together
-MOST_DEPTH = 40  # names of names
-MOST_NUMBER = 2**63
-MOST_LETTERS = 1000  # of a text that is put together
-MOST_ELEMENTS = 2**16  # of a tuple
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef, ast.Module)
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-OPERATORS |= {ast.Div: operator.truediv}
-COMPARISONS = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-COMPARISONS |= {
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-}
 CHANGING = {
     "update",
     "append",
@@ -51,10 +27,6 @@ CHANGING = {
     "clear",
     "remove",
 }
-
-
-class Unread(ValueError):
-    """A value that only running the script would tell."""
 
 
 class Binding(NamedTuple):
@@ -76,7 +48,8 @@ class Tree:
     """
 
     def __init__(self, path: Path):
-        self.path, self.steps = path, 0
+        self.path = path
+        self._constants = Constants(self.sources, self.is_written, self.dotted)
         try:
             self.module = ast.parse(read_text(path, MOST_SCRIPT))
         except (RecursionError, MemoryError) as error:
@@ -137,9 +110,7 @@ class Tree:
                 self._bind(one, each, statement)
 
     def _bind_parameters(self, function: ast.FunctionDef) -> None:
-        """Bind parameters to what the function is called with, and to the default where it is
-        called without.
-        """
+        """Bind parameters to what the function is called with, or to the default."""
         said = function.args
         names = [*said.posonlyargs, *said.args]
         defaults = dict(zip([one.arg for one in names[::-1]], said.defaults[::-1], strict=False))
@@ -175,9 +146,7 @@ class Tree:
 
     @cached_property
     def options(self) -> dict[str, ast.expr | None]:
-        """Defaults of the command line's options and of classes' fields, by the attribute that has
-        them.
-        """
+        """Defaults of command line options and classes' fields, by attribute."""
         found: dict[str, list[ast.expr | None]] = {}
         for call in self.calls:
             if self.name(call) == "add_argument":
@@ -188,7 +157,8 @@ class Tree:
                 said = [
                     arg.value for arg in call.args if isinstance(getattr(arg, "value", None), str)
                 ]
-                said += [words["dest"].value] if isinstance(words.get("dest"), ast.Constant) else []
+                if isinstance(words.get("dest"), ast.Constant):
+                    said += [words["dest"].value]
                 for name in said:
                     found.setdefault(name.lstrip("-").replace("-", "_"), []).append(default)
         for node in self.classes.values():
@@ -208,8 +178,9 @@ class Tree:
         return node
 
     def dotted(self, node: ast.AST) -> str:
-        """The imported name that an expression is, such as "torch.cuda.is_available"; "" for
-        others.
+        """The imported name that an expression is, such as "torch.cuda.is_available".
+
+        "" for others.
         """
         if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
@@ -252,9 +223,29 @@ class Tree:
                 pass
         return self.decided[test]
 
+    def value(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> Any:
+        """The value of a constant expression (`Constants.value`). Raises Unread."""
+        return self._constants.value(node, depth)
+
+    def following(self, statement: ast.AST) -> set[ast.AST]:
+        """Nodes of the statements that follow in the same blocks, unless they train again."""
+        found: set[ast.AST] = set()
+        while isinstance(statement, ast.stmt) and not isinstance(statement, SCOPES):
+            parent = self.parents[statement]
+            for _, block in ast.iter_fields(parent):
+                if isinstance(block, list) and statement in block:
+                    rest = block[block.index(statement) + 1 :]
+                    found.update(node for one in rest for node in ast.walk(one))
+            if not isinstance(parent, ast.With | ast.Try | ast.If):
+                break
+            statement = parent
+        trains = (isinstance(node, ast.Call) and self.name(node) == "train" for node in found)
+        return set() if any(trains) else found
+
     def sources(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> list[ast.expr | None]:
-        """What an expression may stand for: itself, or what its name is bound to, what the function
-        called returns.
+        """What an expression may stand for.
+
+        Itself, or what its name is bound to, what the function called returns.
         """
         if node not in self.found:
             self.found[node] = [node]  # where a name stands for itself
@@ -262,7 +253,7 @@ class Tree:
         return self.found[node]
 
     def _sources(self, node: ast.expr | None, depth: int) -> list[ast.expr | None]:
-        self._step(depth)
+        self._constants.step(depth)
         if isinstance(node, ast.Name):
             found = self._bound(node)
             return (
@@ -335,8 +326,9 @@ class Tree:
         return made and not (call.args or call.keywords)
 
     def _bound(self, use: ast.Name) -> list[ast.expr | None]:
-        """What a name may be bound to where it is used: the last certain binding before, and
-        uncertain ones after that.
+        """What a name may be bound to where it is used.
+
+        The last certain binding before, and uncertain ones after that.
         """
         scope = inner = self.scope(use)
         while (scope, use.id) not in self.bindings or (
@@ -375,87 +367,6 @@ class Tree:
             return True
         return (statement.end_lineno, statement.end_col_offset) <= start_of(use)
 
-    def _step(self, depth: int) -> None:
-        self.steps += 1
-        if self.steps > MOST_STEPS or depth <= 0:
-            raise Unread("too long a way to its value")
-
-    def value(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> Any:
-        """The value of a constant expression: numbers, text and containers of them. Raises Unread.
-
-        Sums and products are of numbers only and bounded, as is the text put together, so that no
-        script makes this long.
-        """
-        self._step(depth)
-        found = self.sources(node, depth)
-        if any(map(self.is_written, found)):
-            raise Unread("a container that is written to")
-        values = [self._constant(one, depth - 1) for one in found]
-        if not values or any(
-            type(one) is not type(values[0]) or one != values[0] for one in values
-        ):
-            raise Unread("several values")
-        return values[0]
-
-    def _constant(self, node: ast.expr | None, depth: int) -> Any:
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Call) and ast.unparse(node) == "torch.cuda.is_available()":
-            return True
-        if isinstance(node, ast.Attribute) and self.dotted(node).startswith("torch."):
-            return node.attr  # a dtype
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
-            return node.attr
-        if (
-            isinstance(node, ast.Call)
-            and ast.unparse(node).startswith("getattr(torch, ")
-            and len(node.args) == 2
-        ):
-            return self.value(node.args[1], depth)
-        if isinstance(node, ast.Tuple | ast.List | ast.Set):
-            values = [self.value(one, depth) for one in node.elts]
-            return {ast.Tuple: tuple, ast.List: list, ast.Set: list}[type(node)](values)
-        if isinstance(node, ast.Dict) and None not in node.keys:
-            pairs = zip(node.keys, node.values, strict=True)
-            return {
-                _hashable(self.value(key, depth)): self.value(value, depth) for key, value in pairs
-            }
-        if isinstance(node, ast.JoinedStr):
-            return _text("".join(str(self._part(one, depth)) for one in node.values))
-        return self._computed(node, depth)
-
-    def _part(self, node: ast.expr, depth: int) -> Any:
-        if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
-            raise Unread("a format")
-        return self.value(
-            getattr(node, "value", node) if isinstance(node, ast.FormattedValue) else node, depth
-        )
-
-    def _computed(self, node: ast.expr | None, depth: int) -> Any:
-        """The value of an operation on constants."""
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return not self.value(node.operand, depth)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -_number(self.value(node.operand, depth))
-        if (
-            isinstance(node, ast.Compare)
-            and len(node.ops) == 1
-            and type(node.ops[0]) in COMPARISONS
-        ):
-            sides = self.value(node.left, depth), self.value(node.comparators[0], depth)
-            return _tried(COMPARISONS[type(node.ops[0])], *sides)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            sides = self.value(node.left, depth), self.value(node.right, depth)
-            if isinstance(node.op, ast.Add) and all(isinstance(side, str) for side in sides):
-                return _text(sides[0] + sides[1])
-            if isinstance(sides[0], tuple):
-                return _repeated(node.op, *sides)
-            return _number(_tried(OPERATORS[type(node.op)], *map(_number, sides)))
-        if isinstance(node, ast.BoolOp):
-            values = [bool(self.value(one, depth)) for one in node.values]
-            return all(values) if isinstance(node.op, ast.And) else any(values)
-        raise Unread(type(node).__name__)
-
 
 def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     """The targets that a statement binds, and to what; to an element of what is iterated over."""
@@ -491,40 +402,3 @@ def _element(node: ast.expr | None, key: Any) -> ast.expr | None:
     ):
         return node.elts[key]
     return None
-
-
-def _number(value: Any) -> int | float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not -MOST_NUMBER < value < MOST_NUMBER
-    ):
-        raise Unread("no number, or too large a one")
-    return value
-
-
-def _repeated(sign: ast.operator, elements: tuple, more: Any) -> tuple:
-    """A tuple that is repeated, or another one appended to it."""
-    if isinstance(sign, ast.Add) and isinstance(more, tuple):
-        return elements + more
-    if not isinstance(sign, ast.Mult) or _number(more) * len(elements) > MOST_ELEMENTS:
-        raise Unread("too long a tuple")
-    return _tried(operator.mul, elements, more)
-
-
-def _text(value: str) -> str:
-    if len(value) > MOST_LETTERS:
-        raise Unread("too long a text")
-    return value
-
-
-def _hashable(value: Any) -> Any:
-    _tried(hash, value)
-    return value
-
-
-def _tried(function: Any, *values: Any) -> Any:
-    try:
-        return function(*values)
-    except (TypeError, ArithmeticError) as error:
-        raise Unread(str(error)) from error

@@ -1,5 +1,6 @@
-"""See where the memory of your own code goes: `with watch(model) as w: …`, then
-`print(w.report())`.
+"""See where the memory of your own code goes.
+
+`with watch(model) as w: …`, then `print(w.report())`.
 
 Every storage made inside is followed, on the device the model is on; what is used inside and was
 made before (a teacher in the loss, labels) counts from the start. A forward pass of the model
@@ -108,9 +109,11 @@ class watch:
         self.history = History(self.tracker.log, self.tracker.marks)
 
     def report(self) -> Report:
-        """Return a measured report of the last step, after an exception of what ran until then,
-        without the allocator's and the process's own bytes. Raises VramLabError before the block
-        has ended."""
+        """Return a measured report of the last step.
+
+        After an exception of what ran until then, without the allocator's and the process's own
+        bytes. Raises VramLabError before the block has ended.
+        """
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
         report = to_report(
@@ -143,8 +146,9 @@ class watch:
             self._begin("forward")
 
     def _around(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `torch.autograd.backward` in its phase; a reentrant checkpoint calls it again
-        inside.
+        """Wrap `torch.autograd.backward` in its phase.
+
+        A reentrant checkpoint calls it again inside.
         """
 
         def backward(*args: Any, **kwargs: Any) -> None:
@@ -178,8 +182,9 @@ class watch:
             self._begin("between_steps")
 
     def _end_step(self) -> None:
-        """End a "step" without an optimizer: an update by hand frees gradients, else it is
-        backward.
+        """End a "step" without an optimizer.
+
+        An update by hand frees gradients, else it is backward.
         """
         if self.tracker.phase != "step" or self._stepped:
             return
@@ -194,8 +199,9 @@ class watch:
             self.tracker.phase = "backward"
 
     def _move_frees(self) -> None:
-        """Count what is freed directly after a phase to it: the loss's graph to backward, gradients
-        to the step.
+        """Count what is freed directly after a phase to it.
+
+        The loss's graph to backward, gradients to the step.
         """
         start, phase = self.tracker.marks[-1] if self.tracker.marks else (0, "load")
         for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):

@@ -131,11 +131,17 @@ def _refusals(recipe: Recipe) -> Refusals:
         for name in LATER_OF_LORA:
             yield f"lora.{name}", getattr(lora, name), allowed
 
+    rank = sharding.rank if sharding else 0
     later = sharding and sharding.engine == "deepspeed" and sharding.stage == 1
     unset = recipe.precision in ("fp16-true", "bf16-true") and not lora
     reduced = "what a later rank keeps of gradients at stage 1 in such half precision"
     allowed = f"{reduced} is not known: ask simulate"
-    yield "sharding.rank", later and sharding.rank > 0 and unset, allowed
+    yield "sharding.rank", later and rank > 0 and unset, allowed
+
+    # A gradient larger than the bucket waits for the next one, and those of all experts are one.
+    waits = sharding and sharding.engine == "deepspeed" and sharding.stage >= 2
+    allowed = "how long DeepSpeed keeps the gradients of all experts is not known: ask simulate"
+    yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
 
     kernels = liger.kernels(recipe)
     # No formula says how ranks divide the heads of TRL and Liger.
@@ -146,9 +152,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "sharding", of_libraries, allowed
 
     # Liger has kernels for the family, of which the table says nothing.
-    unknown = kernels and liger.FAMILIES[shape.family] is None
+    untold = kernels and liger.FAMILIES[shape.family] is None
     allowed = f"the formulas do not know what Liger does in a {shape.family}: ask simulate"
-    yield "use_liger_kernel", unknown, allowed
+    yield "use_liger_kernel", untold, allowed
 
     # Under DDP and the lower stages each rank has whole copies.
     divided = sharding and (sharding.stage == 3 or sharding.engine == "fsdp")

@@ -269,10 +269,12 @@ def simulate_briefly(
         if layers > deepest and not may_be_deepened(recipe, "cuda"):
             why = f"none of {layers} layers can stand for another in this recipe"
             return f"{why}; plan simulates up to {deepest}"
-        # The second micro-batch adds to gradients that are there, as all later ones do.
-        steps = min(2, recipe.gradient_accumulation_steps)
+        if not recipe.rollouts:  # of which all micro-batches are sampled at once
+            # The second micro-batch adds to gradients that are there, as all later ones do.
+            steps = min(2, recipe.gradient_accumulation_steps)
+            recipe = recipe.replace(gradient_accumulation_steps=steps)
         return simulate(
-            recipe.replace(gradient_accumulation_steps=steps),
+            recipe,
             gpu=question.gpu,
             other_memory=max(0, usable_memory(question.gpu) - question.usable),
         )

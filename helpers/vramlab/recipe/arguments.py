@@ -252,7 +252,10 @@ def _rollouts(args: Any, given: Rollouts | Mapping | None) -> Rollouts:
     # as the arguments fill it in
     if said["steps_per_generation"] == args.gradient_accumulation_steps:
         said["steps_per_generation"] = None
-    said |= vars(given) if isinstance(given, Rollouts) else given or {}
+    if isinstance(given, Rollouts):
+        said |= vars(given)
+    else:
+        said |= given or {}
     return Rollouts(**said)
 
 

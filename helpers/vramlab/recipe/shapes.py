@@ -18,7 +18,7 @@ from ..report.errors import FileError, RecipeError, needing
 from ..report.files import read_text
 from . import configuration, hub_names, lora_modules
 from .configuration import plain
-from .families import TASKS
+from .families import TASKS, Layout
 from .from_transformers import describe
 from .weights import ModelWeights, Weight
 
@@ -28,6 +28,12 @@ __all__ = ["Shape", "Weight", "catalogue", "model_names", "read_shape"]
 @dataclass(frozen=True, eq=False)
 class Shape(ModelWeights):
     """The sizes of one model with one head, and what follows from them."""
+
+    @property
+    def known_layout(self) -> Layout:
+        """The layout, of a shape that the formulas know."""
+        assert self.layout is not None, f"{self.family} has no layout"
+        return self.layout
 
     @property
     def shares_keys(self) -> bool:

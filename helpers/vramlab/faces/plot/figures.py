@@ -1,6 +1,4 @@
-"""The figures: stacked bars of reports or of any table of bytes, intervals against the line of a
-card, a step's timeline.
-"""
+"""The figures: stacked bars of bytes, intervals against a card, a step's timeline."""
 
 import itertools
 import textwrap
@@ -17,8 +15,9 @@ LETTER = 0.0145  # width of a letter of a phase's name as a share of the axes
 
 
 def compare(*reports: Report, unit: str = "GiB", **options: Any):
-    """Return a figure of each report's peak by category; errors as in `vramlab.compare`, `options`
-    as of `bars`.
+    """Return a figure of each report's peak by category.
+
+    Errors as in `vramlab.compare`, `options` as of `bars`.
     """
     names, said = (
         column_labels(reports),
@@ -39,8 +38,9 @@ def bars(
     subtitle: str = "",
     limit=None,
 ):
-    """Return a figure of bytes by category, for example bytes per parameter: a bar per label, its
-    total above it.
+    """Return a figure of bytes by category, for example bytes per parameter.
+
+    A bar per label, its total above it.
 
     `ylabel` is the unit if None; the unit "B" draws numbers as they are. Raises ValueError for no
     bars, labels and values of different number, an unknown unit, or a report of a run that failed.
@@ -94,8 +94,9 @@ def _name_bars(ax, names: Sequence[str]) -> None:
 def fits(
     needs: Mapping[str, Interval | Report], limit, title: str, subtitle: str = "", unit: str = "GiB"
 ):
-    """Return a figure of a bar from the low to the high end of each need, such as `predict(recipe,
-    gpu="T4").process`, a dot where it is likely, and its tier.
+    """Return a figure of a bar from the low to the high end of each need.
+
+    One is `predict(recipe, gpu="T4").process`, say: a dot where it is likely, and its tier.
 
     Of a report, such as `predict(recipe, gpu="T4", other_memory=GiB)`, the process counts, and the
     card less what others hold of it. `limit` is one for all or a list with one for each need, which
@@ -162,8 +163,9 @@ def fits(
 
 @style.styled()
 def timeline(report: Report, unit: str = "GiB", title: str = "One training step, byte by byte"):
-    """Return a figure of what is alive after each allocation event of one step, by category, with
-    its phases and the largest tensors.
+    """Return a figure of what is alive after each allocation event of a step, by category.
+
+    With its phases and the largest tensors.
 
     Raises ValueError for an unknown unit or a report without a timeline (predicted).
     """

@@ -1,6 +1,4 @@
-"""The look of every figure: a colour and a hatch per category, one size, the data as a table, alt
-text.
-"""
+"""The look of every figure: colours and hatches, one size, the data as a table, alt text."""
 
 import json
 import textwrap
@@ -37,9 +35,7 @@ SIZE, DPI, FONT = (6.4, 4.8), 200, RC["font.family"][0]
 
 @cache
 def figure_class() -> type:
-    """Return a subclass of matplotlib's Figure that also holds its data as a table and its alt
-    text.
-    """
+    """Return a subclass of matplotlib's Figure that holds its data as a table, and alt text."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
@@ -79,8 +75,9 @@ def styled() -> Iterator[None]:
 
 
 def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
-    """Return a new figure and its axes, a list of them when `rows` > 1; `options` go to
-    `Figure.subplots`.
+    """Return a new figure and its axes, a list of them when `rows` > 1.
+
+    `options` go to `Figure.subplots`.
     """
     import matplotlib.pyplot as plt
 
@@ -98,8 +95,9 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
 
 
 def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False):
-    """Return the figure with a legend below the axes, `rows` as its table, and its alt text, which
-    may say the rows.
+    """Return the figure with a legend below the axes, a table of `rows` and its alt text.
+
+    That may say the rows too.
     """
     handles: dict[str, Any] = {}
     for ax in figure.axes:
@@ -125,8 +123,9 @@ def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = F
 
 
 def _names(figure) -> list[Any]:
-    """Texts that may name a model, in which a $ begins no formula; numbers of a logarithmic axis
-    are formulas.
+    """Texts that may name a model, in which a $ begins no formula.
+
+    Numbers of a logarithmic axis are formulas.
     """
     from matplotlib.category import StrCategoryFormatter
     from matplotlib.ticker import FixedFormatter
@@ -155,8 +154,9 @@ def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
 def canvas(
     heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = ()
 ) -> Iterator[Any]:
-    """Give axes to draw on with matplotlib in this style: `with plot.canvas("A title", alt="A
-    falling line.") as ax: …`.
+    """Give axes to draw on with matplotlib in this style.
+
+    `with plot.canvas("A title", alt="A falling line.") as ax: …`.
 
     `plot.table(ax.figure)` prints `rows`; `alt` says it in words to readers who do not see the
     figure.
@@ -174,8 +174,9 @@ def table(figure) -> str:
 
 
 def look(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return face, hatch and edge of each key: a category's own, the palette in order for other
-    keys.
+    """Return face, hatch and edge of each key.
+
+    A category's own, the palette in order for other keys.
     """
     spare = cycle(LOOK.values())
     chosen = {key: LOOK.get(key) or next(spare) for key in keys}
