@@ -205,16 +205,16 @@ def test_few_layers_and_steps_say_all_on_cuda(name, asked):
 
 RUNS = json.loads(data_path("phase_peaks.json").read_text())["runs"]
 GENERATED = {f"{run['model']} {n}": run for n, run in enumerate(RUNS) if "new_tokens" in run}
+WORKSPACE = 32 * 1024**2  # bytes of cuBLAS's on that card
 FORMS = {"bfloat16": "bf16-true", "float16": "fp16-true"}
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("name", params(GENERATED, ["qwen3-0.6b 0"]))
 def test_peaks_of_a_real_card(name, monkeypatch):
-    """An H200's, whose process kept cuBLAS's workspaces of the runs before.
+    """An H200's: what was asked for to the byte, less what the runs before left there.
 
-    To the byte where there was none, but what the allocator holds beyond the requests in the steps
-    that are not run here.
+    The allocator holds more where blocks are not divided, which depends on all steps before.
     """
     run = GENERATED[name]
     asked = run["generate"]
@@ -227,13 +227,12 @@ def test_peaks_of_a_real_card(name, monkeypatch):
         said = simulate_generation(
             recipe, generation.prompt, generation.new_tokens, gpu="H200", **kept
         )
-    prefill = run["marks"][0]["peak"]["allocated"]
-    decode = run["peak_decode"]["allocated"]
-    assert said.phases["prefill"].peak.total == pytest.approx(prefill, rel=6e-4)
-    assert said.phases["decode"].peak.total == pytest.approx(decode, rel=3e-4)
-    if not run["before"]["workspaces"]:
-        assert said.phases["prefill"].peak.total == prefill
-        assert said.requested == run["marks"][0]["peak"]["requested"]
+    prefill = run["marks"][0]["peak"]
+    decode = run["peak_decode"]
+    left = max(0, run["before"]["workspaces"] - WORKSPACE)
+    assert said.requested == max(prefill["requested"], decode["requested"]) - left
+    assert 0 <= prefill["allocated"] - said.phases["prefill"].peak.total <= left
+    assert said.phases["decode"].peak.total == pytest.approx(decode["allocated"], rel=3e-4)
     reserved = max(mark["peak"]["reserved"] for mark in run["marks"])
     assert said.reserved.low < reserved < said.reserved.high < 1.3 * reserved
 

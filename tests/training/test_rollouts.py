@@ -30,7 +30,7 @@ from vramlab import (
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
 from vramlab.report.data import data_path
-from vramlab.report.report import CATEGORIES, Report
+from vramlab.report.report import CATEGORIES, GiB, Report
 from vramlab.tracking.history import History
 from vramlab.tracking.tensors import tensors_in
 from vramlab.tracking.tracked import claim_model, claim_states, gradients_named
@@ -448,3 +448,25 @@ def test_a_plan_writes_a_program_that_samples(method, tmp_path):
     for phase in PHASES[2:]:
         ran = seen.phases[phase].peak.total
         assert abs(ran - said.phases[phase].peak.total) <= SCALARS, phase
+
+
+def test_a_plan_with_vllm_names_the_card_in_its_program(tmp_path):
+    found = plan(
+        "qwen3-0.6b",
+        "RTX 4090",
+        trainer="grpo",
+        method="lora",
+        precisions="bf16-true",
+        num_layers=4,
+        global_batch=8,
+        rollouts={"use_vllm": True, "vllm_enable_sleep_mode": True},
+        confirm=False,
+    )
+    needs = found.best.needs
+    # what vLLM takes besides its share is not known
+    assert needs.high - needs.low > 1.4 * GiB
+    (path,) = found.write(tmp_path / "train.py")
+    program = path.read_text()
+    assert 'simulate(recipe, gpu="RTX 4090")' in program
+    assert "vllm_enable_sleep_mode=True," in program and "vllm" in program.split('"""')[1]
+    compile(program, str(path), "exec")

@@ -189,7 +189,10 @@ class Candidate:
     def interval_with(self, expandable_segments: bool) -> Interval:
         """Return the same with the allocator's setting."""
         report = self._best_known()
-        if not expandable_segments:
+        rollouts = self.recipe.rollouts
+        # vLLM has pools of its own, and what it takes is not known to the byte
+        beside_vllm = rollouts and rollouts.is_colocated
+        if beside_vllm or not expandable_segments:
             return Interval.of(report.process or 0)
         peak = max(report.allocated or 0, report.peak.total)
         error = 1.0

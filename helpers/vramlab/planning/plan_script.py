@@ -36,7 +36,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 # (TRL's own where preferences are learned). By module: what a program may import.
 PROGRAMS = json.loads((TEMPLATES / "programs.json").read_text(encoding="utf-8"))
 ADAPTERS_TIMES = 10  # the learning rate of full training (chapter 05)
-OPTIONAL = ("peft", "trl", "bitsandbytes", "deepspeed", "liger-kernel")
+OPTIONAL = ("peft", "trl", "bitsandbytes", "deepspeed", "liger-kernel", "vllm")
 TESTED = ("torch", "transformers", "accelerate", "datasets", *OPTIONAL)
 PER_NODE = 8  # GPUs
 

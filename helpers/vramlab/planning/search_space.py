@@ -317,6 +317,8 @@ def to_install(recipe: Recipe) -> Iterator[str]:
         yield "bitsandbytes"
     if recipe.trainer in TRL:
         yield "trl"
+    if recipe.rollouts and recipe.rollouts.is_colocated:
+        yield "vllm"
     if recipe.attn_implementation == "flash_attention_2":
         yield "flash-attn"
     if recipe.sharding and recipe.sharding.engine == "deepspeed":
