@@ -123,6 +123,17 @@ def test_equals_real_tensors(family, way):
     assert_equal(recipe_of(family, **fields))
 
 
+@pytest.mark.parametrize("family", params(list(SMALL), ["gemma3"]))
+def test_runs_as_on_a_gpu(family):
+    """Masks are made by `vmap` under CUDA's autocast; the base is loaded in 4 bits before."""
+    report = simulate(
+        recipe_of(family, **WAYS["LoRA on language in 4 bits"]),
+        gpu="RTX 4090",
+    )
+    assert report.loading and report.verdict == "safe"
+    assert report.phases["backward"].end.gradients > 0
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("size", ["40x24", "100x40", "640x480"])
 def test_tokens_are_those_of_the_pixels(family, size):
