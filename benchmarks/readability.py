@@ -12,6 +12,8 @@ A line of code has a token other than a comment, outside docstrings. A syntax no
 `ast.walk`, without docstrings. A packed assignment gives unrelated values to several names
 (`a, b = 1, f()`); a swap (`a, b = b, a`) and the unpacking of one value (`a, b = f()`) are none. A
 conditional statement is `a() if b else c()`, `n += 1 if b else 0` or `for x in xs if b else ():`.
+The size of a statement is its syntax nodes without those of the statements in it; a literal table
+and the head of a function or class have none.
 """
 
 import ast
@@ -38,6 +40,8 @@ WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDe
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SEQUENCES = (ast.Tuple, ast.List)
+DISPLAYS = (*SEQUENCES, ast.Dict, ast.Set)
+INNER = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Counts:
     comments: int = 0
     nodes: Counter = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)  # lines of code of each function
+    sizes: list[int] = field(default_factory=list)  # of statements
 
     def add(self, text: str) -> None:
         """Count a file."""
@@ -67,12 +72,19 @@ class Counts:
             self.nodes["packed"] += _is_packed(node)
             self.nodes["conditional"] += _is_conditional_statement(node)
             self.nodes["comprehensions"] += isinstance(node, COMPREHENSIONS)
+            if _has_size(node):
+                self.sizes.append(_size(node))
             if isinstance(node, FUNCTIONS):
                 inside = coded.intersection(range(node.lineno, node.end_lineno + 1))
                 self.lengths.append(len(inside))
         # a docstring is an expression statement and its constant
         self.nodes["nodes"] -= 2 * len(docstrings)
         self.nodes["statements"] -= len(docstrings)
+
+    @property
+    def large_statement(self) -> int:
+        """The size that 99 in 100 statements do not exceed."""
+        return sorted(self.sizes)[int(0.99 * len(self.sizes))]
 
     def row(self) -> list[str]:
         """Return the columns of `HEADER`."""
@@ -84,6 +96,7 @@ class Counts:
             f"{self.nodes['packed'] / thousand:.1f}",
             f"{self.nodes['conditional']}",
             f"{self.nodes['comprehensions'] / thousand:.0f}",
+            f"{self.large_statement}",
             f"{statistics.median(self.lengths):.0f}",
             f"{max(self.lengths)}",
             f"{100 * self.comments / self.lines:.1f}",
@@ -98,6 +111,7 @@ HEADER = [
     "packed assignments in 1,000 statements",
     "conditional statements",
     "comprehensions in 1,000 statements",
+    "nodes of 99 in 100 statements",
     "median function",
     "longest",
     "comments in 100 lines",
@@ -134,6 +148,25 @@ def _is_packed(node: ast.AST) -> bool:
     return any(
         isinstance(target, SEQUENCES) and not _is_swap(target, values) for target in node.targets
     )
+
+
+def _has_size(node: ast.AST) -> bool:
+    if not isinstance(node, ast.stmt) or isinstance(node, WITH_DOCSTRING):
+        return False
+    is_table = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, DISPLAYS)
+    return not is_table
+
+
+def _size(statement: ast.stmt) -> int:
+    """Return the nodes of a statement, without those of the statements in it."""
+    total = 0
+    pending: list[ast.AST] = [statement]
+    while pending:
+        total += 1
+        for child in ast.iter_child_nodes(pending.pop()):
+            if not isinstance(child, INNER):
+                pending.append(child)
+    return total
 
 
 def _is_swap(target: ast.Tuple | ast.List, values: list[ast.expr]) -> bool:

@@ -107,3 +107,12 @@ def loading(recipe: Recipe, allocated: int, **changes) -> Fact:
     return Fact(
         "loading", {"recipe": recipe.to_dict()}, found | changes, "measured", versions() | T4
     )
+
+
+def generation(recipe: Recipe, allocated: int, **changes) -> Fact:
+    """What a T4 holds while it answers prompts of 512 tokens with 64 more."""
+    found = loading(recipe, allocated).found
+    del found["kept"], found["file"]
+    found |= {"prefill": allocated, "decode": allocated - 512}
+    asked = {"recipe": recipe.to_dict(), "prompt": 512, "new_tokens": 64}
+    return Fact("generation", asked, found | changes, "measured", versions() | T4)

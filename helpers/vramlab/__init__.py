@@ -19,13 +19,16 @@ _PUBLIC = {
     "recipe.recipe": "Recipe",
     "recipe.options": "Loop LoRA Quantization Rollouts Sharding",
     "recipe.evaluation": "Evaluation",
+    "recipe.generation": "Generation",
     "recipe.shapes": "model_names read_shape",
     "report.errors": "MeasurementError RecipeError RecordError ReportError VramLabError",
     "report.report": "Bytes GiB MiB Phase Report format_bytes",
     "report.compare": "compare diff",
     "formulas.predict": "predict",
     "formulas.run": "predict_run",
+    "simulation.generation": "simulate_generation",
     "simulation.simulate": "simulate simulate_evaluation",
+    "measurement.measure": "measure_generation",
     "measurement.records": "find_record",
     "measurement.share": "share",
     "training.repeated_keys": "repeat_shared_keys",
@@ -52,17 +55,20 @@ if TYPE_CHECKING:
     from .formulas.predict import predict
     from .formulas.run import predict_run
     from .hardware.gpu import find_gpu, gpu_names
+    from .measurement.measure import measure_generation
     from .measurement.records import find_record
     from .measurement.share import share
     from .planning.plan import Plan, plan
     from .planning.step_time import step_time
     from .recipe.evaluation import Evaluation
+    from .recipe.generation import Generation
     from .recipe.options import Loop, LoRA, Quantization, Rollouts, Sharding
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare, diff
     from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
+    from .simulation.generation import simulate_generation
     from .simulation.simulate import simulate, simulate_evaluation
     from .training.repeated_keys import repeat_shared_keys
 

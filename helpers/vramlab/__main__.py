@@ -1,5 +1,6 @@
-"""The program `vramlab`, also `python -m vramlab`. Ctrl-C ends it quietly with status 130, while it
-loads too.
+"""The program `vramlab`, also `python -m vramlab`.
+
+Ctrl-C ends it quietly with status 130, while it loads too.
 
 An output that cannot be written is a sentence and status 2; one that nobody reads any more, as of
 `| head`, is quiet.

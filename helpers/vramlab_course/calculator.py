@@ -60,7 +60,8 @@ def idle(state: Mapping[str, Any]) -> set[str]:
     found = {"seq_len"} if read_shape(state["model"]).image_tokens else set()
     for option in CONTROLS.keys() & OPTIONS.keys():
         switch = SWITCHES.get(OPTIONS[option][0][0], option)
-        found |= {option} if switch != option and state[switch] == UNSET else set()
+        if switch != option and state[switch] == UNSET:
+            found |= {option}
     return found
 
 

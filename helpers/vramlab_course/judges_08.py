@@ -1,4 +1,4 @@
-"""Judges of chapter 08: what readers find in a cloud of recipes, and planners of their own."""
+"""Judges of chapter 08: points that no other beats, and planners of the readers' own."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,14 +9,7 @@ from vramlab.planning.question import METHODS, RANK, Question, usable_memory
 from vramlab.planning.search import Search
 
 from .answers import NOT_ANSWERED, Feedback, kind_of
-from .judges import called
 
-CLOUDS = [  # (GiB, tokens/s)
-    [(20, 976), (9, 700), (23, 1002), (22, 900), (30, 1200), (9, 650)],
-    [(5, 10), (5, 10), (6, 10), (4, 12)],
-    [(3, 30), (2, 20), (1, 10)],
-    [(7, 7)],
-]
 ASKED = [  # model, gpu, tokens, global batch
     ("llama-3.2-1b", "RTX 4070", 1024, 32),
     ("qwen2.5-7b", "RTX 4090", 2048, 8),
@@ -33,26 +26,6 @@ def front(points: Sequence[tuple]) -> list[tuple]:
     return [
         p for p in set(points) if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)
     ]
-
-
-def on_the_front(answer: Callable) -> Feedback:
-    """Whether `answer(points)` gives `front` of them, in any order, each once."""
-    for points in CLOUDS:
-        found, expected = called(answer, list(points)), front(points)
-        if not isinstance(found, list | tuple | set):
-            return Feedback(False, f"A list of points was expected, not {kind_of(found)}.")
-        if extra := sorted(set(found) - set(expected)):
-            return Feedback(
-                False,
-                f"Of {points}, {extra[0]} should not be there: another is as light and as fast.",
-            )
-        if missing := sorted(set(expected) - set(found)):
-            return Feedback(
-                False, f"Of {points}, {missing[0]} is missing: nothing beats it in both."
-            )
-        if len(found) > len(expected):
-            return Feedback(False, f"Of {points}, a point is there twice.")
-    return Feedback(True, "Right: all others can be forgotten, whatever the card.")
 
 
 @cache

@@ -3,7 +3,9 @@ bits.
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +51,25 @@ def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]
     ):
         layer(x.clone().requires_grad_())  # as it is in a model, where backward goes on below
     return {tuple(tensor.shape) for tensor in kept if tensor.data_ptr() not in base}
+
+
+def kept_by_product(product: type[torch.autograd.Function]) -> int:
+    """How many tensors `product` keeps for the backward of x times a layer's weight."""
+    made: list[weakref.ref] = []
+    saved: list[torch.Tensor] = []
+
+    def weight() -> torch.Tensor:
+        unpacked = random_tensor(5, 8)
+        made.append(weakref.ref(unpacked))
+        return unpacked
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        output = product.apply(random_tensor(3, 8).requires_grad_(), SimpleNamespace(weight=weight))
+    alive = sum(reference() is not None for reference in made)
+    del output
+    return alive + len(saved)
 
 
 def _inner(model: Any) -> list[torch.nn.Linear]:

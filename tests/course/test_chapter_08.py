@@ -1,13 +1,30 @@
-"""Chapter 08's helpers: a program leaves the notebook's process as it was, and two recipes are
-named in the cloud.
+"""Chapter 08's helpers: a program leaves the notebook's process as it was, a small card kills one,
+and a folder with a model's real layout is trained, merged and asked.
 """
 
+import json
 import sys
 
 import pytest
+import torch
 import vramlab
-from vramlab import GiB, Recipe
-from vramlab_course.chapters.chapter_08 import cloud, run
+from vramlab import GiB, MiB, Recipe
+from vramlab.faces.messages import read_message
+from vramlab_course.chapters import chapter_08, figures_08
+from vramlab_course.chapters.chapter_08 import (
+    answers,
+    chat,
+    package_texts,
+    questions,
+    run,
+    small_card,
+)
+
+TEMPLATE = (
+    "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ASKED = ["What does vramlab's `plan` do?"]
 
 
 def test_a_program_that_fails_leaves_arguments_and_callback(tmp_path, capsys, monkeypatch):
@@ -24,12 +41,102 @@ def test_a_program_that_fails_leaves_arguments_and_callback(tmp_path, capsys, mo
     assert capsys.readouterr().out == ""
 
 
-def test_two_recipes_are_named_in_the_cloud():
+def test_a_small_card_refuses_in_words_that_explain_reads():
+    kept = []
+    with small_card(4 * MiB), pytest.raises(torch.OutOfMemoryError) as caught:
+        for _ in range(5):
+            kept.append(torch.zeros(MiB // 4))
+    assert len(kept) == 4
+    seen = read_message(str(caught.value)).bytes
+    assert seen["asked"] == MiB and seen["free"] == 0
+    with small_card(2 * MiB):
+        torch.zeros(MiB // 4)  # what was held before does not count
+
+
+def test_the_texts_are_the_packages_own_and_no_more_than_asked():
+    texts = package_texts(20_000)
+    assert sum(map(len, texts)) == 20_000 and len(texts) > 1
+    asked = {turns[0]["content"]: turns[1]["content"] for turns in questions()}
+    assert "Return the plan" not in asked[ASKED[0]] and len(asked) > 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A chat model's folder as the hub has it: several files of weights with their index, a
+    tokenizer, a chat template and settings of generation. The base model's numbers in Qwen3's
+    layout.
+    """
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from vramlab_course.base_model import load_base_model, load_base_tokenizer
+
+    base = load_base_model()
+    taken = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    taken += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
+    fields = {name: getattr(base.config, name) for name in taken}
+    fields["head_dim"] = base.config.hidden_size // base.config.num_attention_heads
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**fields))
+    model.load_state_dict(base.state_dict(), strict=False)
+    tokenizer = load_base_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    path = tmp_path_factory.mktemp("hub") / "qwen3-tiny"
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.bfloat16().save_pretrained(path, max_shard_size="2MB")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(chapter_08, "TOKENS", 64)
+    monkeypatch.setattr(chapter_08, "SAMPLES", 2)
+    monkeypatch.setattr(chapter_08, "questions", lambda: questions()[:40])
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert (folder / "model.safetensors.index.json").exists()
+    found = chat(str(folder), ASKED, tmp_path, steps=3)
+
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert "adapter_model.safetensors" in {path.name for path in (tmp_path / "chat").iterdir()}
+    base, trained = (
+        AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (folder, found.folder)
+    )
+    assert trained.dtype == base.dtype == torch.bfloat16
+    adapter = load_file(tmp_path / "chat" / "adapter_model.safetensors")
+    for name, weight in base.named_parameters():
+        after = trained.get_parameter(name)
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"
+        assert torch.equal(weight, after) == (key not in adapter), name
+    tokenizer = AutoTokenizer.from_pretrained(found.folder)
+    assert answers(base, tokenizer, ASKED) == found.before
+    assert answers(trained, tokenizer, ASKED) == found.after
+    assert "eval_loss" in found.said and found.peak == ""
+    config = json.loads((found.folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_recipes_and_the_front_are_in_the_cloud():
     plain = Recipe("gpt2")
     rows = [
         (900.0, (12 * GiB, 13 * GiB, 14 * GiB), plain),
-        (1000.0, (18 * GiB, 20 * GiB, 22 * GiB), plain),
+        (1000.0, (18 * GiB, 20 * GiB, 22 * GiB), plain.replace(gradient_checkpointing=True)),
     ]
-    figure = cloud(rows, {"saves most": rows[0], "chosen": rows[1]}, 23 * GiB, "title", "about")
-    where = {text.get_text(): getattr(text, "xy", None) for text in figure.axes[0].texts}
+    front = [(20, 1000), (13, 900)]
+    figure = figures_08.cloud(
+        rows, front, {"saves most": rows[0], "chosen": rows[1]}, 23 * GiB, "title", "about"
+    )
+    where = {text.get_text(): text.xy for text in figure.axes[0].texts}
     assert (where["saves most"], where["chosen"]) == ((13, 900), (20, 1000))
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    assert lines["no checkpointing"] == [[13, 900]] and lines["checkpointing"] == [[20, 1000]]
+    assert lines["beaten by none"] == [[13, 900], [20, 1000]]
+
+
+def test_speeds_are_measured_over_estimated():
+    found = {"T4, published": [(Recipe("gpt2"), 2.0, 3.0), (Recipe("gpt2"), 1.0, 0.8)]}
+    figure = figures_08.speeds(found, "title", "about")
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[2.0, 1.5], [1.0, 0.8]]
+    assert figure.rows[1] == ("T4, published", "2", "0.80", "1.50", "1.50")
+    timed = figures_08.timed()
+    assert len(timed["T4, published"]) == 35 and len(timed["H200, recorded"]) == 4

@@ -8,14 +8,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from vramlab_course import exercises
 from vramlab_course.chapters import judges_04
-from vramlab_course.chapters.figures_04 import stage_order
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("04")
 
 
-def test_there_are_six_with_two_hints_each():
-    assert list(FOUND) == [f"04.{i}" for i in range(1, 7)]
+def test_there_are_five_with_two_hints_each():
+    assert list(FOUND) == [f"04.{i}" for i in range(1, 6)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
 
 
@@ -55,7 +54,6 @@ def by_share(gradients, tokens):
         ("04.1", by_gathering),
         ("04.2", by_share),
         ("04.3", root_and_layers),
-        ("04.6", lambda *sizes: tuple(stage_order("1f1b", *sizes))),
     ],
 )
 def test_right_answers_in_other_words(name, answer):
@@ -78,13 +76,6 @@ def test_right_answers_in_other_words(name, answer):
         ("04.3", judges_04.one_unit, "a unit of its own"),
         ("04.3", lambda model, mesh: None, "not answered yet"),
         ("04.3", lambda model, mesh: 1 / 0, "ZeroDivisionError"),
-        ("04.6", lambda *sizes: stage_order("gpipe", *sizes), "are enough"),
-        (
-            "04.6",
-            lambda stage, stages, count: stage_order("1f1b", stage, stages, count)[::-1],
-            "before it went forward",
-        ),
-        ("04.6", lambda stage, stages, count: [("forward", 0)], "once"),
     ],
 )
 def test_typical_mistakes_are_told_what_they_are(name, answer, said):

@@ -1,4 +1,4 @@
-"""What the drawings of chapters 00 and 09 show as tables: the peaks of both steps, and the links of
+"""What the drawings of chapters 00 and 11 show as tables: the peaks of both steps, and the links of
 a ring.
 """
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vramlab import GiB, Recipe, find_gpu, simulate
 from vramlab.report.report import Bytes
-from vramlab_course.chapters import figures_00, figures_09
+from vramlab_course.chapters import figures_00, figures_11
 from vramlab_course.topology import parse_topology
 
 SQUARE = """
@@ -58,7 +58,7 @@ def test_the_parts_at_the_peak_are_all_of_it():
 
 
 def test_every_pair_is_in_the_table_and_the_ring_is_marked():
-    figure = figures_09.mesh(parse_topology(SQUARE), ["GPU0", "GPU1", "GPU2", "GPU3"], "a title")
+    figure = figures_11.mesh(parse_topology(SQUARE), ["GPU0", "GPU1", "GPU2", "GPU3"], "a title")
     assert figure.rows[1:] == [
         ("GPU0, GPU1", "2", "yes"),
         ("GPU0, GPU2", "0", "no"),

@@ -1,4 +1,4 @@
-"""Who was fitted to which published runs, and what the README says of other tools on them."""
+"""Who was fitted to which published runs, and what the page on accuracy says of others."""
 
 import hashlib
 import importlib.util
@@ -94,7 +94,7 @@ def plain(facts: dict, seen: list[bool], tool: str) -> tuple[int, int]:
     return len(own), own.count(False)
 
 
-def test_the_readme_says_who_was_fitted_to_what(fitted_runs):
+def test_the_page_says_who_was_fitted_to_what(fitted_runs):
     facts = fitted_runs.stored()
     roles = Counter(run.get("role") for run in facts["runs"] if run["source"] == "fitcheck-llm")
     assert roles == {"calibration": 49, "holdout": 12, "excluded": 10}
@@ -107,15 +107,15 @@ def test_the_readme_says_who_was_fitted_to_what(fitted_runs):
         facts, vramcalc, "vramcalc"
     ) == (1, 0)
 
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = " ".join(readme.split())
+    page = (ROOT / "site/accuracy.md").read_text(encoding="utf-8")
+    text = " ".join(page.split())
     assert (
         "vramcalc's 13 runs set two of its constants, and 32 of fitcheck-llm's 71 its counts of "
         "activations" in text
     )
     assert "The 49 that it fitted its allowance" in text
     cells = {}
-    for line in readme.splitlines():
+    for line in page.splitlines():
         if line.startswith(("| vramcalc", "| fitcheck-llm", "| `vramlab.predict`")):
             row = [cell.strip() for cell in line.strip("|").split("|")]
             cells[re.sub(r"[`| ].*", "", row[0].lstrip("`"))] = (
@@ -143,6 +143,6 @@ def test_states_alone_are_asked_in_the_precision_that_ran(fitted_runs):
         if not run["recipe"].get("lora")
     ]
     assert Counter(full) == {"bf16-true": 5, "bf16-mixed": 2}
-    rows = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / "site/accuracy.md").read_text(encoding="utf-8").splitlines()
     asked = [line.split("|")[2].strip() for line in rows if "states only" in line]
     assert asked == ["2", "2"]

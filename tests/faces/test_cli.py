@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import vramlab
 import vramlab.formulas.run
+import vramlab.planning.plan  # before a test puts something in the place of predict
 from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.faces.cli import app
@@ -298,12 +299,12 @@ def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
 @pytest.mark.parametrize(
     ("command", "words", "why"),
     [
-        ("evaluate", "--predict-with-generate", "watch(model)"),
+        ("evaluate", "--predict-with-generate --samples 4", "for compute_metrics only"),
         ("evaluate", "--generation-num-beams 4", "belongs to predict_with_generate"),
         ("evaluate", "--include-for-metrics outputs", "'inputs', 'loss'"),
         ("evaluate", "--bf16-full-eval", "does not depend on it"),
         ("predict", "--learning-rate 1e-4", "what predict answers does not depend on it"),
-        ("simulate", "--neftune-noise-alpha 5", "as large as the embedded batch"),
+        ("simulate", "--full-determinism", "cuBLAS workspaces of another size"),
         ("measure", "--per-device-train-batch-size 4", "say --batch-size"),
     ],
 )

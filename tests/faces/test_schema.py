@@ -21,6 +21,7 @@ ASKED = {
     "predict a run": ("predict", *SMALL, "--lengths", "FILE"),
     "simulate": ("simulate", *SMALL),
     "evaluate": ("evaluate", *SMALL),
+    "generate": ("generate", "gpt2", "--num-layers", "1", "--prompt", "16", "--new-tokens", "4"),
     "plan": ("plan", "gpt2", "--seq-len", "16", "--gpu", "T4", "--no-confirm"),
     "plan without": (
         "plan",
@@ -50,7 +51,7 @@ def cases():
     slow.
     """
     for name in ASKED:
-        marks = [pytest.mark.slow] if name in ("simulate", "evaluate") else []
+        marks = [pytest.mark.slow] if name in ("simulate", "evaluate", "generate") else []
         yield pytest.param(name, marks=marks)
 
 

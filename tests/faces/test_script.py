@@ -7,7 +7,7 @@ import time
 
 import pytest
 from typer.testing import CliRunner
-from vramlab import explain, predict
+from vramlab import Rollouts, explain, predict
 from vramlab.faces.cli import app
 from vramlab.faces.script import recipe_of_script
 from vramlab.report.errors import RecipeError, VramLabError
@@ -731,6 +731,40 @@ ENDLESS = {
     "itself": "if bs:\n    bs = 4",
     "format": "bs = f'{1:>999999999}'",
 }
+
+
+GRPO = """from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+
+def length(completions, **kwargs):
+    return [-abs(20 - len(completion)) for completion in completions]
+
+
+args = GRPOConfig("out", num_generations=4, per_device_train_batch_size=4, beta=0.04,
+                  max_completion_length=64, temperature=0.9, epsilon_high=0.28)
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2.5-0.5B-Instruct",
+    reward_funcs=[length],
+    args=args,
+    train_dataset=load_dataset("trl-lib/tldr", split="train"),
+    peft_config=LoraConfig(r=8, target_modules="all-linear"),
+)
+trainer.train()
+"""
+
+
+def test_a_script_of_grpo_is_read(tmp_path):
+    recipe, notes = recipe_of(tmp_path, text=GRPO)
+    sampled = Rollouts(4, 256, 64, temperature=0.9, beta=0.04)
+    assert (recipe.trainer, recipe.rollouts, recipe.lora.r) == ("grpo", sampled, 8)
+    assert notes == ["the tokens of a prompt are not written in it: 256 are taken"]
+    said = recipe_of_script(tmp_path / "train.py", given={"prompt": 100})
+    assert said[0].seq_len == 164 and said[1] == []
+    loads = [("reward_funcs=[length]", "reward_funcs='some/reward-model'")]
+    _, notes = recipe_of(tmp_path, loads, text=GRPO)
+    assert any("reward_funcs" in note for note in notes)
 
 
 @pytest.mark.parametrize("case", ENDLESS)

@@ -93,6 +93,12 @@ REFUSED = {  # by formulas: what drawing found them wrong in
         precision="fp16-true",
         sharding=Sharding(1, 8, "deepspeed", rank=7),
     ),
+    "sharding.stage": Recipe(
+        "mixtral-8x7b",
+        num_layers=3,
+        precision="fp16-true",
+        sharding=Sharding(2, 64, "deepspeed", rank=63),
+    ),
 }
 
 

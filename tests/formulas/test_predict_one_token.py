@@ -6,16 +6,20 @@ import pytest
 from predict_grid import written_down
 from quick import params
 from tiny_models import config
-from vramlab import LoRA, Recipe, RecipeError, plan, predict, simulate
+from vramlab import LoRA, Quantization, Recipe, RecipeError, plan, predict, simulate
 
 BOUND = 0.01  # of each phase's peak
 ROUNDING = 4 << 20  # bytes: two blocks of those that the allocator does not split
 SFT = {"trainer": "sft", "precision": "bf16-mixed"}
+QLORA = {"lora": LoRA(target_modules="all-linear"), "quantization": Quantization()}
 SMALLEST = [  # models of few layers whose vocabularies take hundreds of megabytes
     ("gpt2", {"seq_len": 1, **SFT}),
     ("gpt2", {"lengths": (1,), **SFT}),
     ("olmo-2-1b", {"seq_len": 1, "precision": "bf16-mixed"}),
     ("llama-3.1-8b", {"seq_len": 1}),
+    # up to eight rows bitsandbytes unpacks no weight for: forward was up to 38 % too high
+    ("phi-3-mini", {"seq_len": 8, "precision": "bf16-true", **QLORA}),
+    ("phi-3-mini", {"seq_len": 9, "precision": "bf16-true", **QLORA}),
     ("llama-3.1-8b", {"seq_len": 1, "use_liger_kernel": True, "precision": "bf16-mixed"}),
     ("qwen3-0.6b", {"seq_len": 1, "gradient_checkpointing": True, "lora": LoRA()}),
     (
@@ -38,7 +42,7 @@ SMALLEST = [  # models of few layers whose vocabularies take hundreds of megabyt
 ]
 
 
-@pytest.mark.parametrize(("model", "fields"), params(SMALLEST, SMALLEST[:5]), ids=str)
+@pytest.mark.parametrize(("model", "fields"), params(SMALLEST, SMALLEST[:7]), ids=str)
 def test_the_smallest_batches_are_what_simulate_says(model, fields):
     recipe = Recipe(model, num_layers=2, **fields)
     predicted, simulated = predict(recipe), simulate(recipe)

@@ -231,6 +231,16 @@ def test_what_a_card_cannot_do_or_hold_is_left_out_with_the_reason(gpu, tmp_path
     )
 
 
+def test_a_stand_in_is_not_asked_what_depends_on_values(gpu, tmp_path, monkeypatch):
+    recipe = {"model": "gpt2", "batch_size": 8, "trainer": "grpo", "rollouts": {}}
+    entries = [{"kind": "recipe", "worth": 1, "why": "", "recipe": recipe}]
+    path = written(tmp_path / "list.json", entries)
+    assert len(run_card([path], dry_run=True, folder=tmp_path).left) == 1
+    monkeypatch.setenv("STAND_IN_CAPABILITY", "75")
+    ((_, reason),) = run_card([path], dry_run=True, folder=tmp_path).not_here
+    assert "a stand-in computes no values" in reason
+
+
 # --- what happens in the middle
 
 

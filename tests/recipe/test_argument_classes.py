@@ -239,3 +239,15 @@ def test_training_arguments_of_sfttrainer_become_its_own():
     assert said == ("sft", 1024, "fp32", False)
     with pytest.raises(RecipeError, match="DPOTrainer takes no TrainingArguments"):
         recipe_of_arguments("gpt2", {}, values, kind="TrainingArguments", trainer="dpo")
+
+
+def test_arguments_of_rollouts_are_told():
+    values = {"num_generations": 4, "per_device_train_batch_size": 4, "epsilon_high": 0.3}
+    with pytest.raises(RecipeError, match=r"GRPOConfig or RLOOConfig.*say --trainer"):
+        recipe_of_arguments("gpt2", {}, values)
+    recipe, _ = recipe_of_arguments("gpt2", {"prompt": 100}, values | {"loss_type": "dapo"})
+    assert recipe.trainer == "grpo"
+    assert recipe.rollouts == Rollouts(4, 100)
+    batch = {"generation_batch_size": 16, "gradient_accumulation_steps": 2}
+    recipe, _ = recipe_of_arguments("gpt2", {}, values | batch, trainer="grpo")
+    assert recipe.rollouts.steps_per_generation == 4

@@ -206,8 +206,8 @@ def test_what_the_trainer_cannot_do(fields, field, words):
 @pytest.mark.parametrize(
     "changes, fields, field",
     [
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
-        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({"full_determinism": True}, {}, "full_determinism"),
+        ({"label_smoothing_factor": 0.1}, {"loop": "plain"}, "label_smoothing_factor"),
         ({"optim": "stable_adamw"}, {}, "optim"),
         ({"bf16": True}, {"precision": "fp32"}, "precision"),
         ({}, {"precision": "tf32"}, "precision"),

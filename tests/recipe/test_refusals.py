@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from vramlab import Loop, LoRA, Quantization, Recipe, Sharding, measure, predict, simulate
-from vramlab.recipe.optimizers import MODELLED, REFUSED
+from vramlab.recipe.optimizers import BESIDE_TRAINER, MODELLED, REFUSED
 from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.errors import RecipeError
 
@@ -208,7 +208,13 @@ def test_every_optimizer_of_the_trainer_is_modelled_or_refused():
 
     names = {name.value for name in OptimizerNames}
     accepted = {name for name in names if name not in REFUSED and Recipe(LLAMA, optim=name)}
-    assert names - accepted == REFUSED.keys() and accepted >= MODELLED.keys()
+    assert names - accepted == REFUSED.keys() and accepted >= set(OPTIMIZERS)
+    assert not names & {*BESIDE_TRAINER} and MODELLED.keys() == {*OPTIMIZERS, *BESIDE_TRAINER}
+    for name in BESIDE_TRAINER:
+        error = refused(Recipe(LLAMA, optim=name).training_arguments)
+        assert error.field == "optim" and "give the Trainer its optimizers" in str(error)
+        error = refused(Recipe, LLAMA, optim=name, loop="optimizer_in_backward")
+        assert "divides the weights" in str(error)
     for name in REFUSED:
         error = refused(Recipe, LLAMA, optim=name)
         assert (
@@ -219,7 +225,7 @@ def test_every_optimizer_of_the_trainer_is_modelled_or_refused():
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
     """Each name in the table is an argument of the real optimizer, and is handed over."""
-    from vramlab.training.training import make_optimizer
+    from vramlab.training.optimizers import make_optimizer
 
     given = ",".join(
         f"{name}={0 if name == 'dampening' else 1}" for name in MODELLED[optim].arguments

@@ -183,8 +183,8 @@ def installed_bytes() -> int:
     return total
 
 
-def test_readme_says_how_large_the_package_is():
+def test_the_page_says_how_large_the_package_is():
     """To a quarter of a megabyte; pip's own notes on the installation are 0.06 MB of it."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "site/use.md").read_text()
     said = float(re.search(r"without torch: ([\d.]+) MB of files", text)[1])
     assert installed_bytes() / 1e6 == pytest.approx(said, abs=0.25)

@@ -14,7 +14,17 @@ import pytest
 import verify_record
 from settings import ROOT
 from tiny_models import config
-from vramlab import LoRA, MiB, Quantization, Recipe, RecordError, find_gpu, share, simulate
+from vramlab import (
+    LoRA,
+    MiB,
+    Quantization,
+    Recipe,
+    RecordError,
+    find_gpu,
+    share,
+    simulate,
+    simulate_generation,
+)
 from vramlab.faces.measure import simulated_beside
 from vramlab.measurement import share as sharing
 from vramlab.measurement.records import VERSIONS, add, load, save
@@ -358,16 +368,23 @@ def judged(folder: Path, *facts) -> verify_record.Verdict:
 
 def test_facts_are_accepted_with_what_simulate_says_beside(tmp_path, simulated, four_bits):
     peak = four_bits.loading.total // 512 * 512
+    answering = simulate_generation("gpt2", 512, 64, gpu="T4")
+    one = Recipe(**answering.recipe)
     facts = [
         card_faults.context("cuBLAS"),
         card_faults.steps(RECIPE, simulated.allocated),
         card_faults.out_of_memory(RECIPE.replace(seq_len=1024), 64),
         card_faults.loading(BASE_4_BITS, peak),
+        card_faults.generation(one, answering.allocated),
     ]
     found = judged(tmp_path, *facts)
     assert (found.outcome, found.reasons) == ("accepted", [])
     titles = {title.split(" · ")[0]: simulated_bytes for title, _, simulated_bytes in found.rows}
-    assert titles == {"steps": simulated.allocated, "loading": four_bits.loading.total}
+    assert titles == {
+        "steps": simulated.allocated,
+        "loading": four_bits.loading.total,
+        "generation": answering.allocated,
+    }
 
 
 def test_a_fact_that_simulate_does_not_expect_is_a_finding(tmp_path, simulated, four_bits):
@@ -403,6 +420,7 @@ def test_a_fact_that_simulate_does_not_expect_is_a_finding(tmp_path, simulated, 
         ("steps", {"requested": 2**34}, "does not hold"),
         ("steps", {"throttle": ["<img>"]}, "has a character that no note or message of ours has"),
         ("loading", {"kept": 2**34}, "it kept more than its peak"),
+        ("generation", {"prefill": 512}, "its peak is in neither part"),
         ("out_of_memory", {"message": "CUDA out of memory. Sorry."}, "PyTorch says nothing like"),
         ("out_of_memory", {"total": 2**34}, "of a card with 15,636,365,312 bytes"),
         ("out_of_memory", {"peak_allocated": 0}, "its peaks are not between"),
@@ -414,6 +432,7 @@ def test_a_fact_that_no_card_can_have_shown_is_refused(tmp_path, make, changes, 
         "steps": lambda: card_faults.steps(RECIPE, 2**30, **changes),
         "loading": lambda: card_faults.loading(BASE_4_BITS, 2**30, **changes),
         "out_of_memory": lambda: card_faults.out_of_memory(RECIPE, 64, **changes),
+        "generation": lambda: card_faults.generation(RECIPE, 2**30, **changes),
     }
     found = judged(tmp_path, made[make]())
     assert found.outcome == "refused" and why in " ".join(found.reasons)

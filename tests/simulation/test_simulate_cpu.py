@@ -222,6 +222,30 @@ SPECIAL = {
     "Whisper in 4 bits": Recipe(
         HEARING, lora=EVERYWHERE, quantization=Quantization("nf4"), **FOUR_BITS, **SMALL
     ),
+    "Muon": Recipe(config("llama"), optim="muon", precision="bf16-true", **SMALL),
+    "Muon, its arguments": Recipe(
+        config("gpt2"),
+        optim="muon",
+        optim_args="nesterov=0,momentum=0.9,weight_decay=0.1",
+        precision="bf16-mixed",
+        **SMALL,
+    ),
+    "Muon of adapters": Recipe(
+        config("qwen2"), optim="muon", lora=EVERYWHERE, loop="plain", **SMALL
+    ),
+    "Muon under a loss scaler": Recipe(
+        config("llama"), optim="muon", precision="fp16-mixed", **SMALL
+    ),
+    "smoothed labels": Recipe(
+        config("llama"), label_smoothing_factor=0.1, precision="bf16-mixed", **SMALL
+    ),
+    "smoothed labels of classes": Recipe(
+        config("bert"), label_smoothing_factor=0.1, **CLASSES, **SMALL
+    ),
+    "noisy embeddings": Recipe(config("llama"), neftune_noise_alpha=5.0, **FOUR_BITS, **SMALL),
+    "noisy embeddings in SFT": Recipe(
+        config("llama"), neftune_noise_alpha=5.0, trainer="sft", lora=LoRA(r=4), **SMALL
+    ),
     "three layers of two kinds": Recipe(
         config("gemma2"), 2, 24, num_layers=3, gradient_checkpointing=True
     ),
@@ -291,6 +315,18 @@ SLOW = (
 @pytest.mark.parametrize("name", params(SPECIAL, SPECIAL.keys() - SLOW))
 def test_equals_real_tensors_at_real_widths_and_in_corners(name):
     assert_equal(SPECIAL[name])
+
+
+def test_the_trainers_noise_is_added_to_embeddings():
+    """A tensor of zeros that becomes noise, and the sum; the hook is transformers' own."""
+    recipe = Recipe(config("llama"), neftune_noise_alpha=5.0, **SMALL)
+    plain = [birth[2] for birth in births(real(recipe.replace(neftune_noise_alpha=None)))]
+    noisy = [birth[2] for birth in births(real(recipe))]
+    for operator in ("zeros_like", "add"):
+        assert noisy.count(operator) >= plain.count(operator) + 2  # one a step
+    model = build(recipe).model
+    (hook,) = model.get_input_embeddings()._forward_hooks.values()
+    assert hook.__name__ == "neftune_post_forward_hook"
 
 
 def test_rows_hold_every_pair():

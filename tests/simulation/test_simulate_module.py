@@ -15,12 +15,11 @@ from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.recipe import Loop, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import PHASES, GiB
-from vramlab.simulation.any_module import Together
 from vramlab.simulation.simulate import simulate
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
-from vramlab.training.engine import Training
+from vramlab.training.engine import Together, Training
 
 
 def mlp() -> nn.Module:

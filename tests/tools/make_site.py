@@ -59,6 +59,10 @@ def assemble(
     (source / "README.md").write_text(
         site_links.link_files(readme, "README.md", places), encoding="utf-8"
     )
+    for page in ("use.md", "accuracy.md"):
+        text = (SITE / page).read_text(encoding="utf-8")
+        linked = site_links.link_files(text, f"site/{page}", places)
+        (source / page).write_text(linked, encoding="utf-8")
     titles, uses, tested = {}, {}, set()
     glossary = source / "glossary.md"
     terms = site_links.glossary_terms(glossary.read_text(encoding="utf-8"))

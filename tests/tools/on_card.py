@@ -28,7 +28,7 @@ from vramlab.report.report import environment
 
 # Those first that show most of a card: its allocator and profiler, measured against simulated, the
 # roofline, its sensors.
-FIRST = ("07", "08", "00", "09", "05", "01", "02", "03", "06", "04")
+FIRST = ("07", "08", "00", "11", "05", "01", "02", "03", "06", "04")
 
 
 def in_order(paths: list[Path]) -> list[Path]:

@@ -31,7 +31,7 @@ def change(new: str, root: Path = settings.ROOT) -> list[Path]:
         + r"(?![\w-])"
     )
     changed = []
-    for path in (root / "pyproject.toml", root / "README.md"):
+    for path in (root / "pyproject.toml", root / "README.md", root / "site" / "use.md"):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         written = address.sub(lambda match: match[1] + owner_name, text)
         if written != text:

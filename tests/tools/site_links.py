@@ -49,20 +49,20 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
     """Markdown whose links to the site's own pages lead there, and those to files that it has not
     to the repository.
 
-    What is in neither stays as it is, and fails the build.
+    What is in neither stays as it is, and fails the build. A file of the folder site/ stands at the
+    site's own root.
     """
+    on_site = here.removeprefix("site/")
+    folder = posixpath.dirname(on_site)
 
     def link(found: re.Match) -> str:
         place = posixpath.normpath(posixpath.join(posixpath.dirname(here), found[2]))
-        if (
-            place in places
-            or place.startswith("notebooks/figures/")
-            or not (settings.ROOT / place).exists()
-        ):
+        is_there = place in places or place.startswith("notebooks/figures/")
+        if not is_there and not (settings.ROOT / place).exists():
             return found[0]
-        if place.startswith("site/"):
-            folder = posixpath.dirname(here)
-            return f"{found[1]}({posixpath.relpath(place.removeprefix('site/'), folder)})"
+        if is_there or place.startswith("site/"):
+            target = posixpath.relpath(place.removeprefix("site/"), folder)
+            return f"{found[1]}({target})"
         return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
 
     return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)

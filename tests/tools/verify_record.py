@@ -29,6 +29,7 @@ from vramlab import (
     format_bytes,
     model_names,
     simulate,
+    simulate_generation,
 )
 from vramlab.faces.measure import card_of
 from vramlab.hardware.gpu import Gpu, GpuError, find_gpu
@@ -322,6 +323,8 @@ def _physics_of_fact(fact: Fact) -> Iterator[str]:
         yield from _times(fact, card)
     if fact.kind == "loading" and found["kept"] > found["allocated"]:
         yield "it kept more than its peak"
+    if fact.kind == "generation" and max(found["prefill"], found["decode"]) != found["allocated"]:
+        yield "its peak is in neither part"
 
 
 def _death(fact: Fact, total: int) -> Iterator[str]:
@@ -355,8 +358,13 @@ def _fact_beside_simulated(fact: Fact, verdict: Verdict) -> str:
     recipe = rebuild(Recipe, "recipe", fact.asked["recipe"])
     if fact.kind == "out_of_memory":
         recipe = recipe.replace(batch_size=fact.found["batch_size"])
+    card = card_of(fact.environment)
     with rules_of(fact.environment["torch"]):
-        said = simulate(recipe, gpu=card_of(fact.environment))
+        if fact.kind == "generation":
+            lengths = fact.asked["prompt"], fact.asked["new_tokens"]
+            said = simulate_generation(recipe, *lengths, gpu=card)
+        else:
+            said = simulate(recipe, gpu=card)
     if fact.kind == "out_of_memory":
         held = said.process.high if said.process is not None else said.allocated
         if held < fact.found["total"] - OTHERS:

@@ -74,6 +74,14 @@ CASES = {
     "gpt2 schedule-free": ("gpt2", {"optim": "schedule_free_adamw"}),
     "gpt2 AdEMAMix in 8 bits": ("gpt2", {"optim": "ademamix_8bit"}),
     "gpt2 8-bit": ("gpt2", {"optim": "adamw_bnb_8bit"}),
+    "gpt2 smoothed labels": (
+        "gpt2",
+        {
+            "label_smoothing_factor": 0.1,
+            "precision": "bf16-mixed",
+            "gradient_accumulation_steps": 2,
+        },
+    ),
     "gpt2 unclipped": ("gpt2", {"loop": "unclipped"}),
     "gpt2 LoRA": ("gpt2", {"lora": LoRA(r=4)}),
     # PEFT makes the embeddings' output a leaf, whose gradient lives as long as the loss

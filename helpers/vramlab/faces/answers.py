@@ -49,8 +49,10 @@ def standard_input() -> str:
 
 
 def check_written(**files: Path | None) -> None:
-    """Raise RecipeError, before anything is computed, at the first of the options `files` that
-    cannot be written, or is there already and not of our making."""
+    """Raise RecipeError at the first of the options `files` that cannot be written.
+
+    That is before anything is computed, and also where it is there already and not of our making.
+    """
     for name, path in files.items():
         if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
             raise RecipeError(
@@ -79,12 +81,12 @@ def is_size(name: str | None) -> bool:
 
 
 def card_of(name: str) -> Gpu:
-    """Return the card of a name, or of a size of memory the table's least that has it, which is
-    said.
-    """
+    """Return the card of a name, or the table's least that has a size of memory, and say it."""
     if not is_size(name):
         return find_gpu(name)
-    card = card_with(size_of("gpu", name))
+    size = size_of("gpu", name)
+    assert size is not None  # it is one
+    card = card_with(size)
     say(f"note: {name} is taken as {card.name}, the table's least card of that memory", err=True)
     return card
 
@@ -115,16 +117,18 @@ def recorded_on(report: Report) -> str:
 
 def on_host(report: Report) -> str:
     """Return what the verdict supposes of the host's memory; "" for less than a GiB of it."""
-    counts = report.recipe and report.verdict in TIERS
-    size = host_memory(Recipe(**report.recipe)) if counts else 0
+    size = 0
+    if report.recipe and report.verdict in TIERS:
+        size = host_memory(Recipe(**report.recipe))
     if size < GiB:
         return ""
     return f", and {size / GiB:.1f} GiB of host memory are free"
 
 
 def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
-    """Print the report, or the `whole` that it is of, and whether it fits the card; exit as both
-    mean.
+    """Print the report, or the `whole` that it is of, and whether it fits the card.
+
+    Exit as both mean.
 
     In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or
     null where the card lies within the interval.
@@ -140,7 +144,8 @@ def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -
             f"{report.verdict}: {card.name} has {has}, the process needs {needs}{on_host(report)}"
         )
         report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
-        report.notes += [sentence] if as_json else []
+        if as_json:
+            report.notes += [sentence]
     whole = whole or report
     lines = [recorded_on(report), str(whole), sentence]
     text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, lines))

@@ -20,6 +20,7 @@ from .. import __version__
 from ..hardware.gpu import find_gpu
 from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
+from ..recipe.generation import Generation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
@@ -27,9 +28,9 @@ from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import read_text, write_atomically
 from ..report.text import printable
 from ..training.quiet import no_collection
+from . import cli_of_machines
 from .answers import (
     DOES_NOT_FIT,
-    FAILED,
     STOPPED,
     WRONG,
     as_text,
@@ -43,10 +44,18 @@ from .answers import (
     say,
     standard_input,
 )
-from .command_options import flag_of, number, option, takes
+from .command_options import JSON, flag_of, number, option, takes
 from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
-from .options import OPTIONS, Options, fields_of, read_lengths, tokens_of
-from .script import instead
+from .no_such_option import instead
+from .options import (
+    OPTIONS,
+    Options,
+    fields_of,
+    generating_options,
+    generation_of,
+    read_lengths,
+    tokens_of,
+)
 from .words import said, words_of
 
 
@@ -68,14 +77,16 @@ class Commands(TyperGroup):
             raise typer.Exit(WRONG) from None
 
     def _sentence(self, error: Exception, name: str | None) -> str:
-        """Return what was asked wrongly, by the option that says it; "" for an error that is none
-        of the package's.
+        """Return what was asked wrongly, by the option that says it.
+
+        "" for an error that is none of the package's.
         """
         if isinstance(error, RecipeError) and name in self.commands:
             options_of = (
                 "predict" if name in ("explain", "diff") else name
             )  # whose words these take
-            flag = flag_of(error.field, self.commands[options_of])
+            command: Any = self.commands[options_of or ""]
+            flag = flag_of(error.field, command)
             if flag:
                 return printable(error.about(flag))
         return str(error) if isinstance(error, VramLabError) else instead(error, name)
@@ -91,7 +102,6 @@ app = typer.Typer(
 )
 
 
-Json = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
 DIFFERING = (
     "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 )
@@ -168,7 +178,7 @@ def predict(
     gpu: GpuName = None,
     other_memory: OtherMemory = None,
     expandable_segments: Expandable = False,
-    as_json: Json = False,
+    as_json: JSON = False,
 ) -> None:
     from ..formulas.predict import predict
     from ..formulas.run import predict_run
@@ -195,7 +205,7 @@ def simulate(
     other_memory: OtherMemory = None,
     expandable_segments: Expandable = False,
     transformers: Release = None,
-    as_json: Json = False,
+    as_json: JSON = False,
 ) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate
@@ -217,7 +227,7 @@ def evaluate(
     asked: tuple[Recipe, Evaluation],
     target: Target = "cuda",
     gpu: GpuName = None,
-    as_json: Json = False,
+    as_json: JSON = False,
 ) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate_evaluation
@@ -226,12 +236,34 @@ def evaluate(
     finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
 
 
+@app.command(
+    help="Memory of the model's own generate on fake tensors: weights, KV cache, both phases."
+)
+@takes(generating_options(), generation_of)
+def generate(
+    asked: tuple[Recipe, Generation],
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: JSON = False,
+) -> None:
+    with no_collection(before=False):
+        from ..simulation.generation import simulate_generation
+
+    recipe, generation = asked
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    found = simulate_generation(recipe, **vars(generation), target=target, gpu=card, **granted)
+    finish(found, card, as_json)
+
+
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
 @takes_recipe
 def measure(
     recipe: Recipe,
     repeats: option(int, "Timed steps after warm-up.", parser=number) = 5,
-    as_json: Json = False,
+    as_json: JSON = False,
 ) -> None:
     from .measure import measure
 
@@ -250,7 +282,7 @@ def plan(
     pretrained: Pretrained = False,
     confirm: option(bool, "Simulate each answer.", "--confirm/--no-confirm") = True,
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
-    as_json: Json = False,
+    as_json: JSON = False,
 ) -> None:
     from ..planning.plan import plan
 
@@ -281,87 +313,7 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-@app.command(
-    help="Measure every recipe on the list, beside what simulate says, and keep the reports for "
-    "readers without this GPU.",
-)
-def record(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(help="Lists of recipes; the course's when left out.")
-    ] = None,
-    minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 8,
-    dry_run: option(bool, "Only list what would be measured.", "--dry-run") = False,
-    folder: option(Path | None, "Where records lie; the course's when left out.") = None,
-    as_json: option(bool, "Print the list of what is missing, for a later run.", "--json") = False,
-) -> None:
-    from .measure import record
-
-    progress = functools.partial(say, err=as_json)
-    outcome = record(
-        paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=progress
-    )
-    say(
-        json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1)
-        if as_json
-        else outcome
-    )
-
-
-@app.command(
-    help="All that the project wants from a card, the most worth a second first: records, "
-    "contexts, power, a run that dies.",
-)
-def card(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")
-    ] = None,
-    minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 30,
-    dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
-    folder: option(Path, "Where the record file lies.") = Path("my_records"),
-    compare: option(
-        bool, "Print what simulate says beside each report, which takes time.", "--compare"
-    ) = False,
-) -> None:
-    from .measure import run_card
-
-    run = run_card(paths or None, minutes, folder, dry_run, progress=say, compare=compare)
-    if dry_run:
-        for piece, seconds in run.left:
-            say(f"{seconds:6,.0f} s  {piece.title}")
-    say(run)
-
-
-@app.command(
-    help="Show exactly what your records would tell others, without a name or a path, and where "
-    "to send it.",
-)
-def share(
-    source: Annotated[
-        Path | None, typer.Argument(help="A record file or folder; the course's when left out.")
-    ] = None,
-    folder: option(Path, "Where to write what may be sent.") = Path("."),
-    browse: option(
-        bool, "Open the page that takes it. Nothing is sent before you say so there."
-    ) = True,
-) -> None:
-    from ..measurement.share import share
-
-    for made in share(source, folder):
-        say(str(made))
-        if browse and made.page:
-            typer.launch(made.page)
-
-
-@app.command(
-    help="What this machine and environment can do, and what to do about what they cannot."
-)
-def doctor(as_json: Json = False) -> None:
-    from .doctor import doctor
-
-    found = doctor()
-    say(as_text(found.to_dict()) if as_json else str(found))
-    if not found.ok:
-        raise typer.Exit(FAILED)
+cli_of_machines.add_to(app)
 
 
 @app.command(
@@ -375,13 +327,14 @@ def explain(
     gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
     other_memory: OtherMemory = None,
     expandable_segments: Expandable = False,
-    as_json: Json = False,
+    as_json: JSON = False,
 ) -> None:
     from .explain import explain
     from .explain_recipe import says_no_method
 
     first, *rest = words or ["-"]
     notes: list[str] = []
+    what: Any
     if first == "-":
         what = standard_input()
     elif first.endswith((".pickle", ".pkl")):
@@ -391,8 +344,8 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = said(words, _predict_options), []
-    recipe = None
+        (what, notes), rest = said(words or [], _predict_options), []
+    recipe: Any = None
     assumed = False
     if rest:
         recipe, notes = said(rest, _predict_options)
@@ -430,7 +383,7 @@ def run_script(
     say(str(found))
     if report and found.reports:
         write_atomically(
-            report, max(found.reports, key=lambda one: one.allocated).to_json(indent=2)
+            report, max(found.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
         )
     raise typer.Exit(found.status)
 
@@ -443,7 +396,7 @@ def diff(
     a: Annotated[str, typer.Argument(help=DIFFERING)],
     b: Annotated[str, typer.Argument(help="Likewise; differences are B − A.")],
     target: Target = "cuda",
-    as_json: Json = False,
+    as_json: JSON = False,
 ) -> None:
     from ..report.compare import diff
     from .explain import report_of
@@ -461,7 +414,7 @@ def diff(
     "architecture."
 )
 def models(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
 ) -> None:
     from . import lists
 
@@ -471,7 +424,7 @@ def models(
 
 @app.command(help="The cards that have a name: memory and rates.")
 def gpus(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: Json = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
 ) -> None:
     from . import lists
 
@@ -500,6 +453,5 @@ def skill() -> None:
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:
     """Return what `predict` would be told by the words `rest`."""
-    return (
-        typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
-    )
+    commands: Any = typer.main.get_command(app)
+    return commands.commands["predict"].make_context("vramlab predict", rest).params

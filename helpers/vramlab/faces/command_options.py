@@ -15,14 +15,15 @@ from ..recipe.knobs import Knob
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
 from ..report.text import printable
-from .options import OPTIONS, Options
+from .options import GENERATION, OPTIONS, Options
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
-    """Return the annotation of an option of a command, named as its parameter unless there are
-    `names`.
-    """
+    """Return the annotation of a command's option, named as its parameter without `names`."""
     return Annotated[kind, typer.Option(*names, help=text, **rules)]
+
+
+JSON = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
 
 
 def number(text: str) -> int | float | str:
@@ -45,10 +46,10 @@ TRAINERS_PRECISION = {
 }  # as TrainingArguments' bf16 and fp16
 
 
-def tokens(text: str) -> int | float | str:
+def tokens(text: str | int) -> int | float | str:
     """Return a number of tokens: "8k" is 8,192 of them, as models' names count."""
-    thousands = re.fullmatch(r"(\d+)[kK]", text.strip())
-    return int(thousands.group(1)) * 1024 if thousands else number(text)
+    thousands = re.fullmatch(r"(\d+)[kK]", str(text).strip())  # a default is a number
+    return int(thousands.group(1)) * 1024 if thousands else number(str(text))
 
 
 def precision(text: str) -> str:
@@ -56,15 +57,16 @@ def precision(text: str) -> str:
     return TRAINERS_PRECISION.get(text, text)
 
 
-PARSERS = {"seq_len": tokens, "precision": precision}
+PARSERS = {"seq_len": tokens, "prompt": tokens, "new_tokens": tokens, "precision": precision}
 
 
 def flag_of(field: str, command: typer.core.TyperCommand) -> str:
     """Return how a command's line says a recipe's field, "" where it does not."""
     if field == "model":
         return "MODEL"
-    plain = field.removeprefix("evaluation.")
-    named = [option for option, (path, _) in OPTIONS.items() if ".".join(path) == plain]
+    plain = field.removeprefix("evaluation.").removeprefix("generation.")
+    known = OPTIONS | GENERATION
+    named = [option for option, (path, _) in known.items() if ".".join(path) == plain]
     for parameter in command.params:
         if parameter.name in (*named, plain) and parameter.opts[0].startswith("--"):
             return parameter.opts[0]
@@ -72,9 +74,7 @@ def flag_of(field: str, command: typer.core.TyperCommand) -> str:
 
 
 def shared_name(model: str) -> str:
-    """Return the note on a model's name whose architecture was taken from elsewhere, "" for others
-    and for errors.
-    """
+    """Return the note on a model whose architecture is another's; "" for others and errors."""
     try:
         return read_shape(model).shares
     except RecipeError:
@@ -84,8 +84,9 @@ def shared_name(model: str) -> str:
 def takes(
     known: Options, make: Callable[[str, dict[str, Any]], Any]
 ) -> Callable[[Callable], Callable]:
-    """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its
-    first argument.
+    """Give `command(made, …)` the argument MODEL and the `known` options.
+
+    `make` makes its first argument of them.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -113,7 +114,8 @@ def takes(
         parameters += [_parameter(name, *known[name]) for name in known]
         _, *own = inspect.signature(command).parameters.values()
         parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
-        run.__signature__ = inspect.Signature(parameters)
+        signed: Any = run
+        signed.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
 
@@ -128,6 +130,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         )
     )
     dashed = name.replace("_", "-")
+    default: Any
+    names: tuple[str, ...]
     if knob.kind is bool:
         default = bool(knob.default)
         names = ALSO.get(name, (f"--{dashed}/--no-{dashed}" if default else f"--{dashed}",))
@@ -136,7 +140,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         unsaid = len(path) > 1 or knob.many or name == "samples"
         default = None if unsaid else knob.default
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
-        text += ". May be repeated" if knob.many else ""
+        if knob.many:
+            text += ". May be repeated"
         names = ALSO.get(name, ())
         rules = {"parser": PARSERS[name]} if name in PARSERS else {}
         if kind in (int, float):

@@ -58,7 +58,8 @@ class Doctor:
         width, lines = max(len(c.name) for c in self.checks), []
         for c in self.checks:
             lines.append(f"{c.name:<{width}}  {c.status:<7}  {c.value}".rstrip())
-            lines += [" " * width + f"           → {c.advice}"] if c.advice else []
+            if c.advice:
+                lines += [" " * width + f"           → {c.advice}"]
         return "\n".join(lines)
 
 
@@ -101,8 +102,10 @@ def environment_stamp() -> str:
 
 
 def requirements(extra: str = "course") -> list[tuple[str, str]]:
-    """Return (package, version specifier) of what the course needs, from the package's metadata; of
-    `extra` "" what the package itself does."""
+    """Return (package, version specifier) of what the course needs, from the package's metadata.
+
+    Of `extra` "" what the package itself does.
+    """
     from packaging.requirements import Requirement
 
     found = [Requirement(line) for line in metadata.requires("vramlab") or []]
@@ -123,11 +126,8 @@ def packages() -> Iterator[Check]:
     for name, specifier in requirements():
         if (version := installed(name)) is None:
             advice = f"pip install '{name}{specifier}'"
-            advice += (
-                ""
-                if name in own
-                else " where simulate, measure or the course want it; predict does not"
-            )
+            if name not in own:
+                advice += " where simulate, measure or the course want it; predict does not"
             yield Check(name, MISSING, f"none, {specifier} needed", advice, name in own)
             continue
         advice = f"pip install --upgrade '{name}{specifier}'"
@@ -148,8 +148,9 @@ def packages() -> Iterator[Check]:
 
 
 def _newer(name: str, version: str) -> str:
-    """Say that `version` is newer than what was tested, and what to do if that matters; "" where it
-    is not.
+    """Say that `version` is newer than what was tested, and what to do if that matters.
+
+    "" where it is not.
     """
     tested = version_ranges().get(name)
     if not tested or not tested.is_newer(version):
@@ -161,8 +162,9 @@ def _newer(name: str, version: str) -> str:
 
 
 def may_have_gpu() -> bool:
-    """Return whether NVIDIA's or AMD's driver is there; without one torch, whose import takes
-    seconds, is not asked.
+    """Return whether NVIDIA's or AMD's driver is there.
+
+    Without one torch, whose import takes seconds, is not asked.
     """
     return nvml_snapshot().available or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 
@@ -196,7 +198,8 @@ def gpus() -> Iterator[Check]:
         memory, have = format_bytes(seen.total_memory, digits=2), f"{seen.major}.{seen.minor}"
         yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
     for form in ("bf16", "tf32", "fp8"):
-        why = current_device().gpu.why_not(form)
+        gpu = current_device().gpu
+        why = gpu.why_not(form) if gpu else "no GPU"
         yield judged(form, "no" if why else "yes", why if form != "fp8" else "")
 
 

@@ -116,10 +116,13 @@ def _of_both(
     missing = run.missing(message, trusted=not against)
     changes = run.changes(missing)
     lines = of_message(message, alone=False)
-    lines += [request] if request else []
+    if request:
+        lines += [request]
     lines += [f"contradiction: {one}" for one in against]
-    lines += [taken] if taken else []
-    lines += run.host_lines() if message.kind == "host" else []
+    if taken:
+        lines += [taken]
+    if message.kind == "host":
+        lines += run.host_lines()
     lines += run.lines()
     lines += run.change_lines(changes, missing)
     figures = message.bytes | {"peak": run.report.peak.total}
@@ -127,8 +130,9 @@ def _of_both(
 
 
 def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given: Any) -> Report:
-    """Raise AssertionError, which names the largest parts, unless the training step fits the card;
-    return its report.
+    """Raise AssertionError, which names the largest parts, unless the training step fits the card.
+
+    Return its report.
 
     Args:
         what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what
@@ -159,8 +163,9 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
 
 @needing("assert_fits")
 def report_of(what: Any, **given: Any) -> Report:
-    """Return the report of `what`, as in `assert_fits`: simulated with what is `given`, unless it
-    is one.
+    """Return the report of `what`, as in `assert_fits`.
+
+    Simulated with what is `given`, unless it is one.
     """
     if isinstance(what, Report):
         return what

@@ -1,5 +1,6 @@
-"""What `vramlab run` does inside the script that it started: follow the allocator, and leave what
-it held behind.
+"""What `vramlab run` does inside the script that it started.
+
+Follow the allocator, and leave what it held behind.
 
 A `sitecustomize.py` in a folder of ours calls `install`. torch and transformers are changed when
 the script has loaded them.
@@ -46,7 +47,8 @@ class AfterImport:
                 load(module)
                 self.functions[name](module)
 
-            spec.loader.exec_module = then
+            loader: Any = spec.loader
+            loader.exec_module = then
         return spec
 
 
@@ -59,9 +61,7 @@ def install() -> None:
 
 
 def follow(torch: ModuleType) -> None:
-    """Record the allocator's history from the moment at which the script first uses CUDA to its
-    end.
-    """
+    """Record the allocator's history from the script's first use of CUDA to its end."""
     torch.backends.cuda.enable_cudnn_sdp(
         False
     )  # its workspace is not known: flash attention in its place
@@ -98,19 +98,24 @@ def follow(torch: ModuleType) -> None:
 
 
 def last_a_while(torch: ModuleType) -> None:
-    """Let a step of several ranks last as long as on a GPU: NCCL's watchdog looks ten times a
-    second for what was sent.
+    """Let a step of several ranks last as long as on a GPU.
+
+    NCCL's watchdog looks ten times a second for what was sent.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(
-        lambda *_: torch.distributed.is_initialized() and time.sleep(0.2)
-    )
+    def last(*_: Any) -> None:
+        if torch.distributed.is_initialized():
+            time.sleep(0.2)
+
+    register_optimizer_step_post_hook(last)
 
 
 def end_after(steps: int) -> Any:
-    """End the process as its own end would, before the optimizer step that follows `steps` of them;
-    0: never. Return what removes that."""
+    """End the process as its own end would, before the step that follows `steps` of them.
+
+    With 0 never. Return what removes that.
+    """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     made: dict[int, int] = {}
@@ -191,8 +196,9 @@ class LoopWatch:
 
 
 def select_all(torch: ModuleType) -> None:
-    """Let a mask select everything, as a condition on values holds: without values it would be
-    nothing, or any number.
+    """Let a mask select everything, as a condition on values holds.
+
+    Without values it would be nothing, or any number.
     """
 
     def nonzero(mask: Any) -> Any:
@@ -203,20 +209,23 @@ def select_all(torch: ModuleType) -> None:
 
 
 def step_always(module: ModuleType) -> None:
-    """Let DeepSpeed make its optimizer's steps: it would find overflows in gradients, as conditions
-    on values hold.
+    """Let DeepSpeed make its optimizer's steps.
+
+    It would find overflows in gradients, as conditions on values hold.
     """
     optimizer = (
         getattr(module, "DeepSpeedZeroOptimizer", None) or module.DeepSpeedZeroOptimizer_Stage3
     )
     overflowed = optimizer.has_overflow
     optimizer.has_overflow = lambda *args, **kwargs: overflowed(*args, **kwargs) and False
-    module.is_invalid_grad_norm = lambda norm: False
+    patched: Any = module
+    patched.is_invalid_grad_norm = lambda norm: False
 
 
 def watch_trainers(module: ModuleType) -> None:
-    """Give each Trainer a WatchCallback, for the split by phase; not one that compiles, which a
-    watch would run eagerly.
+    """Give each Trainer a WatchCallback, for the split by phase.
+
+    Not one that compiles, which a watch would run eagerly.
     """
     original = module.Trainer.__init__
 
@@ -233,9 +242,7 @@ def watch_trainers(module: ModuleType) -> None:
 
 
 def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], process: int) -> None:
-    """Write the peaks, the report of the last Trainer's watched step and the allocator's history to
-    the folder.
-    """
+    """Write peaks, the last Trainer's watched report and the allocator's history to the folder."""
     folder = os.environ.get(FOLDER)
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():
         return

@@ -9,9 +9,7 @@ from ..report.report import GiB, text_table
 
 
 def models(filtered: str = "") -> list[dict[str, Any]]:
-    """Return the models whose name, hub name or architecture has `filtered` in it, with their sizes
-    in bytes.
-    """
+    """Return the models with `filtered` in a name or the architecture; sizes are bytes."""
     found = []
     for name in model_names():
         entry = catalogue()[name]

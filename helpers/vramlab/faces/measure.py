@@ -1,5 +1,6 @@
-"""`measure` and `record` as `vramlab` offers them: with the other two witnesses, which
-`measurement` does not know.
+"""`measure` and `record` as `vramlab` offers them.
+
+With the other two witnesses, which `measurement` does not know.
 """
 
 import functools
@@ -35,16 +36,18 @@ def record(*args: Any, **options: Any) -> Outcome:
 @needing("card")
 @functools.wraps(_run_card)
 def run_card(*args: Any, compare: bool = False, **options: Any) -> CardRun:
-    """As `measurement.card.run_card`; `compare` prints beside each report what simulate says, which
-    takes some seconds.
+    """As `measurement.card.run_card`.
+
+    `compare` prints beside each report what simulate says, which takes some seconds.
     """
     beside = simulated_beside if compare else None
     return _run_card(*args, **{"estimate": peak_bytes, "beside": beside, **options})
 
 
 def peak_bytes(recipe: Recipe) -> int:
-    """Return the predicted peak; where predict refuses, parameters, gradients and states of one
-    process alone.
+    """Return the predicted peak.
+
+    Where predict refuses, parameters, gradients and states of one process alone.
     """
     try:
         return predict(recipe).peak.total
@@ -58,9 +61,12 @@ def card_of(environment: dict[str, Any]) -> Gpu | None:
     """Return the card on which a report was measured, by what it says of itself; None on a CPU."""
     if not environment.get("gpu"):
         return None
-    capability = tuple(int(n) for n in environment["compute_capability"].split("."))
+    major, minor = environment["compute_capability"].split(".")
     return seen_gpu(
-        environment["gpu"], environment["total_memory"], capability, environment["multiprocessors"]
+        environment["gpu"],
+        environment["total_memory"],
+        (int(major), int(minor)),
+        environment["multiprocessors"],
     )
 
 
@@ -68,10 +74,12 @@ def simulated_beside(report: Report) -> str:
     """Say what `simulate` says of a measured report: ", simulated 5.120 GiB (+0.02 %)"."""
     from ..simulation.simulate import simulate
 
-    recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
+    recipe, card = rebuild(Recipe, "recipe", report.recipe or {}), card_of(report.environment)
     try:
         with rules_of(report.environment["torch"]):
             said = simulate(recipe, report.target, card).allocated
     except RecipeError:
         return ", not simulated"
+    if said is None or not report.allocated:
+        return ""
     return f", simulated {format_bytes(said)} ({said / report.allocated - 1:+.2%})"

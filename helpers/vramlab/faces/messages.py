@@ -146,8 +146,9 @@ def _of_host(text: str) -> Message | None:
 
 
 def _add_deepspeed(text: str, found: dict[str, int]) -> None:
-    """Put the last line of DeepSpeed's see_memory_usage into `found`, and from its percentage the
-    machine's total.
+    """Put the last line of DeepSpeed's see_memory_usage into `found`.
+
+    The machine's total follows from its percentage.
     """
     patterns = WORDS["deepspeed"]
     for name in ("used", "allocated", "reserved"):

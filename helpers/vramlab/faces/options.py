@@ -1,5 +1,6 @@
-"""What the command line and the calculator share: options read from knobs, and whether a report
-fits a card.
+"""What the command line and the calculator share.
+
+Options read from knobs, and whether a report fits a card.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 from ..recipe.argument_classes import CONFIGS, TRAINERS, class_of, undeclared
 from ..recipe.arguments import CLASSIFIED, arguments_class
 from ..recipe.configuration import reason
+from ..recipe.generation import Generation, as_generating
 from ..recipe.knobs import Knob, options
 from ..recipe.options import STAGES, TRL
 from ..recipe.recipe import Recipe
@@ -34,11 +36,16 @@ SAME = tuple(
 # Option to the field of `Recipe` or of its part, ("lora", "r"), and what the recipe says of it.
 Options = dict[str, tuple[tuple[str, ...], Knob]]
 OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Recipe)}
+GENERATION: Options = {knob.option: (path, knob) for path, knob in options(Generation)}
+# Fields of a recipe, or of its part, that its generation depends on too.
+OF_MODEL = ("dtype", "task", "num_layers", "attn_implementation", "lora", "quantization")
+GENERATES = ("batch_size", "precision", *OF_MODEL)
 
 
 def fields_of(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields, those of a part in a dictionary; leave out options that are None, empty, or an
-    unset switch.
+    """Return fields, those of a part in a dictionary.
+
+    Leave out options that are None, empty, or an unset switch.
     """
     fields: dict[str, Any] = {}
     for option, value in given.items():
@@ -63,6 +70,25 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     return Recipe(model, **fields)
 
 
+def generating_options() -> Options:
+    """Return the options of a generation and of the recipe's fields that it depends on."""
+    known: Options = {}
+    for name, (path, knob) in OPTIONS.items():
+        if path[0] in GENERATES:
+            # the published weights say it
+            unsaid = dataclasses.replace(knob, default=None) if name == "precision" else knob
+            known[name] = (path, unsaid)
+    return GENERATION | known
+
+
+def generation_of(model: str, given: Mapping[str, Any]) -> tuple[Recipe, Generation]:
+    """Return the recipe and the generation of `given` options. Raises RecipeError."""
+    asked = {name: value for name, value in given.items() if name in GENERATION}
+    others = {name: value for name, value in given.items() if name not in GENERATION}
+    fields = fields_of(OPTIONS, others)
+    return as_generating(model, **fields), Generation(**fields_of(GENERATION, asked))
+
+
 def recipe_of_arguments(
     model: str,
     given: Mapping[str, Any],
@@ -70,8 +96,7 @@ def recipe_of_arguments(
     kind: str | None = None,
     **fields: Any,
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe of arguments that were written as JSON, and those of their names that no
-    field has.
+    """Return the recipe of arguments in JSON, and those of their names that no field has.
 
     Args:
         given: options, which count where they are no default (a part's: not None).
@@ -117,7 +142,8 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
     """
     import torch
 
-    kind = arguments_class(SimpleNamespace(trainer=trainer))
+    asked: Any = SimpleNamespace(trainer=trainer)  # a recipe, as far as that is read
+    kind = arguments_class(asked)
     usual = {field.name: field.default for field in dataclasses.fields(kind)}
     said = {}
     for name, value in values.items():
@@ -141,9 +167,11 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
 
 
 def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = None) -> list[int]:
-    """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with
-    one of LENGTHS a line; of other objects what `tokens` says of them. Raises RecipeError for a
-    file that does not say them."""
+    """Return the tokens of each sample of a JSONL file.
+
+    A number, a list of ids, or an object with one of LENGTHS a line; of other objects what `tokens`
+    says of them. Raises RecipeError for a file that does not say them.
+    """
     try:
         lines = read_text(path, MOST_DATA).split(
             "\n"
@@ -162,15 +190,17 @@ def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = 
         raise RecipeError(
             "lengths", ", ".join(texts[0]), "each sample must say its " + " or ".join(LENGTHS)
         )
-    counted = iter(tokens(texts) if texts else ())
-    values = [next(counted) if isinstance(value, dict) else value for value in values]
-    return [len(value) if isinstance(value, list) else value for value in values]
+    counted = iter(tokens(texts) if tokens and texts else ())
+    sizes: list[Any] = [next(counted) if isinstance(value, dict) else value for value in values]
+    return [len(value) if isinstance(value, list) else value for value in sizes]
 
 
 def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
-    """Count the tokens of samples as programs of `plan` train on them, with the model's tokenizer:
-    from its folder or the hub's local cache, from the hub if `pretrained`. A pair of answers has
-    its longer one. Raises RecipeError."""
+    """Count the tokens of samples as programs of `plan` train on them, with the model's tokenizer.
+
+    From its folder or the hub's local cache, from the hub if `pretrained`. A pair of answers has
+    its longer one. Raises RecipeError.
+    """
     with needing("text in --dataset"):
         from transformers import AutoTokenizer
     name = read_shape(model).hub_id or model
@@ -196,7 +226,5 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
 
 
 def fits_card(report: Report) -> bool | None:
-    """Return whether the process of `report` fits its card, None where that lies within the
-    interval.
-    """
+    """Return whether the process of `report` fits its card; None within the interval."""
     return {"safe": True, NO_TIER: False}.get(report.verdict)

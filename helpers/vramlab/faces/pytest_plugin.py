@@ -1,5 +1,6 @@
-"""A pytest plug-in: `@pytest.mark.fits("T4")` on a test that returns a recipe, and budgets of bytes
-kept like snapshots.
+"""A pytest plug-in: `@pytest.mark.fits("T4")`, and budgets of bytes kept like snapshots.
+
+A marked test returns a recipe.
 
 The fixture `memory_budget` takes what `assert_fits` takes, and fails where the peak is above that
 in `<test file>.budgets.json`; `--update-memory-budgets` writes that file.
@@ -43,8 +44,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """A function of what `assert_fits` takes: its peak must not be above the budget that the file
-    has for this test.
+    """A function of what `assert_fits` takes.
+
+    Its peak must not be above the budget that the file has for this test.
     """
     path, name = request.path.with_suffix(".budgets.json"), request.node.nodeid.partition("::")[2]
 

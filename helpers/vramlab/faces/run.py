@@ -37,8 +37,10 @@ LIMITS = (
 
 @dataclass
 class ScriptRun:
-    """What a script held on a card: its exit `status`; for each process that used CUDA, by rank, a
-    report and what its allocator's history says."""
+    """What a script held on a card: its exit `status`.
+
+    For each process that used CUDA, by rank, a report and what its allocator's history says.
+    """
 
     command: str
     card: Gpu
@@ -48,12 +50,13 @@ class ScriptRun:
 
     def __str__(self) -> str:
         lines = [f"emulated: {self.command}", str(self.card)]
-        lines += [killed(self.status)] if killed(self.status) else []
+        if killed(self.status):
+            lines += [killed(self.status)]
         for report, history in zip(self.reports, self.histories, strict=True):
             rank = f"rank {report.environment['rank']}: " if len(self.reports) > 1 else ""
             peaks = (
-                f"{format_bytes(report.allocated)} allocated, "
-                f"{format_bytes(report.reserved)} reserved"
+                f"{format_bytes(report.allocated or 0)} allocated, "
+                f"{format_bytes(int(report.reserved or 0))} reserved"
             )
             lines.append(f"{rank}peaks {peaks}; with CUDA's context {report.process}")
             if report.phases and report.status == "ok":
@@ -62,7 +65,10 @@ class ScriptRun:
                 )
             lines += [history, report.message]
         none = "no Python process of it that has vramlab held memory of the card"
-        lines += [f"note: {note}" for note in LIMITS] if self.reports else [none]
+        if self.reports:
+            lines += [f"note: {note}" for note in LIMITS]
+        else:
+            lines += [none]
         return "\n".join(filter(None, lines))
 
 
@@ -119,8 +125,9 @@ def _status(command: Sequence[str], variables: dict[str, str]) -> int:
 
 
 def killed(status: int) -> str:
-    """Return by which signal a command of that exit status ended, and what that mostly means; ""
-    where by none.
+    """Return by which signal a command of that exit status ended, and what that mostly means.
+
+    "" where by none.
     """
     number = status - 128
     if number not in set(signal.Signals) or number == signal.SIGINT:
@@ -135,8 +142,9 @@ def killed(status: int) -> str:
 
 
 def _report(found: dict[str, Any], command: str, card: Gpu, status: int) -> Report:
-    """Return the report of one process, in whose split what no Trainer's watched step explains is
-    "unexplained".
+    """Return the report of one process.
+
+    What no Trainer's watched step explains is "unexplained".
     """
     held = Bytes(unexplained=found["allocated"])
     seen = Report.from_dict(found["report"]) if found["report"] else None

@@ -1,10 +1,8 @@
-"""What a script says, read off its syntax tree as a recipe; what the command line says of a
-Trainer's arguments.
-"""
+"""What a script says, read off its syntax tree as a recipe."""
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,12 @@ from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
-from .options import OPTIONS, recipe_of_arguments
-from .script_lines import CASTS, Lines
+from .options import recipe_of_arguments
+from .script_imports import account_for_imports
+from .script_lines import CASTS
 from .script_names import WORDS
-from .script_tree import Tree, Unread
+from .script_reading import CallReader
+from .script_values import Unread
 
 # A Trainer's class to the recipe's trainer
 KINDS = {"Trainer": "transformers", "Seq2SeqTrainer": "transformers"} | {
@@ -31,40 +31,15 @@ HEADS = {task.auto_class.removeprefix("AutoModel"): name for name, task in TASKS
 }
 COLLATORS = re.compile("|".join([*WORDS["collators"], "default_data_collator"]))
 ONE_CARD = (None, "cuda", "cuda:0", 0, {"": 0}, {"": "cuda"}, {"": "cuda:0"})  # of `device_map`
-UNTOLD = "whose value only running it would tell"
-# What the command line says of a Trainer's argument that is no option.
-WHY_NOT = dict.fromkeys(
-    CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out"
-)
-WHY_NOT |= {
-    name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]
-}
-SAY = {
-    name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
-}
-
-
-def instead(error: Exception, command: str | None) -> str:
-    """Return a sentence on the option that click's NoSuchOption names, "" unless a Trainer's
-    arguments have it.
-    """
-    if not (option := getattr(error, "option_name", "")):
-        return ""
-    name, known = (
-        option.lstrip("-").replace("-", "_"),
-        {o for each in error.ctx.command.params for o in each.opts},
-    )
-    why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(
-        name, ""
-    ).format(command)
-    why = f"say {SAY[name]}" if SAY.get(name) in known else why
-    return f"There is no option {option}: {why}." if why and command else ""
 
 
 @dataclass
 class Script:
-    """What a script trains: `kind` is the class of its `arguments`, `fields` are the recipe's
-    others, `notes` say which lines are left out."""
+    """What a script trains.
+
+    `kind` is the class of its `arguments`, `fields` are the recipe's others, `notes` say which
+    lines are left out.
+    """
 
     model: str | None
     kind: str
@@ -89,11 +64,13 @@ def read_script(path: Path) -> Script:
 def recipe_of_script(
     path: Path, model: str = "", given: Mapping[str, Any] | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe of a script, of another `model` and with `given` options where they are
-    said, and notes on what of the script it leaves out. Raises RecipeError as `read_script` does,
-    and where no model is named."""
+    """Return the recipe of a script, and notes on what of the script it leaves out.
+
+    It is of another `model` and with `given` options where they are said. Raises RecipeError as
+    `read_script` does, and where no model is named.
+    """
     script, given = read_script(path), given or {}
-    model, fields, notes = model or script.model, dict(script.fields), list(script.notes)
+    model, fields, notes = model or script.model or "", dict(script.fields), list(script.notes)
     if not model:
         rest = (
             f"{path.name} does not say it in so many words: put it first, as in vramlab "
@@ -116,20 +93,22 @@ def recipe_of_script(
     )
     if recipe.trainer == "transformers" and not said and not shape.image_tokens:
         notes.append(f"the tokens of a sample are not written in it: {recipe.seq_len} are taken")
+    if recipe.rollouts and not given.get("prompt"):
+        tokens = recipe.rollouts.prompt_length
+        notes.append(f"the tokens of a prompt are not written in it: {tokens} are taken")
     return recipe, notes
 
 
-class _Reader:
+class _Reader(CallReader):
     """Follows what the call of the Trainer is given to where it comes from."""
 
     def __init__(self, path: Path):
-        self.tree = Tree(path)
-        self.lines = Lines(self.tree)
+        super().__init__(path)
         self.fields, self.arguments = self.lines.fields, self.lines.arguments
         self.model: str | None = None
 
     def read(self) -> Script:
-        self.lines.account_for_imports()
+        account_for_imports(self.lines)
         call, name = self._trainer()
         self.lines.trainer = call
         self.lines.understood.add(call)
@@ -148,8 +127,9 @@ class _Reader:
         return Script(self.model, kind, self.arguments, self.fields, self.lines.listed())
 
     def _trainer(self) -> tuple[ast.Call, str]:
-        """Return the call that makes the Trainer, and its class or the one that the script's own is
-        made from.
+        """Return the call that makes the Trainer, and the Trainer's class.
+
+        Of the script's own it is the one that this is made from.
         """
         found = [
             call
@@ -185,117 +165,25 @@ class _Reader:
             self.lines.refuse(call, "is a trainer that no recipe models")
         return call, name
 
-    def _words(self, call: ast.Call, positions: Sequence[str] = ()) -> dict[str, ast.expr]:
-        """Return what a call is given, by name.
-
-        Raises RecipeError where only running it would tell.
-        """
-        self.lines.understood.add(call)
-        self._account_for_library(call)
-        if len(call.args) > len(positions) or any(
-            isinstance(arg, ast.Starred) for arg in call.args
-        ):
-            self.lines.refuse(call, "has arguments without a name, which are not read")
-        found = dict(zip(positions, call.args, strict=False))
-        for word in call.keywords:
-            if word.arg:
-                found[word.arg] = word.value
-                continue
-            held = self.tree.sources(word.value)
-            whole = held[0] if len(held) == 1 and not self.tree.is_written(held[0]) else None
-            if isinstance(whole, ast.Dict) and all(
-                isinstance(key, ast.Constant) for key in whole.keys
-            ):
-                found |= {
-                    key.value: value for key, value in zip(whole.keys, whole.values, strict=True)
-                }
-            elif isinstance(whole, ast.Call) and self.tree.name(whole) == "dict" and not whole.args:
-                found |= self._words(whole)
-            else:
-                self.lines.refuse(
-                    call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}"
-                )
-        return found
-
-    def _account_for_library(self, call: ast.Call) -> None:
-        """Note a class of a name that is known which another library has.
-
-        Raises RecipeError for one of the script's own.
-        """
-        owner = (
-            call.func.value
-            if isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func)
-            else call.func
-        )
-        if getattr(owner, "id", "") in self.tree.classes and call is not self.lines.trainer:
-            self.lines.refuse(call, "is of a class of its own, which no recipe says")
-        whole = (
-            self.tree.dotted(owner).removesuffix(".from_pretrained").removesuffix(".from_config")
-        )
-        if whole and self.lines.names.is_foreign(whole):
-            self.lines.note(call, f"of {whole}, which is not read")
-
-    def _only(self, node: ast.expr | None, what: str) -> ast.expr | None:
-        """Return what an expression stands for.
-
-        Raises RecipeError where that may be several things.
-        """
-        found = self.tree.sources(node)
-        if len(found) != 1 or (found[0] is None and node is not None):
-            self.lines.refuse(node, f"does not say {what}: only running it would tell")
-        return found[0]
-
-    def _value(self, name: str, node: ast.expr, quiet: bool = False) -> Any:
-        """Return a constant, or None with a note where only running the script would tell, unless
-        that is `quiet`.
-        """
-        try:
-            return self.tree.value(node)
-        except Unread:
-            if not quiet:
-                self._note(name, node, UNTOLD)
-            return None
-
-    def _note(self, name: str, node: ast.expr, why: str = "") -> None:
-        self.lines.understood.update(ast.walk(node))
-        self.lines.note(node, why, f"{name}={self.lines.text(node)}")
-
-    def _values(
-        self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Return the constants that a configuration's call is given, with notes on the others."""
-        found = {}
-        for name, node in self._words(call, positions).items():
-            if name in quiet:
-                self.lines.understood.update(ast.walk(node))
-                continue
-            if name not in known:
-                self._note(name, node, f"which {self.tree.name(call)} does not have")
-                continue
-            try:
-                found[name] = self.tree.value(node)
-            except Unread:
-                self._note(name, node, UNTOLD)
-        return found
-
     def _unseen(self) -> None:
-        """Take what a program of plan says beside the Trainer's arguments: its own check of the
-        memory.
+        """Take what a program of plan says beside the Trainer's arguments.
+
+        Its own check of the memory.
         """
         call = next(
             (call for call in self.tree.calls if self.tree.name(call) == "from_training_arguments"),
             None,
         )
         words = {word.arg: word.value for word in call.keywords} if call else {}
-        found = {
-            name: self._value(name, words[name])
-            for name in ("precision", "seq_len", "lengths")
-            if name in words
-        }
+        found: dict[str, Any] = {}
+        for name in ("precision", "seq_len", "lengths"):
+            if name in words:
+                found[name] = self._value(name, words[name])
         if "sharding" in words:
             sharding = self._only(words["sharding"], "the sharding")
             found["sharding"] = {
-                word.arg: self._value(word.arg, word.value) for word in sharding.keywords
+                word.arg: self._value(word.arg or "", word.value)
+                for word in getattr(sharding, "keywords", [])
             }
         self.fields |= {name: value for name, value in found.items() if value is not None}
 
@@ -307,6 +195,7 @@ class _Reader:
         kind = self.tree.name(call) if isinstance(call, ast.Call) else ""
         if kind in self.tree.classes or kind not in OWN:
             self.lines.refuse(call, "makes the Trainer's arguments, and does not say them")
+        assert isinstance(call, ast.Call)  # no other has such a name
         if kind not in TRAINERS:
             self.lines.refuse(call, "is of a trainer that no recipe models")
         engine = (
@@ -343,7 +232,7 @@ class _Reader:
         elif name in ("from_pretrained", "from_config") and isinstance(call.func, ast.Attribute):
             self._read_loading(call, name)
         elif method and (name in CASTS or name in ("to", "cuda", "train", "eval")):
-            self._load(call.func.value)
+            self._load(getattr(call.func, "value", None))
             self.lines.cast(call, name)
         else:
             self.lines.refuse(call, "does not say how the model is loaded")
@@ -379,8 +268,9 @@ class _Reader:
             self.lines.refuse(call, f"says adapters that no recipe has: {error.allowed}")
 
     def _prepare(self, call: ast.Call) -> None:
-        """Take PEFT's preparation of a quantized base, which also switches checkpointing on unless
-        it is told not to.
+        """Take PEFT's preparation of a quantized base.
+
+        It switches checkpointing on too, unless it is told not to.
         """
         words = self._words(
             call, ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs")
@@ -400,9 +290,8 @@ class _Reader:
 
     def _read_loading(self, call: ast.Call, method: str) -> None:
         """Take what `from_pretrained` or `from_config` says of the model."""
-        owner = (self.tree.dotted(call.func.value) or ast.unparse(call.func.value)).rpartition(".")[
-            2
-        ]
+        made_by: ast.expr = getattr(call.func, "value", call.func)
+        _, _, owner = (self.tree.dotted(made_by) or ast.unparse(made_by)).rpartition(".")
         liger, head = "AutoLigerKernel", re.search(r"(For[A-Z]\w+|LMHeadModel)$", owner)
         if not head or head[0] not in HEADS or re.search("Peft|Unsloth|AutoAWQ|AutoGPTQ", owner):
             self.lines.refuse(call, "loads a model in a way that no recipe says")
@@ -509,15 +398,17 @@ class _Reader:
         )
         if name == "data_collator" and all(map(COLLATORS.fullmatch, made)):
             for one in held:
-                self._collate(one)
+                if one is not None:
+                    self._collate(one)
         elif name == "ref_model" and self._is_the_model_again(held):
-            self.lines.understood.update(held)
+            self.lines.understood.update(one for one in held if one is not None)
         else:
             self._note(name, node)
 
     def _collate(self, call: ast.AST) -> None:
         """Take the multiple that a collator pads to."""
-        for word in call.keywords if isinstance(call, ast.Call) else ():
+        keywords = call.keywords if isinstance(call, ast.Call) else ()
+        for word in keywords:
             if word.arg == "pad_to_multiple_of":
                 self.fields[word.arg] = self._value(word.arg, word.value)
 
@@ -545,7 +436,8 @@ class _Reader:
         lengths.pop(None, None)
         if len(lengths) == 1:
             self.fields["seq_len"] = next(iter(lengths))
-        for value in lengths.values() if len(lengths) > 1 else ():
+        several = lengths.values() if len(lengths) > 1 else ()
+        for value in several:
             self._note("max_length", value, "of several")
 
 

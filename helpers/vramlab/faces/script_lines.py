@@ -1,22 +1,22 @@
-"""Every line of a script accounted for: it is in the recipe, known to move no memory of a step, or
-listed.
+"""Every line of a script accounted for.
+
+It is in the recipe, known to move no memory of a step, or listed.
 
 What is known to move none is in `data/script_calls.json` (`script_names.py`).
 """
 
 import ast
 import re
-import textwrap
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..recipe.argument_classes import OWN
 from ..recipe.arguments import CLASSIFIED
 from ..recipe.options import DTYPES
-from ..report.errors import RecipeError
-from ..report.text import one_line
 from .script_names import WORDS, Names
-from .script_tree import FUNCTIONS, SCOPES, Tree, Unread, start_of
+from .script_notes import Notes
+from .script_tree import FUNCTIONS, Tree, start_of
+from .script_values import Unread
 
 TOKENIZERS = re.compile(r"\w*(Tokenizer|TokenizerFast|Processor|FeatureExtractor)")
 BUILT_IN = (str, bytes, list, tuple, dict, set, frozenset, int, float, Path)
@@ -34,89 +34,38 @@ HANDED_OVER = (
     "starmap",
     "apply",
 )
-MOST_NOTES = 3
 TAKING_FUNCTIONS = ("map", "filter", "sorted", "min", "max")  # built in ones
-LITERALS = (
-    ast.Constant,
-    ast.JoinedStr,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-    ast.BinOp,
-)
-LITERALS += (ast.Compare, ast.UnaryOp, ast.Lambda, ast.Dict, ast.Set)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+CONTAINERS = (*COMPREHENSIONS, ast.Dict, ast.Set)
+OPERATIONS = (ast.UnaryOp, ast.BinOp, ast.Compare)
+LITERALS = (*CONTAINERS, *OPERATIONS, ast.Constant, ast.JoinedStr, ast.Lambda)
 
 
-class Lines:
-    """The lines of a script: what each expression stands for, which are understood, and notes on
-    those that are not.
+class Lines(Notes):
+    """The lines of a script: what each expression stands for, and which are understood.
+
+    There are notes on the others.
     """
 
     def __init__(self, tree: Tree):
-        self.tree, self.names = tree, Names(tree)
+        super().__init__(tree)
+        self.names = Names(tree)
         self.understood: set[ast.AST] = set()
-        self.notes: dict[ast.AST, dict[str, int]] = {}  # by statement: texts and their lines
         self.kinds: dict[ast.AST | None, str] = {}
         self.arguments: dict[str, Any] = {}  # of the Trainer's
         self.fields: dict[str, Any] = {}  # of the recipe
         self.trainer: ast.Call | None = None
-        self.of_data: set[ast.AST] = (
-            set()
-        )  # nodes of functions that prepare data or evaluate, which others call
-
-    def text(self, node: ast.AST) -> str:
-        """The source of a node in one short line that every terminal can show."""
-        lines = ast.unparse(node).splitlines()
-        whole = one_line(" ".join(lines[:1] if isinstance(node, ast.stmt) else lines))
-        return textwrap.shorten(whole, 100, placeholder=" …")
-
-    def statement(self, node: ast.AST) -> ast.AST:
-        """The statement that a node is in."""
-        while not isinstance(node, ast.stmt) and node in self.tree.parents:
-            node = self.tree.parents[node]
-        return node
-
-    def note(self, node: ast.AST, why: str = "", text: str = "") -> None:
-        """List what is not in the recipe: `text`, or the node itself where it stands in a longer
-        statement.
-        """
-        statement = self.statement(node)
-        compound = isinstance(statement, (*SCOPES, ast.If, ast.For, ast.While, ast.With, ast.Try))
-        source = text or self.text(node if compound else statement)
-        listed = self.notes.setdefault(statement, {})
-        listed.setdefault(f"`{source}`{why and ', '}{why}", node.lineno)
-
-    def refuse(self, node: ast.AST | None, why: str) -> NoReturn:
-        """Raise RecipeError, which names the line and the command that runs the script."""
-        where = f"line {node.lineno} (`{self.text(node)}`) " if node is not None else ""
-        name = self.tree.path.name
-        rest = (
-            f"{where}{why}: vramlab run --gpu NAME -- python {name} runs it and says what it holds"
-        )
-        raise RecipeError("script", name, rest)
-
-    def listed(self) -> list[str]:
-        """The notes, in the script's order.
-
-        Raises RecipeError where they are too many for an answer.
-        """
-        found = sorted(self.notes.items(), key=lambda pair: start_of(pair[0]))
-        if len(found) > MOST_NOTES:
-            first, _ = found[0]
-            others = ", ".join(str(statement.lineno) for statement, _ in found[1:12])
-            self.refuse(
-                first, f"is one of {len(found)} lines that no recipe says, as are lines {others}"
-            )
-        return [f"without line {min(texts.values())}: {'; '.join(texts)}" for _, texts in found]
+        # nodes of functions that prepare data or evaluate, which others call
+        self.of_data: set[ast.AST] = set()
 
     def kind(self, node: ast.AST | None) -> str:
-        """What an expression gives: "model", "trainer", "args", "tokenizer", "config", "data"; ""
-        where unknown.
+        """What an expression gives: "model", "trainer", "args", "tokenizer", "config", "data".
+
+        "" where unknown.
         """
         if node not in self.kinds:
             self.kinds[node] = ""
-            found = {self._kind(one) for one in self.tree.sources(node)}
+            found = {self._kind(one) for one in self.tree.sources(node)}  # type: ignore[arg-type]
             self.kinds[node] = (
                 "model" if "model" in found else found.pop() if len(found) == 1 else ""
             )
@@ -187,7 +136,7 @@ class Lines:
             if isinstance(node, ast.Call) and node not in self.understood:
                 self._account_for_call(node)
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-                for target in getattr(node, "targets", None) or [node.target]:
+                for target in _targets(node):
                     self._account_for_target(target, node)
             elif isinstance(node, ast.Delete) and any(
                 self._is_of_model(one) for one in node.targets
@@ -202,18 +151,16 @@ class Lines:
         return isinstance(node, ast.Attribute | ast.Subscript) and self.kind(node.value) == "model"
 
     def _touches_training(self, node: ast.AST) -> bool:
-        """Whether a node in a function that prepares data or evaluates is about the model, the
-        Trainer or its arguments.
-        """
+        """Whether a node of data or evaluation is about the model, the Trainer or its arguments."""
         parts: list[ast.AST] = []
         if isinstance(node, ast.Call):
             parts = [node.func, *node.args, *(word.value for word in node.keywords)]
             if self.tree.name(node) in WORDS["refused"]:
                 return True
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            parts = getattr(node, "targets", None) or [node.target]
+            parts = [*_targets(node)]
         elif isinstance(node, ast.Delete):
-            parts = node.targets
+            parts = [*node.targets]
         elif isinstance(node, ast.Attribute):
             parts = [node]
         holders = [getattr(part, "value", part) for part in parts]
@@ -221,9 +168,7 @@ class Lines:
         return is_switch or any(self.kind(one) in ("model", "trainer", "args") for one in holders)
 
     def _account_for_method_as_value(self, node: ast.Attribute) -> None:
-        """Note a method that changes a model and is not called here but handed over, such as
-        torch.nn.Module.half.
-        """
+        """Note a method that changes a model and is handed over, such as torch.nn.Module.half."""
         parent = self.tree.parents.get(node)
         if isinstance(node.ctx, ast.Store) or (
             isinstance(parent, ast.Call) and parent.func is node
@@ -238,9 +183,7 @@ class Lines:
     def _account_for_definition(
         self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     ) -> None:
-        """Note what a class or function is made from and what it is wrapped in, where that is not
-        read.
-        """
+        """Note what a class or function is made from or wrapped in, where that is not read."""
         for decorator in node.decorator_list:
             if not self._is_known_decorator(decorator, node):
                 self.note(decorator, "a decorator that is not read")
@@ -253,33 +196,42 @@ class Lines:
                 self.note(base, "a class that is not read")
 
     def _is_known_decorator(self, decorator: ast.expr, node: ast.AST) -> bool:
-        """Whether a decorator is of a module that moves nothing, or the script's own, which is
-        read, on what gives neither model nor Trainer."""
+        """Whether a decorator is of a module that moves nothing, or the script's own.
+
+        That is read, on what gives neither model nor Trainer.
+        """
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         whole, name = self.tree.dotted(called), self.text(called).rpartition(".")[2]
         if whole or name in WORDS["builtins"]:
             return self.names.is_harmless_name(whole, name)
         if isinstance(called, ast.Attribute):
             return name in ("setter", "getter", "deleter")
-        given = self.tree.returns(node) if isinstance(node, FUNCTIONS) else node.bases
+        given = (
+            self.tree.returns(node) if isinstance(node, FUNCTIONS) else getattr(node, "bases", [])
+        )
         makes = any(self.kind(one) in ("model", "trainer", "args") for one in given)
         own = name in self.tree.functions or name in self.tree.classes
         return own and not makes and not any(self.text(one).endswith("Trainer") for one in given)
 
     def _outside(self) -> tuple[set[ast.AST], set[ast.AST]]:
-        """Nodes that are no part of training: those after it, and those of functions that prepare
-        data or evaluate.
+        """Nodes that are no part of training.
+
+        Those after it, and those of functions that prepare data or evaluate.
         """
         after: set[ast.AST] = set()
         found: set[ast.AST] = set()
         for call in self.tree.calls:
-            method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-            if method == "train" and self.kind(call.func.value) == "trainer":
-                after.update(self._after(self.statement(call)))
+            method = ""
+            owner: ast.expr | None = None
+            if isinstance(call.func, ast.Attribute):
+                method = call.func.attr
+                owner = call.func.value
+            if method == "train" and self.kind(owner) == "trainer":
+                after.update(self.tree.following(self.statement(call)))
             values = [
                 word.value for word in call.keywords if word.arg in WORDS["trainer_arguments"]
             ]
-            if method in HANDED_OVER and self.kind(call.func.value) != "model":
+            if method in HANDED_OVER and self.kind(owner) != "model":
                 values += [*call.args, *(word.value for word in call.keywords)]
                 given = next(
                     (word.value for word in call.keywords if word.arg == "fn_kwargs"), None
@@ -291,21 +243,6 @@ class Lines:
                 if isinstance(function, (*FUNCTIONS, ast.Lambda)):
                     found.update(ast.walk(function))
         return after, found
-
-    def _after(self, statement: ast.AST) -> set[ast.AST]:
-        """Nodes of the statements that follow in the same blocks, unless they train again."""
-        found: set[ast.AST] = set()
-        while isinstance(statement, ast.stmt) and not isinstance(statement, SCOPES):
-            parent = self.tree.parents[statement]
-            for _, block in ast.iter_fields(parent):
-                if isinstance(block, list) and statement in block:
-                    rest = block[block.index(statement) + 1 :]
-                    found.update(node for one in rest for node in ast.walk(one))
-            if not isinstance(parent, ast.With | ast.Try | ast.If):
-                break
-            statement = parent
-        trains = (isinstance(node, ast.Call) and self.tree.name(node) == "train" for node in found)
-        return set() if any(trains) else found
 
     def _account_for_call(self, call: ast.Call) -> None:
         name, whole = self.tree.name(call), self.tree.dotted(call.func)
@@ -364,9 +301,7 @@ class Lines:
         return self.names.is_harmless_name(whole, name) and not copies and not on_card
 
     def _is_harmless_function(self, node: ast.expr) -> bool:
-        """Whether an argument is no function, or one that is read or changes nothing of what it is
-        given.
-        """
+        """Whether an argument is no function, or one that changes nothing of what it is given."""
         whole, name = self.tree.dotted(node), self.text(node).rpartition(".")[2]
         read = isinstance(node, ast.Lambda | ast.Constant) or (
             not whole and name in self.tree.functions
@@ -388,9 +323,7 @@ class Lines:
         return all(str(name).startswith(tuple(WORDS["environment"])) for name in names)
 
     def _account_for_method(self, call: ast.Call, owner: ast.expr, name: str) -> None:
-        """A method of a model, a Trainer, its arguments, a tokenizer, data, or of something
-        unknown.
-        """
+        """A method of a model, a Trainer, its arguments, a tokenizer, data, or the unknown."""
         kind, certain = self.kind(owner), self.tree.dead(call) is False and call not in self.of_data
         if kind == "model" and certain and name in CHECKPOINTING:
             self.checkpoint(
@@ -428,7 +361,8 @@ class Lines:
     def cast(self, call: ast.Call, name: str) -> None:
         """Take over the dtype that a model is cast to, where all of it is trained."""
         dtype = CASTS.get(name)
-        for node in [*call.args, *(word.value for word in call.keywords)] if name == "to" else ():
+        given = [*call.args, *(word.value for word in call.keywords)] if name == "to" else ()
+        for node in given:
             try:
                 value = self.tree.value(node)
             except Unread:
@@ -444,8 +378,9 @@ class Lines:
             self.fields["dtype"] = dtype
 
     def _take_liger(self, call: ast.Call, name: str) -> None:
-        """Take over Liger's patch of the classes, which with all of its kernels is what
-        use_liger_kernel does.
+        """Take over Liger's patch of the classes.
+
+        With all of its kernels that is what use_liger_kernel does.
         """
         certain = self.tree.dead(call) is False and not call.args and not call.keywords
         if not certain or self.fields.get("trainer") != "transformers":
@@ -514,29 +449,6 @@ class Lines:
                 pass
         self.note(node)
 
-    def account_for_imports(self) -> None:
-        """Note modules whose names are not known.
 
-        Raises RecipeError for those that change what others do.
-        """
-        for node in self.tree.nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self._account_for_import(node)
-
-    def _account_for_import(self, node: ast.Import | ast.ImportFrom) -> None:
-        modules = [getattr(node, "module", None) or "", *(name.name for name in node.names)]
-        for module in modules:
-            if why := WORDS["refused_imports"].get(module.partition(".")[0]):
-                self.refuse(node, f"is not modelled: {why}")
-        if modules[-1] == "*" and not self.names.is_of_modules(modules[0]):
-            self.note(node, "whose names are not known")
-            return
-        roots = (
-            {name.name.partition(".")[0] for name in node.names}
-            if isinstance(node, ast.Import)
-            else {modules[0]}
-        )
-        foreign = [root for root in roots if self.names.is_foreign(root)]
-        names = {name.asname or name.name.partition(".")[0] for name in node.names}
-        if foreign and not names & self.tree.names:
-            self.note(node, "which is run for what it changes, and not read")
+def _targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -1,6 +1,4 @@
-"""Which names of a script are of libraries that are known, and move no memory of a step
-(`data/script_calls.json`).
-"""
+"""Which names of a script move no memory of a step (`data/script_calls.json`)."""
 
 import ast
 import builtins

@@ -4,7 +4,6 @@ Nothing of it is executed.
 """
 
 import ast
-import operator
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -12,34 +11,11 @@ from typing import Any, NamedTuple
 
 from ..report.errors import RecipeError
 from ..report.files import read_text
+from .script_values import MOST_DEPTH, Constants, Unread
 
 MOST_SCRIPT = 2 * 1024**2  # bytes
-MOST_STEPS = 200_000  # nodes that are looked at for values, of all together
-MOST_DEPTH = 40  # names of names
-MOST_NUMBER = 2**63
-MOST_LETTERS = 1000  # of a text that is put together
-MOST_ELEMENTS = 2**16  # of a tuple
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef, ast.Module)
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-OPERATORS |= {ast.Div: operator.truediv}
-COMPARISONS = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-COMPARISONS |= {
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-}
 CHANGING = {
     "update",
     "append",
@@ -53,10 +29,6 @@ CHANGING = {
 }
 
 
-class Unread(ValueError):
-    """A value that only running the script would tell."""
-
-
 class Binding(NamedTuple):
     """What a statement binds a name to: None where that is no expression of the script."""
 
@@ -64,9 +36,14 @@ class Binding(NamedTuple):
     statement: ast.AST
 
 
+def line_of(node: ast.AST) -> int:
+    """Return the line where a node's text begins."""
+    return getattr(node, "lineno")  # noqa: B009 — of all but a few nodes
+
+
 def start_of(node: ast.AST) -> tuple[int, int]:
     """Return (line, column) where a node's text begins."""
-    return node.lineno, node.col_offset
+    return line_of(node), getattr(node, "col_offset")  # noqa: B009 — of all but a few nodes
 
 
 class Tree:
@@ -76,7 +53,8 @@ class Tree:
     """
 
     def __init__(self, path: Path):
-        self.path, self.steps = path, 0
+        self.path = path
+        self._constants = Constants(self.sources, self.is_written, self.dotted)
         try:
             self.module = ast.parse(read_text(path, MOST_SCRIPT))
         except (RecursionError, MemoryError) as error:
@@ -95,7 +73,7 @@ class Tree:
         self.imported: dict[str, str] = {}
         self.bindings: dict[tuple[ast.AST, str], list[Binding]] = {}
         self.decided: dict[ast.expr, bool | None] = {}
-        self.found: dict[ast.expr, list[ast.expr | None]] = {}
+        self.found: dict[ast.expr | None, list[ast.expr | None]] = {}
         self.changed: list[ast.Name] = []  # containers that statements write to
         self.written: set[ast.expr | None] | None = None
         declared = [node for node in self.nodes if isinstance(node, ast.Global)]
@@ -103,7 +81,8 @@ class Tree:
         for node in self.nodes:
             self._import(node)
             for target, value in _targets(node):
-                self.parents.setdefault(value, node)  # of what is made up for an element
+                if value is not None:
+                    self.parents.setdefault(value, node)  # of what is made up for an element
                 self._bind(target, value, node)
             if isinstance(node, FUNCTIONS):
                 self._bind_parameters(node)
@@ -126,7 +105,7 @@ class Tree:
             self.changed.append(target.value)
         elif isinstance(target, ast.Tuple | ast.List):
             for index, one in enumerate(target.elts):
-                each = None
+                each: ast.expr | None = None
                 if value is not None and not isinstance(value, ast.Tuple | ast.List):
                     each = ast.copy_location(
                         ast.Subscript(value, ast.Constant(index), ast.Load()), value
@@ -136,10 +115,8 @@ class Tree:
                     each = value.elts[index]
                 self._bind(one, each, statement)
 
-    def _bind_parameters(self, function: ast.FunctionDef) -> None:
-        """Bind parameters to what the function is called with, and to the default where it is
-        called without.
-        """
+    def _bind_parameters(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Bind parameters to what the function is called with, or to the default."""
         said = function.args
         names = [*said.posonlyargs, *said.args]
         defaults = dict(zip([one.arg for one in names[::-1]], said.defaults[::-1], strict=False))
@@ -175,9 +152,7 @@ class Tree:
 
     @cached_property
     def options(self) -> dict[str, ast.expr | None]:
-        """Defaults of the command line's options and of classes' fields, by the attribute that has
-        them.
-        """
+        """Defaults of command line options and classes' fields, by attribute."""
         found: dict[str, list[ast.expr | None]] = {}
         for call in self.calls:
             if self.name(call) == "add_argument":
@@ -185,10 +160,11 @@ class Tree:
                 action = getattr(words.get("action"), "value", "")
                 usual = ast.Constant({"store_true": False, "store_false": True}.get(action))
                 default = words.get("default", None if "required" in words else usual)
-                said = [
-                    arg.value for arg in call.args if isinstance(getattr(arg, "value", None), str)
-                ]
-                said += [words["dest"].value] if isinstance(words.get("dest"), ast.Constant) else []
+                values = [getattr(arg, "value", None) for arg in call.args]
+                said: list[Any] = [value for value in values if isinstance(value, str)]
+                named = words.get("dest")
+                if isinstance(named, ast.Constant):
+                    said += [named.value]
                 for name in said:
                     found.setdefault(name.lstrip("-").replace("-", "_"), []).append(default)
         for node in self.classes.values():
@@ -208,8 +184,9 @@ class Tree:
         return node
 
     def dotted(self, node: ast.AST) -> str:
-        """The imported name that an expression is, such as "torch.cuda.is_available"; "" for
-        others.
+        """The imported name that an expression is, such as "torch.cuda.is_available".
+
+        "" for others.
         """
         if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
@@ -252,9 +229,29 @@ class Tree:
                 pass
         return self.decided[test]
 
+    def value(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> Any:
+        """The value of a constant expression (`Constants.value`). Raises Unread."""
+        return self._constants.value(node, depth)
+
+    def following(self, statement: ast.AST) -> set[ast.AST]:
+        """Nodes of the statements that follow in the same blocks, unless they train again."""
+        found: set[ast.AST] = set()
+        while isinstance(statement, ast.stmt) and not isinstance(statement, SCOPES):
+            parent = self.parents[statement]
+            for _, block in ast.iter_fields(parent):
+                if isinstance(block, list) and statement in block:
+                    rest = block[block.index(statement) + 1 :]
+                    found.update(node for one in rest for node in ast.walk(one))
+            if not isinstance(parent, ast.With | ast.Try | ast.If):
+                break
+            statement = parent
+        trains = (isinstance(node, ast.Call) and self.name(node) == "train" for node in found)
+        return set() if any(trains) else found
+
     def sources(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> list[ast.expr | None]:
-        """What an expression may stand for: itself, or what its name is bound to, what the function
-        called returns.
+        """What an expression may stand for.
+
+        Itself, or what its name is bound to, what the function called returns.
         """
         if node not in self.found:
             self.found[node] = [node]  # where a name stands for itself
@@ -262,7 +259,7 @@ class Tree:
         return self.found[node]
 
     def _sources(self, node: ast.expr | None, depth: int) -> list[ast.expr | None]:
-        self._step(depth)
+        self._constants.step(depth)
         if isinstance(node, ast.Name):
             found = self._bound(node)
             return (
@@ -308,12 +305,15 @@ class Tree:
             self.written = {one for name in self.changed for one in self.sources(name)}
         return container in self.written
 
-    def returns(self, function: ast.FunctionDef) -> list[ast.expr]:
+    def returns(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
         """What a function's return statements give, of those that may run."""
-        found = (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value)
-        return [
-            node.value for node in found if self.scope(node) is function and not self.dead(node)
-        ]
+        found = []
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Return) or not node.value:
+                continue
+            if self.scope(node) is function and not self.dead(node):
+                found.append(node.value)
+        return found
 
     def _is_option(self, node: ast.Attribute) -> bool:
         """Whether an attribute is one of the parsed command line, or a class's field."""
@@ -335,8 +335,9 @@ class Tree:
         return made and not (call.args or call.keywords)
 
     def _bound(self, use: ast.Name) -> list[ast.expr | None]:
-        """What a name may be bound to where it is used: the last certain binding before, and
-        uncertain ones after that.
+        """What a name may be bound to where it is used.
+
+        The last certain binding before, and uncertain ones after that.
         """
         scope = inner = self.scope(use)
         while (scope, use.id) not in self.bindings or (
@@ -373,88 +374,8 @@ class Tree:
             (*FUNCTIONS, ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.comprehension),
         ):
             return True
-        return (statement.end_lineno, statement.end_col_offset) <= start_of(use)
-
-    def _step(self, depth: int) -> None:
-        self.steps += 1
-        if self.steps > MOST_STEPS or depth <= 0:
-            raise Unread("too long a way to its value")
-
-    def value(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> Any:
-        """The value of a constant expression: numbers, text and containers of them. Raises Unread.
-
-        Sums and products are of numbers only and bounded, as is the text put together, so that no
-        script makes this long.
-        """
-        self._step(depth)
-        found = self.sources(node, depth)
-        if any(map(self.is_written, found)):
-            raise Unread("a container that is written to")
-        values = [self._constant(one, depth - 1) for one in found]
-        if not values or any(
-            type(one) is not type(values[0]) or one != values[0] for one in values
-        ):
-            raise Unread("several values")
-        return values[0]
-
-    def _constant(self, node: ast.expr | None, depth: int) -> Any:
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Call) and ast.unparse(node) == "torch.cuda.is_available()":
-            return True
-        if isinstance(node, ast.Attribute) and self.dotted(node).startswith("torch."):
-            return node.attr  # a dtype
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
-            return node.attr
-        if (
-            isinstance(node, ast.Call)
-            and ast.unparse(node).startswith("getattr(torch, ")
-            and len(node.args) == 2
-        ):
-            return self.value(node.args[1], depth)
-        if isinstance(node, ast.Tuple | ast.List | ast.Set):
-            values = [self.value(one, depth) for one in node.elts]
-            return {ast.Tuple: tuple, ast.List: list, ast.Set: list}[type(node)](values)
-        if isinstance(node, ast.Dict) and None not in node.keys:
-            pairs = zip(node.keys, node.values, strict=True)
-            return {
-                _hashable(self.value(key, depth)): self.value(value, depth) for key, value in pairs
-            }
-        if isinstance(node, ast.JoinedStr):
-            return _text("".join(str(self._part(one, depth)) for one in node.values))
-        return self._computed(node, depth)
-
-    def _part(self, node: ast.expr, depth: int) -> Any:
-        if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
-            raise Unread("a format")
-        return self.value(
-            getattr(node, "value", node) if isinstance(node, ast.FormattedValue) else node, depth
-        )
-
-    def _computed(self, node: ast.expr | None, depth: int) -> Any:
-        """The value of an operation on constants."""
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return not self.value(node.operand, depth)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -_number(self.value(node.operand, depth))
-        if (
-            isinstance(node, ast.Compare)
-            and len(node.ops) == 1
-            and type(node.ops[0]) in COMPARISONS
-        ):
-            sides = self.value(node.left, depth), self.value(node.comparators[0], depth)
-            return _tried(COMPARISONS[type(node.ops[0])], *sides)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            sides = self.value(node.left, depth), self.value(node.right, depth)
-            if isinstance(node.op, ast.Add) and all(isinstance(side, str) for side in sides):
-                return _text(sides[0] + sides[1])
-            if isinstance(sides[0], tuple):
-                return _repeated(node.op, *sides)
-            return _number(_tried(OPERATORS[type(node.op)], *map(_number, sides)))
-        if isinstance(node, ast.BoolOp):
-            values = [bool(self.value(one, depth)) for one in node.values]
-            return all(values) if isinstance(node.op, ast.And) else any(values)
-        raise Unread(type(node).__name__)
+        end = getattr(statement, "end_lineno"), getattr(statement, "end_col_offset")  # noqa: B009
+        return end <= start_of(use)
 
 
 def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
@@ -472,7 +393,11 @@ def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
         yield from (
             (item.optional_vars, item.context_expr) for item in node.items if item.optional_vars
         )
-    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGING:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CHANGING
+    ):
         yield ast.Subscript(node.func.value, ast.Slice(), ast.Store()), None
 
 
@@ -491,40 +416,3 @@ def _element(node: ast.expr | None, key: Any) -> ast.expr | None:
     ):
         return node.elts[key]
     return None
-
-
-def _number(value: Any) -> int | float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not -MOST_NUMBER < value < MOST_NUMBER
-    ):
-        raise Unread("no number, or too large a one")
-    return value
-
-
-def _repeated(sign: ast.operator, elements: tuple, more: Any) -> tuple:
-    """A tuple that is repeated, or another one appended to it."""
-    if isinstance(sign, ast.Add) and isinstance(more, tuple):
-        return elements + more
-    if not isinstance(sign, ast.Mult) or _number(more) * len(elements) > MOST_ELEMENTS:
-        raise Unread("too long a tuple")
-    return _tried(operator.mul, elements, more)
-
-
-def _text(value: str) -> str:
-    if len(value) > MOST_LETTERS:
-        raise Unread("too long a text")
-    return value
-
-
-def _hashable(value: Any) -> Any:
-    _tried(hash, value)
-    return value
-
-
-def _tried(function: Any, *values: Any) -> Any:
-    try:
-        return function(*values)
-    except (TypeError, ArithmeticError) as error:
-        raise Unread(str(error)) from error

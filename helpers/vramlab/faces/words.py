@@ -34,9 +34,12 @@ def words_of(text: str) -> list[str]:
 def said(
     words: list[str], options: Callable[[list[str]], dict[str, Any]]
 ) -> tuple[Recipe | Report, list[str]]:
-    """Return what words say, and notes on what of it is left out: the JSON file of a report or a
-    recipe, or MODEL and options as of `predict`, among them the JSON file of a TrainingArguments or
-    a Python script, which may name the model. `options` reads those of `predict`."""
+    """Return what words say, and notes on what of it is left out.
+
+    The JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the JSON
+    file of a TrainingArguments or a Python script, which may name the model. `options` reads those
+    of `predict`.
+    """
     if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
         found = _object(words[0])
         if "phases" in found:

@@ -22,7 +22,7 @@ from .engine import ROOT, Engine
 from .fsdp import FsdpEngine
 from .fused_head import reference_recipe
 from .ledger import Ledger, Tensor
-from .memory import Entry
+from .memory import NEVER, Entry
 from .model import Model
 from .model_states import Settings
 from .parameters import parameters_of
@@ -69,7 +69,9 @@ class Account:
             raise RecipeError("model", recipe.name, allowed)
         ledger = Ledger(chip)
         parameters = parameters_of(recipe)
-        kind = ENGINES.get(recipe.sharding and recipe.sharding.engine, Engine)
+        kind: type[Engine] = Engine
+        if recipe.sharding:
+            kind = ENGINES.get(recipe.sharding.engine, Engine)
         self.recipe = recipe
         self.ledger = ledger
         self.engine = kind(ledger, parameters, asked, recipe)
@@ -309,7 +311,7 @@ def _number(events: list[Entry]) -> list[int]:
     live = 0
     after = [0]
     for event, entry in enumerate(events):
-        if entry.birth is None:
+        if entry.birth == NEVER:
             entry.birth = event
             live += entry.allocated
         else:

@@ -28,7 +28,7 @@ class AttentionKernels:
 
     def __init__(self, operators: Operators, shape: Shape, rows: Rows):
         self.operators = operators
-        self.layout = shape.layout
+        self.layout = shape.known_layout
         self.dropout = shape.attention_dropout
         self.softcapped = bool(shape.settings.get("attn_logit_softcapping"))  # Gemma 2
         self.rows = rows
@@ -74,7 +74,7 @@ class AttentionKernels:
         # Queries that an operator wrote anew lie head by head, those of a projection token by
         # token.
         head_by_head = q.packed and heads > 1 and tokens > 1
-        q, k, v, mask = [m.cast(x) for x in (q, k, v, mask)]
+        q, k, v, mask = m.cast(q), m.cast(k), m.cast(v), m.cast(mask)
         if mask is not None and mask.width == BOOL:
             # It is made a bias of the queries' dtype, whose rows are aligned to 16 numbers.
             columns = _multiple(k.shape[2], 16)
@@ -161,7 +161,7 @@ class AttentionKernels:
         given = [m.cast(x) for x in (q, k, v)]
         taken = [self._taken(x, places) for x in given]
         del given
-        y = self._fused(*taken, None, joined=len(padded))
+        y = self._fused(taken[0], taken[1], taken[2], None, joined=len(padded))
         del taken
         b, _, tokens, _ = q.shape
         shape = (b, tokens, y.shape[-1])

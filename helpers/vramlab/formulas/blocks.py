@@ -139,7 +139,8 @@ def largest(found: Groups) -> list[TensorGroup]:
     listed = []
     for key in sorted(found, key=together, reverse=True)[:LISTED]:
         count, where, _ = found[key]
-        listed.append(TensorGroup(*key, where, count))
+        size, category, shape, dtype, op = key
+        listed.append(TensorGroup(size, category, shape, dtype, op, where, count))
     return listed
 
 

@@ -19,7 +19,7 @@ from ..hardware.overhead import rounded
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.recipe import Recipe
 from . import model_states
-from .engine import EMBEDDING, Engine
+from .engine import EMBEDDING, Engine, sharding_of
 from .ledger import Ledger, Parameter
 from .memory import Block
 from .model_states import RankBytes, compute_recipe, parameter_table
@@ -38,8 +38,8 @@ def deepspeed_bytes(asked: Recipe) -> RankBytes:
     """Return the bytes that `asked`'s rank holds."""
     rank = _Rank(asked)
     recipe = rank.recipe
-    third = asked.sharding.stage == 3
-    offload = asked.sharding.offload
+    third = sharding_of(asked).stage == 3
+    offload = sharding_of(asked).offload
     frozen = 0
     for row in parameter_table(recipe):
         if not row.trained:
@@ -54,7 +54,7 @@ def deepspeed_bytes(asked: Recipe) -> RankBytes:
     # compares a device with its name (zero/stage3.py, _create_fp32_partitions; DeepSpeed 0.19.8).
     updated = [] if offload else rank.parts
     masters = [rounded(FP32 * part) for part in updated]
-    states = []
+    states: list[int] = []
     for part in updated:
         states += state_sizes(
             (part,),
@@ -99,8 +99,8 @@ class _Rank:
 
     def __init__(self, asked: Recipe):
         self.recipe = compute_recipe(asked)
-        self.sharding = asked.sharding
-        self.ranks = asked.sharding.world_size
+        self.sharding = sharding_of(asked)
+        self.ranks = sharding_of(asked).world_size
         recipe = self.recipe
         shape = recipe.shape
         mixed = asked.precision.endswith("-mixed")
@@ -285,7 +285,7 @@ class DeepSpeedEngine(Engine):
         recipe: Recipe,
     ):
         super().__init__(ledger, parameters, asked, recipe)
-        sharding = asked.sharding
+        sharding = sharding_of(asked)
         self.sharding = sharding
         self.gathered: Block | None = None
         self.sizes: dict[str, int] = {}
@@ -334,6 +334,7 @@ class DeepSpeedEngine(Engine):
         if self.sharding.stage == 1 and not self.in_fp32:
             super().complete(parameter)
             return
+        assert parameter.partial is not None
         parameter.partial.entry.category = "gradients"
         elements = prod(parameter.shape)
         if (

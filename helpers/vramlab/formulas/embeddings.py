@@ -38,7 +38,7 @@ class Embeddings:
     def _tokens(self) -> tuple[Tensor, Tensor | None]:
         """Embed tokens, times a factor (Gemma), plus learned positions (GPT-2, OPT, BERT)."""
         m = self.operators
-        layout = self.shape.layout
+        layout = self.shape.known_layout
         words, *others = self.names
         # Ids are inputs of the step, and counted there.
         ids = Tensor(None, (self.rows.batch, self.rows.tokens), INT64)
@@ -61,7 +61,7 @@ class Embeddings:
         """Return the token types or positions that the embedding `name` looks up."""
         types = "type" in name
         batch = self.rows.batch
-        if self.shape.layout.shared_positions and not types:
+        if self.shape.known_layout.shared_positions and not types:
             batch = 1
         shape = (batch, self.rows.tokens)
         # Token types are zeros that the model has in a buffer.
@@ -77,7 +77,9 @@ class Embeddings:
         tokens = self.rows.tokens
         width = HALF if self.recipe.precision.endswith("-true") else FP32
         # Pixels come in fp32 from the processor, or in the model's own half precision.
-        given = Tensor(None, (batch, *self.shape.features[1]), width)
+        features = self.shape.features
+        assert features is not None  # of an image
+        given = Tensor(None, (batch, *features[1]), width)
         pixels = m.to(given, m.numerics.hidden)
         image = m.cast(pixels)
         weight = m.cast(m.parameters[f"{prefix}.patch_embeddings.projection.weight"])
@@ -91,7 +93,7 @@ class Embeddings:
             saves=[image, weight],
         )
         self._require_gradient(patches)
-        token = m.parameters[f"{prefix}.cls_token"]
+        token: Tensor = m.parameters[f"{prefix}.cls_token"]
         shape = (batch, 1, hidden)
         token = m.op(
             "expand",

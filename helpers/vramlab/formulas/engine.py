@@ -4,6 +4,7 @@
 places.
 """
 
+from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from .ledger import Ledger, Parameter
 from .step import single_temporaries
@@ -12,6 +13,12 @@ from .step import single_temporaries
 ROOT = ""  # the whole model
 EMBEDDING = "embedding"  # the input embedding
 TAIL = "tail"  # the last norm with the head
+
+
+def sharding_of(recipe: Recipe) -> Sharding:
+    """Return how a recipe is divided among ranks, one that is."""
+    assert recipe.sharding is not None, f"{recipe} has no sharding"
+    return recipe.sharding
 
 
 class Engine:
@@ -37,7 +44,7 @@ class Engine:
         self.parameters = parameters
         self.asked = asked
         self.recipe = recipe
-        modules = recipe.shape.layout.modules
+        modules = recipe.shape.known_layout.modules
         self.embeddings = [name for name, kind in modules if kind == "embedding"]
 
     def begin(self, gradients_exist: bool) -> None:
@@ -66,6 +73,7 @@ class Engine:
         if not self.recipe.loop.optimizer_in_backward:
             self.ledger.keep(parameter)
             return
+        assert parameter.partial is not None
         parameter.partial.entry.category = "gradients"
         temporaries = single_temporaries(self.recipe, parameter.shape, parameter.width)
         self.ledger.scratch(temporaries, "optimizer")

@@ -17,7 +17,7 @@ class FeedForward:
     def __init__(self, operators: Operators, shape: Shape):
         self.operators = operators
         self.shape = shape
-        self.layout = shape.layout
+        self.layout = shape.known_layout
 
     def run(self, at: Modules, x: Tensor) -> Tensor:
         """Compute down(act(up(x))), or down(act(gate(x)) · up(x)) with four wide tensors saved."""

@@ -28,7 +28,7 @@ from functools import partial
 from math import ceil, prod
 
 from ..recipe.recipe import Recipe
-from .engine import EMBEDDING, ROOT, TAIL, Engine
+from .engine import EMBEDDING, ROOT, TAIL, Engine, sharding_of
 from .ledger import Ledger, Parameter
 from .memory import Block
 from .model_states import parameter_table
@@ -74,8 +74,8 @@ def unit_of(name: str, recipe: Recipe) -> str:
     # embedding.
     shape = recipe.shape
     module = name.rpartition(".")[0]
-    embedding = shape.layout.modules[0][0]
-    norms = [one for one, kind in shape.layout.modules if kind == "norm"]
+    embedding = shape.known_layout.modules[0][0]
+    norms = [one for one, kind in shape.known_layout.modules if kind == "norm"]
     if module == shape.head or module in norms[-1:]:
         return TAIL
     if module == embedding:
@@ -104,7 +104,7 @@ class FsdpEngine(Engine):
         recipe: Recipe,
     ):
         super().__init__(ledger, parameters, asked, recipe)
-        self.ranks = asked.sharding.world_size
+        self.ranks = sharding_of(asked).world_size
         self.mixed = asked.precision.endswith("-mixed")
         self.flat: Block | None = None
         self.reducing: Block | None = None
@@ -210,7 +210,7 @@ class FsdpEngine(Engine):
             size = self._whole(weight)
             is_cast = self.mixed and not weight.quantized
             uploaded = None
-            if self.asked.sharding.offload:
+            if sharding_of(self.asked).offload:
                 numbers = size // weight.width if is_cast else size
                 uploaded = block("to", (numbers,), FP32 if is_cast else 1)
             source = block("to", (size,), 1) if is_cast else uploaded
@@ -242,7 +242,7 @@ class FsdpEngine(Engine):
             key = self.first_unit
         unit = self.units.get(key)
         if unit and unit.weights:
-            if self.asked.sharding.stage == 3 and not unit.keep:
+            if sharding_of(self.asked).stage == 3 and not unit.keep:
                 unit.copied = None
             # Backward prefetches against this order.
             self.order.append(unit)
@@ -300,7 +300,7 @@ class FsdpEngine(Engine):
                 "gradients",
                 FP32,
             )
-        if self.asked.sharding.offload is None and self.asked.loop.set_to_none:
+        if sharding_of(self.asked).offload is None and self.asked.loop.set_to_none:
             self.shards.append(result)
 
     def finish(self) -> None:

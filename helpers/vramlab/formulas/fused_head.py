@@ -8,7 +8,7 @@ w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is tra
 import dataclasses
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
@@ -83,13 +83,13 @@ def _without_dropout(shape: Shape, reference: bool = False) -> Shape:
     Families call a function or a module: of some all dropout goes, of some none. A `reference`
     model has none at all.
     """
+    names: tuple[str, ...] = ()
     if reference or shape.family in ("gpt2", "bert"):
         names = DROPOUTS
     elif shape.family in ("gpt_neox", "phi"):
         names = ("hidden_dropout", "embedding_dropout")
-    else:
-        names = ()
-    return dataclasses.replace(shape, **dict.fromkeys(names, 0.0))
+    changes: dict[str, Any] = dict.fromkeys(names, 0.0)
+    return dataclasses.replace(shape, **changes)
 
 
 def reference_recipe(recipe: Recipe) -> Recipe:

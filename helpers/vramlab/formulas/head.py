@@ -43,16 +43,16 @@ class Head:
         if shape.task == "masked-lm":
             x = m.activation(m.linear(x, f"{TRANSFORM}.dense"), shape.activation)
             x = self.norms.layer_norm(x, f"{TRANSFORM}.LayerNorm")
-        weight = m.parameters.get(f"{shape.head}.weight")
         # Fused heads take the hidden states, and make no logits that anyone sees.
         if self.recipe.trainer in FUSED:
+            weight = m.parameters[f"{shape.head}.weight"]
             bias = m.parameters.get(f"{shape.head}.bias")
             loss = log_probabilities(m, x, weight, bias, self.recipe.labelled)
             loss = m.reduce(loss, (), "sum")
             self.engine.leave(TAIL)
             return loss, loss
         if HEAD in m.numerics.liger:
-            loss = liger.head_loss(m, x, weight)
+            loss = liger.head_loss(m, x, m.parameters[f"{shape.head}.weight"])
             return loss, loss
         logits = m.linear(x, shape.head)
         self.engine.leave(TAIL)
@@ -70,12 +70,14 @@ class Head:
         m = self.operators
         shape = self.shape
         b, _, hidden = x.shape
-        if not shape.layout.causal:  # the first token's hidden state, in BERT through a tanh layer
+        if (
+            not shape.known_layout.causal
+        ):  # the first token's hidden state, in BERT through a tanh layer
             x = m.slice(x, (b, hidden))
             if f"{POOLER}.weight" in m.parameters:
                 x = m.dropout(m.unary("tanh", m.linear(x, POOLER)), shape.hidden_dropout)
         logits = m.linear(x, shape.head)
-        if shape.layout.causal:  # a score for every token, of which the last one's counts
+        if shape.known_layout.causal:  # a score for every token, of which the last one's counts
             logits = m.op(
                 "index",
                 [logits],

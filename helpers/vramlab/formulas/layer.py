@@ -29,7 +29,7 @@ class Layer:
         self.norms = norms
         self.attention = attention
         self.feed_forward = feed_forward
-        self.layout = shape.layout
+        self.layout = shape.known_layout
         self.dropout = shape.hidden_dropout
         self.scaled = bool(shape.settings.get("residual_multiplier"))  # Granite
 

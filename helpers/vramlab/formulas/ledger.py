@@ -12,6 +12,7 @@ added in place; a parameter keeps its gradient.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import prod
+from typing import Any
 
 from ..hardware.gpu import Chip
 from .memory import Block, Entry, Memory
@@ -25,6 +26,7 @@ PASS = "pass"  # the incoming gradient itself, summed over what was broadcast
 PART = "part"  # a view of a part of the incoming gradient
 CAST = "cast"  # a copy of the incoming gradient in the input's dtype
 ALL_OWN = (OWN,) * 8
+Saved = list[Block | None]  # what an operator keeps for backward
 PRODUCTS = ("linear", "bmm", "gemm_4bit")  # operators that cuBLAS multiplies, backward too
 
 
@@ -38,6 +40,9 @@ class Tensor:
     """
 
     __slots__ = ("block", "needs", "node", "packed", "shape", "width")
+    block: Block | None
+    node: "Node | Leaf | None"
+    packed: bool
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Tensor:
         return Tensor(self.block, shape, self.width, self.node, self.needs)
 
 
-class Parameter:
+class Parameter(Tensor):
     """A weight, whose own memory is counted elsewhere.
 
     Attributes:
@@ -71,15 +76,11 @@ class Parameter:
     __slots__ = (
         "gradient",
         "name",
-        "needs",
         "partial",
         "quantized",
-        "shape",
         "uses",
-        "width",
     )
-    # As a tensor has them, so that operators take both: its memory is elsewhere, and nothing made
-    # it.
+    # Its memory is elsewhere, and nothing made it.
     block = None
     node = None
 
@@ -122,6 +123,14 @@ class Node:
     """
 
     __slots__ = ("edges", "extra", "gradient", "op", "saved", "shape", "spike", "where")
+    edges: "list[tuple[Node | Leaf | Parameter, tuple[int, ...], int, str | int]]"
+    extra: int | Sequence[int]
+    gradient: Any
+    op: str
+    saved: Any
+    shape: tuple[int, ...]
+    spike: int | Sequence[int]
+    where: str
 
     def receive(self, ledger: "Ledger", gradient: Block) -> None:
         """Add up the gradients of all uses, in place; those of a split's pieces are joined."""
@@ -154,6 +163,7 @@ class Node:
         self.saved = None
         for receiver, _, _, _ in self.edges:
             if receiver.receive(ledger, made.pop()):
+                assert isinstance(receiver, Parameter)  # no other is ever complete
                 complete(receiver)
 
     def _gradients(self, ledger: "Ledger", recomputed: bool) -> list[Block]:
@@ -247,9 +257,9 @@ class Replay:
         self.function = function
         self.x = x
         self.count = 0
-        self.filled: list[list[Block]] | None = None
+        self.filled: list[Saved] | None = None
 
-    def give(self, ledger: "Ledger") -> list[Block]:
+    def give(self, ledger: "Ledger") -> Saved:
         """Return what the next operator saved, the last one's first."""
         if self.filled is None:
             self.filled = ledger.recompute(self)
@@ -285,7 +295,7 @@ class Ledger(Memory):
         self.cast_entries: list[Entry] = []
         self.layer_holds: list[Tensor] = []
         self.replay: Replay | None = None
-        self.refilled: list[list[Block]] | None = None
+        self.refilled: list[Saved] | None = None
         self.recomputed: list[tuple[int, int]] = []
         self.leaves: list[Leaf] = []
 
@@ -303,7 +313,7 @@ class Ledger(Memory):
     def op(
         self,
         name: str,
-        inputs: Sequence[Tensor | Parameter],
+        inputs: Sequence[Tensor],
         shape: tuple[int, ...],
         width: int,
         *,
@@ -311,7 +321,7 @@ class Ledger(Memory):
         grads: tuple[str | int, ...] = ALL_OWN,
         extra: int | Sequence[int] = 0,
         spike: int | Sequence[int] = 0,
-        view: Tensor | Parameter | None = None,
+        view: Tensor | None = None,
     ) -> Tensor:
         """Run one operator on `inputs`; return its result, a new block or a `view` of an input's.
 
@@ -322,10 +332,14 @@ class Ledger(Memory):
             spike: bytes that it needs before it makes them.
         """
         refilled = self.refilled
-        product = refilled is not None and name == "linear" and saves
-        if product and len(refilled) + 1 == self.replay.count:
+        is_last = (
+            refilled is not None
+            and self.replay is not None
+            and len(refilled) + 1 == self.replay.count
+        )
+        if refilled is not None and is_last and name == "linear" and saves:
             # Autograd saves a product's inputs, and the checkpoint ends, before it is made.
-            refilled.append([x.block for x in saves])
+            refilled.append([None if isinstance(x, bool) else x.block for x in saves])
             raise Stop
         block = self.block(name, shape, width) if view is None else view.block
         out = Tensor(block, shape, width)
@@ -334,9 +348,10 @@ class Ledger(Memory):
         edges = []
         for x, how in zip(inputs, grads, strict=False):
             if x.needs:
-                receiver = x.node
+                receiver: Node | Leaf | Parameter | None = x.node
                 # What no operator made is a parameter, which counts its uses.
-                if receiver is None:  # a parameter
+                if receiver is None:
+                    assert isinstance(x, Parameter)
                     receiver = x
                     x.uses += 1
                 edges.append((receiver, x.shape, x.width, how))
@@ -357,7 +372,9 @@ class Ledger(Memory):
         self.nodes.append(node)
         return out
 
-    def _saved(self, block: Block, saves: Sequence[Tensor | bool]) -> "list[Block] | Replay | None":
+    def _saved(
+        self, block: Block | None, saves: Sequence[Tensor | bool]
+    ) -> "Saved | Replay | None":
         """Return what a node keeps: blocks of `saves`, or the checkpoint that makes them again."""
         if not saves:
             return None
@@ -365,18 +382,19 @@ class Ledger(Memory):
         if self.replay is not None:
             self.replay.count += 1
             return self.replay
-        return [block if x is True else x.block for x in saves]
+        return [block if isinstance(x, bool) else x.block for x in saves]
 
     def _without_node(
         self,
         out: Tensor,
-        inputs: Sequence[Tensor | Parameter],
+        inputs: Sequence[Tensor],
         saves: Sequence[Tensor | bool],
     ) -> Tensor:
         """Finish an operator without gradients; or one that runs again, for what it saved."""
         out.needs = not self.no_grad and any(x.needs for x in inputs)
         if saves and out.needs:
-            self.refilled.append([out.block if x is True else x.block for x in saves])
+            assert self.refilled is not None and self.replay is not None
+            self.refilled.append([out.block if isinstance(x, bool) else x.block for x in saves])
             # That was the last operator whose inputs backward needs.
             if len(self.refilled) == self.replay.count:
                 raise Stop
@@ -392,7 +410,7 @@ class Ledger(Memory):
         self.replay = None
         return out
 
-    def recompute(self, replay: Replay) -> list[list[Block]]:
+    def recompute(self, replay: Replay) -> list[Saved]:
         """Run `replay` again; return what its operators save."""
         # Autocast keeps copies of weights for each run of its context, and a recomputation is one.
         casts = self.casts
@@ -418,6 +436,7 @@ class Ledger(Memory):
     def keep(self, parameter: Parameter) -> None:
         """Keep a complete gradient, unless it is added to one that the parameter has."""
         block = parameter.partial
+        assert block is not None
         parameter.partial = None
         # Else it is added in place to the one that is there, and freed.
         if parameter.gradient is None:
@@ -426,14 +445,16 @@ class Ledger(Memory):
 
     def backward(self, tensor: Tensor, complete: Callable[[Parameter], None]) -> None:
         """Run all operators in reverse, from a gradient for `tensor`; see `Node.run`."""
-        tensor.node.gradient = self.block("ones_like", tensor.shape, tensor.width)
+        loss = tensor.node
+        assert isinstance(loss, Node)
+        loss.gradient = self.block("ones_like", tensor.shape, tensor.width)
         # The loss lives as long as the caller names it.
-        del tensor
+        del tensor, loss
         nodes = self.nodes
         while nodes:
             node = nodes.pop()
             # An engine's hook, or a note of where a layer begins or ends.
-            if type(node) is not Node:
+            if not isinstance(node, Node):
                 node()
                 continue
             # The loss does not depend on its result.

@@ -42,9 +42,9 @@ class Entry(ref):
         "width",
     )
     allocated: int
-    birth: int | None
+    birth: int
     category: str
-    death: int | None
+    death: int
     op: str
     shape: tuple[int, ...]
     size: int
@@ -58,6 +58,7 @@ class Block:
     """Memory that is freed when the last reference goes."""
 
     __slots__ = ("__weakref__", "entry")
+    entry: Entry
 
 
 # Layers are alike, so the same few shapes come again and again.
@@ -109,7 +110,7 @@ class Memory:
         entry.shape = shape
         entry.width = width
         # Events are numbered when the last one has happened (`account`).
-        entry.birth = None
+        entry.birth = NEVER
         entry.death = NEVER
         block.entry = entry
         happens(entry)
@@ -146,7 +147,7 @@ class Memory:
         category: str = "temporaries",
     ) -> Block | None:
         """Allocate `size` bytes, or several sizes at once, while the result lives."""
-        if type(size) is not int:
+        if not isinstance(size, int):
             return self.group(op, [(part, 1) for part in size], category)
         # An empty tensor has no block.
         if size == 0:

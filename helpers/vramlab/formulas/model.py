@@ -18,7 +18,7 @@ from .engine import EMBEDDING, ROOT, TAIL, Engine
 from .feed_forward import FeedForward
 from .head import Head
 from .layer import Layer
-from .ledger import Ledger, Parameter, Tensor
+from .ledger import Leaf, Ledger, Parameter, Tensor
 from .norms import Norms
 from .numerics import BOOL, Numerics, Rows
 from .operators import Operators
@@ -65,7 +65,7 @@ class Model:
 
         self.recipe = recipe
         self.shape = shape
-        self.layout = shape.layout
+        self.layout = shape.known_layout
         self.rows = rows
         self.ledger = ledger
         self.engine = engine
@@ -242,6 +242,7 @@ class Model:
             if number == min(typical, written - 1):
                 section.end = len(ledger.events)
                 if section.more and checkpoints:  # the next layer's checkpoint holds it
+                    assert x.block is not None
                     x.block.entry.category = "activations"
                 self.sections.append(section)
                 ledger.nodes.append(partial(self._note_top, section))
@@ -258,6 +259,7 @@ class Model:
     def _come_back(self, x: Tensor) -> None:
         """Let the first layer's input go with that layer, as others' do, and then come back."""
         leaf = x.node
+        assert isinstance(leaf, Leaf)
         shape = x.shape
         width = x.width
 
@@ -281,6 +283,6 @@ def _caches(recipe: Recipe) -> list[Tensor] | None:
     caching = recipe.loop.use_cache
     if caching is None:
         caching = recipe.shape.settings.get("use_cache", True)
-    if caching and not recipe.gradient_checkpointing and recipe.shape.layout.causal:
+    if caching and not recipe.gradient_checkpointing and recipe.shape.known_layout.causal:
         return []
     return None

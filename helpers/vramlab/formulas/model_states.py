@@ -41,8 +41,8 @@ class Settings:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def __eq__(self, other: "Settings") -> bool:
-        return self.key == other.key
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self.key == other.key
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _adapters(shape: Shape, form: Format) -> Counter[_Kind]:
 
 def _row(kind: _Kind, count: int, form: Format) -> ParameterRow:
     """Return the row of `count` equal tensors."""
-    states = ()
+    states: tuple[int, ...] = ()
     if kind.trained:
         states = state_sizes(
             kind.shape,
@@ -311,14 +311,14 @@ def _can_quantize(shape: Shape, weight: Weight) -> bool:
     module, _, part = weight.name.rpartition(".")
     if weight.kind not in ("linear", "conv1d") or part != "weight" or module == shape.head:
         return False
-    return shape.layout is None or shape.layout.quantizable
+    return shape.layout is None or shape.known_layout.quantizable
 
 
 @lru_cache(maxsize=512)
 def first_layers(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """List (name, starred name, shape) of weights outside layers and in the first layers."""
-    stacks = shape.layout.stacks
-    if len(set(shape.layout.kinds)) > 1:  # each kind of attention has first layers
+    stacks = shape.known_layout.stacks
+    if len(set(shape.known_layout.kinds)) > 1:  # each kind of attention has first layers
         layers *= 2
     counts = (stack.count for stack in stacks[:-1])
     kept: set[int | None] = {None}
@@ -412,8 +412,8 @@ def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
     These are rests that it does not split off.
     """
     order = tensors_in_order(recipe)
-    parameters = []
-    states = []
+    parameters: list[int] = []
+    states: list[int] = []
     for row in order:
         parameters += row.blocks
         states += row.states

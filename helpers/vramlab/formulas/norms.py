@@ -34,7 +34,7 @@ class Norms:
         inputs = [x]
         copies = []
         for part in ("weight", "bias"):
-            affine = m.parameters.get(f"{name}.{part}")
+            affine: Tensor | None = m.parameters.get(f"{name}.{part}")
             if affine is not None:
                 affine = m.fp32(affine)
                 inputs.append(affine)
@@ -68,7 +68,7 @@ class Norms:
         del mean
         y = m.mul(y, factor)
         # Families cast back at different places, which decides how wide the last tensors are.
-        if self.shape.layout.rms_norm == "gemma":
+        if self.shape.known_layout.rms_norm == "gemma":
             shifted = m.scale(m.to(weight, FP32), "add")
             weighted = m.mul(y, shifted)
             del shifted

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
         """Return the rows of `recipe`'s micro-batch."""
         batch, tokens = recipe.rows
         # Rows of one length need no mask, and nothing is left out of them.
-        padded = ()
+        padded: tuple[int, ...] = ()
         if not recipe.joins and min(recipe.samples) < tokens:
             padded = recipe.samples
         return cls(batch, tokens, joined_samples(recipe), padded)
@@ -78,8 +78,10 @@ class Numerics:
         quantization = recipe.quantization
         attention = recipe.attn_implementation
         repeats_keys = attention == REPEATED
-        views = frozenset()
-        if not shape.layout.quantizable:  # a class of its own (`FalconLinear`), all but the head
+        views: frozenset[str] = frozenset()
+        if (
+            not shape.known_layout.quantizable
+        ):  # a class of its own (`FalconLinear`), all but the head
             modules = {name.removesuffix(".weight") for name in parameters}
             views = frozenset(modules - {shape.head})
         return cls(

@@ -5,7 +5,9 @@ autocast's two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own cast
 """
 
 from math import ceil, prod
+from typing import overload
 
+from ..hardware.kernels import FEW_ROWS
 from ..report.errors import RecipeError
 from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
 from .numerics import BOOL, Numerics
@@ -42,7 +44,7 @@ class Operators:
         self.parameters = parameters
         self.op = ledger.op
 
-    def to(self, x: Tensor | Parameter, width: int) -> Tensor | Parameter:
+    def to(self, x: Tensor, width: int) -> Tensor:
         """Cast with `x.to(dtype)`: saves nothing; the gradient is cast back."""
         # `Tensor.to` returns the tensor itself then.
         if x.width == width:
@@ -55,7 +57,13 @@ class Operators:
             grads=(CAST,),
         )
 
-    def cast(self, x: Tensor | Parameter | None) -> Tensor | Parameter | None:
+    @overload
+    def cast(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def cast(self, x: None) -> None: ...
+
+    def cast(self, x: Tensor | None) -> Tensor | None:
         """Cast an argument of a product under autocast.
 
         Copies of trained weights are cached (`cached_cast`).
@@ -70,16 +78,17 @@ class Operators:
         if x.name not in ledger.casts:
             copy = self.to(x, autocast)
             ledger.casts[x.name] = copy
+            assert copy.block is not None
             ledger.cast_entries.append(copy.block.entry)
         return ledger.casts[x.name]
 
-    def fp32(self, x: Tensor | Parameter) -> Tensor | Parameter:
+    def fp32(self, x: Tensor) -> Tensor:
         """Cast an argument of an operator on autocast's fp32 list."""
         if self.numerics.autocast is None:
             return x
         return self.to(x, FP32)
 
-    def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
         """Add: saves nothing; both get the incoming gradient, summed where they were broadcast."""
         shape = broadcast(a.shape, b.shape)
         width = max(a.width, b.width)
@@ -91,7 +100,7 @@ class Operators:
             grads=(PASS, PASS),
         )
 
-    def mul(self, a: Tensor | Parameter, b: Tensor | Parameter) -> Tensor:
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply: saves each factor for the other's gradient."""
         shape = broadcast(a.shape, b.shape)
         width = max(a.width, b.width)
@@ -318,7 +327,7 @@ class Operators:
 
     def matmul(self, a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply two activations as `bmm`, in autocast's format."""
-        a, b = [self.cast(x) for x in (a, b)]
+        a, b = self.cast(a), self.cast(b)
         return self.bmm(a, b, shape)
 
     def bmm(self, a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -336,12 +345,12 @@ class Operators:
     def product(
         self,
         x: Tensor,
-        weight: Tensor | Parameter,
-        bias: Parameter | None = None,
+        weight: Tensor,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Compute x Wᵀ + b: saves x for the weight's gradient and W for that of x."""
         # All casts are there before what was cast may go.
-        weight, bias, x = [self.cast(one) for one in (weight, bias, x)]
+        weight, bias, x = self.cast(weight), self.cast(bias), self.cast(x)
         inputs = [x, weight]
         if bias is not None:
             inputs.append(bias)
@@ -364,9 +373,10 @@ class Operators:
         # What runs inside is named after this layer in the report.
         outer = ledger.where
         ledger.where = name
-        weight = parameters[f"{name}.weight"]
+        stored = parameters[f"{name}.weight"]
+        weight: Tensor = stored
         bias = parameters.get(f"{name}.bias")
-        quantized = bool(weight.quantized)
+        quantized = bool(stored.quantized)
         # A view of the weight is no leaf, so autocast's cache does not take it.
         if name in self.numerics.views and weight.width == FP32 and self.numerics.autocast:
             weight = self.to(weight, self.numerics.autocast)
@@ -402,8 +412,8 @@ class Operators:
         del update
         return self.to(y, width)
 
-    def in_4_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-        """Unpack the weight whole for each product, forward and backward.
+    def in_4_bits(self, x: Tensor, weight: Tensor, bias: Parameter | None) -> Tensor:
+        """Unpack the weight whole for each product, forward with more than a few rows and backward.
 
         Backward unpacks into the dtype that it was loaded in, and casts that; nested scales into
         two fp32 temporaries (`bitsandbytes.autograd.MatMul4Bit`).
@@ -421,6 +431,8 @@ class Operators:
             without, biased = self.ledger.workspaces
             workspace = without if bias is None else biased
         size = whole + max(scales, workspace)
+        if prod(x.shape[:-1]) <= FEW_ROWS:
+            size = 0
         temporary = self.ledger.block("gemm_4bit", (size,), 1, "workspace")
         y = self.op(
             "gemm_4bit",
@@ -435,7 +447,7 @@ class Operators:
         return self.to(y, x.width)
 
 
-def _factors(a: Tensor | Parameter, b: Tensor | Parameter) -> list[Tensor | Parameter]:
+def _factors(a: Tensor, b: Tensor) -> list[Tensor]:
     """List what a product saves: each factor if the other one requires a gradient."""
     saved = []
     if b.needs:

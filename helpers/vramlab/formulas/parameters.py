@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from ..recipe import lora_modules
-from ..recipe.options import LoRA
+from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from . import model_states
@@ -49,7 +49,7 @@ def _first_of(parameters: dict[str, Parameter], rows: int) -> str | None:
 
 @lru_cache(maxsize=512)
 def _settings(
-    shape: Shape, dtype: str, quantization, lora: LoRA | None, layers: int
+    shape: Shape, dtype: str, quantization: Quantization | None, lora: LoRA | None, layers: int
 ) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of each, adapters last."""
     # Any optimizer does: only widths and what is trained are read.
@@ -68,7 +68,7 @@ def _settings(
     width = next((row.width for row in table if row.kind == "lora"), 0)
     for name, inside, out in lora_modules.adapted(shape, lora):
         # Adapters of layers that do not run are left out.
-        if f"{name}.weight" in names or name == shape.head:
+        if lora and (f"{name}.weight" in names or name == shape.head):
             settings.append((f"{name}.lora_A", (lora.r, inside), width, True, None))
             settings.append((f"{name}.lora_B", (out, lora.r), width, True, None))
     return settings

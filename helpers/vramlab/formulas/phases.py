@@ -60,16 +60,17 @@ class Phases:
         if self.loop.keep_outputs == "backward":
             end = {"gradients": end["gradients"]}
         highest = total(self._always, self._existing, splits.backward, rank.backward)
-        peaks = [(highest, self._cause("backward"))]
+        peaks: list[tuple[Bytes, Cause | None]] = [(highest, self._cause("backward"))]
         # DeepSpeed reduces what is left in its buffers then.
         if rank.reducing:
             reducing = {"workspace": rank.reducing}
-            cause = Cause("backward", "reduce", "", rank.reducing, "workspace")
-            peaks.append((total(self._always, self._existing, end, reducing), cause))
+            reduced = Cause("backward", "reduce", "", rank.reducing, "workspace")
+            peaks.append((total(self._always, self._existing, end, reducing), reduced))
         steps = self.recipe.gradient_accumulation_steps
         # Only the last micro-batch reduces; others hold all gradients whole.
         if self.account.engine.gathers_layers and steps > 1:
             unreduced = self.account.engine.unreduced(steps)
+            assert unreduced is not None
             peaks.append((total(self._always, _without_gradients(end), unreduced), None))
         peak, cause = max(peaks, key=_total_of_first)
         if rank.backward_end:  # gradients are divided by then

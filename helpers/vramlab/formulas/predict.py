@@ -18,6 +18,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import expandable
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse, unchecked
+from ..recipe.optimizers import BESIDE_TRAINER
 from ..recipe.options import HALF
 from ..recipe.process_context import context_of, room_on
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
@@ -113,6 +114,11 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "peft", recipe.peft, allowed
 
     allowed = "the formulas do not know it: ask simulate"
+    yield "optim", recipe.optim in BESIDE_TRAINER, allowed
+    yield "label_smoothing_factor", recipe.label_smoothing_factor, allowed
+    yield "neftune_noise_alpha", recipe.neftune_noise_alpha, allowed
+
+    allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
 
     experts = lora_modules.adapts_experts(shape, lora)
@@ -125,11 +131,17 @@ def _refusals(recipe: Recipe) -> Refusals:
         for name in LATER_OF_LORA:
             yield f"lora.{name}", getattr(lora, name), allowed
 
+    rank = sharding.rank if sharding else 0
     later = sharding and sharding.engine == "deepspeed" and sharding.stage == 1
     unset = recipe.precision in ("fp16-true", "bf16-true") and not lora
     reduced = "what a later rank keeps of gradients at stage 1 in such half precision"
     allowed = f"{reduced} is not known: ask simulate"
-    yield "sharding.rank", later and sharding.rank > 0 and unset, allowed
+    yield "sharding.rank", later and rank > 0 and unset, allowed
+
+    # A gradient larger than the bucket waits for the next one, and those of all experts are one.
+    waits = sharding and sharding.engine == "deepspeed" and sharding.stage >= 2
+    allowed = "how long DeepSpeed keeps the gradients of all experts is not known: ask simulate"
+    yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
 
     kernels = liger.kernels(recipe)
     # No formula says how ranks divide the heads of TRL and Liger.
@@ -140,9 +152,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "sharding", of_libraries, allowed
 
     # Liger has kernels for the family, of which the table says nothing.
-    unknown = kernels and liger.FAMILIES[shape.family] is None
+    untold = kernels and liger.FAMILIES[shape.family] is None
     allowed = f"the formulas do not know what Liger does in a {shape.family}: ask simulate"
-    yield "use_liger_kernel", unknown, allowed
+    yield "use_liger_kernel", untold, allowed
 
     # Under DDP and the lower stages each rank has whole copies.
     divided = sharding and (sharding.stage == 3 or sharding.engine == "fsdp")
@@ -184,6 +196,12 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
         notes.append(f"{rank}: buffers of NCCL are in the process, not in the peak")
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
+    # Nothing calls a head whose weight TRL multiplies. FSDP gathers it with what is called, but
+    # where PEFT's wrapper hides the last norm from accelerate nothing of its unit is.
+    in_units = sharding and sharding.engine == "fsdp" and recipe.trainer == "sft"
+    if in_units and recipe.lora and not recipe.shape.tied:
+        frozen = "SFTTrainer's loss gathers the frozen head by itself under FSDP"
+        notes.append(f"{frozen}, which the formulas do not know: ask simulate")
     notes += lora_modules.notes(recipe)
     if recipe.torch_compile:
         notes.append("torch_compile: activations and temporaries are those of the eager step")

@@ -4,8 +4,7 @@
 """
 
 import bisect
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from ..hardware.overhead import (
@@ -29,8 +28,9 @@ TYPICAL, WORST, WORST_SHARDED = 1.18, 1.5, 2.6
 
 @lru_cache(maxsize=4096)
 def internal_fragmentation(size: int) -> int:
-    """Return the bytes that a block holds beyond `size`, because a rest of 1 MiB or less is not
-    split off.
+    """Return the bytes that a block holds beyond `size`, of a rest that is not split off.
+
+    It is one of 1 MiB or less.
 
     From 10 MiB on a request has a segment of its own. Below, equal requests share a segment, and
     the rest that the last of them holds is divided among them. Up to 1 MiB there is none.
@@ -43,10 +43,9 @@ def internal_fragmentation(size: int) -> int:
 
 
 def pack(sizes: Iterable[int]) -> int:
-    """Return the bytes allocated for requests of `sizes`, one after the other, none of which is
-    freed.
-    """
-    total, rests = 0, []
+    """Return the bytes allocated for requests of `sizes` in turn, none of which is freed."""
+    total = 0
+    rests: list[int] = []
     for size in sizes:
         if size > SMALL_BLOCK:
             i = bisect.bisect_left(rests, size)
@@ -59,9 +58,10 @@ def pack(sizes: Iterable[int]) -> int:
     return total
 
 
-def reserved(blocks: Counter, peak: int, sharded: bool = False) -> Interval:
-    """Estimate the peak of `torch.cuda.memory_reserved` from the blocks (size to count) of a peak
-    of `peak` bytes.
+def reserved(blocks: Mapping[int, int], peak: int, sharded: bool = False) -> Interval:
+    """Estimate the peak of reserved memory from a peak's blocks (size to count) and bytes.
+
+    That is `torch.cuda.memory_reserved`.
 
     Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST.
     Sequences of varying length fragment further.

@@ -82,13 +82,13 @@ def predict_run(
             know.
     """
     recipe = as_recipe(recipe)
-    lengths = samples.check_lengths("lengths", list(lengths))
+    checked = samples.check_lengths("lengths", list(lengths))
     if train_sampling_strategy not in SAMPLING:
         allowed = "allowed are " + ", ".join(SAMPLING)
         raise RecipeError("train_sampling_strategy", train_sampling_strategy, allowed)
-    kept = lengths
+    kept = list(checked)
     if recipe.packing or not recipe.padding_free:  # SFTTrainer does not cut what it only joins
-        kept = [min(length, recipe.seq_len) for length in lengths]
+        kept = [min(length, recipe.seq_len) for length in checked]
     dealt = _dealt(recipe, kept, train_sampling_strategy, seed)
 
     shape = partial(
@@ -116,6 +116,7 @@ def predict_run(
     computed = [prod(shape(batch)) for batch in dealt]
     trained = sum(sum(batch) for batch in dealt)
     reserved = largest.reserved
+    assert isinstance(reserved, Interval)  # as predict gives it
     if len(set(computed)) > 1:
         likely = int(reserved.value * TYPICAL)
         reserved = Interval(reserved.low, likely, int(reserved.value * WORST))
@@ -126,7 +127,7 @@ def predict_run(
         micro_batches=len(dealt),
         tokens=trained,
         padding=sum(computed) - trained,
-        cut=sum(lengths) - trained,
+        cut=sum(checked) - trained,
     )
 
 
@@ -136,11 +137,11 @@ def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list
     from torch.utils.data import RandomSampler
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    rows = [(length,) for length in lengths]
+    rows: list[Samples] = [(length,) for length in lengths]
     if recipe.packing:
         rows = _packed(recipe, lengths)
     generator = torch.Generator().manual_seed(seed)
-    order = range(len(rows))
+    order: Iterable[int] = range(len(rows))
     if strategy == "group_by_length":
         together = recipe.batch_size * recipe.gradient_accumulation_steps
         tokens = [sum(row) for row in rows]

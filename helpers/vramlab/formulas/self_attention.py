@@ -29,12 +29,13 @@ class SelfAttention:
         self.norms = norms
         self.kernels = kernels
         self.shape = shape
-        self.layout = shape.layout
+        self.layout = shape.known_layout
         self.caches = caches
 
     def run(self, at: Modules, x: Tensor, mask: Tensor | None, table: Table | None) -> Tensor:
         """Project, rotate and cache where the model does, attend, and project back."""
         if "kv_a" in at:
+            assert table is not None  # all such models have rotary positions
             q, k, v = self._latent(at, x, table)
         else:
             q, k, v = self._by_head(at, x, table)
@@ -100,17 +101,17 @@ class SelfAttention:
         The compressed ones are what is cached.
         """
         m = self.operators
-        setting = self.shape.settings.get
+        settings = self.shape.settings
         b, tokens, _ = x.shape
         heads = self.shape.num_heads
         rope = self.shape.head_dim
-        nope = setting("qk_nope_head_dim")
+        nope = settings["qk_nope_head_dim"]
         # Queries and keys of a head have a part without positions, and one that is rotated.
         plain = (b, heads, tokens, nope)
         rotated = (b, heads, tokens, rope)
         both = (b, heads, tokens, nope + rope)
-        values = (b, heads, tokens, setting("v_head_dim"))
-        compressed = (b, tokens, setting("kv_lora_rank"))
+        values = (b, heads, tokens, settings["v_head_dim"])
+        compressed = (b, tokens, settings["kv_lora_rank"])
         shared = (b, 1, tokens, rope)  # all heads share the rotated part of the keys
 
         q = self._latent_queries(at, x)

@@ -21,6 +21,7 @@ from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from . import fsdp, model_states
 from .deepspeed import deepspeed_bytes
+from .engine import sharding_of
 from .model_states import ParameterRow, RankBytes, Settings, tensors_in_order
 from .reserved import internal_fragmentation, pack
 from .step import step_temporaries
@@ -121,7 +122,7 @@ def _ddp(recipe: Recipe) -> RankBytes:
 def _fsdp(recipe: Recipe) -> RankBytes:
     """Hold padded shards of weights, states of this rank's rows, flat shards of gradients."""
     # All of it is on the host.
-    if recipe.sharding.offload:
+    if sharding_of(recipe).offload:
         return RankBytes(0, 0, 0, 0)
     shards = []
     for row in model_states.parameter_table(recipe):
@@ -150,7 +151,7 @@ def _fsdp(recipe: Recipe) -> RankBytes:
 
 def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     """Return what the recipe's rank has of the tensors of `row`."""
-    sharding = recipe.sharding
+    sharding = sharding_of(recipe)
     ranks = sharding.world_size
     shape = fsdp.own(row.shape, ranks, sharding.rank)
     if row.quantized:
@@ -158,7 +159,7 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         blocks = (rounded(ceil(numbers / ranks)), *scales)  # the quantization state is not divided
     else:
         blocks = (rounded(fsdp.padded(row.shape, ranks) * row.width),)
-    states = ()
+    states: tuple[int, ...] = ()
     if row.trained:
         states = state_sizes(
             shape,
@@ -174,7 +175,7 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
 
 def _unit_gradients(recipe: Recipe) -> list[int]:
     """List the bytes of each unit's shard of gradients."""
-    ranks = recipe.sharding.world_size
+    ranks = sharding_of(recipe).world_size
     units: Counter[str] = Counter()  # with * for the number of a layer, all layers together
     for row in model_states.parameter_table(recipe):
         if row.trained:

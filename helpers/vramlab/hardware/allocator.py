@@ -315,8 +315,9 @@ def _pools_of(
 
 
 def without_sharing(sizes: np.ndarray, streams: np.ndarray) -> int:
-    """Return the bytes of segments for a log (as for `replay`) if none served requests of two
-    sizes.
+    """Return the bytes of a log's segments if none served requests of two sizes.
+
+    The log is as for `replay`.
 
     Each size then has the segments of its own most blocks at a time. Reuse across sizes depends on
     which block is free at which moment, which a step that differs a little from the log decides

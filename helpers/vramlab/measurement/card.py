@@ -216,6 +216,9 @@ def run_card(
 
     def why_not(piece: Piece) -> str:
         reason = piece.cannot(here.gpu)
+        if run.source != "measured" and piece.recipe and piece.recipe.rollouts:
+            # `_calculate_rewards` of TRL then looks for the completion without one
+            reason = "a stand-in computes no values, so TRL finds rewards to be missing"
         if reason or not (here.gpu and estimate and piece.recipe and piece.kind == "recipe"):
             return reason
         is_larger = estimate(piece.recipe) > here.gpu.total

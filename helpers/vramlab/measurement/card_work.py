@@ -1,5 +1,6 @@
-"""What finds each kind of fact (`facts.py`), on CUDA in a process of its own that has not touched
-the card yet.
+"""What finds each kind of fact (`facts.py`), on CUDA in a process of its own.
+
+It has not touched the card yet.
 """
 
 import gc
@@ -17,11 +18,13 @@ import torch
 
 from ..hardware.gpu import source_of
 from ..hardware.nvml import Sensors, nvml_snapshot
+from ..recipe.generation import Generation
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import MeasurementError
 from ..report.report import MiB, format_bytes
 from ..training.engine import Training
+from ..training.generation import build_generation
 from ..training.models import meta_model, weight_dtype
 from ..training.training import build, train_step
 from .facts import Fact
@@ -66,8 +69,9 @@ def state(before: Sensors) -> dict[str, Any]:
 
 
 def nvidia_smi() -> int | None:
-    """Return what nvidia-smi shows as this card's memory in use; None where there is no such
-    program, or it cannot tell.
+    """Return what nvidia-smi shows as this card's memory in use.
+
+    None where there is no such program, or it cannot tell.
     """
     if not shutil.which("nvidia-smi"):
         return None
@@ -204,8 +208,9 @@ def steps(
 
 
 def under_load(training: Training, seconds: float) -> dict[str, Any]:
-    """Sensors read every BETWEEN seconds while steps of so many `seconds` run, for SAMPLED seconds
-    at least.
+    """Sensors read every BETWEEN seconds, for SAMPLED seconds at least.
+
+    Meanwhile steps of so many `seconds` run.
     """
     read: list[Sensors] = []
     done = threading.Event()
@@ -232,8 +237,9 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
 
 
 def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Double the recipe's batch until a step fails for want of memory, which gives PyTorch's own
-    message.
+    """Double the recipe's batch until a step fails for want of memory.
+
+    That gives PyTorch's own message.
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
     for _ in range(MOST_DOUBLINGS):
@@ -246,8 +252,9 @@ def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]
 
 
 def failed_step(recipe: Recipe) -> dict[str, Any]:
-    """Train two steps; return which failed, its message and the card before it, or {} if both
-    passed.
+    """Train two steps; return which failed, its message and the card before it.
+
+    {} if both passed.
     """
     torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {"batch_size": recipe.batch_size}
@@ -276,8 +283,9 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
 
 
 def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Load the 4-bit base of `recipe` with `from_pretrained`, from a checkpoint of zeros in the
-    published layout.
+    """Load the 4-bit base of `recipe` with `from_pretrained`.
+
+    It is read from a checkpoint of zeros in the published layout.
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
     import_libraries(trained)
@@ -311,6 +319,35 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def generation(
+    before: Sensors, recipe: dict[str, Any], prompt: int, new_tokens: int
+) -> dict[str, Any]:
+    """Answer a batch of prompts, of so many tokens with so many more."""
+    model = rebuild(Recipe, "recipe", recipe)
+    import_libraries(model)
+    started = build_generation(model, Generation(prompt, new_tokens), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    peaks: list[dict[str, int]] = []
+
+    def on_step(made: int, cache: Any) -> None:
+        if made in (1, new_tokens):
+            stats = torch.cuda.memory_stats()
+            names = ("allocated", "requested", "reserved")
+            peaks.append({name: stats[f"{name}_bytes.all.peak"] for name in names})
+            torch.cuda.reset_peak_memory_stats()
+
+    start = time.perf_counter()
+    started.run(new_tokens, on_step)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    prefill, decode = peaks
+    found = state(before) | {name: max(prefill[name], decode[name]) for name in prefill}
+    apart = {"prefill": prefill["allocated"], "decode": decode["allocated"]}
+    return found | apart | {"seconds": seconds}
+
+
 def write_checkpoint(recipe: Recipe, folder: Path, dtype: torch.dtype) -> int:
     """Write zeros as the weights of the unquantized model; return their bytes.
 
@@ -341,4 +378,5 @@ WORK: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": steps,
     "out_of_memory": run_out_of_memory,
     "loading": loading,
+    "generation": generation,
 }

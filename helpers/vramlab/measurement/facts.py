@@ -1,5 +1,7 @@
-"""Facts of a card that no report of a training step holds: what a CUDA context takes, ten times of
-a step with power and clocks, a run that goes out of memory, what loading a base in 4 bits takes.
+"""Facts of a card that no report of a training step holds.
+
+What a CUDA context takes, ten times of a step with power and clocks, a run that goes out of memory,
+what loading a base in 4 bits takes, what `generate` holds.
 
 A kind of fact is an entry of ASKED, of FOUND and of `card_work.WORK`; sizes are bytes, times
 seconds.
@@ -96,6 +98,7 @@ ASKED: dict[str, dict[str, Check]] = {
     },
     "out_of_memory": {"recipe": is_recipe},
     "loading": {"recipe": is_recipe},
+    "generation": {"recipe": is_recipe, "prompt": is_count, "new_tokens": is_count},
 }
 FOUND: dict[str, dict[str, Check]] = {
     "context": STATE,
@@ -126,13 +129,23 @@ FOUND: dict[str, dict[str, Check]] = {
     # returned
     "loading": STATE
     | {"requested": is_size, "kept": is_size, "file": is_size, "seconds": is_number},
+    # allocated, requested, reserved: the peaks of `generate`; of allocated also apart, up to the
+    # first token and for all after it
+    "generation": STATE
+    | {
+        "requested": is_size,
+        "prefill": is_size,
+        "decode": is_size,
+        "seconds": is_number,
+    },
 }
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What was `asked` of a card and what was `found`; `source` as a report's ("measured", or
-    "emulated").
+    """What was `asked` of a card and what was `found`.
+
+    `source` as a report's ("measured", or "emulated").
     """
 
     kind: str
@@ -158,8 +171,9 @@ class Fact:
 
     @property
     def outside(self) -> int | None:
-        """Return the bytes of the device that this process took outside torch's allocator; None
-        where nobody tells.
+        """Return the bytes of the device that this process took outside torch's allocator.
+
+        None where nobody tells.
         """
         if self.found.get("process") is not None:
             return self.found["process"] - self.found["reserved"]
@@ -203,9 +217,7 @@ class Fact:
 
 
 def _check_values(part: str, values: Any, checks: dict[str, Check]) -> None:
-    """Raise ReportError unless `values` has exactly the names of `checks`, each with a value that
-    passes.
-    """
+    """Raise ReportError unless `values` has the names of `checks`, and each value passes."""
     if not isinstance(values, dict) or values.keys() != checks.keys():
         raise ReportError(
             f"what it {'was asked' if part == 'asked' else 'found'} must be {', '.join(checks)}"

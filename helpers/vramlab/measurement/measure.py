@@ -9,6 +9,7 @@ from typing import Any
 
 from ..hardware import host
 from ..hardware.gpu import current_device, source_of
+from ..recipe.generation import Generation, as_generating
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, format_bytes
@@ -59,8 +60,7 @@ def measure(
     for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise RecipeError(name, value, f"measure needs a whole number of at least {least}")
-    if device not in (None, "cuda", "cpu"):
-        raise RecipeError("device", device, "allowed are 'cuda', 'cpu' and None")
+    _check_device(device)
     if recorded:
         return _record_of(recipe, "recorded=True asks for no run")
     if recipe.rollouts and recipe.rollouts.use_vllm:
@@ -81,6 +81,55 @@ def measure(
         here.gpu.require(recipe.precision)
     order = {"recipe": recipe, "repeats": repeats, "warmup": warmup, "device": device}
     return run_here(order, timeout)
+
+
+def _check_device(device: str | None) -> None:
+    if device not in (None, "cuda", "cpu"):
+        raise RecipeError("device", device, "allowed are 'cuda', 'cpu' and None")
+
+
+def measure_generation(
+    recipe: Recipe | Any,
+    prompt: int = Generation.prompt,
+    new_tokens: int = Generation.new_tokens,
+    *,
+    device: str | None = None,
+    timeout: float = 1800,
+    **options: Any,
+) -> Report:
+    """Measure memory and speed of `generate` here, in a fresh process.
+
+    Its phases are those of `simulate_generation`, whose arguments it takes; `speed` is of a
+    decoding step.
+
+    Args:
+        device: "cuda" or "cpu"; None takes CUDA where there is one.
+        timeout: seconds after which the process is ended.
+        options: other fields of `Generation`.
+    Raises:
+        MeasurementError: it failed; the message says why.
+        RecipeError: a model that does not generate, or an argument that is out of range.
+    """
+    generation = Generation(prompt, new_tokens, **options)
+    recipe = as_generating(recipe)
+    generation.check_model(recipe)
+    if new_tokens < 2:
+        raise RecipeError(
+            "generation.new_tokens", new_tokens, "the first step is not timed: take 2"
+        )
+    _check_device(device)
+    here = current_device()
+    device = device or here.kind
+    reason = cannot(recipe, device)
+    if device == "cuda" != here.kind:
+        reason = "torch sees no CUDA device here"
+    if reason:
+        rest = "simulate_generation() describes it anywhere"
+        raise MeasurementError(f"{recipe} does not generate here because {reason}; {rest}.")
+    if device == "cuda" and here.gpu:
+        here.gpu.require(recipe.precision)
+    order = {"recipe": recipe, "generation": generation, "device": device}
+    return run_here(order, timeout, function="run_generation")
 
 
 def _record_of(recipe: Recipe, reason: str, look: bool = True) -> Report:
@@ -140,9 +189,12 @@ def operations(recipe: Recipe) -> int:
 
 
 def run_here(
-    order: dict[str, Any], timeout: float = 1800, launcher: Launcher | None = None
+    order: dict[str, Any],
+    timeout: float = 1800,
+    launcher: Launcher | None = None,
+    function: str = "run",
 ) -> Report:
-    """Have fresh processes measure `order`, the arguments of `worker.run`.
+    """Have fresh processes measure `order`, the arguments of the worker's `function`.
 
     All ranks, or one where there are fewer GPUs. Return the report of the recipe's rank; memory
     that runs out on any gives status "oom". `launcher`: one that has run nothing yet, and is ended
@@ -156,7 +208,8 @@ def run_here(
     ranks = recipe.sharding.world_size if recipe.sharding else 1
     if device == "cuda" and ranks > torch.cuda.device_count():
         ranks = 1
-    function = "run_rank" if ranks > 1 else "run"
+    if ranks > 1:
+        function = "run_rank"
     # Without more of them, a killed child was killed by somebody.
     kills = oom_kills()
     try:

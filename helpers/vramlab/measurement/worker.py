@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ import torch
 from ..hardware.gpu import source_of
 from ..hardware.host import memory
 from ..hardware.nvml import Sensors, nvml_snapshot
+from ..recipe.generation import Generation
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..report.report import Report, environment, format_bytes
 from ..training.engines import engine_of
 from ..training.models import build_model
 from ..training.process_group import one_rank_of, real_rank
+from .generation_passes import clean_generation, tracked_generation
 from .launch import RankError
 from .measurement_passes import clean_pass, tracked_pass
 
@@ -92,6 +95,20 @@ def on_rank(recipe: Recipe, rank: int) -> Recipe:
     return recipe.replace(sharding=dataclasses.replace(recipe.sharding, rank=rank))
 
 
+def run_generation(recipe: Recipe, generation: Generation, device: str) -> Report:
+    """Measure a generation in this process.
+
+    Running out of memory gives a report with status "oom".
+    """
+    before = nvml_snapshot()
+
+    def passes() -> Report:
+        truth = clean_generation(recipe, generation, device, before)
+        return tracked_generation(recipe, generation, device, truth)
+
+    return _reported(passes, recipe, device, before)
+
+
 def _both_passes(
     recipe: Recipe,
     repeats: int,
@@ -99,11 +116,24 @@ def _both_passes(
     device: str,
     before: Sensors,
 ) -> Report:
+    def passes() -> Report:
+        truth = clean_pass(recipe, repeats, warmup, device, before)
+        return tracked_pass(recipe, device, truth)
+
+    return _reported(passes, recipe, device, before)
+
+
+def _reported(
+    passes: Callable[[], Report],
+    recipe: Recipe,
+    device: str,
+    before: Sensors,
+) -> Report:
+    """Return the report of `passes`, or that memory ran out."""
     torch.manual_seed(0)
     import_libraries(recipe)
     try:
-        truth = clean_pass(recipe, repeats, warmup, device, before)
-        report = tracked_pass(recipe, device, truth)
+        report = passes()
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         message = out_of_memory(error, device)
         if not message:

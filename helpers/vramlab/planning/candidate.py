@@ -189,7 +189,10 @@ class Candidate:
     def interval_with(self, expandable_segments: bool) -> Interval:
         """Return the same with the allocator's setting."""
         report = self._best_known()
-        if not expandable_segments:
+        rollouts = self.recipe.rollouts
+        # vLLM has pools of its own, and what it takes is not known to the byte
+        beside_vllm = rollouts and rollouts.is_colocated
+        if beside_vllm or not expandable_segments:
             return Interval.of(report.process or 0)
         peak = max(report.allocated or 0, report.peak.total)
         error = 1.0
@@ -269,10 +272,12 @@ def simulate_briefly(
         if layers > deepest and not may_be_deepened(recipe, "cuda"):
             why = f"none of {layers} layers can stand for another in this recipe"
             return f"{why}; plan simulates up to {deepest}"
-        # The second micro-batch adds to gradients that are there, as all later ones do.
-        steps = min(2, recipe.gradient_accumulation_steps)
+        if not recipe.rollouts:  # of which all micro-batches are sampled at once
+            # The second micro-batch adds to gradients that are there, as all later ones do.
+            steps = min(2, recipe.gradient_accumulation_steps)
+            recipe = recipe.replace(gradient_accumulation_steps=steps)
         return simulate(
-            recipe.replace(gradient_accumulation_steps=steps),
+            recipe,
             gpu=question.gpu,
             other_memory=max(0, usable_memory(question.gpu) - question.usable),
         )

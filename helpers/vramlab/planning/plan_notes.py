@@ -20,6 +20,8 @@ def notes_on_question(
 ) -> Iterator[str]:
     """Yield what to know about the question itself."""
     yield from _as_fast(choices)
+    if question.plain.rollouts:
+        yield "tokens/s are of training alone: what sampling the completions takes is not in them"
     yield from _about_the_card(question)
     yield from _about_kernels(question, [choice.recipe for choice in choices])
     if question.lengths:

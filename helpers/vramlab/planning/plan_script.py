@@ -36,7 +36,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 # (TRL's own where preferences are learned). By module: what a program may import.
 PROGRAMS = json.loads((TEMPLATES / "programs.json").read_text(encoding="utf-8"))
 ADAPTERS_TIMES = 10  # the learning rate of full training (chapter 05)
-OPTIONAL = ("peft", "trl", "bitsandbytes", "deepspeed", "liger-kernel")
+OPTIONAL = ("peft", "trl", "bitsandbytes", "deepspeed", "liger-kernel", "vllm")
 TESTED = ("torch", "transformers", "accelerate", "datasets", *OPTIONAL)
 PER_NODE = 8  # GPUs
 
@@ -298,13 +298,21 @@ def _unseen(recipe: Recipe) -> Arguments:
     if recipe.lengths:
         shortest = int(recipe.lengths[-1])
         unseen["lengths"] = Code(f"(TOKENS,) * {recipe.batch_size - 1} + ({shortest},)")
-    default = Recipe(recipe.model, recipe.batch_size, trainer=recipe.trainer)
+    default = Recipe(
+        recipe.model,
+        recipe.batch_size,
+        gradient_accumulation_steps=recipe.gradient_accumulation_steps,
+        trainer=recipe.trainer,
+        rollouts=recipe.rollouts,
+    )
     # Only what differs from a recipe that is given nothing.
     lines = python_arguments(recipe, default, literal=literal)
     sources = dict(line.split("=", 1) for line in lines)
     for name in ("dtype", "attn_implementation", "lora", "peft", "quantization", "sharding"):
         if name in sources:
             unseen[name] = Code(sources[name])
+    if recipe.rollouts:
+        unseen["rollouts"] = Code('{"prompt_length": PROMPT}')
     return unseen
 
 

@@ -13,8 +13,8 @@ from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memory
 from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules, peft_methods
-from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob
-from ..recipe.options import LoRA
+from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
+from ..recipe.options import GENERATING, LoRA, Rollouts
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
     ATTENTION,
@@ -50,6 +50,13 @@ ENGINES = ("ddp", "fsdp", "deepspeed")
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")
 
 
+def without_rollouts(recipe: Recipe) -> Recipe:
+    """Return the recipe of SFTTrainer, by which formulas count the training of one that samples."""
+    if recipe.rollouts is None:
+        return recipe
+    return unchecked(recipe, trainer="sft", rollouts=None)
+
+
 @documented
 @dataclass
 class Question:
@@ -74,6 +81,7 @@ class Question:
     liger: bool = knob(True)
     lora: LoRA = knob(RANK)
     peft: Peft | None = same_knob(Recipe, "peft")
+    rollouts: Rollouts | None = knob(None)
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
@@ -95,10 +103,13 @@ class Question:
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
             self.lora = dataclasses.replace(RANK, **fields)
         method = peft_methods.read(self.peft)
-        is_lora = isinstance(method, LoRA)
-        self.peft = None if is_lora else method
-        if is_lora:
+        if isinstance(method, LoRA):
+            self.peft = None
             self.lora = method
+        else:
+            self.peft = method
+        if isinstance(self.rollouts, Mapping):
+            self.rollouts = Rollouts(**self.rollouts)
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
@@ -120,7 +131,7 @@ class Question:
     def _check_together(self) -> None:
         """Refuse what is allowed by itself but not with the rest of the question."""
         # Raises RecipeError for what the formulas do not know of the trainer.
-        with_its_adapters(self.plain)
+        with_its_adapters(without_rollouts(self.plain))
         if self.trainer not in ("transformers", "sft") and self.gpus > 1:
             rest = f"with trainer={self.trainer!r} one device is modelled so far"
             raise RecipeError("gpus", self.gpus, rest)
@@ -179,9 +190,12 @@ class Question:
             longest = self.lengths[-1]
             positions = Recipe(self.model, task=self.task).shape.max_positions
             seq_len = min(longest, positions or longest)
+        samples = self.trainer in GENERATING
         return Recipe(
             self.model,
             batch_size=least,
+            gradient_accumulation_steps=self.samples_per_gpu if samples else 1,
+            rollouts=self.rollouts,
             seq_len=seq_len,
             task=self.task,
             num_layers=self.num_layers,

@@ -25,7 +25,7 @@ from ..recipe.recipe import LATER_OF_LORA, Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from ..report.report import format_bytes
-from .question import FLASH_SINCE, Question
+from .question import FLASH_SINCE, Question, without_rollouts
 from .step_time import walk
 from .step_traffic import paged_bytes
 
@@ -65,6 +65,7 @@ def families(
     refused = [] if refused is None else refused
     fixed = {
         "batch_size": question.samples_per_gpu,
+        "gradient_accumulation_steps": 1,
         "lora": None if method == "full" or question.peft else question.lora,
         "peft": None if method == "full" else question.peft,
     }
@@ -77,7 +78,7 @@ def families(
         fields |= _implied(question, method, fields)
         try:  # the model, the base or the trainer cannot have it
             family = question.plain.replace(**fixed, **fields)
-            with_its_adapters(family)
+            with_its_adapters(without_rollouts(family))
         except RecipeError as error:
             refused.append(f"{error.field} {error.value!r}: {error.allowed}")
             continue
@@ -152,8 +153,10 @@ def _kernels(question: Question) -> list[str]:
 def counted_as(recipe: Recipe) -> Recipe:
     """Return the recipe by which formulas count.
 
-    Adapters that they do not know stand as plain ones on all linear layers.
+    Adapters that they do not know stand as plain ones on all linear layers, what is sampled as
+    given.
     """
+    recipe = without_rollouts(recipe)
     if recipe.peft:
         return unchecked(recipe, lora=LoRA(target_modules="all-linear"), peft=None)
     lora = recipe.lora
@@ -271,6 +274,8 @@ def without_switches(
     card: Gpu,
 ) -> dict[str, int]:
     """Return by switch that is on in `recipe` what leaving it out adds to the predicted peak."""
+    if recipe.rollouts:  # the peak may be where it samples
+        return {}
     recipe = counted_as(recipe)
     before = predict(recipe, card).peak.total
     added = {}
@@ -312,6 +317,8 @@ def to_install(recipe: Recipe) -> Iterator[str]:
         yield "bitsandbytes"
     if recipe.trainer in TRL:
         yield "trl"
+    if recipe.rollouts and recipe.rollouts.is_colocated:
+        yield "vllm"
     if recipe.attn_implementation == "flash_attention_2":
         yield "flash-attn"
     if recipe.sharding and recipe.sharding.engine == "deepspeed":

@@ -39,11 +39,11 @@ def class_of(names: Iterable[str], trainer: str | None = None) -> str:
     if trainer is not None:
         of_trainer = [name for name in able if TRAINERS.get(name) == trainer]
         candidates = of_trainer[:1] or candidates
-    classes = " or ".join(candidates)
     if not any(name in TRAINERS for name in candidates):
-        raise RecipeError("args", classes, unmodelled())
+        raise RecipeError("args", " or ".join(candidates), unmodelled())
     # an experimental class with the fields of GRPOConfig, GMPOConfig, trains as that does
     candidates = [name for name in candidates if name in TRAINERS]
+    classes = " or ".join(candidates)
     if len(candidates) > 1:
         marks = ", ".join(sorted(said))
         rest = f"the fields {marks} do not say which: say --trainer, or write all fields as "

@@ -17,7 +17,7 @@ from .configuration import read_json_file
 from .deepspeed_config import check_dtype, deepspeed_config
 from .fields import RecipeFields
 from .knobs import knobs
-from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
+from .optimizers import BESIDE_TRAINER, DROPPED, MODELLED, OWN, optimizer_arguments
 from .options import GENERATING, TRL, Loop, Rollouts, Sharding
 
 # What moves memory and no recipe says, and what moves none; every field is in one of these or in a
@@ -124,7 +124,10 @@ def _check_loop(loop: Loop) -> None:
 
 
 def _check_options(recipe: RecipeFields, options: Mapping[str, float]) -> None:
-    """Raise RecipeError for arguments of an optimizer that the Trainer drops."""
+    """Raise RecipeError for an optimizer that the Trainer does not make, or arguments it drops."""
+    if recipe.optim in BESIDE_TRAINER:
+        rest = "TrainingArguments has no name for it: give the Trainer its optimizers"
+        raise RecipeError("optim", recipe.optim, rest)
     lost = [name for name in options if name in DROPPED]
     if lost:
         passed = [name for name in MODELLED[recipe.optim].arguments if name not in DROPPED]
@@ -249,7 +252,10 @@ def _rollouts(args: Any, given: Rollouts | Mapping | None) -> Rollouts:
     # as the arguments fill it in
     if said["steps_per_generation"] == args.gradient_accumulation_steps:
         said["steps_per_generation"] = None
-    said |= vars(given) if isinstance(given, Rollouts) else given or {}
+    if isinstance(given, Rollouts):
+        said |= vars(given)
+    else:
+        said |= given or {}
     return Rollouts(**said)
 
 

@@ -1,5 +1,6 @@
-"""Names of the Hugging Face hub: which catalogued architecture one shares, and what lies in the
-local cache.
+"""Names of the Hugging Face hub.
+
+Which catalogued architecture one shares, and what lies in the local cache.
 
 Nothing here asks the network but `download`, which is called where the user says so.
 """
@@ -21,8 +22,9 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # organisation/model
 
 
 def stems(name: str) -> Iterator[str]:
-    """Yield a model's name without organisation in lower case, then with one ending after the other
-    left out.
+    """Yield a model's name without organisation, then without one ending after the other.
+
+    All are in lower case.
     """
     stem = name.lower().rpartition("/")[2]
     yield stem
@@ -32,7 +34,8 @@ def stems(name: str) -> Iterator[str]:
 
 
 def shared_entry(name: str, spellings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Return the catalogue's entry whose architecture `name` shares, and the settings that differ;
+    """Return the catalogue's entry whose architecture `name` shares, and the settings that differ.
+
     None where none does.
 
     A name with an ending of KNOWN's only is taken for one of the entry without it.
@@ -60,8 +63,9 @@ def cache_folder() -> Path:
 
 
 def cached_config(name: str) -> Path | None:
-    """Return the path of the config.json that the local cache has of a hub's name, of its main
-    revision first.
+    """Return the path of the config.json in the local cache of a hub's name.
+
+    Its main revision comes first.
     """
     if not HUB_NAME.fullmatch(name) or ".." in name or len(name) > LONGEST:
         return None

@@ -1,4 +1,4 @@
-"""The optimizers of `transformers.training_args.OptimizerNames`.
+"""The optimizers of `transformers.training_args.OptimizerNames`, and some that it lacks.
 
 What each does to memory is in `data/optimizers.json`, or why it is refused.
 """
@@ -37,8 +37,12 @@ class Optimizer(NamedTuple):
 
 
 _TABLE = json.loads(data_path("optimizers.json").read_text(encoding="utf-8"))
-MODELLED = {name: Optimizer.of(row) for name, row in _TABLE["modelled"].items()}
-OPTIMIZERS = tuple(MODELLED)
+MODELLED = {}
+for _rows in ("modelled", "beside_trainer"):
+    for _name, _row in _TABLE[_rows].items():
+        MODELLED[_name] = Optimizer.of(_row)
+OPTIMIZERS = tuple(_TABLE["modelled"])
+BESIDE_TRAINER = tuple(_TABLE["beside_trainer"])  # that the Trainer has no name for
 REFUSED = _TABLE["refused"]
 ALIASES = _TABLE["aliases"]
 # Those that `Trainer` drops without a word (transformers/trainer_optimizer.py).

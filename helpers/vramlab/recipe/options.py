@@ -188,6 +188,11 @@ class Rollouts:
         for name in ("temperature", "top_p", "beta", "vllm_gpu_memory_utilization"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
+    @property
+    def is_colocated(self) -> bool:
+        """Whether vLLM samples on the trainer's own card."""
+        return self.use_vllm and self.vllm_mode == "colocate"
+
     def words(self) -> str:
         """Return its part of `str(recipe)`."""
         lengths = f"{self.prompt_length} + {self.max_completion_length} tokens"

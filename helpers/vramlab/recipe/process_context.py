@@ -1,5 +1,7 @@
-"""What a recipe's process holds outside torch's allocator: its libraries and ranks, as
-`hardware.contexts` asks for them; and what it may have of a card."""
+"""What a recipe's process holds outside torch's allocator.
+
+Its libraries and ranks, as `hardware.contexts` asks for them; and what it may have of a card.
+"""
 
 from ..hardware.contexts import CONVOLUTIONS, TRAINING, Room, context_on
 from ..hardware.gpu import Gpu, usable_memory
@@ -15,8 +17,9 @@ FLASH_SINCE = (
 
 
 def context_of(recipe: Recipe | None, card: Gpu | None) -> Interval:
-    """Return the bytes outside the allocator of one rank of `recipe`; None: of any training on
-    `card`.
+    """Return the bytes outside the allocator of one rank of `recipe`; None.
+
+    Of any training on `card`.
     """
     if recipe is None:
         return context_on(card)
@@ -37,10 +40,12 @@ def _loaded(recipe: Recipe, card: Gpu | None) -> str:
 
 
 def loads_whole(recipe: Recipe) -> bool:
-    """Return whether each of FSDP's ranks holds the whole model until it is sharded: a loop of
-    one's own moves it to the device first. The Trainer leaves that to `fully_shard`, which moves
-    one unit at a time and shards it
-    (`torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device`)."""
+    """Return whether each of FSDP's ranks holds the whole model until it is sharded.
+
+    A loop of one's own moves it to the device first. The Trainer leaves that to `fully_shard`,
+    which moves one unit at a time and shards it
+    (`torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device`).
+    """
     sharding = recipe.sharding
     if sharding is None or sharding.engine != "fsdp" or recipe.loop.name == "trainer":
         return False
@@ -53,8 +58,9 @@ def room_on(
     other_memory: int = 0,
     expandable_segments: bool = False,
 ) -> Room | None:
-    """Return what the process may have of `card`, of which others hold `other_memory` bytes; None
-    without a card.
+    """Return what the process may have of `card`, of which others hold `other_memory` bytes.
+
+    None without a card.
 
     Raises RecipeError where others hold all of it.
     """

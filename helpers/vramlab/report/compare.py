@@ -4,12 +4,12 @@ Each report has its difference from the strongest witness.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from . import html
+from .difference import cause_notes, library_notes, tensor_notes
 from .errors import ReportError
 from .report import (
     ALL_PHASES,
@@ -19,7 +19,6 @@ from .report import (
     Interval,
     Phase,
     Report,
-    TensorGroup,
     format_bytes,
     in_unit,
     text_table,
@@ -189,30 +188,11 @@ def diff(a: Report, b: Report) -> Comparison:
         raise ReportError(f"a report without figures cannot be compared ({why}).")
     notes = (
         *comparison.notes,
-        *_cause_notes(a, b),
-        *_tensor_notes(a, b),
-        *_library_notes(a, b),
+        *cause_notes(a, b),
+        *tensor_notes(a, b),
+        *library_notes(a, b),
     )
     return replace(comparison, notes=notes)
-
-
-def _cause_notes(a: Report, b: Report) -> Iterator[str]:
-    """Say why each peak is where it is, unless the causes are the same."""
-    if a.cause == b.cause:
-        return
-    for label, report in (("A", a), ("B", b)):
-        if report.cause:
-            yield f"why the peak of {label} is there: {report.why}"
-
-
-def _library_notes(a: Report, b: Report) -> Iterator[str]:
-    """Say which libraries, and other parts of the environment, differ."""
-    old = a.environment
-    new = b.environment
-    # The day and what fits the card differ from run to run, and explain no byte.
-    for name in sorted(old.keys() & new.keys() - {"date", "fits"}):
-        if old[name] != new[name]:
-            yield f"{name}: {old[name]} → {new[name]}"
 
 
 def _compared(
@@ -258,46 +238,6 @@ def _compared(
         failed=tuple(failed),
         notes=tuple(notes),
     )
-
-
-def _tensor_notes(a: Report, b: Report) -> Iterator[str]:
-    """Say which tensors differ, the largest difference first."""
-    groups: dict[tuple[str, ...], TensorGroup] = {}
-    # Tensors of one kind are summed: a report groups them by shape.
-    before = _sizes(a, groups)
-    after = _sizes(b, groups)
-
-    def smallest_change_last(key: tuple[str, ...]) -> int:
-        return -abs(after[key] - before[key])
-
-    for key in sorted(groups, key=smallest_change_last):
-        old = before[key]
-        new = after[key]
-        if old == new:
-            continue
-        kind = "changed"
-        if not old or not new:
-            kind = "gone" if old else "new"
-            # What one report does not list may be smaller than all that it lists.
-            listed = after if old else before
-            if max(old, new) <= min(listed.values(), default=0):
-                continue
-        change = abs(new - old)
-        sign = "+" if new > old else "−"
-        yield f"{sign}{format_bytes(change, unit_for(change))} {kind}: {groups[key]}"
-
-
-def _sizes(
-    report: Report,
-    groups: dict[tuple[str, ...], TensorGroup],
-) -> Counter:
-    """Return the bytes of a report's largest tensors by kind, and add these to `groups`."""
-    sizes: Counter = Counter()
-    for group in report.largest:
-        key = (group.category, group.op, group.where, group.dtype)
-        sizes[key] += group.size * group.count
-        groups[key] = group  # the last one speaks for all of its kind
-    return sizes
 
 
 def _moment_notes(pairs: Sequence[tuple[str, Report]]) -> Iterator[str]:

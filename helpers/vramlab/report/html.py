@@ -1,5 +1,6 @@
-"""Answers as small tables of HTML, for notebooks: Jupyter, Colab, and GitHub, which keeps tables
-and drops styles.
+"""Answers as small tables of HTML, for notebooks.
+
+Jupyter, Colab, and GitHub, which keeps tables and drops styles.
 
 Colours are the page's own in light and dark: nothing here sets a colour of text or ground, and a
 bar is drawn in letters.

@@ -19,6 +19,7 @@ from ..recipe.recipe import PRECISIONS, Loop
 from ..report.errors import RecipeError
 from ..tracking.tensors import tensors_in
 from ..training import training as tr
+from ..training.engine import Together
 from .fake_mode import RuledFakeMode
 from .users_objects import Remembered
 from .values import StandIns, Values, reason_at
@@ -236,26 +237,6 @@ def _module_refusals(model: nn.Module) -> Refusals:
 def _is_unsimulated(module: nn.Module) -> bool:
     kinds = nn.RNNBase | nn.RNNCellBase | nn.EmbeddingBag
     return isinstance(module, kinds) or bool(getattr(module, "sparse", False))
-
-
-class Together:
-    """Several optimizers as one."""
-
-    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
-        self.members = members
-        self.param_groups: list[dict] = []
-        for member in members:
-            self.param_groups += member.param_groups
-
-    def step(self) -> None:
-        """Step all of them."""
-        for member in self.members:
-            member.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
-        for member in self.members:
-            member.zero_grad(set_to_none)
 
 
 def loop_notes(loop: Loop) -> list[str]:

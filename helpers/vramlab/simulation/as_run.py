@@ -1,5 +1,6 @@
-"""Simulate what a run did that the installed transformers does not do: an older version's ways, or
-a script's.
+"""Simulate what a run did that the installed transformers does not do.
+
+An older version's ways, or a script's.
 
 Held against real CPU steps of the Trainer's loop under each version, forward and backward to the
 byte, less a second copy of the rotary frequencies (2 bytes a rotated channel), which transformers 5
@@ -50,8 +51,9 @@ _MASKS += "all-ones one leave as_run out"
 
 @dataclass(frozen=True)
 class Ways:
-    """What ran otherwise, in words, and for which recipes real steps were compared; `reentrant` is
-    the default.
+    """What ran otherwise, in words, and for which recipes real steps were compared.
+
+    `reentrant` is the default.
     """
 
     words: str
@@ -116,8 +118,9 @@ AS_RUN = {name: ways.words for name, ways in WAYS.items()}
 def simulate_as_run(
     recipe: Recipe, as_run: str | None, use_reentrant: bool | None = None, **options: Any
 ) -> Report:
-    """Return `simulate(recipe, **options)` as it ran: `as_run` is a name in AS_RUN, or None for the
-    installed library.
+    """Return `simulate(recipe, **options)` as it ran.
+
+    `as_run` is a name in AS_RUN, or None for the installed library.
 
     `use_reentrant`: what the script asked of checkpointing; None: nothing, so the version's
         default. Raises RecipeError
@@ -142,8 +145,10 @@ def simulate_as_run(
 
 
 def of_release(text: str) -> str | None:
-    """Return the name in AS_RUN of a version such as "4.48" or "4.48.3"; None where it is the
-    installed one. Raises RecipeError where neither is so."""
+    """Return the name in AS_RUN of a version such as "4.48" or "4.48.3".
+
+    None where it is the installed one. Raises RecipeError where neither is so.
+    """
     installed = version("transformers")
     found = re.match(r"(\d+\.\d+)(\.|$)", text)
     name = f"transformers {found[1]}" if found else ""

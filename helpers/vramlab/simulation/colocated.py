@@ -72,7 +72,7 @@ def colocated(recipe: Recipe, card: Gpu | None) -> Colocated | None:
     Raises RecipeError without a card, and where the share has no room for a cache.
     """
     rollouts = recipe.rollouts
-    if not (rollouts and rollouts.use_vllm and rollouts.vllm_mode == "colocate"):
+    if not (rollouts and rollouts.is_colocated):
         return None
     if card is None:
         raise RecipeError("gpu", None, "vLLM takes a share of a card: name one")

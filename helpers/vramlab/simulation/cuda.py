@@ -109,10 +109,11 @@ class CudaKernels(TorchFunctionMode):
             elif func is torch.tensor and torch.device(device).index is not None:
                 # it loses the index on the way
                 return torch.empty(result.shape, dtype=result.dtype, device=device)
-        elif func is torch.Tensor.to and result is args[0]:
-            # a move to the device of another tensor, as of Adafactor's states
-            is_move = len(args) > 1 and isinstance(args[1], torch.Tensor)
-            if is_move and self.is_on_host([result]) and not self.is_on_host([args[1]]):
+        elif func is torch.Tensor.to and result is args[0] and len(args) > 1:
+            # a move to the device of another tensor: as of Adafactor's states, or a cache's counter
+            to = args[1]
+            is_tensor = isinstance(to, torch.Tensor) and not self.is_on_host([to])
+            if (is_tensor or isinstance(to, torch.device)) and self.is_on_host([result]):
                 return result.clone()
         return result
 

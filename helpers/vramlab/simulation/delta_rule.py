@@ -16,9 +16,10 @@ def gated_delta_rule(
     output_final_state: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`torch_chunk_gated_delta_rule` of 5.12
-    (transformers/models/qwen3_next/modeling_qwen3_next.py), in training: from no earlier state,
-    with normalized queries and keys.
+    """`torch_chunk_gated_delta_rule` of transformers 5.12 in training.
+
+    It is that of transformers/models/qwen3_next/modeling_qwen3_next.py, from no earlier state, with
+    normalized queries and keys.
 
     Keys that value heads share were repeated before it. Names are used again where the original
     does, as that frees tensors.

@@ -7,7 +7,7 @@ is made longer (`deepen.py`). With `recipe.sharding` it is the step of one rank.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import liger, lora_modules, peft_methods
+from ..recipe.configuration import READERS
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -33,6 +34,7 @@ from ..training import training as tr
 from ..training.activation_offloading import DEVICE, fake_accelerator
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
+from ..training.generation import Started
 from ..training.process_group import one_rank_of
 from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
@@ -104,7 +106,7 @@ def simulate(
         RecipeError: the recipe or module needs something that has no simulation; it names the field
             and the line.
     """
-    _check_target(target)
+    check_target(target)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
@@ -125,7 +127,7 @@ def simulate(
     )
 
 
-def _check_target(target: str) -> None:
+def check_target(target: str) -> None:
     if target not in ("cuda", "cpu"):
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
@@ -235,12 +237,14 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
+    if recipe.shape.family in READERS:
+        return False  # the tower's layers have numbers too
     if recipe.peft and recipe.peft.differs_by_layer:
         return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
 
 
-def _is_written_down(recipe: Recipe) -> bool:
+def is_written_down(recipe: Recipe) -> bool:
     """Tell whether the tests hold the architecture's deepened log against the whole run.
 
     It may return no more than they ask for.
@@ -271,7 +275,7 @@ def _lengthened(
     if may_be_deepened(recipe, target):
         layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
     # another architecture's is run twice: `_deeper`
-    runs = 1 if _is_written_down(recipe) else 2
+    runs = 1 if is_written_down(recipe) else 2
     if layers is None or layers.depth <= layers.shallow * runs:
         tracker = _run(recipe, target, card, steps)
         log = tracker.log
@@ -298,25 +302,30 @@ def _deeper(
     """Return the tracker of a shallow run, and its log and marks deepened. Raises NotRegular."""
 
     def run(extra: int, steps: int) -> Tracker:
-        config = cut(recipe.shape, layers.kept(extra)).config
-        shallow = recipe.replace(model=config, num_layers=None, task=recipe.shape.task)
-        return _run(shallow, target, card, steps)
+        return _run(shallow_recipe(recipe, layers, extra), target, card, steps)
 
     tracker = run(0, steps)
-    if not _is_written_down(recipe):
+    if not is_written_down(recipe):
         # one group more than needed, deepened and run
         whole = run(1, 1)
         deepened = History(*deepen(tracker, layers, 1)).moments()
         ran = History(whole.log, whole.marks).moments()
         # all of a step but what follows it
-        if _bytes_of(deepened[: len(ran) - 1]) != _bytes_of(ran[:-1]):
+        if bytes_of(deepened[: len(ran) - 1]) != bytes_of(ran[:-1]):
             depth = layers.shallow + layers.period
             raise NotRegular(f"{depth} layers take something else than their repetition says")
     log, marks = deepen(tracker, layers, layers.more)
     return tracker, log, marks
 
 
-def _bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
+def shallow_recipe(recipe: Recipe, layers: Repetition, extra: int = 0) -> Recipe:
+    """Return `recipe` with the layers alone that stand for all, and `extra` more groups of them."""
+    config = cut(recipe.shape, layers.kept(extra)).config
+    return recipe.replace(model=config, num_layers=None, task=recipe.shape.task)
+
+
+def bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
+    """Return phase, peak and end of each, without what led to the peak."""
     return [(name, phase.peak, phase.end) for name, phase in moments]
 
 
@@ -342,7 +351,7 @@ def simulate_evaluation(
         RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on
             fake tensors.
     """
-    _check_target(target)
+    check_target(target)
     recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None
     for field in ("trainer", "sharding", "lengths", "pad_to_multiple_of"):
@@ -351,6 +360,12 @@ def simulate_evaluation(
         if value != usual:
             rest = "the evaluation of transformers' own Trainer is simulated with "
             raise RecipeError(field, value, f"{rest}{usual!r} only")
+    if evaluation.predict_with_generate and recipe.shape.task != "seq2seq-lm":
+        rest = (
+            f"{recipe.name} reads no prompt apart from its answer, which a Seq2SeqTrainer needs: "
+        )
+        rest += "ask simulate_generation"
+        raise RecipeError("evaluation.predict_with_generate", True, rest)
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     return to_report(
@@ -372,7 +387,7 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
-    _load_libraries(recipe)
+    load_libraries(recipe)
     engine = engine_of(recipe)
     offloads = recipe.activation_offloading and target == "cuda"
     device = engine.fake_gpu if target == "cuda" else "cpu"
@@ -385,6 +400,7 @@ def _run(
         fake_accelerator() if offloads else nullcontext(),
         fake_world(target, card) as (mode, kernels),
         completions_known() if recipe.rollouts else nullcontext(),
+        readable_values() if recipe.reads_values else nullcontext(),
     ):
         try:
             training = tr.build(recipe, device, target=target)
@@ -392,7 +408,7 @@ def _run(
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
                 tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
-            if recipe.is_ragged:
+            if recipe.reads_values:
                 values = Values(mode, 8 * math.prod(recipe.rows))
                 tracker.values = values
                 fake = partial(values.faked, device)
@@ -407,8 +423,10 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            skips = recipe.rollouts and not full
-            with skipped(training, tracker, recipe.rollouts) if skips else nullcontext():
+            shortcut: AbstractContextManager[Any] = nullcontext()
+            if recipe.rollouts and not full:
+                shortcut = skipped(training, tracker, recipe.rollouts)
+            with shortcut:
                 return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
@@ -419,7 +437,7 @@ def _run(
             raise RecipeError("model", recipe.name, rest) from error
 
 
-def _load_libraries(recipe: Recipe) -> None:
+def load_libraries(recipe: Recipe) -> None:
     """Import what the recipe needs before `fake_world`, which replaces some functions of it."""
     with compiled_late():
         if recipe.quantization:
@@ -434,7 +452,7 @@ def _load_libraries(recipe: Recipe) -> None:
 
 
 def make_tracker(
-    training: tr.Training,
+    training: tr.Training | Started,
     card: Gpu | None,
     kernels: CudaKernels | None,
 ) -> FakeTracker:
@@ -451,7 +469,7 @@ def make_tracker(
         sizes = lasting_workspaces(chip)
         # a thread each
         forward = dict(sizes)
-        tracker.workspaces = dict.fromkeys(("generate", "score", "forward"), forward)
+        tracker.workspaces = dict.fromkeys(("generate", "score", "forward", "prefill"), forward)
         tracker.workspaces["backward"] = dict(sizes)
         tracker.notes = kernels.notes
     return tracker

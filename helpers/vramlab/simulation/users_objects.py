@@ -51,8 +51,10 @@ class Remembered:
                 )
 
     def restore(self) -> list[str]:
-        """Give each object or variable into which a fake tensor has come what it held before; the
-        names of those that hold one still."""
+        """Give each object or variable into which a fake tensor has come what it held before.
+
+        The names of those that hold one still.
+        """
         for again, ways in self._before:
             one = again()
             if one is not GONE:
@@ -74,9 +76,11 @@ def _give_back(one: Any, before: dict[Any, Any]) -> None:
 
 
 def _again(value: Any) -> Callable[[], Any]:
-    """A function that gives `value` again, or GONE where nothing holds it any more: a tensor, as it
-    is in a step, dies when it is replaced, and is given back as another object of the same
-    storage."""
+    """A function that gives `value` again, or GONE where nothing holds it any more.
+
+    A tensor, as it is in a step, dies when it is replaced, and is given back as another object of
+    the same storage.
+    """
     if isinstance(value, torch.Tensor):
         is_plain = type(value) is torch.Tensor and not value.requires_grad
         with _disable_current_modes():

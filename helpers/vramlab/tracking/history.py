@@ -35,7 +35,7 @@ INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 LEAST_SPARE = 64 * MiB  # of segments, above what the allocator's model says
 OF_MANY_TENSORS = ("_foreach_", "_fused_")  # operators whose results are of many parameters
 BEFORE_A_STEP = ("load", "between_steps")
-FIRST_OF_A_STEP = ("generate", "forward")
+FIRST_OF_A_STEP = ("generate", "forward", "prefill")
 # What a process reserved over the replay of its log without expandable segments, where the log is
 # of the step alone: the median of 71 published runs on a T4 is 1.008, of 11 on an RTX 4080 1.005;
 # loading leaves segments, and versions differ.
@@ -186,6 +186,7 @@ class History:
         """The stretches of the last optimizer step: from its first "forward" on.
 
         Where a trainer samples for several steps at once they are those of all.
+        Of a generation they are all, from "prefill" on.
         """
         first = 0
         sampled = 0
@@ -198,9 +199,15 @@ class History:
         return self.stretches[min(first, sampled or first) :]
 
     def phases(self) -> dict[str, Phase]:
-        """Return each phase of the last step (its highest micro-batch), and the end of loading."""
+        """Return each phase of the last step (its highest micro-batch), and the end of loading.
+
+        A generation's are "prefill" and "decode", of which the highest step counts.
+        """
         load = self.split(self.stretches[0].end)
-        return {"load": Phase(load, load), **merge(self.moments(self.last_step))}
+        phases = {"load": Phase(load, load), **merge(self.moments(self.last_step))}
+        if "prefill" in phases:  # its end is none of its phases
+            del phases["between_steps"]
+        return phases
 
     def moments(self, stretches: Sequence[Stretch] = ()) -> list[tuple[str, Phase]]:
         """Return (name, peak and end) of each of `stretches`, by default of all."""
@@ -405,6 +412,24 @@ def _in_words(size: int) -> str:
     return report.format_bytes(size, report.unit_for(size), 2)
 
 
+def _apart(log: Log, end: int) -> int:
+    """Return the bytes of segments if none served requests of two sizes, up to the event `end`.
+
+    A KV cache has another size with each token, whose segments serve the next one's too: it is
+    replayed by itself.
+    """
+    grows = np.array([storage.category == "kv_cache" for _, storage, _ in log.events], bool)
+    is_cache = grows[log.order]
+    others = ~is_cache
+    is_cache[end:] = False
+    others[end:] = False
+    size = without_sharing(log.sizes[others], log.streams[others])
+    if is_cache.any():
+        cache = (log.sizes[is_cache], log.keys[is_cache], log.streams[is_cache])
+        size += replay(*cache, None).reserved
+    return size
+
+
 def _reserved_and_process(
     history: History,
     allocated: int,
@@ -434,7 +459,9 @@ def _reserved_and_process(
         most = history.replay(room.left("high"))
     value = max(int(BEYOND * usual.reserved), highest)
     high = max(int(BEYOND * most.reserved), highest)
-    apart = without_sharing(history.log.sizes, history.log.streams) + unused
+    # each further step of a generation asks for longer tensors, once: it has no sizes of its own
+    decoding = [start for name, start, _ in history.stretches if name == "decode"]
+    apart = _apart(history.log, min(decoding, default=len(history.log))) + unused
     inside = Interval(highest, value, max(high + high // 10, apart + LEAST_SPARE))
     around = inside + context
     if failed:

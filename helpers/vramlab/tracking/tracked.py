@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..training.engine import Training, makes_fakes
-from ..training.generation import layers_of
+from ..training.generation import Started, layers_of
 from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step
@@ -71,6 +71,43 @@ def run_tracked(
             on_phase("forward")
             then()
             on_phase("between_steps")
+    return tracker.finish()
+
+
+def run_tracked_generation(
+    started: Started,
+    tracker: Followed,
+    made: int,
+    at_phase: Callable[[], None] | None = None,
+) -> Followed:
+    """Let `generate` make `made` tokens under `tracker`, and return it.
+
+    The phases are "prefill", a "decode" for each further token, and "between_steps" as it ends.
+    `at_phase` is called before a phase's first event.
+    """
+
+    def begin(phase: str) -> None:
+        if at_phase:
+            at_phase()
+        tracker.begin(phase)
+
+    def on_step(step: int, cache: Any) -> None:
+        claim_cache(tracker, cache)
+        if step == made:
+            begin("between_steps")
+        elif step:
+            begin("decode")
+
+    claim_model(tracker, started.model)
+    tracker.claim(started.inputs.values(), "inputs")
+    tracker.claim(started.longer.values(), ON_HOST)
+    with (
+        no_collection(before=not makes_fakes()),
+        tracker.modules(started.model),
+        tracker,
+    ):
+        begin("prefill")
+        started.run(made, on_step)
     return tracker.finish()
 
 
@@ -173,8 +210,8 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
 
 def claim_cache(tracker: Tracker, cache: Any) -> None:
     """Claim what a cache of `generate` holds; what moved out of it before keeps its category."""
-    for _, values in layers_of(cache):
-        tracker.claim(tensors_in(values), "kv_cache")
+    for layer in layers_of(cache):
+        tracker.claim(tensors_in(vars(layer)), "kv_cache")
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:

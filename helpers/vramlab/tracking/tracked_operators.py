@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _storage_Use_Count
 
+from ..hardware.kernels import FEW_ROWS
+
 aten = torch.ops.aten
 DEVICE_QUERY = torch.ops.prim.device.default
 READ_SCALAR = aten._local_scalar_dense.default
@@ -32,7 +34,6 @@ COLLECTIVES = {
 # as any linear layer does (0.50, backends/cuda/ops.py, `_dequant_linear_fallback`).
 UNPACKED = "gemm_4bit"
 BIAS = 6  # place of its bias
-FEW_ROWS = 8  # bitsandbytes multiplies them with the 4-bit weight as it is
 # Operators whose kernels are cuBLAS's, which has a workspace.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}
 

@@ -116,7 +116,7 @@ class Tracker(EventLog, TorchDispatchMode):
             self._name_unknown("temporaries")
         self.phase = phase
         self.marks.append((len(self.log), phase))
-        if phase == "forward":
+        if phase in ("forward", "prefill"):
             self._log_workspace("mm")
 
     def _name_unknown(self, category: str) -> None:

@@ -182,3 +182,23 @@ def autocast_inside(model: Model, device_type: str, precision: str) -> None:
     dtype = getattr(torch, AUTOCAST[precision])
     in_half = torch.autocast(device_type, dtype)(model.forward)
     model.forward = convert_outputs_to_fp32(in_half)
+
+
+class Together:
+    """Several optimizers as one."""
+
+    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
+        self.members = members
+        self.param_groups: list[dict] = []
+        for member in members:
+            self.param_groups += member.param_groups
+
+    def step(self) -> None:
+        """Step all of them."""
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all."""
+        for member in self.members:
+            member.zero_grad(set_to_none)

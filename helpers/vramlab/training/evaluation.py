@@ -11,7 +11,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..recipe.evaluation import Evaluation
-from .engine import Training
+from .engine import AUTOCAST, Training, autocast_inside
+from .generation import fixed_length
 from .patched import replaced
 from .training import forward
 
@@ -45,7 +46,7 @@ def evaluate(
     """
     batches = Batches(evaluation.sizes)
     batches.make = make
-    with _trainer(training, evaluation) as trainer:
+    with _trainer(training, evaluation) as trainer, _generating(training):
         trainer.prediction_step = _Predictions(trainer.prediction_step, len(batches), full)
         training.model.eval()
         for module in training.model.modules():
@@ -102,29 +103,34 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
 
     The process keeps its own accelerator.
     """
-    from transformers import Trainer, TrainingArguments
-
     arguments: dict[str, Any] = {
         "use_cache": training.model.config.use_cache,
         "report_to": "none",
         "disable_tqdm": True,
     }
+    make, take = _classes(evaluation)
+    known = [field.name for field in dataclasses.fields(take)]
     for field in dataclasses.fields(evaluation):
-        if field.name not in NO_ARGUMENTS:
+        if field.name not in NO_ARGUMENTS and field.name in known:
             arguments[field.name] = getattr(evaluation, field.name)
     with contextlib.ExitStack() as stack:
         for patch in _patches():
             stack.enter_context(patch)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         use_cpu = training.device.type == "cpu"
-        trainer: Any = Trainer(
+        trainer: Any = make(
             training.model,
-            TrainingArguments(folder, use_cpu=use_cpu, **arguments),
+            take(folder, use_cpu=use_cpu, **arguments),
             preprocess_logits_for_metrics=evaluation.preprocess_logits_for_metrics,
         )
         trainer.optimizer = training.optimizer
         trainer.is_in_train = True
         trainer.num_examples = lambda loader: evaluation.samples
+        # as `Seq2SeqTrainer.evaluate` sets them
+        trainer._gen_kwargs = {}
+        for name in ("max_length", "num_beams"):
+            if getattr(evaluation, f"generation_{name}"):
+                trainer._gen_kwargs[name] = getattr(evaluation, f"generation_{name}")
 
         def wrapped(model: Any, **options: Any) -> Callable:
             return lambda **inputs: forward(training, inputs)
@@ -133,6 +139,43 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
         # so that it is not prepared again
         trainer.accelerator._models.append(training.model)
         yield trainer
+
+
+def _classes(evaluation: Evaluation) -> tuple[Any, Any]:
+    """Return the classes of the Trainer and of its arguments."""
+    import transformers
+
+    if evaluation.predict_with_generate:
+        return transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments
+    return transformers.Trainer, transformers.TrainingArguments
+
+
+@contextlib.contextmanager
+def _generating(training: Training) -> Iterator[None]:
+    """While entered, the model generates answers of full length, under autocast as accelerate does.
+
+    That autocasts `model.forward` itself, which `training.forward` does around it.
+    """
+    model = training.model
+    if not hasattr(model, "generate"):
+        yield
+        return
+    own = model.generate
+
+    def generate(*args: Any, **options: Any) -> Any:
+        forward_before = vars(model).get("forward")
+        if training.precision in AUTOCAST:
+            autocast_inside(model, training.device.type, training.precision)
+        try:
+            with fixed_length(None, training.on_token):
+                return own(*args, **options)
+        finally:
+            model.__dict__.pop("forward", None)
+            if forward_before is not None:
+                model.forward = forward_before
+
+    with replaced(model, "generate", generate):
+        yield
 
 
 def _patches() -> Iterator[contextlib.AbstractContextManager]:

@@ -1,18 +1,28 @@
-"""Chapter 08: run a written program within the notebook, and draw recipes by memory and speed."""
+"""Chapter 08: run a written program in the notebook, on a small card too; use what it trained."""
 
+import ast
+import json
 import os
 import runpy
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import vramlab
-from vramlab.faces.plot import canvas, style
-from vramlab.report.report import GiB, Report
+from vramlab import plan
+from vramlab.report.report import MiB, Report
 
-Row = tuple[
-    float, Sequence[float], vramlab.Recipe
-]  # tokens/s; bytes at least, likely, at most; recipe
+from .small_card import Card
+
+HUB = "https://huggingface.co"
+SAMPLES = 8  # of an update of `chat`
+TOKENS = 256  # of a sample there
 
 
 def run(program: Path, *options: str) -> Report:
@@ -41,45 +51,174 @@ def run(program: Path, *options: str) -> Report:
     return seen[0].report
 
 
-def cloud(rows: Sequence[Row], marked: Mapping[str, Row], usable: int, title: str, subtitle: str):
-    """Return a figure of recipes by likely memory and speed, two of them `marked` by name, and a
-    card's usable bytes.
+class _Small(Card):
+    """A card made of this machine's memory, which refuses in PyTorch's words."""
+
+    def __init__(self, limit: int):
+        super().__init__(limit, torch.nn.Identity())
+
+    def _hold(self, values: Any) -> Any:
+        try:
+            return super()._hold(values)
+        except torch.OutOfMemoryError:
+            *held, asked = self.sizes.values()
+            sizes = [size / MiB for size in (asked, self.limit, self.limit - sum(held), sum(held))]
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate {:.2f} MiB. GPU 0 has a total capacity of "
+                "{:.2f} MiB of which {:.2f} MiB is free. Of the allocated memory {:.2f} MiB is "
+                "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.".format(
+                    *sizes
+                )
+            ) from None
+
+
+@contextmanager
+def small_card(limit: int) -> Iterator[None]:
+    """Within the block tensors have `limit` bytes: of the GPU, or else of a card made of this
+    machine's memory. What needs more raises torch.OutOfMemoryError.
     """
-    alt = (
-        "A cloud of recipes: speed over likely memory, from 8 to over 500 GiB. Few are left of "
-        "the card's line; the "
+    if not torch.cuda.is_available():
+        with _Small(limit):
+            yield
+        return
+    share = (torch.cuda.memory_reserved() + limit) / torch.cuda.get_device_properties(
+        0
+    ).total_memory
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def package_texts(most: int) -> list[str]:
+    """The first `most` characters of vramlab's own source, file by file."""
+    texts = []
+    for path in sorted((Path(vramlab.__file__).parent / "recipe").glob("*.py")):
+        texts.append(path.read_text(encoding="utf-8")[: most - sum(map(len, texts))])
+    return [text for text in texts if text]
+
+
+def pieces(text: str, most: int = 300) -> list[str]:
+    """The text in pieces of whole lines, of `most` characters or one line: the program cuts a
+    longer sample.
+    """
+    found = [""]
+    for line in text.splitlines(keepends=True):
+        if found[-1] and len(found[-1]) + len(line) > most:
+            found.append("")
+        found[-1] += line
+    return found
+
+
+def questions() -> list[list[dict[str, str]]]:
+    """What each public function of vramlab does, as chats: a question, and the beginning of its
+    docstring as the answer.
+    """
+    chats = []
+    for path in sorted(Path(vramlab.__file__).parent.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if said := ast.get_docstring(node):
+                asked = f"What does vramlab's `{node.name}` do?"
+                chats.append([_turn("user", asked), _turn("assistant", said.split("\n\n")[0])])
+    return chats
+
+
+def answers(
+    model: torch.nn.Module, tokenizer: Any, asked: Sequence[str], tokens: int = 48
+) -> list[str]:
+    """What a chat model answers to each question, its likeliest `tokens` tokens."""
+    said = []
+    for question in asked:
+        ids = tokenizer.apply_chat_template(
+            [_turn("user", question)],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            return_tensors="pt",
+            return_dict=True,
+        ).to(model.device)
+        written = model.generate(**ids, max_new_tokens=tokens, do_sample=False)
+        new = written[0, ids["input_ids"].shape[1] :]
+        said.append(tokenizer.decode(new, skip_special_tokens=True).strip())
+    return said
+
+
+def merged(adapter: Path, target: Path) -> torch.nn.Module:
+    """Save base and adapter as one in `target`, in the dtype that the base has on disk, with the
+    tokenizer; return the model as it is loaded from there.
+    """
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+    return AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat model before and after a program trained it: answers, the plan, the program's output,
+    and the merged model's folder.
+    """
+
+    before: list[str]
+    after: list[str]
+    plan: vramlab.planning.plan.Plan
+    said: str
+    folder: Path
+
+    @property
+    def peak(self) -> str:
+        """The line with the card's own peak; "" without a card."""
+        return next((line for line in self.said.splitlines() if line.startswith("peak on")), "")
+
+
+def reachable(model: str) -> bool:
+    """Whether `chat` can run here: there is a GPU, and the model is a folder or the hub answers."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        return Path(model).is_dir() or bool(urllib.request.urlopen(HUB, timeout=5))
+    except OSError:
+        return False
+
+
+def chat(
+    model: str, asked: Sequence[str], folder: Path, method: str = "lora", steps: int = 120
+) -> Chat:
+    """Train `model`, a chat model's name on the hub or its folder, on `questions` by a written
+    program; ask it before and after.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    on_card = torch.cuda.is_available()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    untrained = AutoModelForCausalLM.from_pretrained(
+        model, dtype="auto", device_map="cuda" if on_card else "cpu"
     )
-    alt += (
-        "lightest is the slowest. Those without checkpointing are faster, and all to the "
-        "right of the line."
+    before = answers(untrained, tokenizer, asked)
+    del untrained
+    torch.cuda.empty_cache()
+    card = None if on_card else "T4"  # None: this machine's
+    found = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
+    (program,) = found.write(folder / "train_chat.py")
+    data = folder / "chats.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))
+    words = ["--model", model, "--data", data, "--output", folder / "chat", "--max-steps", steps]
+    done = subprocess.run(
+        [sys.executable, program, *map(str, words)], capture_output=True, text=True, check=False
     )
-    with canvas(title, alt, subtitle) as ax:
-        for name, mark in (("LoRA", "o"), ("QLoRA", "^")):
-            kind = [row for row in rows if bool(row[2].quantization) is (name == "QLoRA")]
-            ax.plot(
-                [row[1][1] / GiB for row in kind],
-                [row[0] for row in kind],
-                mark,
-                linestyle="",
-                label=name,
-            )
-        for (name, (speed, needs, _)), where in zip(
-            marked.items(), ((0, -20), (-16, 10)), strict=True
-        ):
-            ax.plot(needs[1] / GiB, speed, "o", markersize=15, fillstyle="none", color=style.INK)
-            ax.annotate(
-                name, (needs[1] / GiB, speed), where, textcoords="offset points", ha="center"
-            )
-        ax.axvline(
-            usable / GiB,
-            color=style.ALARM,
-            linestyle="--",
-            label=f"the card: {usable / GiB:.1f} GiB",
-        )
-        ax.text(26, 1600, "without checkpointing", va="center")
-        ax.text(155, 1000, "with checkpointing", va="center")
-        ax.set(xscale="log", xlabel="likely memory of the process, GiB", xlim=(9, 850))
-        ax.set(ylim=(790, 1650), ylabel="tokens/s, estimated")
-        ax.set_xticks([15, 30, 60, 120, 240, 480], ["15", "30", "60", "120", "240", "480"])
-        ax.minorticks_off()
-    return ax.figure
+    if done.returncode:
+        raise RuntimeError(f"{program.name} failed:\n{done.stderr[-2000:]}")
+    trained = merged(folder / "chat", folder / "merged")
+    after = answers(trained.to("cuda" if on_card else "cpu"), tokenizer, asked)
+    return Chat(before, after, found, done.stdout, folder / "merged")
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

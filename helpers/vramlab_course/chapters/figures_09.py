@@ -1,55 +1,103 @@
-"""Drawing of chapter 09: which GPUs of a server NVLink joins."""
+"""Drawing of chapter 09: when each stage of a pipeline works."""
 
-from collections.abc import Sequence
-from itertools import combinations
-from math import cos, hypot, pi, sin
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import accumulate
 
 from vramlab.faces.plot import style
 
-from ..topology import Topology
+SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
+Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
+
+
+def stage_order(
+    schedule: str, stage: int, stages: int, micro_batches: int
+) -> list[tuple[str, int]]:
+    """Return the passes of a stage in order, as ("forward" or "backward", micro-batch).
+
+    "gpipe" runs all forward passes first (Huang et al. 2019); "1f1b" begins a backward pass as soon
+    as it can, so that stage s holds at most `stages - s` micro-batches (Narayanan et al. 2021,
+    figure 4).
+    """
+    ahead = micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
+    order = [("forward", m) for m in range(ahead)]
+    for m in range(micro_batches):
+        order += [("backward", m), *([("forward", ahead + m)] if ahead + m < micro_batches else [])]
+    return order
+
+
+def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, int], float]:
+    """Return when each (stage, pass, micro-batch) ends, in forward passes; sending takes no time.
+
+    `orders`: each stage's.
+    """
+    stages = len(orders)
+
+    @cache
+    def end(stage: int, kind: str, m: int) -> float:
+        i, sender = orders[stage].index((kind, m)), stage - 1 if kind == "forward" else stage + 1
+        waits = [end(stage, *orders[stage][i - 1])] if i else []
+        if 0 <= sender < stages:
+            waits += [end(sender, kind, m)]
+        return max(waits, default=0) + SECONDS[kind]
+
+    return {(stage, *one): end(stage, *one) for stage, order in enumerate(orders) for one in order}
+
+
+def bubble(ends: dict[tuple[int, str, int], float]) -> float:
+    """Return the share of the stages' time in which they wait: (N − 1)/(m + N − 1) for both
+    schedules.
+    """
+    busy = sum(SECONDS[kind] for _, kind, _ in ends)
+    return 1 - busy / (max(ends.values()) * (1 + max(stage for stage, *_ in ends)))
+
+
+def most_held(order: list[tuple[str, int]]) -> int:
+    """Return the most micro-batches between their forward and backward pass."""
+    return max(accumulate(1 if kind == "forward" else -1 for kind, _ in order))
 
 
 @style.styled()
-def mesh(topology: Topology, ring: Sequence[str], title: str):
-    """Return a figure of GPUs on a circle in the order of `ring`, with the NVLinks along it and all
-    others.
+def pipeline(
+    stages: int = 4,
+    micro_batches: int = 8,
+    title: str = "Who works when in a pipeline",
+    own: Order | None = None,
+):
+    """Return a figure of both schedules as timelines, a row per stage; waiting is white.
+
+    `own` gives the passes of a stage in place of 1F1B's, from stage, stages and micro-batches.
     """
-    figure, ax = style.start(title, "a DGX-1 by its matrix; double lines are two links bonded")
-    angle = {gpu: pi * (0.5 + (2 * i + 1) / len(ring)) for i, gpu in enumerate(ring)}
-    place = {gpu: (1.35 * cos(a), sin(a)) for gpu, a in angle.items()}
-    along = {frozenset(pair) for pair in zip(ring, [*ring[1:], ring[0]], strict=True)}
-    rows = [("pair", "NVLinks", "in the ring")]
-    for a, b in combinations(ring, 2):
-        links, around = topology.nvlinks(a, b), frozenset((a, b)) in along
-        (x1, y1), (x2, y2) = place[a], place[b]
-        away = 0.014 / hypot(x2 - x1, y2 - y1)  # of two lines from their middle
-        look = {
-            "color": "#0072B2" if around else "#888888",
-            "label": "NVLinks of the ring" if around else "NVLinks",
-        }
-        if not links:
+    about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two "
+    about += "forward passes"
+    figure, axes = style.start(title, about, rows=2, sharex=True)
+    colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
+    labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
+    rows = [("schedule", "time units", "waiting", "most micro-batches held")]
+    for ax, name in zip(axes, ("GPipe", "1F1B"), strict=True):
+        made = own if own and name == "1F1B" else partial(stage_order, name.lower())
+        orders = [made(stage, stages, micro_batches) for stage in range(stages)]
+        ends = pipeline_ends(orders)
+        for kind, time in SECONDS.items():
+            found = [(stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind]
+            at, starts = (
+                [stages - 0.5 - stage for stage, *_ in found],
+                [start for *_, start in found],
+            )
             look = {
-                "color": "#BBBBBB",
-                "linestyle": ":",
-                "linewidth": 1,
-                "label": "no NVLink: through both CPUs",
+                "color": colours[kind],
+                "edgecolor": style.INK,
+                "linewidth": 0.5,
+                "label": labels[kind],
             }
-        for side in (-away, away) if links > 1 else (0,):
-            dx, dy = side * (y1 - y2), side * (x2 - x1)
-            ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=2 * around + bool(links), **look)
-        rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))
-    for gpu, (x, y) in place.items():
-        ax.plot(x, y, "o", markersize=30, color="white", markeredgecolor=style.INK, zorder=5)
-        ax.text(
-            x, y, gpu.removeprefix("GPU"), ha="center", va="center", fontweight="bold", zorder=6
+            done = ax.barh(at, time, 0.84, starts, **look)
+            ax.bar_label(done, [m + 1 for _, m, _ in found], label_type="center", fontsize=8)
+        ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
+        ax.set_yticks(
+            [stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)]
         )
-    ax.axvline(0, color="#888888", linestyle="--", linewidth=0.8, zorder=0)
-    for x, node in ((-0.75, 0), (0.75, 1)):
-        ax.text(x, 1.22, f"NUMA node {node}", ha="center", color="#444444")
-    ax.set(xlim=(-1.7, 1.7), ylim=(-1.2, 1.35), xticks=[], yticks=[])
-    ax.spines[:].set_visible(False)
-    alt = (
-        f"{title}. Eight numbered circles, lines between them; the blue ones form a ring "
-        f"through all."
-    )
-    return style.finish(figure, rows, alt)
+        ax.grid(visible=False)
+        held = most_held(orders[0])
+        rows.append((name, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
+    axes[-1].set_xlabel("time, in forward passes of one stage")
+    return style.finish(figure, rows, f"Two timelines. {title}, {about}.", say_rows=True)

@@ -3,7 +3,6 @@ send anything.
 """
 
 from collections.abc import Callable
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from ..collectives import Collectives
 from ..exercise_data import BrokenPiece
 from .chapter_04 import RankFailed, on_ranks
-from .figures_04 import most_held, pipeline_ends
 from .judges_07 import judged
 
 RINGS = [
@@ -23,7 +21,6 @@ RINGS = [
     [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]],
     [[float(4 * r + i) for i in range(4)] for r in range(4)],
 ]
-PIPELINES = [(1, 3), (2, 2), (2, 5), (4, 8), (3, 9), (4, 2)]  # stages, micro-batches
 
 
 NUMBERS = 12  # weights of the blanks' tiny models
@@ -191,9 +188,10 @@ class Recorded(list):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         places = range(len(self))[index]
-        for place, new in (
-            zip(places, value, strict=True) if isinstance(index, slice) else [(places, value)]
-        ):
+        pairs = [(places, value)]
+        if isinstance(index, slice):
+            pairs = [*zip(places, value, strict=True)]
+        for place, new in pairs:
             self.written += 1
             self.strange += not {new, new - self[place]} & self.before.had[place]
             self.had[place].add(new)
@@ -378,45 +376,6 @@ def _averaged(answer: Callable) -> str | None:
     return ""
 
 
-def _scheduled(answer: Callable) -> str | None:
-    for stages, count in PIPELINES:
-        orders = [answer(stage, stages, count) for stage in range(stages)]
-        if orders[0] is None or orders[0] is ...:
-            return None
-        orders = [[tuple(one) for one in order] for order in orders]
-        case = f"With {stages} stages and {count} micro-batches"
-        for stage, order in enumerate(orders):
-            if sorted(order) != sorted(
-                chain.from_iterable((("forward", m), ("backward", m)) for m in range(count))
-            ):
-                return (
-                    f"{case} stage {stage} does not have each micro-batch's forward and "
-                    f"backward pass once."
-                )
-            if any(
-                order.index(("backward", m)) < order.index(("forward", m)) for m in range(count)
-            ):
-                return (
-                    f"{case} stage {stage} goes back through a micro-batch before it went forward."
-                )
-        try:
-            ends = pipeline_ends(orders)
-        except RecursionError:
-            return f"{case} the stages wait for each other for ever."
-        if max(ends.values()) > 3 * (count + stages - 1):
-            return (
-                f"{case} it takes {max(ends.values()):g} forward passes of time; "
-                f"{3 * (count + stages - 1)} are enough."
-            )
-        for stage, order in enumerate(orders):
-            if most_held(order) > stages - stage:
-                return (
-                    f"{case} stage {stage} holds {most_held(order)} micro-batches; "
-                    f"{stages - stage} are enough."
-                )
-    return ""
-
-
 clips_judged = judged(
     _clips, "a norm is a sum over all shards, so the ranks have to add up their squares."
 )
@@ -425,6 +384,3 @@ learns_judged = judged(
 )
 ring_judged = judged(_ring, "each rank sends 2 (N − 1) / N of the whole, however many there are.")
 averaged_judged = judged(_averaged, "every token counts the same, wherever it was read.")
-schedule_judged = judged(
-    _scheduled, "1F1B: no stage holds more than the stages that follow it, and itself."
-)

@@ -1,4 +1,4 @@
-"""Source E's experiment for two GPUs: what the link between them costs a step of DDP (chapter 09).
+"""Source E's experiment for two GPUs: what the link between them costs a step of DDP (chapter 11).
 
     torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks
     NCCL_P2P_DISABLE=1 torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks

@@ -156,7 +156,8 @@ def reports(
         (report.source for report in found.values()),
         key=("predicted", "simulated", "recorded").index,
     )
-    weakest += f", {cards.pop().removeprefix('NVIDIA ')}" if weakest == "recorded" else ""
+    if weakest == "recorded":
+        weakest += f", {cards.pop().removeprefix('NVIDIA ')}"
     said = "; ".join(
         f"{recipe}: {format_bytes(found[name].peak.total)}" for name, recipe in made.items()
     )

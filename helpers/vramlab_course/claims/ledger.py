@@ -165,7 +165,8 @@ class Claim:
     def said(self) -> str:
         """The claim with the condition and the qualifier that its source gives."""
         more = [f"on condition: {self.condition}"] if self.condition else []
-        more += [f'the source says "{self.qualifier}"'] if self.qualifier else []
+        if self.qualifier:
+            more += [f'the source says "{self.qualifier}"']
         return f"{self.claim} ({'; '.join(more)})" if more else self.claim
 
     def agrees(self, case: str, value: float | bool | Interval) -> bool:

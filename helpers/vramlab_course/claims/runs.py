@@ -97,7 +97,8 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
     for number in range(8):
         start = time.perf_counter()
         owners |= set(next(batches).tolist())
-        total += (time.perf_counter() - start) if 0 < number < 7 else 0.0
+        if 0 < number < 7:
+            total += time.perf_counter() - start
         time.sleep(step)  # what a GPU's step would take
     return total, owners
 

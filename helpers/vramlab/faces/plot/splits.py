@@ -1,7 +1,7 @@
 """The numbers of figures: bytes by category, labels and table rows, and a card's line."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...hardware.gpu import Gpu, find_gpu, usable_memory
@@ -25,8 +25,9 @@ def split_of(value: Report | Bytes | Split) -> Split:
 
 
 def amount(n: float, unit: str = "GiB") -> str:
-    """Return `n` bytes in `unit` with three significant figures, without the unit; all figures of
-    "B".
+    """Return `n` bytes in `unit` with three significant figures, without the unit.
+
+    All figures of "B".
     """
     value = abs(n) / check_unit(unit)
     return in_unit(n, unit, min(max(2 - math.floor(math.log10(value)), 0), 9) if value else 0)
@@ -38,16 +39,18 @@ def label_of(category: str) -> str:
 
 
 def used(splits: Sequence[Split]) -> list[str]:
-    """Return the keys that are not 0 everywhere: CATEGORIES in their order, then others as they
-    appear.
+    """Return the keys that are not 0 everywhere.
+
+    CATEGORIES in their order, then others as they appear.
     """
     keys = dict.fromkeys(key for split in splits for key, n in split.items() if n)
     return [c for c in CATEGORIES if c in keys] + [key for key in keys if key not in CATEGORIES]
 
 
 def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[str, Any]]]:
-    """Return each key's heights in `unit`, one per split, and how it is drawn; "_" keeps the
-    inkless from the legend.
+    """Return each key's heights in `unit`, one per split, and how it is drawn.
+
+    "_" keeps the inkless from the legend.
     """
     size, found = check_unit(unit), []
     ink = 0.005 * max((sum(map(abs, split.values())) for split in splits), default=0)
@@ -69,9 +72,12 @@ def split_rows(
     return [(corner, *map(label_of, keys), "total"), *rows]
 
 
-def draw_limit(line, card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3))) -> None:
-    """Draw a line where a card is full with `ax.axhline` or another, named in the legend; none
-    without a card.
+def draw_limit(
+    line: Callable[..., Any], card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3))
+) -> None:
+    """Draw a line where a card is full with `ax.axhline` or another, named in the legend.
+
+    None without a card.
     """
     if card is not None:
         card, look = find_gpu(card), {"color": style.ALARM, "linewidth": 1.4, "linestyle": dash}

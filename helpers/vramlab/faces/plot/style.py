@@ -1,6 +1,4 @@
-"""The look of every figure: a colour and a hatch per category, one size, the data as a table, alt
-text.
-"""
+"""The look of every figure: colours and hatches, one size, the data as a table, alt text."""
 
 import json
 import textwrap
@@ -37,9 +35,7 @@ SIZE, DPI, FONT = (6.4, 4.8), 200, RC["font.family"][0]
 
 @cache
 def figure_class() -> type:
-    """Return a subclass of matplotlib's Figure that also holds its data as a table and its alt
-    text.
-    """
+    """Return a subclass of matplotlib's Figure that holds its data as a table, and alt text."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
@@ -78,13 +74,16 @@ def styled() -> Iterator[None]:
         plt.rcParams.update(own)
 
 
-def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
-    """Return a new figure and its axes, a list of them when `rows` > 1; `options` go to
-    `Figure.subplots`.
+def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a new figure and its axes, a list of them when `rows` > 1.
+
+    `options` go to `Figure.subplots`.
     """
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained")
+    figure: Any = plt.figure(
+        FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained"
+    )
     figure.heading = heading
     figure.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11.5, parse_math=False)
     axes = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
@@ -97,9 +96,10 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
     return figure, axes[0] if rows == 1 else list(axes)
 
 
-def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False):
-    """Return the figure with a legend below the axes, `rows` as its table, and its alt text, which
-    may say the rows.
+def finish(figure: Any, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False) -> Any:
+    """Return the figure with a legend below the axes, a table of `rows` and its alt text.
+
+    That may say the rows too.
     """
     handles: dict[str, Any] = {}
     for ax in figure.axes:
@@ -124,9 +124,10 @@ def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = F
     return figure
 
 
-def _names(figure) -> list[Any]:
-    """Texts that may name a model, in which a $ begins no formula; numbers of a logarithmic axis
-    are formulas.
+def _names(figure: Any) -> list[Any]:
+    """Texts that may name a model, in which a $ begins no formula.
+
+    Numbers of a logarithmic axis are formulas.
     """
     from matplotlib.category import StrCategoryFormatter
     from matplotlib.ticker import FixedFormatter
@@ -155,8 +156,9 @@ def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
 def canvas(
     heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = ()
 ) -> Iterator[Any]:
-    """Give axes to draw on with matplotlib in this style: `with plot.canvas("A title", alt="A
-    falling line.") as ax: …`.
+    """Give axes to draw on with matplotlib in this style.
+
+    `with plot.canvas("A title", alt="A falling line.") as ax: …`.
 
     `plot.table(ax.figure)` prints `rows`; `alt` says it in words to readers who do not see the
     figure.
@@ -168,14 +170,15 @@ def canvas(
         finish(figure, rows, alt)
 
 
-def table(figure) -> str:
+def table(figure: Any) -> str:
     """Return the data of a figure of this package as a text table."""
     return text_table(figure.rows)
 
 
 def look(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return face, hatch and edge of each key: a category's own, the palette in order for other
-    keys.
+    """Return face, hatch and edge of each key.
+
+    A category's own, the palette in order for other keys.
     """
     spare = cycle(LOOK.values())
     chosen = {key: LOOK.get(key) or next(spare) for key in keys}

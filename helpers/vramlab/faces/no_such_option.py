@@ -1,0 +1,35 @@
+"""What the command line says of a Trainer's argument that is no option."""
+
+from typing import Any
+
+from ..recipe.arguments import CLASSIFIED
+from .options import OPTIONS
+
+# What the command line says of a Trainer's argument that is no option.
+WHY_NOT = dict.fromkeys(
+    CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out"
+)
+WHY_NOT |= {
+    name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]
+}
+SAY = {
+    name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
+}
+
+
+def instead(error: Any, command: str | None) -> str:
+    """Return a sentence on the option that click's NoSuchOption names.
+
+    "" unless a Trainer's arguments have it.
+    """
+    if not (option := getattr(error, "option_name", "")):
+        return ""
+    name, known = (
+        option.lstrip("-").replace("-", "_"),
+        {o for each in error.ctx.command.params for o in each.opts},
+    )
+    why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(
+        name, ""
+    ).format(command)
+    why = f"say {SAY[name]}" if SAY.get(name) in known else why
+    return f"There is no option {option}: {why}." if why and command else ""

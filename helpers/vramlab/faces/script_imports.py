@@ -1,0 +1,35 @@
+"""What a script imports, accounted for as its lines are."""
+
+import ast
+
+from .script_lines import Lines
+from .script_names import WORDS
+
+
+def account_for_imports(lines: Lines) -> None:
+    """Note modules whose names are not known.
+
+    Raises RecipeError for those that change what others do.
+    """
+    for node in lines.tree.nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            _account_for_import(lines, node)
+
+
+def _account_for_import(lines: Lines, node: ast.Import | ast.ImportFrom) -> None:
+    modules = [getattr(node, "module", None) or "", *(name.name for name in node.names)]
+    for module in modules:
+        if why := WORDS["refused_imports"].get(module.partition(".")[0]):
+            lines.refuse(node, f"is not modelled: {why}")
+    if modules[-1] == "*" and not lines.names.is_of_modules(modules[0]):
+        lines.note(node, "whose names are not known")
+        return
+    roots = (
+        {name.name.partition(".")[0] for name in node.names}
+        if isinstance(node, ast.Import)
+        else {modules[0]}
+    )
+    foreign = [root for root in roots if lines.names.is_foreign(root)]
+    names = {name.asname or name.name.partition(".")[0] for name in node.names}
+    if foreign and not names & lines.tree.names:
+        lines.note(node, "which is run for what it changes, and not read")

@@ -1,0 +1,102 @@
+"""The two passes of a measured generation: an undisturbed one, and one under the tracker."""
+
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..hardware.gpu import source_of
+from ..hardware.nvml import Sensors, nvml_snapshot
+from ..hardware.overhead import UNIT
+from ..recipe.generation import Generation
+from ..recipe.recipe import Recipe
+from ..report.report import Report, Speed
+from ..tracking.history import History, to_report
+from ..tracking.tracked import run_tracked_generation
+from ..tracking.tracker import Tracker
+from ..training.generation import build_generation
+from .host_memory import peak_rss
+from .measurement_passes import (
+    Stats,
+    Truth,
+    balance,
+    clear_cublas_workspaces,
+    process_bytes,
+)
+
+
+def clean_generation(recipe: Recipe, generation: Generation, device: str, before: Sensors) -> Truth:
+    """Generate undisturbed, then free everything.
+
+    `before`: the sensors before CUDA started.
+    """
+    is_cuda = device == "cuda"
+    started = build_generation(recipe, generation, device=device)
+    times: list[float] = []
+
+    def on_step(made: int, cache: Any) -> None:
+        if is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+
+    if is_cuda:
+        torch.cuda.synchronize()
+        # loading is no part of it
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    started.run(generation.new_tokens, on_step)
+    seconds = [later - earlier for earlier, later in pairwise(times)]
+    made = recipe.batch_size * generation.num_return_sequences * generation.new_tokens
+    speed = Speed(
+        median=statistics.median(seconds),
+        low=min(seconds),
+        high=max(seconds),
+        repeats=len(seconds),
+        tokens_per_second=made / (times[-1] - begin),
+    )
+    if not is_cuda:
+        return Truth(speed, rss=peak_rss())
+    stats = torch.cuda.memory_stats()
+    process, notes = process_bytes(nvml_snapshot(torch.cuda.current_device()), before)
+    workspace = clear_cublas_workspaces()
+    del started
+    torch.cuda.empty_cache()
+    return Truth(speed, stats, workspace, process, notes=notes)
+
+
+def tracked_generation(recipe: Recipe, generation: Generation, device: str, truth: Truth) -> Report:
+    """Generate under the tracker to split `truth`.
+
+    On CUDA both phases are balanced against the allocator.
+    """
+    is_cuda = device == "cuda"
+    started = build_generation(recipe, generation, device=device)  # alive until the last reading
+    tracker = Tracker(device, round_to=UNIT if is_cuda else 1)
+    readings: list[Stats] = []  # one at the start of each phase, of the stretch before it
+
+    def read() -> None:
+        torch.cuda.synchronize()
+        readings.append(torch.cuda.memory_stats())
+        torch.cuda.reset_peak_memory_stats()
+
+    at_phase = read if is_cuda else None
+    run_tracked_generation(started, tracker, generation.new_tokens, at_phase)
+    history = History(tracker.log, tracker.marks)
+    report = to_report(
+        history,
+        source_of(device),
+        recipe,
+        device,
+        title=generation.title(recipe),
+    )
+    report.speed = truth.speed
+    report.rss = truth.rss
+    report.notes += truth.notes
+    if is_cuda:
+        read()  # the last stretch has no next one
+        balance(report, history, readings, truth, clear_cublas_workspaces())
+        del report.phases["between_steps"]
+    return report

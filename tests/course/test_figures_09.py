@@ -1,0 +1,73 @@
+"""Chapter 09's timelines of a pipeline, and what they are computed from."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vramlab_course.chapters.figures_09 import (
+    SECONDS,
+    bubble,
+    most_held,
+    pipeline,
+    pipeline_ends,
+    stage_order,
+)
+
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
+STAGES, MICRO = st.integers(1, 6), st.integers(1, 12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b"]), STAGES, MICRO)
+def test_a_schedule_does_all_work_once_in_an_order_that_can_be(schedule, stages, micro_batches):
+    ends = pipeline_ends(
+        [stage_order(schedule, stage, stages, micro_batches) for stage in range(stages)]
+    )
+    assert len(ends) == 2 * stages * micro_batches
+    for (stage, kind, m), end in ends.items():
+        start = end - SECONDS[kind]
+        if kind == "backward":
+            assert start >= ends[stage, "forward", m]
+        before = stage - 1 if kind == "forward" else stage + 1
+        if 0 <= before < stages:
+            assert start >= ends[before, kind, m]
+    for stage in range(stages):
+        order = stage_order(schedule, stage, stages, micro_batches)
+        assert all(
+            ends[stage, *one] <= ends[stage, *other] - SECONDS[other[0]]
+            for one, other in pairwise(order)
+        )
+        assert most_held(order) == (
+            micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(STAGES, MICRO)
+def test_both_schedules_wait_as_long_as_the_formula_says(stages, micro_batches):
+    for schedule in ("gpipe", "1f1b"):
+        waiting = bubble(
+            pipeline_ends(
+                [stage_order(schedule, stage, stages, micro_batches) for stage in range(stages)]
+            )
+        )
+        assert waiting == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+def test_the_timeline_of_a_pipeline_says_what_each_schedule_holds():
+    rows = pipeline(4, 8).rows
+    assert [row[-1] for row in rows[1:]] == ["8", "4"] and [row[2] for row in rows[1:]] == [
+        "27.3%",
+        "27.3%",
+    ]
+
+
+def test_the_timeline_follows_the_order_that_it_is_given():
+    def slow(stage, stages, micro_batches):
+        return [(kind, m) for m in range(micro_batches) for kind in ("forward", "backward")]
+
+    rows = pipeline(4, 8, own=partial(stage_order, "gpipe")).rows
+    assert rows[1][1:] == rows[2][1:] == ("33", "27.3%", "8")
+    assert pipeline(4, 8, own=slow).rows[2][3] == "1"
