@@ -6,12 +6,14 @@ two more whose weights have a format of their own under autocast; for every sett
 through a shuffled deck of its values, so that each value comes up equally often.
 
 Run as a script it simulates them all, which takes minutes, and writes `formulas/grid.jsonl`: to be
-done when simulate is meant to say something else, such as after a new version of a library.
+done when simulate is meant to say something else, such as after a new version of a library. With
+`--only MODEL` it simulates that model's rows and keeps those of the others.
 """
 
+import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import pytest
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError
 from vramlab.recipe import liger, lora_modules
 from vramlab.recipe.families import FAMILIES
-from vramlab.recipe.shapes import catalogue, read_shape
+from vramlab.recipe.shapes import catalogue, model_names, read_shape
 
 FOLDER = Path(__file__).parent / "formulas"
 RECIPES_A_MODEL, OVER_A_MODEL = 6, 2
@@ -389,18 +391,42 @@ def assert_still_said(name: str, recipe: Recipe, simulated: Callable[[Recipe], d
     assert now == before, f"{now} now, {before} stored"
 
 
-def store(name: str, recipes: list[Recipe], simulated: Callable[[Recipe], dict]) -> None:
-    """Simulate `recipes` and write a line of JSON for each."""
-    rows = [
-        {"recipe": "versions", **versions()},
-        *({"recipe": r.key, **simulated(r)} for r in recipes),
-    ]
+def store(
+    name: str, recipes: list[Recipe], simulated: Callable[[Recipe], dict], only: str = ""
+) -> None:
+    """Simulate `recipes` and write a line of JSON for each; `only`: keep those of other models.
+
+    Raises ValueError where one of those is not stored, or is of other versions of the libraries.
+    """
+    kept = stored(name) if only else {}
+    if only and kept["versions"] != versions():
+        raise ValueError(f"{name} was made with {kept['versions']}: make all of it again")
+    rows = [{"recipe": "versions", **versions()}]
+    for recipe in progress(recipes, name):
+        if only and recipe.model != only:
+            if recipe.key not in kept:
+                raise ValueError(f"{name} lacks {recipe}: make all of it again")
+            rows.append({"recipe": recipe.key, **kept[recipe.key]})
+        else:
+            rows.append({"recipe": recipe.key, **simulated(recipe)})
     (FOLDER / name).write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
 
 
+def progress(recipes: list[Recipe], name: str) -> Iterable[Recipe]:
+    """The recipes with a bar, where somebody watches."""
+    from tqdm import tqdm
+
+    return tqdm(recipes, name, disable=None)
+
+
 if __name__ == "__main__":
-    store("grid.jsonl", grid(), simulated)
-    store("sft_grid.jsonl", sft_grid(), simulated)
-    store("preference_grid.jsonl", preference_grid(), simulated)
-    store("packed_grid.jsonl", packed_grid(), simulated)
-    store("liger_grid.jsonl", liger_grid(), simulated)
+    parser = argparse.ArgumentParser(description="Simulate the grids again and store them.")
+    parser.add_argument("--only", default="", metavar="MODEL", help="keep other models' rows")
+    asked = parser.parse_args()
+    if asked.only and asked.only not in model_names():
+        parser.error(f"{asked.only} is no model of the catalogue")
+    store("grid.jsonl", grid(), simulated, asked.only)
+    store("sft_grid.jsonl", sft_grid(), simulated, asked.only)
+    store("preference_grid.jsonl", preference_grid(), simulated, asked.only)
+    store("packed_grid.jsonl", packed_grid(), simulated, asked.only)
+    store("liger_grid.jsonl", liger_grid(), simulated, asked.only)

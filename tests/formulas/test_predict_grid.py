@@ -2,6 +2,7 @@
 on some.
 """
 
+import predict_grid
 import pytest
 from predict_grid import assert_still_said, grid, simulated, stored
 from quick import params
@@ -163,3 +164,15 @@ def test_what_a_checkpoint_and_a_trained_bias_hold(recipe):
     predicted, truth = predict(recipe), simulated(recipe)
     for name, size in truth["phases"].items():
         assert abs(predicted.phases[name].peak.total - size) <= max(0.003 * size, UNSPLIT), name
+
+
+def test_a_model_is_simulated_again_and_the_others_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict_grid, "FOLDER", tmp_path)
+    recipes = [Recipe("gpt2"), Recipe("opt-125m"), Recipe("opt-125m", batch_size=2)]
+    predict_grid.store("some.jsonl", recipes, lambda recipe: {"peak": 1})
+    predict_grid.store("some.jsonl", recipes, lambda recipe: {"peak": 2}, only="opt-125m")
+    rows = predict_grid.stored("some.jsonl")
+    assert [rows[recipe.key]["peak"] for recipe in recipes] == [1, 2, 2]
+    with pytest.raises(ValueError, match=r"some\.jsonl lacks"):
+        more = [*recipes, Recipe("gpt2", batch_size=3)]
+        predict_grid.store("some.jsonl", more, lambda recipe: {"peak": 2}, only="opt-125m")

@@ -84,7 +84,9 @@ def card_of(name: str) -> Gpu:
     """Return the card of a name, or the table's least that has a size of memory, and say it."""
     if not is_size(name):
         return find_gpu(name)
-    card = card_with(size_of("gpu", name))
+    size = size_of("gpu", name)
+    assert size is not None  # it is one
+    card = card_with(size)
     say(f"note: {name} is taken as {card.name}, the table's least card of that memory", err=True)
     return card
 
@@ -115,8 +117,9 @@ def recorded_on(report: Report) -> str:
 
 def on_host(report: Report) -> str:
     """Return what the verdict supposes of the host's memory; "" for less than a GiB of it."""
-    counts = report.recipe and report.verdict in TIERS
-    size = host_memory(Recipe(**report.recipe)) if counts else 0
+    size = 0
+    if report.recipe and report.verdict in TIERS:
+        size = host_memory(Recipe(**report.recipe))
     if size < GiB:
         return ""
     return f", and {size / GiB:.1f} GiB of host memory are free"

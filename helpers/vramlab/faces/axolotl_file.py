@@ -4,6 +4,7 @@ The places named are in its source, `data/configurations.json` says of which ver
 """
 
 import dataclasses
+from typing import Any
 
 from ..recipe.options import ATTENTION, Loop
 from .configuration_file import (
@@ -132,7 +133,7 @@ def _take_adapter(configuration: Configuration) -> None:
         return
     if adapter not in ("lora", "qlora"):
         raise configuration.refuse("adapter", "recipes have lora and qlora")
-    targets = names_in(get("lora_target_modules"))
+    targets: Any = names_in(get("lora_target_modules"))
     if get("lora_target_linear"):
         targets = "all-linear"
     lora = {

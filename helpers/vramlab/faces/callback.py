@@ -70,7 +70,7 @@ class WatchCallback(TrainerCallback):
         self._steps = self._looks = self._since = 0
         self._ends: list[int] = []  # of the steps that are followed, in the recorder's log
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
         self._begin()
         if args.n_gpu > 1:
@@ -85,7 +85,15 @@ class WatchCallback(TrainerCallback):
         ):  # to add to what reporters log, this one comes before them
             handler.callbacks.sort(key=lambda each: each is not self)
 
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_step_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self._steps += 1
         if self._steps == self.step:
             self.close()
@@ -93,7 +101,7 @@ class WatchCallback(TrainerCallback):
             title = f"Trainer, step {state.global_step + 1}: {type(model).__name__}"
             self._enter(watch(model, optimizer, title=title))
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if isinstance(watched := self._entered, watch):
             self.close()
             self.report = watched.report()
@@ -111,18 +119,18 @@ class WatchCallback(TrainerCallback):
             self._looks, self._ends = self._looks + 1, [0]
             self._enter(Recorder("cuda" if torch.cuda.is_available() else "cpu"))
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.held.append((state.global_step, "evaluation", *held_bytes()))
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.held.append((state.global_step, "checkpoint", *held_bytes()))
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         now, most = (round(n / GiB, 3) for n in held_bytes())
         for entry in (logs, *state.log_history[-1:]):
             entry.update(memory_gib=now, memory_peak_gib=most)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()  # a callback may have stopped training between two micro-batches
         needed = 2 * WINDOW + FOLLOWED + 1
         if not self.leaks and 0 < self._steps < needed:

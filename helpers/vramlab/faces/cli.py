@@ -85,7 +85,8 @@ class Commands(TyperGroup):
             options_of = (
                 "predict" if name in ("explain", "diff") else name
             )  # whose words these take
-            flag = flag_of(error.field, self.commands[options_of])
+            command: Any = self.commands[options_of or ""]
+            flag = flag_of(error.field, command)
             if flag:
                 return printable(error.about(flag))
         return str(error) if isinstance(error, VramLabError) else instead(error, name)
@@ -333,6 +334,7 @@ def explain(
 
     first, *rest = words or ["-"]
     notes: list[str] = []
+    what: Any
     if first == "-":
         what = standard_input()
     elif first.endswith((".pickle", ".pkl")):
@@ -342,8 +344,8 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = said(words, _predict_options), []
-    recipe = None
+        (what, notes), rest = said(words or [], _predict_options), []
+    recipe: Any = None
     assumed = False
     if rest:
         recipe, notes = said(rest, _predict_options)
@@ -381,7 +383,7 @@ def run_script(
     say(str(found))
     if report and found.reports:
         write_atomically(
-            report, max(found.reports, key=lambda one: one.allocated).to_json(indent=2)
+            report, max(found.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
         )
     raise typer.Exit(found.status)
 
@@ -451,6 +453,5 @@ def skill() -> None:
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:
     """Return what `predict` would be told by the words `rest`."""
-    return (
-        typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
-    )
+    commands: Any = typer.main.get_command(app)
+    return commands.commands["predict"].make_context("vramlab predict", rest).params

@@ -49,7 +49,7 @@ TRAINERS_PRECISION = {
 def tokens(text: str | int) -> int | float | str:
     """Return a number of tokens: "8k" is 8,192 of them, as models' names count."""
     thousands = re.fullmatch(r"(\d+)[kK]", str(text).strip())  # a default is a number
-    return int(thousands.group(1)) * 1024 if thousands else number(text)
+    return int(thousands.group(1)) * 1024 if thousands else number(str(text))
 
 
 def precision(text: str) -> str:
@@ -114,7 +114,8 @@ def takes(
         parameters += [_parameter(name, *known[name]) for name in known]
         _, *own = inspect.signature(command).parameters.values()
         parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
-        run.__signature__ = inspect.Signature(parameters)
+        signed: Any = run
+        signed.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
 
@@ -129,6 +130,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         )
     )
     dashed = name.replace("_", "-")
+    default: Any
+    names: tuple[str, ...]
     if knob.kind is bool:
         default = bool(knob.default)
         names = ALSO.get(name, (f"--{dashed}/--no-{dashed}" if default else f"--{dashed}",))

@@ -198,7 +198,8 @@ def gpus() -> Iterator[Check]:
         memory, have = format_bytes(seen.total_memory, digits=2), f"{seen.major}.{seen.minor}"
         yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
     for form in ("bf16", "tf32", "fp8"):
-        why = current_device().gpu.why_not(form)
+        gpu = current_device().gpu
+        why = gpu.why_not(form) if gpu else "no GPU"
         yield judged(form, "no" if why else "yes", why if form != "fp8" else "")
 
 

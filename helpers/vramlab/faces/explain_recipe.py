@@ -1,6 +1,6 @@
 """What a recipe holds at its peak, compared with what a message says of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,7 @@ class Run:
     def __init__(self, recipe: Recipe, card: Gpu | None, granted: dict[str, Any]):
         self.recipe = recipe
         self.card = card
-        self.witness = predict
+        self.witness: Callable[..., Report] = predict
         try:
             self.report = predict(recipe, gpu=card, **granted)
         except RecipeError:
@@ -55,7 +55,7 @@ class Run:
         """Return what fills the peak, and whether it fits the card."""
         report = self.report
         lines = [f"{report.source}: {self.recipe}", *parts(report)]
-        if self.card:
+        if self.card and report.usable is not None:
             has = format_bytes(report.usable)
             lines.append(
                 f"{report.verdict}: {self.card.name} has {has}, the process needs {report.process}"
@@ -81,8 +81,9 @@ class Run:
             needs.append(missing_of(message) or 0)
             if trusted and "allocated" in found:
                 needs.append(self.report.peak.total - found["allocated"] - found.get("free", 0))
-        if self.card and trusted:
-            needs.append(int(self.report.process) - self.report.usable)
+        report = self.report
+        if self.card and trusted and report.process is not None and report.usable is not None:
+            needs.append(int(report.process) - report.usable)
         return max(0, *needs) if needs else None
 
     @cached_property
@@ -159,8 +160,8 @@ class Run:
                 )
                 said.append(text)
         total = found.get("total")
-        is_card = message.kind == "card" and total and self.card
-        if is_card and abs(self.card.total - total) > 4 * TOLERANCE * total:
+        is_card = message.kind == "card"
+        if is_card and total and self.card and abs(self.card.total - total) > 4 * TOLERANCE * total:
             has = sized(self.card.total)
             said.append(f"the message's card has {sized(total)}, {self.card.name} has {has}")
         return said

@@ -47,7 +47,8 @@ class AfterImport:
                 load(module)
                 self.functions[name](module)
 
-            spec.loader.exec_module = then
+            loader: Any = spec.loader
+            loader.exec_module = then
         return spec
 
 
@@ -103,9 +104,11 @@ def last_a_while(torch: ModuleType) -> None:
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(
-        lambda *_: torch.distributed.is_initialized() and time.sleep(0.2)
-    )
+    def last(*_: Any) -> None:
+        if torch.distributed.is_initialized():
+            time.sleep(0.2)
+
+    register_optimizer_step_post_hook(last)
 
 
 def end_after(steps: int) -> Any:
@@ -215,7 +218,8 @@ def step_always(module: ModuleType) -> None:
     )
     overflowed = optimizer.has_overflow
     optimizer.has_overflow = lambda *args, **kwargs: overflowed(*args, **kwargs) and False
-    module.is_invalid_grad_norm = lambda norm: False
+    patched: Any = module
+    patched.is_invalid_grad_norm = lambda norm: False
 
 
 def watch_trainers(module: ModuleType) -> None:

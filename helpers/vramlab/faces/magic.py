@@ -1,5 +1,6 @@
 """`%%watch model optimizer`: the cell magic that watches its cell and prints the report."""
 
+from typing import Any
 from unittest import mock
 
 from IPython.core.magic import Magics, cell_magic, magics_class
@@ -30,13 +31,14 @@ class WatchMagic(Magics):
         An error in the cell is raised as always, after the report of what ran until then.
         """
         options = parse_argstring(self.watch, line)
-        watcher = watch(
-            *(self.shell.ev(text) for text in (options.model, options.optimizer) if text)
-        )
+        shell = self.shell
+        assert shell is not None  # a magic runs in one
+        watcher = watch(*(shell.ev(text) for text in (options.model, options.optimizer) if text))
+        muted: dict[str, Any] = dict.fromkeys(MUTED, lambda *args, **kwargs: None)
         with (
             watcher,
-            mock.patch.multiple(self.shell, **dict.fromkeys(MUTED, lambda *args, **kwargs: None)),
+            mock.patch.multiple(shell, **muted),
         ):
-            result = self.shell.run_cell(cell)
+            result = shell.run_cell(cell)
         print(watcher.report())
         result.raise_error()

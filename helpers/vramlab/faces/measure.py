@@ -61,9 +61,12 @@ def card_of(environment: dict[str, Any]) -> Gpu | None:
     """Return the card on which a report was measured, by what it says of itself; None on a CPU."""
     if not environment.get("gpu"):
         return None
-    capability = tuple(int(n) for n in environment["compute_capability"].split("."))
+    major, minor = environment["compute_capability"].split(".")
     return seen_gpu(
-        environment["gpu"], environment["total_memory"], capability, environment["multiprocessors"]
+        environment["gpu"],
+        environment["total_memory"],
+        (int(major), int(minor)),
+        environment["multiprocessors"],
     )
 
 
@@ -71,10 +74,12 @@ def simulated_beside(report: Report) -> str:
     """Say what `simulate` says of a measured report: ", simulated 5.120 GiB (+0.02 %)"."""
     from ..simulation.simulate import simulate
 
-    recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
+    recipe, card = rebuild(Recipe, "recipe", report.recipe or {}), card_of(report.environment)
     try:
         with rules_of(report.environment["torch"]):
             said = simulate(recipe, report.target, card).allocated
     except RecipeError:
         return ", not simulated"
+    if said is None or not report.allocated:
+        return ""
     return f", simulated {format_bytes(said)} ({said / report.allocated - 1:+.2%})"

@@ -1,5 +1,7 @@
 """What the command line says of a Trainer's argument that is no option."""
 
+from typing import Any
+
 from ..recipe.arguments import CLASSIFIED
 from .options import OPTIONS
 
@@ -15,7 +17,7 @@ SAY = {
 }
 
 
-def instead(error: Exception, command: str | None) -> str:
+def instead(error: Any, command: str | None) -> str:
     """Return a sentence on the option that click's NoSuchOption names.
 
     "" unless a Trainer's arguments have it.

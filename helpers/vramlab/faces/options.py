@@ -38,8 +38,8 @@ Options = dict[str, tuple[tuple[str, ...], Knob]]
 OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Recipe)}
 GENERATION: Options = {knob.option: (path, knob) for path, knob in options(Generation)}
 # Fields of a recipe, or of its part, that its generation depends on too.
-GENERATES = ("batch_size", "precision", "dtype", "task", "num_layers", "attn_implementation")
-GENERATES += ("lora", "quantization")
+OF_MODEL = ("dtype", "task", "num_layers", "attn_implementation", "lora", "quantization")
+GENERATES = ("batch_size", "precision", *OF_MODEL)
 
 
 def fields_of(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,8 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
     """
     import torch
 
-    kind = arguments_class(SimpleNamespace(trainer=trainer))
+    asked: Any = SimpleNamespace(trainer=trainer)  # a recipe, as far as that is read
+    kind = arguments_class(asked)
     usual = {field.name: field.default for field in dataclasses.fields(kind)}
     said = {}
     for name, value in values.items():
@@ -189,9 +190,9 @@ def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = 
         raise RecipeError(
             "lengths", ", ".join(texts[0]), "each sample must say its " + " or ".join(LENGTHS)
         )
-    counted = iter(tokens(texts) if texts else ())
-    values = [next(counted) if isinstance(value, dict) else value for value in values]
-    return [len(value) if isinstance(value, list) else value for value in values]
+    counted = iter(tokens(texts) if tokens and texts else ())
+    sizes: list[Any] = [next(counted) if isinstance(value, dict) else value for value in values]
+    return [len(value) if isinstance(value, list) else value for value in sizes]
 
 
 def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:

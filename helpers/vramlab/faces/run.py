@@ -55,8 +55,8 @@ class ScriptRun:
         for report, history in zip(self.reports, self.histories, strict=True):
             rank = f"rank {report.environment['rank']}: " if len(self.reports) > 1 else ""
             peaks = (
-                f"{format_bytes(report.allocated)} allocated, "
-                f"{format_bytes(report.reserved)} reserved"
+                f"{format_bytes(report.allocated or 0)} allocated, "
+                f"{format_bytes(int(report.reserved or 0))} reserved"
             )
             lines.append(f"{rank}peaks {peaks}; with CUDA's context {report.process}")
             if report.phases and report.status == "ok":

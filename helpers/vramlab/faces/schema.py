@@ -113,7 +113,7 @@ def _described(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {}
     if kind is Recipe:
         return {"type": "object", "required": ["model"]}
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _of_dataclass(kind, definitions)
     if origin in (UnionType, typing.Union):
         return {"anyOf": [_described(each, definitions) for each in inner]}

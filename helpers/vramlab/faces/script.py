@@ -70,7 +70,7 @@ def recipe_of_script(
     `read_script` does, and where no model is named.
     """
     script, given = read_script(path), given or {}
-    model, fields, notes = model or script.model, dict(script.fields), list(script.notes)
+    model, fields, notes = model or script.model or "", dict(script.fields), list(script.notes)
     if not model:
         rest = (
             f"{path.name} does not say it in so many words: put it first, as in vramlab "
@@ -175,15 +175,15 @@ class _Reader(CallReader):
             None,
         )
         words = {word.arg: word.value for word in call.keywords} if call else {}
-        found = {
-            name: self._value(name, words[name])
-            for name in ("precision", "seq_len", "lengths")
-            if name in words
-        }
+        found: dict[str, Any] = {}
+        for name in ("precision", "seq_len", "lengths"):
+            if name in words:
+                found[name] = self._value(name, words[name])
         if "sharding" in words:
             sharding = self._only(words["sharding"], "the sharding")
             found["sharding"] = {
-                word.arg: self._value(word.arg, word.value) for word in sharding.keywords
+                word.arg: self._value(word.arg or "", word.value)
+                for word in getattr(sharding, "keywords", [])
             }
         self.fields |= {name: value for name, value in found.items() if value is not None}
 
@@ -195,6 +195,7 @@ class _Reader(CallReader):
         kind = self.tree.name(call) if isinstance(call, ast.Call) else ""
         if kind in self.tree.classes or kind not in OWN:
             self.lines.refuse(call, "makes the Trainer's arguments, and does not say them")
+        assert isinstance(call, ast.Call)  # no other has such a name
         if kind not in TRAINERS:
             self.lines.refuse(call, "is of a trainer that no recipe models")
         engine = (
@@ -231,7 +232,7 @@ class _Reader(CallReader):
         elif name in ("from_pretrained", "from_config") and isinstance(call.func, ast.Attribute):
             self._read_loading(call, name)
         elif method and (name in CASTS or name in ("to", "cuda", "train", "eval")):
-            self._load(call.func.value)
+            self._load(getattr(call.func, "value", None))
             self.lines.cast(call, name)
         else:
             self.lines.refuse(call, "does not say how the model is loaded")
@@ -289,9 +290,8 @@ class _Reader(CallReader):
 
     def _read_loading(self, call: ast.Call, method: str) -> None:
         """Take what `from_pretrained` or `from_config` says of the model."""
-        owner = (self.tree.dotted(call.func.value) or ast.unparse(call.func.value)).rpartition(".")[
-            2
-        ]
+        made_by: ast.expr = getattr(call.func, "value", call.func)
+        _, _, owner = (self.tree.dotted(made_by) or ast.unparse(made_by)).rpartition(".")
         liger, head = "AutoLigerKernel", re.search(r"(For[A-Z]\w+|LMHeadModel)$", owner)
         if not head or head[0] not in HEADS or re.search("Peft|Unsloth|AutoAWQ|AutoGPTQ", owner):
             self.lines.refuse(call, "loads a model in a way that no recipe says")
@@ -398,9 +398,10 @@ class _Reader(CallReader):
         )
         if name == "data_collator" and all(map(COLLATORS.fullmatch, made)):
             for one in held:
-                self._collate(one)
+                if one is not None:
+                    self._collate(one)
         elif name == "ref_model" and self._is_the_model_again(held):
-            self.lines.understood.update(held)
+            self.lines.understood.update(one for one in held if one is not None)
         else:
             self._note(name, node)
 

@@ -37,8 +37,8 @@ HANDED_OVER = (
 TAKING_FUNCTIONS = ("map", "filter", "sorted", "min", "max")  # built in ones
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 CONTAINERS = (*COMPREHENSIONS, ast.Dict, ast.Set)
-LITERALS = (*CONTAINERS, ast.Constant, ast.JoinedStr, ast.Compare, ast.Lambda)
-LITERALS += (ast.UnaryOp, ast.BinOp)
+OPERATIONS = (ast.UnaryOp, ast.BinOp, ast.Compare)
+LITERALS = (*CONTAINERS, *OPERATIONS, ast.Constant, ast.JoinedStr, ast.Lambda)
 
 
 class Lines(Notes):
@@ -65,7 +65,7 @@ class Lines(Notes):
         """
         if node not in self.kinds:
             self.kinds[node] = ""
-            found = {self._kind(one) for one in self.tree.sources(node)}
+            found = {self._kind(one) for one in self.tree.sources(node)}  # type: ignore[arg-type]
             self.kinds[node] = (
                 "model" if "model" in found else found.pop() if len(found) == 1 else ""
             )
@@ -136,7 +136,7 @@ class Lines(Notes):
             if isinstance(node, ast.Call) and node not in self.understood:
                 self._account_for_call(node)
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-                for target in getattr(node, "targets", None) or [node.target]:
+                for target in _targets(node):
                     self._account_for_target(target, node)
             elif isinstance(node, ast.Delete) and any(
                 self._is_of_model(one) for one in node.targets
@@ -158,9 +158,9 @@ class Lines(Notes):
             if self.tree.name(node) in WORDS["refused"]:
                 return True
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            parts = getattr(node, "targets", None) or [node.target]
+            parts = [*_targets(node)]
         elif isinstance(node, ast.Delete):
-            parts = node.targets
+            parts = [*node.targets]
         elif isinstance(node, ast.Attribute):
             parts = [node]
         holders = [getattr(part, "value", part) for part in parts]
@@ -206,7 +206,9 @@ class Lines(Notes):
             return self.names.is_harmless_name(whole, name)
         if isinstance(called, ast.Attribute):
             return name in ("setter", "getter", "deleter")
-        given = self.tree.returns(node) if isinstance(node, FUNCTIONS) else node.bases
+        given = (
+            self.tree.returns(node) if isinstance(node, FUNCTIONS) else getattr(node, "bases", [])
+        )
         makes = any(self.kind(one) in ("model", "trainer", "args") for one in given)
         own = name in self.tree.functions or name in self.tree.classes
         return own and not makes and not any(self.text(one).endswith("Trainer") for one in given)
@@ -219,13 +221,17 @@ class Lines(Notes):
         after: set[ast.AST] = set()
         found: set[ast.AST] = set()
         for call in self.tree.calls:
-            method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-            if method == "train" and self.kind(call.func.value) == "trainer":
+            method = ""
+            owner: ast.expr | None = None
+            if isinstance(call.func, ast.Attribute):
+                method = call.func.attr
+                owner = call.func.value
+            if method == "train" and self.kind(owner) == "trainer":
                 after.update(self.tree.following(self.statement(call)))
             values = [
                 word.value for word in call.keywords if word.arg in WORDS["trainer_arguments"]
             ]
-            if method in HANDED_OVER and self.kind(call.func.value) != "model":
+            if method in HANDED_OVER and self.kind(owner) != "model":
                 values += [*call.args, *(word.value for word in call.keywords)]
                 given = next(
                     (word.value for word in call.keywords if word.arg == "fn_kwargs"), None
@@ -442,3 +448,7 @@ class Lines(Notes):
             except Unread:
                 pass
         self.note(node)
+
+
+def _targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]

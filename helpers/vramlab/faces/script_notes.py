@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from ..report.errors import RecipeError
 from ..report.text import one_line
-from .script_tree import SCOPES, Tree, start_of
+from .script_tree import SCOPES, Tree, line_of, start_of
 
 MOST_NOTES = 3
 
@@ -39,11 +39,11 @@ class Notes:
         compound = isinstance(statement, (*SCOPES, ast.If, ast.For, ast.While, ast.With, ast.Try))
         source = text or self.text(node if compound else statement)
         listed = self.notes.setdefault(statement, {})
-        listed.setdefault(f"`{source}`{why and ', '}{why}", node.lineno)
+        listed.setdefault(f"`{source}`{why and ', '}{why}", line_of(node))
 
     def refuse(self, node: ast.AST | None, why: str) -> NoReturn:
         """Raise RecipeError, which names the line and the command that runs the script."""
-        where = f"line {node.lineno} (`{self.text(node)}`) " if node is not None else ""
+        where = f"line {line_of(node)} (`{self.text(node)}`) " if node is not None else ""
         name = self.tree.path.name
         rest = (
             f"{where}{why}: vramlab run --gpu NAME -- python {name} runs it and says what it holds"
@@ -58,7 +58,7 @@ class Notes:
         found = sorted(self.notes.items(), key=lambda pair: start_of(pair[0]))
         if len(found) > MOST_NOTES:
             first, _ = found[0]
-            others = ", ".join(str(statement.lineno) for statement, _ in found[1:12])
+            others = ", ".join(str(line_of(statement)) for statement, _ in found[1:12])
             self.refuse(
                 first, f"is one of {len(found)} lines that no recipe says, as are lines {others}"
             )

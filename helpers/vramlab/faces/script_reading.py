@@ -40,9 +40,8 @@ class CallReader:
             if isinstance(whole, ast.Dict) and all(
                 isinstance(key, ast.Constant) for key in whole.keys
             ):
-                found |= {
-                    key.value: value for key, value in zip(whole.keys, whole.values, strict=True)
-                }
+                keys: list[Any] = [getattr(key, "value", None) for key in whole.keys]
+                found |= dict(zip(keys, whole.values, strict=True))
             elif isinstance(whole, ast.Call) and self.tree.name(whole) == "dict" and not whole.args:
                 found |= self._words(whole)
             else:

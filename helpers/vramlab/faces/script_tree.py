@@ -36,9 +36,14 @@ class Binding(NamedTuple):
     statement: ast.AST
 
 
+def line_of(node: ast.AST) -> int:
+    """Return the line where a node's text begins."""
+    return getattr(node, "lineno")  # noqa: B009 — of all but a few nodes
+
+
 def start_of(node: ast.AST) -> tuple[int, int]:
     """Return (line, column) where a node's text begins."""
-    return node.lineno, node.col_offset
+    return line_of(node), getattr(node, "col_offset")  # noqa: B009 — of all but a few nodes
 
 
 class Tree:
@@ -68,7 +73,7 @@ class Tree:
         self.imported: dict[str, str] = {}
         self.bindings: dict[tuple[ast.AST, str], list[Binding]] = {}
         self.decided: dict[ast.expr, bool | None] = {}
-        self.found: dict[ast.expr, list[ast.expr | None]] = {}
+        self.found: dict[ast.expr | None, list[ast.expr | None]] = {}
         self.changed: list[ast.Name] = []  # containers that statements write to
         self.written: set[ast.expr | None] | None = None
         declared = [node for node in self.nodes if isinstance(node, ast.Global)]
@@ -76,7 +81,8 @@ class Tree:
         for node in self.nodes:
             self._import(node)
             for target, value in _targets(node):
-                self.parents.setdefault(value, node)  # of what is made up for an element
+                if value is not None:
+                    self.parents.setdefault(value, node)  # of what is made up for an element
                 self._bind(target, value, node)
             if isinstance(node, FUNCTIONS):
                 self._bind_parameters(node)
@@ -99,7 +105,7 @@ class Tree:
             self.changed.append(target.value)
         elif isinstance(target, ast.Tuple | ast.List):
             for index, one in enumerate(target.elts):
-                each = None
+                each: ast.expr | None = None
                 if value is not None and not isinstance(value, ast.Tuple | ast.List):
                     each = ast.copy_location(
                         ast.Subscript(value, ast.Constant(index), ast.Load()), value
@@ -109,7 +115,7 @@ class Tree:
                     each = value.elts[index]
                 self._bind(one, each, statement)
 
-    def _bind_parameters(self, function: ast.FunctionDef) -> None:
+    def _bind_parameters(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Bind parameters to what the function is called with, or to the default."""
         said = function.args
         names = [*said.posonlyargs, *said.args]
@@ -154,11 +160,11 @@ class Tree:
                 action = getattr(words.get("action"), "value", "")
                 usual = ast.Constant({"store_true": False, "store_false": True}.get(action))
                 default = words.get("default", None if "required" in words else usual)
-                said = [
-                    arg.value for arg in call.args if isinstance(getattr(arg, "value", None), str)
-                ]
-                if isinstance(words.get("dest"), ast.Constant):
-                    said += [words["dest"].value]
+                values = [getattr(arg, "value", None) for arg in call.args]
+                said: list[Any] = [value for value in values if isinstance(value, str)]
+                named = words.get("dest")
+                if isinstance(named, ast.Constant):
+                    said += [named.value]
                 for name in said:
                     found.setdefault(name.lstrip("-").replace("-", "_"), []).append(default)
         for node in self.classes.values():
@@ -299,12 +305,15 @@ class Tree:
             self.written = {one for name in self.changed for one in self.sources(name)}
         return container in self.written
 
-    def returns(self, function: ast.FunctionDef) -> list[ast.expr]:
+    def returns(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
         """What a function's return statements give, of those that may run."""
-        found = (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value)
-        return [
-            node.value for node in found if self.scope(node) is function and not self.dead(node)
-        ]
+        found = []
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Return) or not node.value:
+                continue
+            if self.scope(node) is function and not self.dead(node):
+                found.append(node.value)
+        return found
 
     def _is_option(self, node: ast.Attribute) -> bool:
         """Whether an attribute is one of the parsed command line, or a class's field."""
@@ -365,7 +374,8 @@ class Tree:
             (*FUNCTIONS, ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.comprehension),
         ):
             return True
-        return (statement.end_lineno, statement.end_col_offset) <= start_of(use)
+        end = getattr(statement, "end_lineno"), getattr(statement, "end_col_offset")  # noqa: B009
+        return end <= start_of(use)
 
 
 def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
@@ -383,7 +393,11 @@ def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
         yield from (
             (item.optional_vars, item.context_expr) for item in node.items if item.optional_vars
         )
-    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGING:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CHANGING
+    ):
         yield ast.Subscript(node.func.value, ast.Slice(), ast.Store()), None
 
 

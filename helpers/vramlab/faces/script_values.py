@@ -17,7 +17,7 @@ OPERATORS = {
     ast.FloorDiv: operator.floordiv,
 }
 OPERATORS |= {ast.Div: operator.truediv}
-COMPARISONS = {
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Is: operator.is_,

@@ -114,6 +114,7 @@ def _take_method(configuration: Configuration) -> None:
             rest = "with lora its adapters are in 16 bits, which no recipe has: leave it out"
             raise configuration.refuse("pure_bf16", rest)
         fields["precision"] = TRUE["bfloat16"]
+        assert configuration.arguments is not None
         configuration.arguments |= {"bf16": False, "fp16": False}
     if method == "full":
         return

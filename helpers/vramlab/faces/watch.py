@@ -71,19 +71,25 @@ class watch:
         self._optimizers = [optimizer] if optimizer else []
         self._stack = contextlib.ExitStack()
 
+    @property
+    def _followed(self) -> Tracker:
+        """The tracker, once the block has begun."""
+        assert self.tracker is not None
+        return self.tracker
+
     def __enter__(self) -> "watch":
         if self.tracker is not None and self.history is None:
             raise VramLabError(
                 "this watch is running: take another one for a block inside its block"
             )
         self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
-        self.tracker.meets = True
+        self._followed.meets = True
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
         self._backwards, self._stepped = 0, False
-        claim_model(self.tracker, self.model)
-        claim_states(self.tracker, self._optimizers, self.target)
-        self.tracker.claim(tensors_in(self.batch), "inputs")
+        claim_model(self._followed, self.model)
+        claim_states(self._followed, self._optimizers, self.target)
+        self._followed.claim(tensors_in(self.batch), "inputs")
         add = self._stack.callback
         add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         add(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -93,20 +99,20 @@ class watch:
         self._stack.enter_context(
             replaced(torch.autograd, "backward", self._around(plain(torch.autograd, "backward")))
         )
-        named = gradients_named(self.tracker, self.model), fsdp_units_named(self.tracker)
-        for follows in (*named, self.tracker.modules(self.model), self.tracker):
+        named = gradients_named(self._followed, self.model), fsdp_units_named(self._followed)
+        for follows in (*named, self._followed.modules(self.model), self._followed):
             self._stack.enter_context(follows)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-        claim_states(self.tracker, self._optimizers, self.target)
+        claim_states(self._followed, self._optimizers, self.target)
         self._end_step()
         self._move_frees()
-        if self.tracker.phase != "between_steps":
+        if self._followed.phase != "between_steps":
             self._begin("between_steps")
-        self.tracker.finish()
-        self.history = History(self.tracker.log, self.tracker.marks)
+        self._followed.finish()
+        self.history = History(self._followed.log, self._followed.marks)
 
     def report(self) -> Report:
         """Return a measured report of the last step.
@@ -131,17 +137,17 @@ class watch:
 
     def _begin(self, phase: str) -> None:
         self._move_frees()
-        self.tracker.begin(phase)
+        self._followed.begin(phase)
         self._stepped = False
 
     def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         for tensor in plain_tensors(tensors_in([*args, *kwargs.values()])):
-            storage = self.tracker.live.get(tensor.untyped_storage()._cdata)
+            storage = self._followed.live.get(tensor.untyped_storage()._cdata)
             if storage is None or not storage.category:
-                self.tracker.claim([tensor], "inputs")
+                self._followed.claim([tensor], "inputs")
         # neither a checkpoint's recomputation nor an evaluation, and no second call before the
         # backward pass
-        if not self._backwards and torch.is_grad_enabled() and self.tracker.phase != "forward":
+        if not self._backwards and torch.is_grad_enabled() and self._followed.phase != "forward":
             self._end_step()
             self._begin("forward")
 
@@ -154,7 +160,7 @@ class watch:
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._backwards:
                 self._end_step()
-                if self.tracker.phase != "backward":
+                if self._followed.phase != "backward":
                     self._begin("backward")
             self._backwards += 1
             try:
@@ -168,7 +174,7 @@ class watch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._ours(optimizer) and not self._backwards:
-            if self.tracker.phase != "step":
+            if self._followed.phase != "step":
                 self._begin("step")
             self._stepped = True
 
@@ -177,7 +183,7 @@ class watch:
             return
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
-        claim_states(self.tracker, [optimizer], self.target)
+        claim_states(self._followed, [optimizer], self.target)
         if not self._backwards:
             self._begin("between_steps")
 
@@ -186,30 +192,30 @@ class watch:
 
         An update by hand frees gradients, else it is backward.
         """
-        if self.tracker.phase != "step" or self._stepped:
+        if self._followed.phase != "step" or self._stepped:
             return
-        start = self.tracker.marks[-1][0]
+        start = self._followed.marks[-1][0]
         if any(
             size < 0 and storage.category == "gradients"
-            for size, storage, _ in self.tracker.log[start:]
+            for size, storage, _ in self._followed.log[start:]
         ):
             self._begin("between_steps")
         else:
-            self.tracker.marks.pop()
-            self.tracker.phase = "backward"
+            self._followed.marks.pop()
+            self._followed.phase = "backward"
 
     def _move_frees(self) -> None:
         """Count what is freed directly after a phase to it.
 
         The loss's graph to backward, gradients to the step.
         """
-        start, phase = self.tracker.marks[-1] if self.tracker.marks else (0, "load")
-        for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
+        start, phase = self._followed.marks[-1] if self._followed.marks else (0, "load")
+        for position, (size, storage, _) in enumerate(self._followed.log[start:], start + 1):
             category = storage.category
             if size > 0 or (phase == "step" and category in ("gradients", "optimizer_states")):
                 return
             if phase == "step" or (phase == "between_steps" and category == "gradients"):
-                self.tracker.marks[-1] = (position, phase)
+                self._followed.marks[-1] = (position, phase)
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(

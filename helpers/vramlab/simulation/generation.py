@@ -54,7 +54,7 @@ def simulate_generation(
     prompt: int = Generation.prompt,
     new_tokens: int = Generation.new_tokens,
     target: str = "cuda",
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     *,
     full: bool = False,
     other_memory: int = 0,

@@ -170,7 +170,7 @@ def _generating(training: Training) -> Iterator[None]:
             with fixed_length(None, training.on_token):
                 return own(*args, **options)
         finally:
-            vars(model).pop("forward", None)
+            model.__dict__.pop("forward", None)
             if forward_before is not None:
                 model.forward = forward_before
 

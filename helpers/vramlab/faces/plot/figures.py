@@ -14,7 +14,7 @@ from .splits import amount, draw_limit, label_of, layers, shared_title, split_of
 LETTER = 0.0145  # width of a letter of a phase's name as a share of the axes
 
 
-def compare(*reports: Report, unit: str = "GiB", **options: Any):
+def compare(*reports: Report, unit: str = "GiB", **options: Any) -> Any:
     """Return a figure of each report's peak by category.
 
     Errors as in `vramlab.compare`, `options` as of `bars`.
@@ -36,8 +36,8 @@ def bars(
     unit: str = "GiB",
     title: str = "Memory by category",
     subtitle: str = "",
-    limit=None,
-):
+    limit: Any = None,
+) -> Any:
     """Return a figure of bytes by category, for example bytes per parameter.
 
     A bar per label, its total above it.
@@ -79,7 +79,7 @@ def bars(
     return style.finish(figure, split_rows(names, splits, unit, ylabel or unit), alt, say_rows=True)
 
 
-def _name_bars(ax, names: Sequence[str]) -> None:
+def _name_bars(ax: Any, names: Sequence[str]) -> None:
     """Write names under the bars, upright where they would touch."""
     room = 64 // len(names)
     lines = [textwrap.fill(name, max(room, 6), break_long_words=False) for name in names]
@@ -92,8 +92,12 @@ def _name_bars(ax, names: Sequence[str]) -> None:
 
 @style.styled()
 def fits(
-    needs: Mapping[str, Interval | Report], limit, title: str, subtitle: str = "", unit: str = "GiB"
-):
+    needs: Mapping[str, Interval | Report],
+    limit: Any,
+    title: str,
+    subtitle: str = "",
+    unit: str = "GiB",
+) -> Any:
     """Return a figure of a bar from the low to the high end of each need.
 
     One is `predict(recipe, gpu="T4").process`, say: a dot where it is likely, and its tier.
@@ -103,16 +107,18 @@ def fits(
     its label then names. Raises ValueError for no needs.
     """
     usable = [need.usable if isinstance(need, Report) else None for need in needs.values()]
-    needs = {
-        name: Interval.of(need.process if isinstance(need, Report) else need)
-        for name, need in needs.items()
-    }
+    intervals: dict[str, Interval] = {}
+    for name, need in needs.items():
+        whole = need.process if isinstance(need, Report) else need
+        if whole is None:
+            raise ValueError(f"{name}: this report does not say what the process takes.")
+        intervals[name] = Interval.of(whole)
     cards = [
         find_gpu(card)
-        for card in (limit if isinstance(limit, list | tuple) else [limit] * len(needs))
+        for card in (limit if isinstance(limit, list | tuple) else [limit] * len(intervals))
     ]
     size, (figure, ax) = check_unit(unit), style.start(title, subtitle)
-    rows = [(unit, "at least", "likely", "at most", "card", "fits")]
+    rows: list[tuple[str, ...]] = [(unit, "at least", "likely", "at most", "card", "fits")]
     dashes = dict(
         zip(
             dict.fromkeys(card.name for card in cards),
@@ -124,7 +130,7 @@ def fits(
         usable_memory(card) if room is None else room
         for card, room in zip(cards, usable, strict=True)
     ]
-    tiers = [need.verdict(room) for need, room in zip(needs.values(), rooms, strict=True)]
+    tiers = [need.verdict(room) for need, room in zip(intervals.values(), rooms, strict=True)]
     said = [
         tier + f"\non {card.name}" * (len(dashes) > 1)
         for tier, card in zip(tiers, cards, strict=True)
@@ -132,9 +138,9 @@ def fits(
     widths = [
         0.02 * (1 + max(map(len, words.split("\n")))) for words in said
     ]  # a letter is 1/50 of the axes, about
-    right = max(*(need.high for need in needs.values()), *rooms) / (1 - max(widths))
+    right = max(*(need.high for need in intervals.values()), *rooms) / (1 - max(widths))
     for y, ((name, need), card, room, tier) in enumerate(
-        zip(needs.items(), cards, rooms, tiers, strict=True)
+        zip(intervals.items(), cards, rooms, tiers, strict=True)
     ):
         ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, color=style.PROCESS)
         ax.plot(need.value / size, y, "o", color=style.INK, markersize=5)
@@ -155,14 +161,16 @@ def fits(
         )
         bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, room)]
         rows.append((" ".join(name.split()), *bounds[:3], f"{card.name}: {bounds[3]}", tier))
-    ax.set_yticks(range(len(needs)), needs)
+    ax.set_yticks(range(len(intervals)), intervals)
     words = f"{unit} that the process takes; the dot is the likely figure"
-    ax.set(xlim=(0, right / size), ylim=(len(needs) - 0.5, -0.5), xlabel=words)
+    ax.set(xlim=(0, right / size), ylim=(len(intervals) - 0.5, -0.5), xlabel=words)
     return style.finish(figure, rows, f"Intervals. {title}. {subtitle}.", say_rows=True)
 
 
 @style.styled()
-def timeline(report: Report, unit: str = "GiB", title: str = "One training step, byte by byte"):
+def timeline(
+    report: Report, unit: str = "GiB", title: str = "One training step, byte by byte"
+) -> Any:
     """Return a figure of what is alive after each allocation event of a step, by category.
 
     With its phases and the largest tensors.
@@ -174,7 +182,8 @@ def timeline(report: Report, unit: str = "GiB", title: str = "One training step,
         raise ValueError(
             f"this report has no timeline to draw ({why}): simulate, measure and watch make one."
         )
-    moments, best = report.timeline, {}
+    moments = report.timeline
+    best: dict[str, Moment] = {}
     for moment in moments:
         best[moment.phase] = max(
             best.get(moment.phase, moment), moment, key=lambda m: m.bytes.total
@@ -229,7 +238,7 @@ def timeline(report: Report, unit: str = "GiB", title: str = "One training step,
     return style.finish(figure, rows, alt, say_rows=True)
 
 
-def _shade_phases(ax, moments: Sequence[Moment]) -> None:
+def _shade_phases(ax: Any, moments: Sequence[Moment]) -> None:
     """Shade every other run of one phase, and name those that have room for it."""
     left, right = ax.get_xlim()
     starts = [

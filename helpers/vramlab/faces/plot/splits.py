@@ -1,7 +1,7 @@
 """The numbers of figures: bytes by category, labels and table rows, and a card's line."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...hardware.gpu import Gpu, find_gpu, usable_memory
@@ -72,7 +72,9 @@ def split_rows(
     return [(corner, *map(label_of, keys), "total"), *rows]
 
 
-def draw_limit(line, card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3))) -> None:
+def draw_limit(
+    line: Callable[..., Any], card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3))
+) -> None:
     """Draw a line where a card is full with `ax.axhline` or another, named in the legend.
 
     None without a card.

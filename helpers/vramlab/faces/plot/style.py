@@ -74,14 +74,16 @@ def styled() -> Iterator[None]:
         plt.rcParams.update(own)
 
 
-def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
+def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any) -> tuple[Any, Any]:
     """Return a new figure and its axes, a list of them when `rows` > 1.
 
     `options` go to `Figure.subplots`.
     """
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained")
+    figure: Any = plt.figure(
+        FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained"
+    )
     figure.heading = heading
     figure.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11.5, parse_math=False)
     axes = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
@@ -94,7 +96,7 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
     return figure, axes[0] if rows == 1 else list(axes)
 
 
-def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False):
+def finish(figure: Any, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False) -> Any:
     """Return the figure with a legend below the axes, a table of `rows` and its alt text.
 
     That may say the rows too.
@@ -122,7 +124,7 @@ def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = F
     return figure
 
 
-def _names(figure) -> list[Any]:
+def _names(figure: Any) -> list[Any]:
     """Texts that may name a model, in which a $ begins no formula.
 
     Numbers of a logarithmic axis are formulas.
@@ -168,7 +170,7 @@ def canvas(
         finish(figure, rows, alt)
 
 
-def table(figure) -> str:
+def table(figure: Any) -> str:
     """Return the data of a figure of this package as a text table."""
     return text_table(figure.rows)
 
