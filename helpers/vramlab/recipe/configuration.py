@@ -244,7 +244,7 @@ def _keep_per_layer(config: dict[str, Any], kept: list[int], depth: Any) -> None
         config["num_kv_shared_layers"] = sum(i % depth >= depth - shared for i in kept)
 
 
-def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[str, Any]:
+def read(name: str, config: Mapping[str, Any], family: Family, task: str) -> dict[str, Any]:
     """Return the fields of `Shape` that the configuration says or implies.
 
     Raises RecipeError on impossible sizes.
