@@ -3,17 +3,18 @@ answers to test them.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from vramlab import Recipe, find_gpu, predict
 
-from .answers import NOT_ANSWERED, Feedback, kind_of
+from .answers import NOT_ANSWERED, Feedback
 
 MICRO_BATCHES = [(4, 4), (5, 2, 1), (1, 7), (6,)]  # rows of each
 STACKS = [
@@ -22,18 +23,10 @@ STACKS = [
     (7, 3, False),
     (4, 4, True),
 ]  # layers, every, whether the input needs a gradient
+VOCABULARY = 7
 DRAW = random.Random(3)
 PACKS = [([5, 4, 3, 2, 2], 8), ([7], 7), ([], 4), ([6, 5, 5, 4, 3, 3, 2], 10)]
 PACKS += [([DRAW.randint(20, 900) for _ in range(200)], 1024)]
-BASE = Recipe("llama-3.1-8b", 4, 2048, "bf16-mixed", dtype="bfloat16", lora={"r": 16})
-SMALL = Recipe("qwen3-0.6b", 4, 512, "fp16-mixed")
-TO_FIT = [
-    (SMALL.replace(batch_size=2), "RTX 4090"),
-    (SMALL, "RTX 4070"),
-    (BASE, "RTX 4090"),
-    (BASE.replace(seq_len=8192), "RTX 4090"),
-    (BASE.replace(seq_len=8192), "T4"),
-]
 
 
 _wrong = partial(Feedback, False)
@@ -157,8 +150,8 @@ def recomputed(answer: Any) -> Feedback:
 
 
 def packed(answer: Any) -> Feedback:
-    """Whether `answer(lengths, size)` deals all texts to rows of at most `size`, as few as best fit
-    finds.
+    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`, as few as best
+    fit finds.
     """
     for lengths, size in PACKS:
         rows = answer(list(lengths), size)
@@ -167,7 +160,7 @@ def packed(answer: Any) -> Feedback:
         rows, few = [list(row) for row in rows], len(best_fit(lengths, size))
         dealt, what = (
             sorted(i for row in rows for i in row),
-            f"{len(lengths)} texts in rows of {size}: ",
+            f"{len(lengths)} samples in rows of {size}: ",
         )
         if dealt != list(range(len(lengths))):
             return _wrong(what + "not every index from 0 stands in exactly one row.")
@@ -175,13 +168,15 @@ def packed(answer: Any) -> Feedback:
             return _wrong(f"{what}row {over[0]} has {sum(lengths[i] for i in over[0])} tokens.")
         if len(rows) > few:
             return _wrong(
-                f"{what}{len(rows)} rows, and {few} are enough. Which text is hardest to place?"
+                f"{what}{len(rows)} rows, and {few} are enough. Which sample is hardest to place?"
             )
-    return Feedback(True, "Right: TRL's packing (strategy 'bfd') deals texts to rows in this way.")
+    return Feedback(
+        True, "Right: TRL's packing (strategy 'bfd') deals samples to rows in this way."
+    )
 
 
 def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[list[int]]:
-    """Rows of indices by best fit, the longest text first where `ordered`."""
+    """Rows of indices by best fit, the longest sample first where `ordered`."""
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i] if ordered else i):
         room = [(size - sum(lengths[i] for i in row), row) for row in rows]
@@ -193,46 +188,141 @@ def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[li
     return rows
 
 
-def is_likely(recipe: Recipe, gpu: str) -> bool:
-    """Whether the likely figure of the process is within the card."""
-    return predict(recipe, gpu=gpu).process.value <= find_gpu(gpu).total
+class Rows(TorchDispatchMode):
+    """The most rows of any matrix with VOCABULARY columns that is made while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
+                self.most = max(self.most, tensor.numel() // VOCABULARY)
+        return result
 
 
-def make_it_fit(
-    recipe: Recipe, gpu: str, likely: Callable[[Recipe, str], bool] = is_likely
-) -> Recipe | None:
-    """The recipe with as few of the chapter's switches as make it likely to fit, in their order;
-    None without hope.
-    """
-    steps = [recipe, recipe := recipe.replace(use_liger_kernel=True)]
-    while recipe.batch_size > 1:
-        half, twice = recipe.batch_size // 2, recipe.gradient_accumulation_steps * 2
-        steps.append(recipe := recipe.replace(batch_size=half, gradient_accumulation_steps=twice))
-    steps.append(recipe.replace(gradient_checkpointing=True))
-    return next((step for step in steps if likely(step, gpu)), None)
+def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of numbers, a matrix for their logits, and the right entry of each row."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(10, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    return x, weight, torch.randint(VOCABULARY, (10,), generator=draw)
 
 
-def fitted(answer: Any) -> Feedback:
-    """Whether `answer(recipe, gpu)` turns the switches of `make_it_fit`, and no more."""
-    found = [answer(recipe, gpu) for recipe, gpu in TO_FIT]
-    if found[0] is None or found[0] is ...:
+def fused(answer: Any) -> dict[str, Any]:
+    """A reader's FusedLoss: its loss, how far gradients are off, the most rows of logits."""
+    x, weight, words = _problem()
+    exact = F.cross_entropy(x @ weight.T, words, reduction="sum")
+    wanted = torch.autograd.grad(3 * exact, (x, weight))
+    with Rows() as seen:
+        loss = answer.apply(x, weight, words, 4)
+        found = torch.autograd.grad(3 * loss, (x, weight))
+    off = [float((mine - right).abs().max()) for mine, right in zip(found, wanted, strict=True)]
+    return {
+        "loss": loss.item(),
+        "off": loss.item() - exact.item(),
+        "x": off[0],
+        "weight": off[1],
+        "rows": seen.most,
+        "input": not torch.equal(x, _problem()[0]),
+    }
+
+
+def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
+    """What a reader's accumulate does with samples of different lengths."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, (4, 6), generator=draw)
+    labels = ids.clone()
+    for row, length in enumerate((2, 3, 6, 5)):
+        labels[row, length:] = -100
+    table = nn.Parameter(torch.randn(5, 5, generator=draw, dtype=torch.float64))
+    rows: list[int] = []
+
+    def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows.append(len(ids))
+        known = labels[:, 1:] != -100
+        return F.cross_entropy(table[ids[:, :-1]][known], labels[:, 1:][known], reduction="sum")
+
+    mean = loss_of(ids, labels) / (labels[:, 1:] != -100).sum()
+    (exact,) = torch.autograd.grad(mean, table)
+    rows.clear()
+    loss = answer(loss_of, ids, labels, parts)
+    gradient = torch.zeros_like(exact) if table.grad is None else table.grad
+    return {
+        "loss": loss,
+        "off": torch.as_tensor(loss, dtype=torch.float64).item() - mean.item(),
+        "gradient": float((gradient - exact).norm() / exact.norm()),
+        "rows": list(rows),
+    }
+
+
+def again(answer: Any) -> dict[str, Any]:
+    """What a reader's Recompute does for a block of two layers, once and twice in a row."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = list(block.parameters())
+    exact = torch.autograd.grad((block(block(x)) ** 2).sum(), [x, *weights])
+    ran: list[int] = []
+    block.register_forward_pre_hook(lambda *_: ran.append(1))
+    result = answer.apply(block, answer.apply(block, x))
+    (result**2).sum().backward()
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in (x, *weights)]
+    off = [float((mine - right).abs().max()) for mine, right in zip(found, exact, strict=True)]
+    return {"x": off[0], "weights": max(off[1:]), "runs": len(ran)}
+
+
+def in_chunks(x: torch.Tensor, weight: torch.Tensor, words: torch.Tensor, rows: int) -> Any:
+    """A right answer to 03.5."""
+
+    def some(x, weight, words):
+        return (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
+
+    found = [
+        checkpoint(some, few, weight, right, use_reentrant=False)
+        for few, right in zip(x.split(rows), words.split(rows), strict=True)
+    ]
+    return torch.cat(found)
+
+
+def one_by_one(answer: Any) -> Feedback:
+    """Whether `answer(x, weight, words, rows)` gives log-probabilities from few logits."""
+    x, weight, words = _problem()
+    exact = (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
+    scale = torch.arange(1.0, 11, dtype=torch.float64)
+    wanted = torch.autograd.grad((scale * exact).sum(), (x, weight))
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-1:] == (VOCABULARY,):
+            saved.append(tensor.numel())
+        return tensor
+
+    with Rows() as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = answer(x, weight, words, 4)
+    if found is None or found is ...:
         return NOT_ANSWERED
-    for given, (recipe, gpu) in zip(found, TO_FIT, strict=True):
-        expected, what = make_it_fit(recipe, gpu), f"{recipe}, {gpu}: "
-        if given == expected:
-            continue
-        if given is None or expected is None:
-            return _wrong(
-                what
-                + ("there is a way to fit." if expected else "no recipe is likely to fit: None.")
-            )
-        if not isinstance(given, Recipe):
-            return _wrong(f"{what}a Recipe or None was expected, not {kind_of(given)}.")
-        if given.tokens != recipe.tokens:
-            return _wrong(what + "an update no longer sees the same tokens.")
-        if not is_likely(given, gpu):
-            return _wrong(what + "your recipe is not likely to fit.")
-        return _wrong(
-            what + "it fits, but a switch is on before its turn, or one more than needed."
-        )
-    return Feedback(True, "Right: a ladder for any model and card. Put in yours.")
+    if said := _wrong_scores(found, exact, seen.most, saved):
+        return _wrong(said)
+    with Rows() as seen:
+        gradients = torch.autograd.grad((scale * found).sum(), (x, weight))
+    if seen.most > 4:
+        return _wrong(f"With rows=4 there were {seen.most} rows of logits at once in backward.")
+    if not all(torch.allclose(*pair) for pair in zip(gradients, wanted, strict=True)):
+        return _wrong("The gradients of x or of weight are not those of the plain computation.")
+    return Feedback(True, "Right: this is how DPO and GRPO score tokens without all logits.")
+
+
+def _wrong_scores(found: Any, exact: torch.Tensor, rows: int, saved: list[int]) -> str:
+    """What is wrong with `found` before backward, "" if nothing."""
+    if not isinstance(found, torch.Tensor) or found.shape != exact.shape:
+        return "A tensor with a number for each row of x was expected."
+    if not torch.allclose(found, exact):
+        return "The log-probabilities are others. Are they negative, and in their order?"
+    if rows > 4:
+        return f"With rows=4 there were {rows} rows of logits at once in forward."
+    if not found.requires_grad:
+        return "The result has no gradient, so nothing would be trained."
+    return "Tensors as wide as the vocabulary are kept for backward." if saved else ""

@@ -241,6 +241,14 @@ def test_one_rank_copies_weights_from_their_shards(offload, precision):
         assert abs(error(report.phases[name].peak.total, size)) <= 0.025, name
 
 
+@pytest.mark.parametrize("changes", [{"lora": None}, {"trainer": "transformers"}, {}], ids=str)
+def test_a_frozen_head_that_trl_gathers_is_noted(changes):
+    sharding = Sharding(3, 8, "fsdp")
+    options = {"lora": LoRA(), "trainer": "sft", "sharding": sharding} | changes
+    report = predict(Recipe("llama-3.1-8b", 1, 128, "bf16-mixed", num_layers=2, **options))
+    assert any("gathers the frozen head" in note for note in report.notes) is (not changes)
+
+
 ADDED_UP = [
     (2, "optimizer", 2, "bf16-true"),
     (2, None, 2, "bf16-mixed"),

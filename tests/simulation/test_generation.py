@@ -83,6 +83,7 @@ CASES = {
     "a hybrid's states": (QWEN_3_5, {}, {}),
     "states alone": (MAMBA_2, {}, {}),
     "an encoder": (T5, {}, {}),
+    "sound": ("whisper-tiny", {"num_layers": 2, "batch_size": 2, "precision": "fp32"}, {}),
     "static": (config("qwen3", **LAYERS), {}, {"cache_implementation": "static"}),
     "static, sliding": (GEMMA_3, {}, {"cache_implementation": "static"}),
     "static, an encoder": (T5, {}, {"cache_implementation": "static"}),
@@ -124,7 +125,8 @@ def test_equals_real_tensors(name):
     assert said.phases() == seen.phases()
     assert list(said.phases()) == ["load", "prefill", "decode"]
     steps = [moment for moment in said.moments() if moment[0] == "decode"]
-    assert len(steps) < generation.new_tokens - 1 or generation.num_beams > 1
+    runs_all = generation.num_beams > 1 or recipe.shape.features
+    assert runs_all or len(steps) < generation.new_tokens - 1
     assert said.phases()["decode"].end.kv_cache > 0
 
 

@@ -94,10 +94,11 @@ def images(name: str) -> tuple[torch.nn.Module, dict]:
     if name == "Gemma3Config":
         text["model_type"] = "gemma3_text"
     configured = getattr(transformers, name)(text_config=text, **fields)
-    with pytest.raises(
-        RecipeError, match=r"'text_config' .* simulate\(model=..., batch=..., optimizer=...\)"
-    ):
-        Recipe(configured)
+    if name == "LlavaConfig":  # the others are recipes too: `test_simulate_images.py`
+        with pytest.raises(
+            RecipeError, match=r"'text_config' .* simulate\(model=..., batch=..., optimizer=...\)"
+        ):
+            Recipe(configured)
     ids = torch.randint(3, 80, (1, 24))
     ids[0, 1:6] = torch.tensor([92, 90, 90, 90, 90])
     made |= {"input_ids": ids, "labels": ids.clone()}

@@ -33,6 +33,10 @@ MOST = {
     "max_positions": 2**31,
     "sliding_window": 2**31,
 }
+# By `model_type`: how an architecture reads images (`images.py`).
+READERS: dict[str, dict[str, Any]] = json.loads(
+    data_path("image_readers.json").read_text(encoding="utf-8"),
+)
 BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
 
 
@@ -71,12 +75,38 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
     return Family(classes, tied=tied, required=REQUIRED[:needed])
 
 
+def with_parts(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a model that reads images as transformers completes it.
+
+    Older ones say the language model's sizes beside the tower's. Raises RecipeError.
+    """
+    with needing(f"The model type {config['model_type']!r}"):
+        from transformers import AutoConfig
+
+    try:
+        completed = AutoConfig.for_model(**config).to_dict()
+    except Exception as error:  # each configuration class has its own ways to refuse
+        rest = f"transformers cannot read its configuration: {reason(error)}"
+        raise RecipeError("model", name, rest) from error
+    return plain(completed | {"architectures": config.get("architectures")})
+
+
+def of_language(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `config` with the sizes of its language model where they are looked for."""
+    if config["model_type"] not in READERS:
+        return config
+    return {**config["text_config"], "tie_word_embeddings": config["tie_word_embeddings"]}
+
+
 def _classes(full: Any, completed: Mapping[str, Any]) -> dict[str, str]:
     """Return transformers' class for each head of a configuration that can be trained."""
     from transformers.models.auto import modeling_auto
 
     classes = {}
     for name, task in TASKS.items():
+        # a language model alone is its text_config
+        if (name == "image-text") is not (full.model_type in READERS):
+            continue
         table = getattr(modeling_auto, f"MODEL_FOR_{task.table}_MAPPING_NAMES", {})
         if full.model_type in table:
             known = table[full.model_type]
@@ -159,7 +189,8 @@ def parse(name: str, text: str) -> dict[str, Any]:
         if is_said and not _is_size(value, 0):
             rest = f"it must be a whole number from 0 to {MOST_SIZE:,}"
             raise RecipeError(f"model.{key}", value, rest)
-    if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
+    has_parts = isinstance(config.get("text_config"), dict) and "hidden_size" not in config
+    if has_parts and config["model_type"] not in READERS:
         rest = f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
         raise RecipeError("model", name, rest)
     for key in ("quantization_config", "compression_config"):
@@ -213,7 +244,7 @@ def _keep_per_layer(config: dict[str, Any], kept: list[int], depth: Any) -> None
         config["num_kv_shared_layers"] = sum(i % depth >= depth - shared for i in kept)
 
 
-def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[str, Any]:
+def read(name: str, config: Mapping[str, Any], family: Family, task: str) -> dict[str, Any]:
     """Return the fields of `Shape` that the configuration says or implies.
 
     Raises RecipeError on impossible sizes.

@@ -45,6 +45,7 @@ TASKS = {
         "score",
         "SEQ_CLS",
     ),
+    "image-text": Task("AutoModelForImageTextToText", "IMAGE_TEXT_TO_TEXT", "lm_head", "CAUSAL_LM"),
     "masked-lm": Task("AutoModelForMaskedLM", "MASKED_LM", "cls.predictions.decoder"),
 }
 REQUIRED = ("hidden_size", "num_layers", "num_heads", "vocab_size", "intermediate_size")

@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any
 
 from . import samples
-from .configuration import MOST_LAYERS
+from .configuration import MOST_LAYERS, READERS
 from .families import TASKS
 from .knobs import FilledIn, frozen, knob
 from .optimizers import BESIDE_TRAINER, OPTIMIZERS, optimizer_arguments
@@ -35,6 +35,10 @@ WITH_REFERENCE = ("dpo", "kto")  # trainers that hold the model against a frozen
 
 def _lengths_in_words(lengths: tuple[int, ...]) -> str:
     return f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
+
+
+def _frozen_in_words(names: tuple[str, ...]) -> str:
+    return f"{' and '.join(names)} frozen"
 
 
 def _labels_in_words(lengths: tuple[int, ...]) -> str:
@@ -74,6 +78,10 @@ class RecipeFields:
     peft: Peft | None = knob(None, shown=Peft.words)
     label_smoothing_factor: float = knob(0.0, share=True)
     neftune_noise_alpha: float | None = knob(None)
+    images: int | None = knob(None, most=2**10)
+    image_size: FilledIn[Any, tuple[str, ...] | None] = knob(None, shown=", ".join)
+    max_pixels: int | None = knob(None)
+    freeze: tuple[str, ...] | None = knob(None, shown=_frozen_in_words)
     rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
@@ -110,6 +118,11 @@ class RecipeFields:
         """Whether a micro-batch is something else than rows of seq_len tokens."""
         is_cut = self.lengths or self.completion_lengths
         return bool(is_cut or self.joins or self.pad_to_multiple_of)
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether sizes in the model follow from values of a micro-batch: lengths, or images."""
+        return self.is_ragged or self.shape.family in READERS
 
     @property
     def joins(self) -> bool:

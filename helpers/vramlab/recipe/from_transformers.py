@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..report.errors import RecipeError
-from .configuration import reason
+from .configuration import READERS, reason
 from .families import TASKS
 from .sizes import Sizes
 
@@ -22,8 +22,10 @@ def read_off(sizes: Sizes) -> tuple[tuple[Row, ...], tuple[Buffer, ...]]:
     model = build(sizes)
     owners = _owners(model)
     weights = []
+    # layers are the language model's where there is a tower too
+    layers = r"language_model\..*?\.(\d+)\." if sizes.family in READERS else r"\.(\d+)\."
     for name, parameter in model.named_parameters():
-        number = re.search(r"\.(\d+)\.", name)
+        number = re.search(layers, name)
         layer = int(number.group(1)) if number else None
         kind = _kind(name, parameter, owners[id(parameter)])
         weights.append((name, tuple(parameter.shape), kind, layer))

@@ -10,7 +10,7 @@ from .knobs import Refusals, check, documented, knob, knobs, refuse
 from .recipe import Recipe
 from .shapes import read_shape
 
-TASKS = ("causal-lm", "seq2seq-lm")
+TASKS = ("causal-lm", "seq2seq-lm", "speech-seq2seq")
 # Packages of the backends of a quantized cache; transformers has "fp8" itself.
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq", "fp8": "transformers"}
 # Architectures without a cache that `generate` makes
@@ -78,7 +78,10 @@ class Generation:
     def _words(self, recipe: Recipe) -> Iterator[str]:
         yield recipe.name
         yield f"batch {recipe.batch_size}"
-        yield f"{self.prompt:,} tokens and {self.new_tokens:,} new ones"
+        if recipe.shape.features:
+            yield f"{self.new_tokens:,} new tokens"
+        else:
+            yield f"{self.prompt:,} tokens and {self.new_tokens:,} new ones"
         said = knobs(Recipe)
         for name in ("num_layers", "precision", "attn_implementation", "lora", "quantization"):
             value = getattr(recipe, name)
@@ -105,11 +108,12 @@ class Generation:
             raise RecipeError("precision", recipe.precision, allowed)
         longest = shape.max_positions
         is_read_apart = shape.task != "causal-lm"
-        length = max(self.prompt, self.new_tokens)
+        prompt = 0 if shape.features else self.prompt  # sound has a length of its own
+        length = max(prompt, self.new_tokens)
         if not is_read_apart:
             length = self.prompt + self.new_tokens - 1
         if longest and length > longest:
-            what = "prompt" if self.prompt > longest else "new_tokens"
+            what = "prompt" if prompt > longest else "new_tokens"
             allowed = f"{recipe.name} has {longest} positions"
             if what == "new_tokens" and not is_read_apart:
                 allowed += f", of which the prompt takes {self.prompt:,}"

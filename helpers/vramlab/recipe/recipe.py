@@ -15,11 +15,20 @@ from typing import Any
 
 from ..report import html
 from ..report.errors import RecipeError
-from . import liger, lora_modules, parallel_limits, peft_methods, rollouts, sample_limits
+from . import (
+    images,
+    liger,
+    lora_modules,
+    method_limits,
+    parallel_limits,
+    peft_methods,
+    rollouts,
+    sample_limits,
+)
 from .configuration import plain, read_json
 from .fields import WITH_REFERENCE, RecipeFields
 from .knobs import Refusals, check, documented, frozen, knobs, rebuild, refuse
-from .optimizers import ALIASES, BESIDE_TRAINER, OPTIMIZERS, REFUSED
+from .optimizers import ALIASES, OPTIMIZERS, REFUSED
 from .options import (
     ATTENTION,
     GENERATING,
@@ -117,6 +126,10 @@ class Recipe(RecipeFields):
                 self._set(name, rebuild(kind, name, value))
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
+        self._set("image_size", images.read_sizes(self.image_size))
+        if isinstance(self.freeze, str | list):
+            names = self.freeze.split(",") if isinstance(self.freeze, str) else self.freeze
+            self._set("freeze", tuple(name.strip() for name in names))
         self._take_method(peft_methods.read(self.peft))
         if isinstance(self.optim, str):
             self._set("optim", ALIASES.get(self.optim, self.optim))
@@ -144,7 +157,10 @@ class Recipe(RecipeFields):
             rest = f"an image is {shape.image_tokens} tokens to {shape.name}"
             raise RecipeError("seq_len", self.seq_len, rest)
         if self.seq_len is None:
-            self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH, longest))
+            shown = 0
+            if self.images and self.image_size and images.reader_of(shape):
+                shown = sum(map(len, images.marked(self)))
+            self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH + shown, longest))
         if self.seq_len > longest:
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
         if self.attn_implementation is None:
@@ -165,8 +181,6 @@ class Recipe(RecipeFields):
         yield from self._quantization_refusals()
         if self.loop.optimizer_in_backward:
             yield from self._backward_refusals()
-        if self.peft:
-            yield from self._method_refusals(self.peft)
         yield from self._dtype_refusals()
         yield from rollouts.refusals(self)
         yield from sample_limits.refusals(self)
@@ -181,12 +195,8 @@ class Recipe(RecipeFields):
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
         yield from liger.refusals(self)
-        yield from self._regularizer_refusals()
-        is_muon = self.optim in BESIDE_TRAINER
-        allowed = "it is modelled on one device"
-        yield "optim", is_muon and self.sharding, allowed
-        allowed = "it divides the weights between two optimizers: take loop 'trainer' or 'plain'"
-        yield "optim", is_muon and self.loop.optimizer_in_backward, allowed
+        yield from method_limits.refusals(self)
+        yield from images.refusals(self)
         yield from parallel_limits.refusals(self)
 
     def _quantization_refusals(self) -> Refusals:
@@ -205,34 +215,6 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
-
-    def _method_refusals(self, method: peft_methods.Peft) -> Refusals:
-        """Return where PEFT's other methods are not modelled."""
-        allowed = "PEFT's methods other than LoRA are modelled on one device"
-        yield "sharding", self.sharding, allowed
-        is_other = self.trainer not in ("transformers", "sft")
-        name = TRL.get(self.trainer)
-        yield "peft", is_other, f"{name} is modelled with LoRA: take trainer 'sft', or lora"
-        # PeftModel.get_prompt
-        keeps_keys = method.peft_type in peft_methods.WITH_CACHE
-        allowed = f"PEFT refuses {method.peft_type} with it, whose keys are in the cache"
-        yield "gradient_checkpointing", keeps_keys and self.gradient_checkpointing, allowed
-
-    def _regularizer_refusals(self) -> Refusals:
-        """Return where the Trainer's smoothed labels and noise are not modelled."""
-        is_other = self.trainer != "transformers" or self.loop.name != "trainer"
-        allowed = "it is modelled in transformers' Trainer on one device"
-        smooths = self.label_smoothing_factor
-        yield "label_smoothing_factor", smooths and (is_other or self.sharding), allowed
-        is_fused = smooths and self.use_liger_kernel
-        allowed = "it needs the logits, which Liger's loss does not make"
-        yield "label_smoothing_factor", is_fused, allowed
-        has_noise = self.neftune_noise_alpha is not None
-        is_other = self.trainer not in ("transformers", "sft") or bool(self.sharding)
-        allowed = "it is modelled in transformers' Trainer and SFTTrainer on one device"
-        yield "neftune_noise_alpha", has_noise and is_other, allowed
-        allowed = "an image model has no embedded tokens"
-        yield "neftune_noise_alpha", has_noise and self.shape.image_tokens, allowed
 
     def _backward_refusals(self) -> Refusals:
         """Return what updates in the backward pass exclude."""

@@ -232,8 +232,10 @@ def _described(
         config.pop("id2label", None)
         config.pop("label2id", None)
         config["num_labels"] = num_labels
+    if config["model_type"] in configuration.READERS:
+        config = configuration.with_parts(name, config)
     if num_layers is not None:
-        configuration.keep_layers(config, num_layers)
+        configuration.keep_layers(config.get("text_config") or config, num_layers)
     family = configuration.family_of(name, config)
     if task is None:
         task = _named_task(family.classes, config)
@@ -241,7 +243,8 @@ def _described(
         known = " or ".join(map(repr, family.classes))
         raise RecipeError("task", task, f"{name} can be trained for {known}")
     config["architectures"] = [family.classes[task]]
-    fields = configuration.read(name, config, family, task)
+    language = configuration.of_language(config)
+    fields = configuration.read(name, language, family, task)
     head = family.heads.get(task, TASKS[task].head)
     shape = Shape(name, config["model_type"], task, hub_id, json.dumps(config), head, **fields)
     if family.layout_options is None:

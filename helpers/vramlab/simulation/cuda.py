@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.graph import _engine_run_backward
 from torch.library import Library
 from torch.nn import functional as F
@@ -100,6 +101,10 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             return self.backward(args[0])
+        if func is custom_function_call:
+            # a higher-order operator: it has no kernel for the rules' key
+            with cuda_autocast.left():
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if func in FACTORIES:
             device = kwargs.get("device")
@@ -111,6 +116,8 @@ class CudaKernels(TorchFunctionMode):
                 return torch.empty(result.shape, dtype=result.dtype, device=device)
         elif func is torch.Tensor.to and result is args[0] and len(args) > 1:
             # a move to the device of another tensor: as of Adafactor's states, or a cache's counter
+            if torch._C._functorch.is_functorch_wrapped_tensor(result):
+                return result  # of a mask that `vmap` makes on the device that it is for
             to = args[1]
             is_tensor = isinstance(to, torch.Tensor) and not self.is_on_host([to])
             if (is_tensor or isinstance(to, torch.device)) and self.is_on_host([result]):

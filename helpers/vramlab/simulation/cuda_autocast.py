@@ -79,6 +79,12 @@ def followed() -> Iterator[None]:
             include(key, False)
 
 
+def left() -> contextlib.AbstractContextManager:
+    """While entered, this thread's autocast follows none of the rules."""
+    key = own_kernels.key_of(own_kernels.RULES)
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+
+
 @cache
 def cpu_only() -> tuple[str, ...]:
     """Return the operators that autocast casts on CPU and leaves alone on CUDA."""

@@ -38,7 +38,7 @@ from .simulate import (
     may_be_deepened,
     shallow_recipe,
 )
-from .values import reason_at
+from .values import Values, reason_at
 
 FIRST = 3  # decoding steps that are run after the real prompt
 # Those after a longer one until the cache has no tensor of its prefill any more, and then kept.
@@ -71,7 +71,8 @@ def simulate_generation(
         recipe: the model, its precision, batch size (of prompts), quantization, adapters and
             attention; what trains is not asked for. Or a model's name: one prompt, and the
             precision of its published weights.
-        prompt: tokens of each prompt; of a model with an encoder those that it reads.
+        prompt: tokens of each prompt; of a model with an encoder those that it reads. Speech models
+            have half a minute of sound instead.
         new_tokens: made for each prompt: none ends early.
         options: other fields of `Generation`. target, gpu, other_memory, expandable_segments: as
             for `simulate`.
@@ -168,8 +169,9 @@ class _Runs:
         period = asked.period
         # all of the last two times that the cache changes its form
         behind = SETTLING + LAST if period == 1 else 2 * period
-        # beams have tensors as long as all that is still to come
-        if full or asked.num_beams > 1 or steps <= FIRST + behind:
+        # beams have tensors as long as all that is still to come, speech models no longer prompt
+        runs_all = full or asked.num_beams > 1 or self.recipe.shape.features
+        if runs_all or steps <= FIRST + behind:
             return [self.part(0, steps)]
         begin = self.part(0, FIRST)
         skipped = (steps - behind) // period * period
@@ -216,10 +218,12 @@ class _Runs:
     def run(self, recipe: Recipe, skipped: int, steps: int) -> FakeTracker:
         """Return the tracker of a run whose prompt has `skipped` tokens more."""
         load_libraries(recipe)
-        with fakes.lock, fake_world(self.target, self.card) as (_, kernels):
+        with fakes.lock, fake_world(self.target, self.card) as (mode, kernels):
             try:
                 started = build_generation(recipe, self.generation, skipped)
                 tracker = make_tracker(started, self.card, kernels)
+                if recipe.shape.features:  # it reads how much sound it has heard
+                    tracker.values = Values(mode)
                 return run_tracked_generation(started, tracker, steps + 1)
             except VramLabError:
                 raise

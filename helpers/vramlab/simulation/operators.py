@@ -217,7 +217,7 @@ LOSSES = (
     aten.binary_cross_entropy.default,
     aten.soft_margin_loss.default,
 )
-PATCHES = (aten.im2col.default, aten.col2im.default)
+SHORTENED = (aten.im2col.default, aten.col2im.default, aten.unique_consecutive.default)
 
 
 def keep_storage(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping, result: Any) -> None:
@@ -225,11 +225,14 @@ def keep_storage(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping, r
 
     `resize_` never gives memory back: elements' losses are written into a loss before it becomes
     one number (`Loss.cpp`, `Loss.cu`), and `unfold` and `fold` begin with a result of their input's
-    size (`im2col_cpu`, `col2im_cpu`, `Im2Col.cu`, `Col2Im.cu`).
+    size (`im2col_cpu`, `col2im_cpu`, `Im2Col.cu`, `Col2Im.cu`), as `unique_consecutive` does
+    (`Unique.cpp`, `Unique.cu`).
     """
+    if func is aten.unique_consecutive.default:
+        result, *_ = result
     if func in LOSSES:
         elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-    elif func in PATCHES:
+    elif func in SHORTENED:
         elements = args[0].numel()
     else:
         return

@@ -18,6 +18,7 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import liger, lora_modules, peft_methods
+from ..recipe.configuration import READERS
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -236,6 +237,8 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
+    if recipe.shape.family in READERS:
+        return False  # the tower's layers have numbers too
     if recipe.peft and recipe.peft.differs_by_layer:
         return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
@@ -397,6 +400,7 @@ def _run(
         fake_accelerator() if offloads else nullcontext(),
         fake_world(target, card) as (mode, kernels),
         completions_known() if recipe.rollouts else nullcontext(),
+        readable_values() if recipe.reads_values else nullcontext(),
     ):
         try:
             training = tr.build(recipe, device, target=target)
@@ -404,7 +408,7 @@ def _run(
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
                 tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
-            if recipe.is_ragged:
+            if recipe.reads_values:
                 values = Values(mode, 8 * math.prod(recipe.rows))
                 tracker.values = values
                 fake = partial(values.faked, device)

@@ -15,7 +15,7 @@ import torch
 from ..recipe.generation import Generation
 from ..recipe.recipe import Recipe
 from .engine import Model, makes_fakes
-from .models import build_model
+from .models import build_model, weight_dtype
 from .patched import afterwards, replaced
 from .quiet import unlogged
 
@@ -152,6 +152,12 @@ def build_generation(
         return {"input_ids": made, "attention_mask": torch.ones_like(made)}
 
     longer = {}
+    if recipe.shape.features:
+        name, sizes = recipe.shape.features
+        features = torch.rand(recipe.batch_size, *sizes, device=device).to(weight_dtype(recipe))
+        inputs = {name: features}
+    else:
+        inputs = prompts(generation.prompt)
     if skipped and recipe.shape.task == "causal-lm":
         longer = prompts(generation.prompt + skipped)
     elif skipped:
@@ -159,7 +165,7 @@ def build_generation(
     return Started(
         model=model,
         device=torch.device(device),
-        inputs=prompts(generation.prompt),
+        inputs=inputs,
         longer=longer,
         new_tokens=generation.new_tokens - skipped,
         arguments=generation.arguments,

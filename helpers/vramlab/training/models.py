@@ -76,6 +76,9 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
         _checkpoint(model)
         if recipe.adapters:
             model.enable_input_require_grads()
+    for name, parameter in model.named_parameters():
+        if any(part in name.split(".") for part in recipe.freeze or ()):
+            parameter.requires_grad_(False)
     if recipe.trainer != "transformers":
         trl_trainers.prepare(model, recipe.trainer)
     return _adapted(model, recipe, recipe.lora) if recipe.lora else model

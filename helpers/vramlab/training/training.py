@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
-from ..recipe.optimizers import MODELLED, Optimizer
+from ..recipe.configuration import READERS
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
 from . import regularizers, rollouts, trl_trainers
-from .engine import AUTOCAST, Engine, Model, Together, Training, autocast, makes_fakes
+from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
 from .engines import engine_of
+from .image_batch import image_batch
 from .models import build_model, real_tensors
+from .optimizers import make_optimizer
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 NO_LABEL = -100  # what a loss leaves out (`torch.nn.functional.cross_entropy`'s ignore_index)
-LEARNING_RATE = 1e-5  # bytes do not depend on it
 
 
 def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Training:
@@ -109,7 +110,7 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
         return {}  # texts
     if recipe.trainer not in ("transformers", "sft"):
         return trl_trainers.make_pairs(recipe, device)
-    if recipe.is_ragged:
+    if recipe.reads_values:
         return collated(recipe, device)
     shape = recipe.shape
     size = (recipe.batch_size, recipe.seq_len)
@@ -142,6 +143,8 @@ def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     generator = torch.Generator() if makes_fakes() else None
     device = "cpu" if makes_fakes() else device
     collate = _by_trl if recipe.trainer == "sft" else _padded
+    if recipe.shape.family in READERS:
+        collate = image_batch
     with real_tensors():
         batch = collate(recipe, generator)
         for name, value in batch.items():
@@ -244,92 +247,6 @@ def _hidden_matrices(recipe: Recipe, model: Model) -> dict[int, torch.nn.Paramet
 
 def _to_orthogonalize(hidden: dict[int, torch.nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": list(hidden.values()), "orthogonalize": True}] if hidden else []
-
-
-def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torch.optim.Optimizer:
-    """Return the optimizer that `TrainingArguments.optim` names."""
-    name = recipe.optim
-    options: dict[str, Any] = {"lr": LEARNING_RATE, **recipe.optimizer_arguments()}
-    modelled = MODELLED[name]
-    if name == "adamw_torch_fused":
-        return torch.optim.AdamW(parameters, fused=True, **options)
-    if name == "muon":
-        return _muon(parameters, options, multi_tensor)
-    if modelled.library == "torch":
-        make = getattr(torch.optim, modelled.kind)
-        return make(parameters, foreach=multi_tensor, **options)
-    if name == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(parameters, scale_parameter=False, relative_step=False, **options)
-    if modelled.library == "schedulefree":
-        return _schedule_free(recipe, modelled.kind, parameters, options)
-    return _of_bitsandbytes(name, modelled, parameters, options)
-
-
-def _muon(parameters: list, options: dict[str, Any], multi_tensor: bool) -> Any:
-    """Return Muon for hidden matrices together with AdamW for the rest."""
-    rest = [group for group in parameters if group["params"] and "orthogonalize" not in group]
-    hidden = [group["params"] for group in parameters if "orthogonalize" in group]
-    common = {key: options[key] for key in ("lr", "weight_decay") if key in options}
-    members: list[torch.optim.Optimizer] = []
-    for matrices in hidden:
-        members.append(torch.optim.Muon(matrices, **options))
-    if rest:
-        members.append(torch.optim.AdamW(rest, foreach=multi_tensor, **common))
-    return Together(members)
-
-
-def _of_bitsandbytes(
-    name: str,
-    modelled: Optimizer,
-    parameters: list,
-    options: dict[str, Any],
-) -> torch.optim.Optimizer:
-    """Return a bitsandbytes optimizer with a manager of its own."""
-    import bitsandbytes.optim as bnb
-
-    assert modelled.width is not None  # all of this library have one
-    options["optim_bits"] = 8 * modelled.width
-    if name.startswith("paged"):
-        options["is_paged"] = True
-    with real_tensors():  # it computes code tables
-        optimizer = getattr(bnb, modelled.kind)(parameters, **options)
-    first = optimizer.param_groups[0]["params"][0]
-    if modelled.kind == "AdEMAMix" and first.device.type == "cpu":
-        # the only buffer of a paged optimizer without a fallback where there is no unified memory
-        optimizer._get_state_double_buffer = _two_states
-    # bitsandbytes has one manager a process, which knows parameters by id(): a Trainer's, freed by
-    # now, may have had it
-    optimizer.mng = object.__new__(bnb.GlobalOptimManager)
-    optimizer.mng.initialize()
-    return optimizer
-
-
-def _two_states(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return AdEMAMix's two averages of a parameter, in one block."""
-    return parameter.new_zeros((2, *parameter.shape), dtype=dtype)
-
-
-def _schedule_free(
-    recipe: Recipe,
-    kind: str,
-    parameters: list,
-    options: dict[str, Any],
-) -> torch.optim.Optimizer:
-    """Return a schedule-free optimizer in training mode.
-
-    RAdam's is past the first steps, in which it makes no denominator.
-    """
-    with needing(f"optim={recipe.optim!r}"):
-        import schedulefree
-    make = getattr(schedulefree, kind)
-    optimizer = make(parameters, foreach=recipe.loop.foreach is not False, **options)
-    optimizer.train()
-    for group in optimizer.param_groups:
-        # its average is too short in the first five (Liu et al. 2020, section 4)
-        group["k"] = 10
-    return optimizer
 
 
 def step_in_backward(

@@ -1,0 +1,157 @@
+"""Images of a sample: from pixels to patches and tokens, by the processor's own code.
+
+A processor is built from its class and the model's sizes, so nothing is downloaded.
+`data/image_readers.json` says of each architecture which class that is, and how a sample shows an
+image: the placeholder that is repeated, what stands before and after it, the mask's name, and the
+published preprocessor_config.json's least and most pixels.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Protocol
+
+from ..report.errors import RecipeError, needing
+from .configuration import READERS, reason
+from .knobs import Refusals
+from .sizes import Sizes
+
+MOST_SIDE = 2**14  # pixels
+
+
+class WithImages(Protocol):
+    """What of a recipe says which images a sample has."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def images(self) -> int | None: ...
+    @property
+    def image_size(self) -> tuple[str, ...] | None: ...
+    @property
+    def max_pixels(self) -> int | None: ...
+    @property
+    def batch_size(self) -> int: ...
+
+
+def reader_of(shape: Sizes) -> Mapping[str, Any] | None:
+    """Return how an architecture reads images, None where it reads text alone."""
+    return READERS.get(shape.family)
+
+
+def sides(recipe: WithImages) -> list[tuple[int, int]]:
+    """Return height and width of each of a sample's images."""
+    said = recipe.image_size or ()
+    sizes = []
+    for number in range(recipe.images or 0):
+        width, height = said[number % len(said)].split("x")
+        sizes.append((int(height), int(width)))
+    return sizes
+
+
+def read_sizes(value: Any) -> tuple[str, ...] | None:
+    """Return "width x height" of images, of a side alone too. Raises RecipeError."""
+    if value is None:
+        return None
+    values = value if isinstance(value, list | tuple) else (value,)
+    sizes = []
+    for one in values:
+        found = re.fullmatch(r"(\d+)(?:[x×](\d+))?", str(one).replace(" ", ""))
+        width = int(found[1]) if found else 0
+        height = int(found[2] or found[1]) if found else 0
+        if not (0 < width <= MOST_SIDE and 0 < height <= MOST_SIDE):
+            rest = f"it must be width and height, such as '1024x768', of up to {MOST_SIDE:,} pixels"
+            raise RecipeError("image_size", one, rest)
+        sizes.append(f"{width}x{height}")
+    return tuple(sizes)
+
+
+@lru_cache(maxsize=32)
+def _processor(shape: Sizes, max_pixels: int | None) -> Any:
+    """Return the image processor of a model."""
+    reader = READERS[shape.family]
+    module, _, name = reader["processor"].rpartition(".")
+    with needing("images"):
+        kind = getattr(import_module(f"transformers.models.{module}"), name)
+    sizes = shape.settings["vision_config"]
+    arguments = {key: sizes[said] for key, said in reader["arguments"].items()}
+    size = dict(reader["size"])
+    if reader["tokens"]:  # every image becomes one of that side
+        size = {"height": sizes["image_size"], "width": sizes["image_size"]}
+    if max_pixels:
+        size["longest_edge"] = max_pixels
+    return kind(**arguments, size=size)
+
+
+@lru_cache(maxsize=128)
+def _tokens(shape: Sizes, max_pixels: int | None, height: int, width: int) -> int:
+    """Return the tokens of one image."""
+    reader = READERS[shape.family]
+    if reader["tokens"]:
+        return shape.settings[reader["tokens"]]
+    processor = _processor(shape, max_pixels)
+    try:
+        patches = processor.get_number_of_image_patches(height, width, {})
+    except ValueError as error:  # too long and narrow
+        rest = f"the processor refuses it: {reason(error)}"
+        raise RecipeError("image_size", f"{width}x{height}", rest) from None
+    return patches // processor.merge_size**2
+
+
+def tokens(recipe: WithImages) -> list[int]:
+    """Return the tokens of each of a sample's images."""
+    counts = []
+    for height, width in sides(recipe):
+        counts.append(_tokens(recipe.shape, recipe.max_pixels, height, width))
+    return counts
+
+
+def marked(recipe: WithImages) -> Iterator[list[int]]:
+    """Yield of each image the ids that stand for it, those around it included."""
+    reader = READERS[recipe.shape.family]
+    settings = recipe.shape.settings
+    before, after = (settings[name] for name in reader["around"])
+    for count in tokens(recipe):
+        yield [before, *[settings[reader["image"]]] * count, after]
+
+
+def pixels(recipe: WithImages) -> dict[str, Any]:
+    """Return what the processor makes of a micro-batch's images, real tensors on the CPU."""
+    if not recipe.images:
+        return {}
+    with needing("images"):
+        from PIL import Image
+    pictures = [Image.new("RGB", (width, height)) for height, width in sides(recipe)]
+    made = _processor(recipe.shape, recipe.max_pixels)(
+        images=pictures * recipe.batch_size,
+        return_tensors="pt",
+    )
+    return {name: value for name, value in made.items() if hasattr(value, "dtype")}
+
+
+def refusals(recipe: Any) -> Refusals:
+    """Return images that a model does not read, or not so."""
+    shape = recipe.shape
+    reader = reader_of(shape)
+    for name in ("images", "image_size", "max_pixels"):
+        known = ", ".join(READERS)
+        allowed = f"{shape.name} reads no images in a recipe: {known} do"
+        yield name, reader is None and getattr(recipe, name), allowed
+    if reader is None:
+        return
+    yield "image_size", recipe.image_size and not recipe.images, "say images, how many a sample has"
+    allowed = "the processor's tokens depend on it: say width and height, such as '1024x768'"
+    yield "image_size", recipe.images and not recipe.image_size, allowed
+    allowed = f"{shape.name} makes every image the same size"
+    yield "max_pixels", recipe.max_pixels and reader["tokens"], allowed
+    least = reader["size"].get("shortest_edge", 1)
+    is_less = recipe.max_pixels and recipe.max_pixels < least
+    yield "max_pixels", is_less, f"the processor makes smaller images {least:,} pixels large"
+    yield "sharding", recipe.sharding, "samples with images are modelled on one device"
+    for name in ("lengths", "pad_to_multiple_of"):
+        allowed = "samples with images have one length here"
+        yield name, getattr(recipe, name), allowed
+    needed = sum(map(len, marked(recipe))) if recipe.images else 0
+    allowed = f"the images of a sample are {needed:,} tokens, and text needs some more"
+    yield "seq_len", recipe.seq_len <= needed, allowed

@@ -1,0 +1,51 @@
+"""Where PEFT's other methods, Muon, regularizers and frozen modules are not modelled."""
+
+from . import peft_methods
+from .fields import RecipeFields
+from .knobs import Refusals
+from .optimizers import BESIDE_TRAINER
+from .options import TRL
+
+
+def refusals(recipe: RecipeFields) -> Refusals:
+    """Yield (field, whether its value is refused, what is allowed)."""
+    if recipe.peft:
+        yield from _method_refusals(recipe, recipe.peft)
+    yield from _regularizer_refusals(recipe)
+    is_muon = recipe.optim in BESIDE_TRAINER
+    allowed = "it is modelled on one device"
+    yield "optim", is_muon and recipe.sharding, allowed
+    allowed = "it divides the weights between two optimizers: take loop 'trainer' or 'plain'"
+    yield "optim", is_muon and recipe.loop.optimizer_in_backward, allowed
+    allowed = "adapters leave the whole base frozen: name their targets instead"
+    yield "freeze", recipe.freeze and recipe.adapters, allowed
+
+
+def _method_refusals(recipe: RecipeFields, method: peft_methods.Peft) -> Refusals:
+    """Return where PEFT's other methods are not modelled."""
+    allowed = "PEFT's methods other than LoRA are modelled on one device"
+    yield "sharding", recipe.sharding, allowed
+    is_other = recipe.trainer not in ("transformers", "sft")
+    name = TRL.get(recipe.trainer)
+    yield "peft", is_other, f"{name} is modelled with LoRA: take trainer 'sft', or lora"
+    # PeftModel.get_prompt
+    keeps_keys = method.peft_type in peft_methods.WITH_CACHE
+    allowed = f"PEFT refuses {method.peft_type} with it, whose keys are in the cache"
+    yield "gradient_checkpointing", keeps_keys and recipe.gradient_checkpointing, allowed
+
+
+def _regularizer_refusals(recipe: RecipeFields) -> Refusals:
+    """Return where the Trainer's smoothed labels and noise are not modelled."""
+    is_other = recipe.trainer != "transformers" or recipe.loop.name != "trainer"
+    allowed = "it is modelled in transformers' Trainer on one device"
+    smooths = recipe.label_smoothing_factor
+    yield "label_smoothing_factor", smooths and (is_other or recipe.sharding), allowed
+    is_fused = smooths and recipe.use_liger_kernel
+    allowed = "it needs the logits, which Liger's loss does not make"
+    yield "label_smoothing_factor", is_fused, allowed
+    has_noise = recipe.neftune_noise_alpha is not None
+    is_other = recipe.trainer not in ("transformers", "sft") or bool(recipe.sharding)
+    allowed = "it is modelled in transformers' Trainer and SFTTrainer on one device"
+    yield "neftune_noise_alpha", has_noise and is_other, allowed
+    allowed = "an image model has no embedded tokens"
+    yield "neftune_noise_alpha", has_noise and recipe.shape.image_tokens, allowed

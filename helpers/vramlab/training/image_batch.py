@@ -1,0 +1,34 @@
+"""One micro-batch of random samples with images, as a processor and its collator make it."""
+
+from typing import Any
+
+import torch
+
+from ..recipe import images
+from ..recipe.recipe import Recipe
+
+NO_LABEL = -100  # images have none
+
+
+def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, Any]:
+    """Return ids, masks, labels and pixels, real tensors on the CPU.
+
+    A sample begins with its images; the text after them is random.
+    """
+    reader = images.READERS[recipe.shape.family]
+    settings = recipe.shape.settings
+    image = settings[reader["image"]]
+    shown = [number for ids in images.marked(recipe) for number in ids]
+    size = (recipe.batch_size, recipe.seq_len - len(shown))
+    # ids of images are the vocabulary's last; text has none of them
+    special = [settings[name] for name in (reader["image"], *reader["around"])]
+    text = torch.randint(min(special), size, generator=generator)
+    before = torch.tensor(shown, dtype=torch.int64).expand(recipe.batch_size, -1)
+    ids = torch.cat([before, text], dim=1)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        reader["types"]: (ids == image).long(),
+        "labels": ids.masked_fill(ids == image, NO_LABEL),
+        **images.pixels(recipe),
+    }

@@ -1,0 +1,196 @@
+"""Vision-language models: images become tokens by the processor's own code, and a simulated step
+equals a real one on the CPU to the byte.
+"""
+
+import pytest
+from quick import params
+from test_simulate_peft import assert_equal
+from vramlab import LoRA, Quantization, Recipe, predict, simulate
+from vramlab.recipe import images
+from vramlab.recipe.shapes import read_shape
+from vramlab.report.errors import RecipeError
+from vramlab.training.training import make_batch
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 16384,
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+}
+IDS = {
+    "image_token_id": 290,
+    "video_token_id": 291,
+    "vision_start_token_id": 292,
+    "vision_end_token_id": 293,
+}
+ROTARY = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+SMALL = {
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {**TEXT, "rope_parameters": ROTARY},
+        "vision_config": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        **IDS,
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": {**TEXT, "rope_parameters": {**ROTARY, "mrope_interleaved": True}},
+        "vision_config": {
+            **TOWER,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        **IDS,
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": {
+            **TEXT,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 16,
+        "boi_token_index": 290,
+        "eoi_token_index": 291,
+        "image_token_index": 292,
+    },
+}
+TOWERS = {"qwen2_5_vl": "visual", "qwen3_vl": "visual", "gemma3": "vision_tower"}
+LANGUAGE = LoRA(r=4, target_modules=r".*language_model.*(q|v)_proj")
+WAYS = {
+    "all of it": {"precision": "bf16-true"},
+    "tower frozen, recomputed": {"precision": "bf16-mixed", "gradient_checkpointing": True},
+    "fp32, one image": {"images": 1},
+    "no image": {"images": None, "image_size": None},
+    "LoRA on all, recomputed": {
+        "precision": "bf16-mixed",
+        "dtype": "bfloat16",
+        "lora": LoRA(r=4, target_modules="all-linear"),
+        "gradient_checkpointing": True,
+    },
+    "LoRA on language in 4 bits": {
+        "precision": "bf16-mixed",
+        "lora": LANGUAGE,
+        "quantization": Quantization("nf4"),
+        "gradient_checkpointing": True,
+    },
+    "unlike images, eager": {"image_size": ("64x48", "100x40"), "attn_implementation": "eager"},
+}
+CASES = [(family, way) for family in SMALL for way in WAYS]
+QUICK = [
+    ("qwen2_5_vl", "all of it"),
+    ("qwen3_vl", "LoRA on language in 4 bits"),
+    ("gemma3", "tower frozen, recomputed"),
+]
+
+
+def recipe_of(family: str, **fields) -> Recipe:
+    usual = {"batch_size": 2, "images": 2, "image_size": "40x24", "seq_len": 170}
+    return Recipe(**{"model": SMALL[family], **usual, **fields})
+
+
+@pytest.mark.parametrize(("family", "way"), params(CASES, QUICK))
+def test_equals_real_tensors(family, way):
+    fields = dict(WAYS[way])
+    if "frozen" in way:
+        fields["freeze"] = (TOWERS[family],)
+    assert_equal(recipe_of(family, **fields))
+
+
+@pytest.mark.parametrize("family", params(list(SMALL), ["gemma3"]))
+def test_runs_as_on_a_gpu(family):
+    """Masks are made by `vmap` under CUDA's autocast; the base is loaded in 4 bits before."""
+    report = simulate(
+        recipe_of(family, **WAYS["LoRA on language in 4 bits"]),
+        gpu="RTX 4090",
+    )
+    assert report.loading and report.verdict == "safe"
+    assert report.phases["backward"].end.gradients > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("size", ["40x24", "100x40", "640x480"])
+def test_tokens_are_those_of_the_pixels(family, size):
+    """Counted without the image, and as the processor cuts it."""
+    recipe = recipe_of(family, image_size=size, images=1, max_pixels=80_000, seq_len=1300)
+    (grid, _) = images.pixels(recipe)["image_grid_thw"].tolist()
+    assert images.tokens(recipe) == [grid[0] * grid[1] * grid[2] // 4]
+    batch = make_batch(recipe)
+    assert int((batch["input_ids"] == 290).sum()) == 2 * images.tokens(recipe)[0]
+    assert len(batch["pixel_values"]) == 4 * 2 * images.tokens(recipe)[0]
+
+
+def test_published_tokens():
+    """Qwen's README: an image of H × W is (H / 28) × (W / 28) tokens; Gemma's card: 256."""
+    assert images.tokens(Recipe("qwen2.5-vl-3b", images=1, image_size="1036x1036")) == [37 * 37]
+    assert images.tokens(Recipe("qwen3-vl-2b", images=1, image_size="1024x512")) == [32 * 16]
+    gemma = Recipe("gemma-3-4b-vision", images=2, image_size="4000x300")
+    assert images.tokens(gemma) == [256, 256] and gemma.seq_len == 512 + 2 * 258
+    smaller = Recipe("qwen3-vl-2b", images=1, image_size="1024x512", max_pixels=256 * 1024)
+    assert sum(images.tokens(smaller)) <= 256
+    assert Recipe(**smaller.to_dict()) == smaller and "at most 262,144 pixels" in str(smaller)
+
+
+def test_a_frozen_tower_has_no_gradients():
+    whole, frozen = (
+        simulate(recipe_of("gemma3", freeze=freeze, precision="bf16-true"), target="cpu")
+        for freeze in (None, ("vision_tower", "multi_modal_projector"))
+    )
+    tower = [
+        weight.size
+        for weight in read_shape(SMALL["gemma3"]).weights()
+        if "language_model" not in weight.name
+    ]
+    gradients = [report.phases["backward"].end.gradients for report in (whole, frozen)]
+    assert gradients[0] - gradients[1] == 2 * sum(tower)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"model": "gpt2", "images": 1, "image_size": "8x8"}, "gpt2 reads no images in a recipe"),
+        ({"image_size": None}, "say width and height"),
+        ({"image_size": "large"}, "such as '1024x768'"),
+        ({"image_size": "10000x20", "seq_len": 9000}, "the processor refuses it: absolute aspect"),
+        ({"seq_len": 100}, "the images of a sample are 124 tokens"),
+        ({"trainer": "sft"}, "not for image-text"),
+        ({"max_pixels": 1000}, "makes smaller images 3,136 pixels large"),
+        ({"lora": LANGUAGE, "freeze": "visual"}, "adapters leave the whole base frozen"),
+        ({"model": SMALL["gemma3"], "max_pixels": 1000}, "makes every image the same size"),
+    ],
+)
+def test_refusals(fields, words):
+    with pytest.raises(RecipeError) as caught:
+        recipe_of("qwen2_5_vl", **fields)
+    assert words in str(caught.value)
+
+
+def test_predict_names_simulate():
+    with pytest.raises(RecipeError, match="predict does not know qwen3_vl: ask simulate"):
+        predict(recipe_of("qwen3_vl"))
