@@ -149,8 +149,12 @@ def quick_answers() -> str:
 
 
 def _answer(bridge, state: dict) -> list:
-    """Return what the process takes in GiB (lower end, likely, upper end) and the tier."""
-    said = json.loads(bridge.answer(json.dumps(state)))
+    """Return what the process takes in GiB (lower end, likely, upper end) and the tier.
+
+    In fp16 on a card that lacks bf16, as `vramlab plan` takes it.
+    """
+    half = bridge.fp16_for(bridge.BEGIN | state)
+    said = json.loads(bridge.answer(json.dumps(state | half)))
     return [*(round(size / GiB, 2) for size in said["process"]), said["tier"]]
 
 
