@@ -199,6 +199,18 @@ def test_a_refused_state_is_mended_by_one_click(changes, moved, first):
         assert "error" not in asked(bridge.answer, state | change), change
 
 
+def test_the_first_page_answers_in_fp16_where_a_card_has_no_bf16():
+    text = web_calculator.quick_answers().partition('json">')[2].partition("</script>")[0]
+    needs = json.loads(text)["needs"]["llama-3.1-8b"]
+    halves = {way: answers["T4"][4] for way, answers in needs.items()}
+    assert halves == {
+        "QLoRA": {"precision": "fp16-mixed", "trainer": "transformers"},
+        "LoRA": {"precision": "fp16-mixed", "dtype": "float16"},
+        "all weights": {"precision": "fp16-mixed"},
+    }
+    assert all(answers["RTX 4090"][4] == {} for answers in needs.values())
+
+
 def test_random_states_are_mended_by_one_click():
     rng = random.Random(4)
     wrong = 0

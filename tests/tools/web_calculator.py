@@ -149,13 +149,13 @@ def quick_answers() -> str:
 
 
 def _answer(bridge, state: dict) -> list:
-    """Return what the process takes in GiB (lower end, likely, upper end) and the tier.
+    """Return what the process takes in GiB (lower end, likely, upper end), the tier, and changes.
 
-    In fp16 on a card that lacks bf16, as `vramlab plan` takes it.
+    On a card that lacks bf16 the changes say fp16.
     """
     half = bridge.fp16_for(bridge.BEGIN | state)
     said = json.loads(bridge.answer(json.dumps(state | half)))
-    return [*(round(size / GiB, 2) for size in said["process"]), said["tier"]]
+    return [*(round(size / GiB, 2) for size in said["process"]), said["tier"], half]
 
 
 def usual_answers() -> str:

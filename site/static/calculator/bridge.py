@@ -265,7 +265,11 @@ def _steps(state: dict, change: dict, moved: str) -> tuple[dict, Exception | Non
 
 
 def fp16_for(state: dict) -> dict:
-    """Controls that say fp16 where the card lacks the bf16 of the state; {} where it has it."""
+    """Controls that say fp16 where the card lacks the bf16 of the state; {} where it has it.
+
+    TRL's trainers put adapters of a quantized base in bf16, which fp16's loss scaler refuses, so
+    the plain Trainer takes their place where that alone is in the way.
+    """
     card = find_gpu(state["gpu"]) if state["gpu"] in CONTROLS["gpu"] else None
     if card is None or card.supports("bf16"):
         return {}
@@ -274,6 +278,9 @@ def fp16_for(state: dict) -> dict:
         found["precision"] = state["precision"].replace("bf16", "fp16")
         if state["dtype"] == "bfloat16":
             found["dtype"] = "float16"
+    plain = found | {"trainer": "transformers"}
+    if found and _refusal(state | found) and _refusal(state | plain) is None:
+        return plain
     return found
 
 
