@@ -44,6 +44,7 @@ html_baseurl = os.environ.get(
 html_favicon = "static/favicon.svg"
 html_context = {"default_mode": "auto"}
 html_static_path = ["static"]
+html_extra_path = ["llms.txt"]  # made by `make site`, at the site's root
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]
 html_show_sourcelink = False

@@ -10,12 +10,12 @@ from vramlab.faces import plot
 from vramlab.faces.options import OPTIONS, recipe_of
 from vramlab.faces.plot.splits import label_of, used
 from vramlab.formulas.predict import predict
-from vramlab.hardware.gpu import find_gpu, gpu_names
+from vramlab.hardware.gpu import Gpu, find_gpu, gpu_names
 from vramlab.recipe.knobs import python_arguments
 from vramlab.recipe.recipe import Recipe
 from vramlab.recipe.shapes import model_names, read_shape
 from vramlab.report.errors import RecipeError
-from vramlab.report.report import format_bytes, in_unit, text_table
+from vramlab.report.report import Report, format_bytes, in_unit, text_table
 
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out
 SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
@@ -72,6 +72,18 @@ def recipe_in(state: Mapping[str, Any]) -> Recipe:
     """
     given = state.keys() & OPTIONS.keys() - idle(state)
     return recipe_of(state["model"], {name: state[name] for name in given if state[name] != UNSET})
+
+
+def predicted(state: Mapping[str, Any]) -> tuple[Recipe, Gpu, Report]:
+    """Return the recipe that the controls describe, its GPU, and the prediction for both.
+
+    Raises RecipeError where `vramlab predict` refuses too, as bf16 on a GPU that only emulates it.
+    """
+    card = find_gpu(state["gpu"])
+    recipe = recipe_in(state)
+    card.require(recipe.precision)
+    report = predict(recipe, gpu=card, expandable_segments=state["expandable_segments"])
+    return recipe, card, report
 
 
 def code_of(recipe: Recipe, gpu: str, expandable_segments: bool = False) -> str:
@@ -138,11 +150,8 @@ class Calculator:
         """Predict the changed state; keep the last valid prediction where it cannot be trained."""
         self.state |= state
         try:
-            recipe, card = recipe_in(self.state), find_gpu(self.state["gpu"])
-            report = predict(
-                recipe, gpu=card, expandable_segments=self.state["expandable_segments"]
-            )
-            self.recipe, self.card, self.report, self.error = recipe, card, report, None
+            self.recipe, self.card, self.report = predicted(self.state)
+            self.error = None
         except RecipeError as error:
             self.error = error
 

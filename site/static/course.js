@@ -70,17 +70,18 @@ document.addEventListener("DOMContentLoaded", () => {
   more.textContent = "Change anything";
   more.className = "more";
   const tell = () => {
-    const [low, likely, high, tier] = needs[model.value][way.value][card.value], total = cards[card.value] / 2 ** 30;
+    const [low, likely, high, tier, half] = needs[model.value][way.value][card.value], total = cards[card.value] / 2 ** 30;
     const scale = 100 / Math.max(total * 1.1, Math.min(high, total * 2));
     const kind = tier.split(" ")[0];  // "does" of "does not fit"
     said.className = `tier ${kind}`;
     said.innerHTML = `<strong>${tier}</strong>: ${likely.toFixed(1)} GiB (${low.toFixed(1)} to ${high.toFixed(1)}) of the card's ${total.toFixed(1)} GiB.`;
     const span = (look, from, to) => `<i class="${look}" style="left:${Math.min(from * scale, 100)}%;width:${Math.max(0, Math.min(to * scale, 100) - Math.min(from * scale, 100))}%"></i>`;
     bar.innerHTML = span(`need ${kind}`, 0, likely) + span("interval", low, high) + span("card", total, total);
-    const state = new URLSearchParams({ model: model.value, gpu: card.value, ...ways[way.value] });
+    const state = new URLSearchParams({ model: model.value, gpu: card.value, ...ways[way.value], ...half });
+    const trainer = half.trainer ? "The Trainer" : "TRL's SFTTrainer", format = half.precision ? "fp16 (the card has no bf16)" : "bf16";
+    note.textContent = `${trainer}, batch 1 of 2,048 tokens, ${format}, AdamW, gradient checkpointing. The bar is what the process takes, the bracket its interval, the dashed line the card.`;
     more.href = `calculator.html#${state}`;
   };
-  note.textContent = "TRL's SFTTrainer, batch 1 of 2,048 tokens, bf16, AdamW, gradient checkpointing. The bar is what the process takes, the bracket its interval, the dashed line the card.";
   form.addEventListener("change", tell);
   form.addEventListener("submit", (event) => event.preventDefault());
   place.append(form, said, bar, note, more);

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from vramlab import GiB, Recipe, find_gpu, predict, read_shape
-from vramlab_course import exercises
+from vramlab_course import blank, exercises
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("00")
@@ -67,8 +67,9 @@ def test_right_answers_in_other_words(name, answer):
         (
             "00.1",
             Recipe("qwen3-0.6b", 2, 512, "fp16-mixed", gradient_accumulation_steps=2),
-            "likely to take",
+            "are gradients, which stay",
         ),
+        ("00.1", Recipe("qwen3-0.6b", 4, 512, "fp16-mixed"), "most of the peak"),
         ("00.1", Recipe("qwen3-0.6b", 2, 512, "fp16-mixed"), "has to see 4 samples"),
         (
             "00.2",
@@ -92,6 +93,18 @@ def test_right_answers_in_other_words(name, answer):
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):
     verdict = judge(FOUND[name], answer)
     assert not verdict.right and said in verdict.text, verdict
+
+
+def test_a_number_in_the_optimizers_state_is_no_tensor():
+    def held(model, optimizer):
+        parameters = list(model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        kinds = {"parameters": parameters, "gradients": gradients, "states": states}
+        return {kind: sum(each.nbytes for each in found) for kind, found in kinds.items()}
+
+    said = blank.judge(blank.find("00.held"), held)
+    assert not said.right and "'int' object has no attribute 'nbytes'" in said.text
 
 
 def test_the_messages_are_of_runs_that_died_before_and_within_the_update():

@@ -91,7 +91,7 @@ def test_there_are_four_with_two_hints_each():
     "name,answer",
     [
         ("06.1", groups),
-        ("06.1", lambda **given: groups(**given).double()),
+        ("06.1", lambda *given: groups(*given).double()),
         ("06.2", repaired()),
         ("06.2", repaired(quantization=Quantization("nf4", prepare=False))),
         ("06.3", ready),

@@ -295,6 +295,38 @@ def test_what_leads_nowhere_or_away_is_found(tmp_path, old, new, said):
     assert said in wrong
 
 
+# --- for language models, and on a phone
+
+
+def test_llms_txt_has_a_line_for_every_page():
+    places = [path.relative_to(ROOT).as_posix() for path in make_site.notebooks()]
+    text = llms_of(places, "https://example.org/")
+    assert text.startswith("# VRAM Lab\n\n> Does my training fit on this GPU?")
+    lines = [line for line in text.splitlines() if line.startswith("- ")]
+    links = [re.fullmatch(r"- \[[^]]+\]\(https://example\.org/(\S+)\): .+", s)[1] for s in lines]
+    own = [f"{path.stem}.html" for path in SITE.glob("*.md") if path.stem != "index"]
+    assert sorted(links) == sorted([*own, *(place.replace("ipynb", "html") for place in places)])
+    assert "Open in Colab" not in text and "**" not in text
+    assert "(calculator.html): GPU memory calculator" in llms_of(places, "")
+    assert text.index("## Course") < text.index("## Optional") < text.index("_solutions.html")
+
+
+def llms_of(places: list[str], root: str) -> str:
+    """llms.txt of the pages as they lie in the repository."""
+    return site_pages.llms_page(SITE, [f"../{place}" for place in places], root).replace("../", "")
+
+
+def test_a_reports_sentences_wrap_and_its_tables_do_not():
+    page = (
+        "<pre><span></span>phase  peak\nwhy there: forward of &lt;x&gt;\nnote: a\n</pre>"
+        "<p>a note: b</p>"
+    )
+    assert make_site.wrap_sentences(page) == (
+        '<pre><span></span>phase  peak\n<span class="sentence">why there: forward of &lt;x&gt;'
+        '</span>\n<span class="sentence">note: a</span>\n</pre><p>a note: b</p>'
+    )
+
+
 # --- a real build
 
 
@@ -311,6 +343,10 @@ def built(tmp_path_factory, stubs):
 def test_the_site_builds_without_a_warning_and_every_link_leads_somewhere(built):
     folder, (wrong, external) = built
     assert wrong == []
+    links = re.findall(r"\]\((\S+)\): ", (folder / "site" / "llms.txt").read_text("utf-8"))
+    assert len(links) > 30 and all((folder / "site" / link).is_file() for link in links)
+    report = (folder / "site" / "notebooks" / "02_memory_decomposition.html").read_text("utf-8")
+    assert '<span class="sentence">why there: backward' in report
     assert all(link.startswith("https://") for link in external)
     pages = {
         path.relative_to(folder / "site").as_posix() for path in (folder / "site").rglob("*.html")

@@ -94,6 +94,8 @@ def assemble(
     generated.mkdir()
     for name, page in pages.items():
         (generated / f"{name}.md").write_text(page, encoding="utf-8")
+    llms = site_pages.llms_page(source, places, os.environ.get("SITE_URL", ""))
+    (source / "llms.txt").write_text(llms, encoding="utf-8")
     shutil.copy(settings.ROOT / "data" / "schema.json", source / "static" / "schema.json")
     site_evidence.open_graph(source / "static" / "open_graph.png")
     web_calculator.write_archive(source / "static" / "calculator" / "vramlab.zip")
@@ -159,7 +161,16 @@ def lighten(out: Path) -> None:
         )
         page = re.sub(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>', "", page)
         page = page.replace("<title>VRAM Lab &#8212; VRAM Lab<", "<title>VRAM Lab<")
+        page = wrap_sentences(page)
         path.write_text(frame_figures(page, path.parent), encoding="utf-8")
+
+
+def wrap_sentences(page: str) -> str:
+    """The page with a report's sentences marked, which wrap while its tables scroll."""
+    found = (
+        r"(?m)^((?:<div[^>]*>|<pre>|<span></span>)*)((?:why there|note): [^\n]*?)(?=\n|</pre>|$)"
+    )
+    return re.sub(found, r'\1<span class="sentence">\2</span>', page)
 
 
 def frame_figures(page: str, folder: Path) -> str:

@@ -5,7 +5,9 @@ names.
 import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
+import nbformat
 from vramlab.report.text import markdown as plain
 from vramlab_course.claims import Verdict
 from vramlab_course.claims.ledger import (
@@ -132,6 +134,57 @@ def _found(verdict: Verdict) -> str:
     if shared:
         said.append(f"<small>{plain(configurations.pop())}</small>")
     return "<br>".join(said)
+
+
+LOOK_UP = ("calculator", "use", "accuracy", "claims", "records", "glossary", "reference")
+LONGEST = 160  # characters of a line about a chapter
+
+
+def llms_page(source: Path, notebooks: Iterable[str], root: str = "") -> str:
+    """The site for language models, in llms.txt's form (llmstxt.org): each page in one line.
+
+    Args:
+        source: the folder that Sphinx reads, with the pages of LOOK_UP.
+        notebooks: paths inside it; those of solutions come last, as what may be left out.
+        root: the site's address with a slash at its end; "" gives relative links.
+    """
+    texts = {f"{name}.html": (source / f"{name}.md").read_text("utf-8") for name in LOOK_UP}
+    looked_up = [_entry(root + page, text, _description(text)) for page, text in texts.items()]
+    chapters, solutions = [], []
+    for place in notebooks:
+        cell = nbformat.read(source / place, as_version=4).cells[0].source
+        entry = _entry(root + place.replace(".ipynb", ".html"), cell, _promise(cell))
+        (solutions if "/solutions/" in place else chapters).append(entry)
+    parts = [
+        "# VRAM Lab",
+        f"> {_description((source / 'index.md').read_text('utf-8'))}",
+        "## To look things up",
+        "\n".join(looked_up),
+        "## Course",
+        "\n".join(chapters),
+        "## Optional",
+        "\n".join(solutions),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _entry(link: str, text: str, about: str) -> str:
+    title = re.search(r"^# (.+)$", text, re.MULTILINE)[1]
+    return f"- [{title}]({link}): {about}"
+
+
+def _description(page: str) -> str:
+    return re.search(r'^    description: "(.+)"$', page, re.MULTILINE)[1]
+
+
+def _promise(cell: str) -> str:
+    """The paragraph below a chapter's title and badge, of a long one its first sentence."""
+    for part in cell.split("\n\n")[1:]:
+        plain_text = re.sub(r"\*\*|\[!?\[?[^]]*Open in Colab.*", "", part).strip()
+        if plain_text:
+            line = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", plain_text).split())
+            return line if len(line) <= LONGEST else re.split(r"(?<=[.?!]) ", line)[0]
+    raise ValueError(f"a chapter says nothing below its title: {cell[:80]!r}")
 
 
 def reference_page() -> str:

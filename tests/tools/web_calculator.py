@@ -149,9 +149,13 @@ def quick_answers() -> str:
 
 
 def _answer(bridge, state: dict) -> list:
-    """Return what the process takes in GiB (lower end, likely, upper end) and the tier."""
-    said = json.loads(bridge.answer(json.dumps(state)))
-    return [*(round(size / GiB, 2) for size in said["process"]), said["tier"]]
+    """Return what the process takes in GiB (lower end, likely, upper end), the tier, and changes.
+
+    On a card that lacks bf16 the changes say fp16.
+    """
+    half = bridge.fp16_for(bridge.BEGIN | state)
+    said = json.loads(bridge.answer(json.dumps(state | half)))
+    return [*(round(size / GiB, 2) for size in said["process"]), said["tier"], half]
 
 
 def usual_answers() -> str:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 
+import transformers
 from vramlab.training import quiet
 
 
@@ -22,6 +23,7 @@ def test_known_warnings_are_dropped_and_others_shown():
 
 def test_known_logs_are_dropped_and_others_shown(caplog):
     quiet.silence()
+    transformers.logging.set_verbosity_warning()  # whatever ran in this process before
     for name, start in quiet.KNOWN_LOGS:
         logger = logging.getLogger(name)
         logger.propagate = True

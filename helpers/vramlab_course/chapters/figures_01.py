@@ -69,15 +69,19 @@ def bell(table: Sequence[float], deviations: float):
     normal, rows = NormalDist(0, 1 / deviations), [("from", "to", "share of the numbers")]
     title = "Between two NF4 levels lies about the same share of the numbers"
     said = (
-        f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Below it int4's "
+        f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Dotted lines halfway "
+        f"between two levels: what lies between two of these gets one code. Below it int4's "
         f"codes, in even steps."
     )
-    about = f"derived: normal numbers, 1 is {deviations:.2f} deviations; slices of 5.8 and 6.7 %"
+    about = f"derived: normal numbers, 1 is {deviations:.2f} deviations; dotted: the next code"
     with canvas(title, said, about, rows) as ax:
         for i, (a, b) in enumerate(itertools.pairwise(table)):
             rows.append((f"{a:+.4f}", f"{b:+.4f}", f"{normal.cdf(b) - normal.cdf(a):.1%}"))
             x = [a + (b - a) * k / 20 for k in range(21)]
             ax.fill_between(x, [normal.pdf(n) for n in x], color=(SKY, PALE)[i % 2], linewidth=0)
+        borders = [(a + b) / 2 for a, b in itertools.pairwise(table)]
+        heights = [normal.pdf(border) for border in borders]
+        ax.vlines(borders, 0, heights, colors=INK, linestyles=":", linewidth=1)
         for y, codes in ((-0.06, table), (-0.14, [k / 7 for k in range(-7, 8)])):
             ax.plot(codes, [y] * len(codes), "|", color=INK, markersize=15, markeredgewidth=2)
         ax.set_yticks([-0.06, -0.14], ["NF4", "int4"])

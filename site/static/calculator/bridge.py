@@ -5,24 +5,24 @@ Runs on the standard library alone, in the browser under Pyodide as well as here
 """
 
 import json
+import shutil
 from pathlib import Path
 
-from vramlab import Loop, predict
+from vramlab import Loop
 from vramlab.faces.options import OPTIONS
 from vramlab.faces.plot.style import LOOK
 from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.shapes import read_shape
-from vramlab.report.errors import VramLabError
+from vramlab.report.errors import RecipeError, VramLabError
 from vramlab_course.calculator import (
     CONTROLS,
     LABELS,
-    SIZES,
     START,
     SWITCHES,
     UNSET,
     code_of,
     idle,
-    recipe_in,
+    predicted,
 )
 
 MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype",
@@ -43,19 +43,26 @@ NOTHING = {
     "quantization": "none",
     "stage": "one GPU",
 }  # what an unset control means
+NUMBERS = frozenset(
+    name
+    for name, values in CONTROLS.items()
+    if values and name in OPTIONS and OPTIONS[name][1].kind is int and not OPTIONS[name][1].choices
+)
+PLAIN = str | int | float | bool | None  # values that a sentence can repeat
+TEXTS = {"lora_target": ("all-linear", "")}  # what a repair may write into a field of text
+MOST_REPAIRS = 3
 
 
 def page() -> str:
     """The controls in their order, where they begin, the cards' sizes, the categories' colours."""
     controls = []
     for name, values in CONTROLS.items():
-        sizes = set(SIZES[-9:]) <= set(values)
         words = [_word(name, value) for value in values]
-        kind = "slider" if sizes else "text" if not values else "select"
+        kind = "number" if name in NUMBERS else "text" if not values else "select"
         said = OPTIONS[name][1].help if name in OPTIONS else ""
         controls.append({"name": name, "label": LABELS[name], "help": said, "kind": kind,
             "values": values,
-                         "words": words, "more": name in MORE})  # fmt: skip
+                         "words": words, "more": name in MORE, "needs": _needs(name)})  # fmt: skip
     cards = {name: find_gpu(name).total for name in CONTROLS["gpu"]}
     return json.dumps(
         {
@@ -67,6 +74,12 @@ def page() -> str:
     )
 
 
+def _needs(name: str) -> str:
+    """What a control waits for while it is idle: `idle` has the rule."""
+    switch = SWITCHES.get(OPTIONS[name][0][0]) if name in OPTIONS else None
+    return f"needs {LABELS[switch]}" if switch else "the images say it"
+
+
 def _word(name: str, value) -> str:
     """What a control says for a value; 1 is no True."""
     if isinstance(value, bool):
@@ -75,45 +88,108 @@ def _word(name: str, value) -> str:
 
 
 def add_config(name: str, text: str) -> str:
-    """Keep a pasted config.json; its path serves as the model.
+    """Keep a pasted config.json that can be read; its folder's name serves as the model.
 
-    A JSON object whose `error` says what is wrong with it.
+    Another text of the same name gets a name of its own. A JSON object whose `error` says what is
+    wrong with it, and then nothing is kept.
     """
-    name = (
-        "".join(c if c.isalnum() or c in "-._" else "-" for c in name.strip()).strip(".")
-        or "my-model"
-    )
-    folder = Path(name)
+    plain = "".join(c if c.isalnum() or c in "-._" else "-" for c in name.strip()).strip(".")
+    wanted = plain or "my-model"
+    folder = Path(wanted)
+    number = 1
+    while folder.exists() and _text_in(folder) != text:
+        number += 1
+        folder = Path(f"{wanted}-{number}")
+    is_new = not folder.exists()
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text, encoding="utf-8")
     try:
-        shape = read_shape(name)
+        shape = read_shape(folder.name)
     except (VramLabError, ImportError) as error:
+        if is_new:
+            shutil.rmtree(folder)
         return json.dumps({"error": _why(error)})
-    return json.dumps({"model": name, "parameters": shape.num_parameters})
+    return json.dumps({"model": folder.name, "parameters": shape.num_parameters})
+
+
+def _text_in(folder: Path) -> str:
+    return (folder / "config.json").read_text(encoding="utf-8")
 
 
 def _why(error: Exception) -> str:
     if isinstance(error, ImportError):
         return (
-            "This architecture is read from transformers, which a page has not: predict it "
-            "with the package."
+            "This architecture is read from transformers, which a page has not, and the formulas "
+            "do not know it: `vramlab simulate FOLDER` reads it where transformers is installed."
         )
-    return str(error)
+    if isinstance(error, RecipeError):
+        control = _named(error.field)
+        if control and not isinstance(error.value, PLAIN):
+            return f"{LABELS[control]}: {error.allowed}."
+        return error.about(LABELS[control]) if control else str(error)
+    if isinstance(error, VramLabError):
+        return str(error)
+    return f"The formulas fail on this, which is a bug of ours and no fault of yours: {error!r}."
+
+
+def control_of(error: Exception) -> str | None:
+    """The control that an error is about: of its field, or else of the part that has the field."""
+    if not isinstance(error, RecipeError):
+        return None
+    part = error.field.partition(".")[0]
+    return _named(error.field) or SWITCHES.get(part) or _named(part)
+
+
+def _named(field: str) -> str | None:
+    """The control of a recipe's field, such as "lora.target_modules"."""
+    for option, (path, _) in OPTIONS.items():
+        if option in CONTROLS and ".".join(path) == field:
+            return option
+    return field if field in CONTROLS else None
+
+
+def _predicted(state: dict):
+    """As `predicted`; values that a control does not offer are refused here, by their control."""
+    model = state["model"]
+    if model not in CONTROLS["model"] and not Path(model, "config.json").is_file():
+        raise VramLabError(
+            f"The config.json of {model} is missing: an address has only its name. Paste the file "
+            f"again under 'Another model', or choose a model of the list."
+        )
+    for name, values in CONTROLS.items():
+        if values and name not in NUMBERS and name != "model" and state[name] not in values:
+            offered = ", ".join(_word(name, value) for value in values)
+            raise RecipeError(name, state[name], f"it must be one of {offered}")
+    return predicted(state)
+
+
+def _refusal(state: dict) -> Exception | None:
+    """Why a state cannot be trained; None when it can."""
+    try:
+        _predicted(state)
+    except Exception as error:  # a bug of the formulas too: the page goes on, and says so
+        return error
+    return None
+
+
+def _idle(state: dict) -> list[str]:
+    try:
+        return sorted(idle(state))
+    except (VramLabError, ImportError):  # a model that cannot be read: each control may be turned
+        return []
 
 
 def answer(given: str) -> str:
     """The prediction for the controls' state as JSON, or `error`: why it cannot be trained, in one
-    sentence.
+    sentence. Both say which controls are idle.
     """
     state = BEGIN | json.loads(given)
     try:
-        card = find_gpu(state["gpu"])
-        recipe = recipe_in(state)
-        expandable = state["expandable_segments"]
-        report = predict(recipe, gpu=card, expandable_segments=expandable)
-    except (VramLabError, ImportError) as error:
-        return json.dumps({"error": _why(error)})
+        recipe, card, report = _predicted(state)
+    except Exception as error:
+        said = {"error": _why(error), "control": control_of(error), "idle": _idle(state)}
+        return json.dumps(said)
+    expandable = state["expandable_segments"]
     need = report.process
     return json.dumps(
         {
@@ -122,11 +198,151 @@ def answer(given: str) -> str:
             "parts": [[name, size] for name, size in report.peak.items() if size],
             "process": [need.low, need.value, need.high], "card": [card.name, report.usable],
             "tier": report.verdict,
-            "idle": sorted(idle(state)), "notes": report.notes,
+            "idle": _idle(state), "notes": report.notes,
             "code": code_of(recipe, card.name, expandable),
             "command": _command(state, recipe), "arguments": _arguments(recipe),
         }
     )  # fmt: skip
+
+
+def refused(given: str, name: str) -> str:
+    """Why values of a control cannot be chosen now, by their index, as JSON.
+
+    Values that another control forbids are not among them while changes of others mend it: once
+    chosen, `repairs` names those. Nor are values of a part's first control, which wakes the others.
+    """
+    state = BEGIN | json.loads(given)
+    found = {}
+    for index, value in enumerate(CONTROLS[name]):
+        if value == state[name] or name in SWITCHES.values():
+            continue
+        trial = state | {name: value}
+        error = _refusal(trial)
+        if name == "trainer" and error and not fp16_for(trial):
+            _, error = _steps(trial, {}, name)
+        if isinstance(error, RecipeError) and control_of(error) == name:
+            found[index] = error.allowed
+    return json.dumps(found)
+
+
+def repairs(given: str, moved: str = "") -> str:
+    """Changes of controls, each of which makes a refused state one that can be trained, as JSON.
+
+    First fp16 for a card without bf16, or what the refusal names, step by step; then changes of one
+    other control. What the reader has just `moved` stays. Where there is none: what of the state
+    goes with the page's beginning, and the rest as there.
+    """
+    state = BEGIN | json.loads(given)
+    if _refusal(state) is None:
+        return "[]"
+    if moved in NUMBERS or moved in TEXTS:
+        moved = ""  # a number has neighbours, which a choice has not
+    half = fp16_for(state)
+    if half and _refusal(state | half) is None:
+        return json.dumps([half])
+    change, left = _steps(state, half, moved)
+    found = [] if left else [change]
+    touched = {name for change in found for name in change}
+    found += _single(state, {moved, *touched})[: MOST_REPAIRS - len(found)]
+    return json.dumps(found or [_nearest(state)])
+
+
+def _steps(state: dict, change: dict, moved: str) -> tuple[dict, Exception | None]:
+    """The refused control's nearest value that serves, then the next refused one's.
+
+    Returns the changes, and what is still refused after them; None: nothing.
+    """
+    change = dict(change)
+    error = _refusal(state | change)
+    while error is not None:
+        name = control_of(error)
+        if name is None or name in {"model", moved, *change}:
+            break
+        ways = {}
+        for value in _near(name, state[name]):
+            after = _refusal(state | change | {name: value})
+            ways.setdefault(None if after is None else control_of(after) or "", (value, after))
+        ways.pop(name, None)
+        if not ways:
+            break
+        value, error = ways[None] if None in ways else next(iter(ways.values()))
+        change[name] = value
+    return change, error
+
+
+def fp16_for(state: dict) -> dict:
+    """Controls that say fp16 where the card lacks the bf16 of the state; {} where it has it.
+
+    TRL's trainers put adapters of a quantized base in bf16, which fp16's loss scaler refuses, so
+    the plain Trainer takes their place where that alone is in the way.
+    """
+    card = find_gpu(state["gpu"]) if state["gpu"] in CONTROLS["gpu"] else None
+    if card is None or card.supports("bf16"):
+        return {}
+    found = {}
+    if state["precision"].startswith("bf16"):
+        found["precision"] = state["precision"].replace("bf16", "fp16")
+        if state["dtype"] == "bfloat16":
+            found["dtype"] = "float16"
+    plain = found | {"trainer": "transformers"}
+    if found and _refusal(state | found) and _refusal(state | plain) is None:
+        return plain
+    return found
+
+
+def _single(state: dict, still: set[str]) -> list[dict]:
+    """Repairs of one control each, in the controls' order; those in `still` stay."""
+    found = []
+    for name in CONTROLS.keys() - {"model", "gpu", "expandable_segments", *_idle(state)} - still:
+        for value in _near(name, state[name]):
+            if _refusal(state | {name: value}) is None:
+                found.append({name: value})
+                break
+    order = list(CONTROLS)
+    return sorted(found, key=lambda change: order.index(next(iter(change))))
+
+
+def _near(name: str, now) -> list:
+    """Other values of a control: the nearest numbers first, or where the page begins."""
+    values = CONTROLS[name] or TEXTS[name]
+    others = [value for value in values if value != now]
+    if name in NUMBERS:
+        size = now if isinstance(now, int | float) and now > 0 else BEGIN[name]
+        numbers = [value for value in others if value != UNSET]
+        below = sorted((value for value in numbers if value < size), reverse=True)
+        above = [value for value in numbers if value >= size]
+        return below + above + [value for value in others if value == UNSET]
+    return sorted(others, key=lambda value: value != BEGIN[name])
+
+
+def _nearest(state: dict) -> dict:
+    """Changes to a trainable state: the page's beginning with as much of `state` as goes with it.
+
+    Values are taken over in the controls' order, again until no further one goes. A value may move
+    one control that was not taken over yet.
+    """
+    found = dict(BEGIN)
+    kept = {name for name in CONTROLS if state[name] == BEGIN[name]}
+    grows = True
+    while grows:
+        grows = False
+        for name in [name for name in CONTROLS if name not in kept]:
+            trial = found | {name: state[name]}
+            error = _refusal(trial)
+            other = control_of(error) if error else None
+            for change in [fp16_for(trial), *({other: value} for value in _others(other, kept))]:
+                if error and change and name not in change:
+                    error = _refusal(trial | change)
+                    trial = trial if error else trial | change
+            if error is None:
+                found = trial
+                kept |= {name}
+                grows = True
+    return {name: found[name] for name in CONTROLS if found[name] != state[name]}
+
+
+def _others(name: str | None, kept: set) -> list:
+    return [] if name is None or name in kept else _near(name, BEGIN[name])
 
 
 def _command(state: dict, recipe) -> str:

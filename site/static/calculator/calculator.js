@@ -27,10 +27,11 @@ let page, state;
 function fromAddress() {
   const said = new URLSearchParams(location.hash.slice(1));
   state = { ...page.start };
-  for (const { name, values } of page.controls) {
+  for (const { name, kind, values } of page.controls) {
     if (!said.has(name)) continue;
-    const found = values.length ? values.find((value) => String(value) === said.get(name)) : said.get(name);
-    if (found !== undefined) state[name] = found;
+    const raw = said.get(name), found = values.find((value) => String(value) === raw);
+    // What is not offered is asked too, and refused with its reason: another answer would be to another question.
+    state[name] = found ?? (kind === "number" && /^\d+$/.test(raw) ? Number(raw) : raw);
   }
 }
 function toAddress() {
@@ -42,30 +43,68 @@ function toAddress() {
 // --- controls -----------------------------------------------------------------------------------------------------
 
 const inputs = {};
-function control({ name, label, help, kind, values, words }) {
-  const id = `calculator-${name}`, shown = element("output", { for: id });
-  let input;
-  if (kind === "select") {
-    input = element("select", { id }, ...words.map((word, i) => element("option", { value: i }, word)));
-  } else {
-    input = element("input", kind === "slider" ? { id, type: "range", min: 0, max: values.length - 1 } : { id, type: "text" });
-  }
-  const show = () => {
-    const at = values.indexOf(state[name]);
-    if (kind === "text") input.value = state[name];
-    else input.value = at;
-    if (kind === "slider") {
-      shown.textContent = words[at];
-      input.setAttribute("aria-valuetext", words[at]);
-    }
-  };
-  input.addEventListener(kind === "text" ? "change" : "input", () => {
-    state[name] = kind === "text" ? input.value : values[Number(input.value)];
+let moved = "", good = null; // the control that was turned last, the last state that had an answer
+function control({ name, label, help, kind, values, words, needs }) {
+  const id = `calculator-${name}`;
+  const waits = element("small", { hidden: "" }, ` (${needs})`);
+  let input, around;
+  const numbers = values.filter((value) => typeof value === "number");
+  const unset = values.find((value) => typeof value !== "number"); // what an empty field of a number means
+  const set = (value) => {
+    state[name] = value;
+    moved = name;
     show();
     update();
-  });
-  inputs[name] = { input, show };
-  return element("div", { class: "control", title: help }, element("label", { for: id }, label), input, shown);
+  };
+  if (kind === "select") {
+    input = element("select", { id }, ...words.map((word, i) => element("option", { value: i }, word)));
+    input.addEventListener("input", () => set(values[Number(input.value)]));
+  } else if (kind === "number") {
+    input = element("input", { id, type: "number", min: 1, step: 1, inputmode: "numeric" });
+    if (unset !== undefined) input.placeholder = words[values.indexOf(unset)];
+    input.addEventListener("input", () => set(input.value === "" ? unset ?? "" : Number(input.value)));
+    const next = (sign) => {
+      const now = typeof state[name] === "number" ? state[name] : 0;
+      const others = numbers.filter((value) => sign * (value - now) > 0);
+      return sign > 0 ? others[0] ?? now : others.at(-1) ?? unset ?? now;
+    };
+    const button = (sign, text, said) => {
+      const made = element("button", { type: "button", "aria-label": `${label}: ${said}` }, text);
+      made.addEventListener("click", () => set(next(sign)));
+      return made;
+    };
+    around = element("span", { class: "number" }, button(-1, "−", "less"), input, button(1, "+", "more"));
+  } else {
+    input = element("input", { id, type: "text" });
+    input.addEventListener("change", () => set(input.value));
+  }
+  const show = () => {
+    if (kind === "select") {
+      input.value = values.indexOf(state[name]);
+    } else {
+      const text = state[name] === unset ? "" : String(state[name]);
+      if (kind === "text" || text === "" || Number(input.value) !== state[name]) input.value = text;
+    }
+  };
+  const disable = (is) => {
+    for (const part of [input, ...(around ? around.querySelectorAll("button") : [])]) part.disabled = is;
+    waits.hidden = !is;
+  };
+  // Which values cannot be chosen now, and why: {index: reason}.
+  const refuse = (reasons) => {
+    for (const [i, option] of [...input.options].entries()) {
+      option.disabled = i in reasons;
+      option.textContent = words[i] + (i in reasons ? ` (no: ${reasons[i]})` : "");
+    }
+  };
+  inputs[name] = { input, show, disable, refuse, kind };
+  return element("div", { class: "control", title: help }, element("label", { for: id }, label, waits), around ?? input);
+}
+
+const named = (name) => page.controls.find((control) => control.name === name);
+function word(name, value) {
+  const { values, words } = named(name), at = values.indexOf(value);
+  return at < 0 ? String(value) || "default" : words[at];
 }
 
 // --- the answer ---------------------------------------------------------------------------------------------------
@@ -124,8 +163,10 @@ function draw(answer) {
   if (answer.error) {
     said.replaceChildren(element("p", { class: "wrong" }, answer.error));
     picture.classList.add("old");
+    place.querySelector("form").classList.add("refused");
   } else {
     picture.classList.remove("old");
+    place.querySelector("form").classList.remove("refused");
     const [low, likely, high] = answer.process, [card, limit] = answer.card;
     const change = drawn ? answer.peak - drawn.peak : 0;
     const moved = change ? `, ${change > 0 ? "+" : "−"}${gib(Math.abs(change))} GiB` : "";
@@ -138,8 +179,11 @@ function draw(answer) {
     picture.replaceChildren(bar(answer, drawn));
     place.querySelector("[data-part=table]").replaceChildren(table(answer));
     for (const name of ["code", "command", "arguments"]) place.querySelector(`[data-code=${name}]`).textContent = answer[name];
-    for (const [name, { input }] of Object.entries(inputs)) input.disabled = answer.idle.includes(name);
     drawn = answer;
+  }
+  for (const [name, { input, disable }] of Object.entries(inputs)) {
+    if (answer.idle) disable(answer.idle.includes(name));
+    input.setAttribute("aria-invalid", answer.control === name);
   }
   place.dataset.answer = JSON.stringify(answer);
 }
@@ -148,32 +192,70 @@ async function update() {
   toAddress();
   const wanted = (last = JSON.stringify(state));
   const answer = await ask("answer", wanted);
-  if (wanted === last) draw(answer); // a newer question is on its way otherwise
+  if (wanted !== last) return; // a newer question is on its way
+  draw(answer);
+  if (!answer.error) good = JSON.parse(wanted);
+  await (answer.error ? offer(wanted) : refusals(wanted));
+  if (wanted === last) place.dataset.settled = wanted;
+}
+
+// One click each: changes that make a refused state one that has an answer.
+async function offer(wanted) {
+  for (const { kind, refuse } of Object.values(inputs)) if (kind === "select") refuse({});
+  const changes = await ask("repairs", wanted, moved);
+  if (wanted !== last || !Array.isArray(changes)) return;
+  const button = (text, change) => {
+    const made = element("button", { type: "button" }, text);
+    made.addEventListener("click", () => {
+      Object.assign(state, change);
+      Object.values(inputs).forEach(({ show }) => show());
+      update();
+    });
+    return made;
+  };
+  const buttons = changes.map((change) =>
+    button(Object.entries(change).map(([name, value]) => `${named(name).label}: ${word(name, value)}`).join(", "), change));
+  if (good) buttons.push(button("Undo", good));
+  place.querySelector("[data-part=said]").append(element("p", { class: "repairs" }, "Mend it: ", ...buttons));
+}
+
+// Values that cannot be chosen, control by control, while nobody asks anything else; the many models last.
+async function refusals(wanted) {
+  const selects = page.controls.filter(({ kind }) => kind === "select").sort((a, b) => a.values.length - b.values.length);
+  for (const { name } of selects) {
+    const reasons = await ask("refused", wanted, name);
+    if (wanted !== last) return;
+    if (!reasons.error) inputs[name].refuse(reasons);
+  }
 }
 
 // --- a model of one's own -----------------------------------------------------------------------------------------
 
 async function addConfig(name, text) {
   const found = await ask("add_config", name, text), model = page.controls.find(({ name }) => name === "model");
-  if (found.error) return draw(found);
+  place.querySelector("[data-part=config]").textContent = found.error ?? `${found.model} is in use.`;
+  if (found.error) return;
   if (!model.values.includes(found.model)) {
     model.values.push(found.model);
     model.words.push(`${found.model} (your config.json)`);
     inputs.model.input.append(element("option", { value: model.values.length - 1 }, model.words.at(-1)));
   }
   state.model = found.model;
+  moved = "model";
   inputs.model.show();
   update();
 }
+// The name that the address asks for, when that is no model which the page has.
+const ownName = () => (named("model").values.includes(state.model) ? "my-model" : state.model);
 function own() {
   const area = element("textarea", { rows: 4, id: "calculator-config", spellcheck: "false" });
   const file = element("input", { type: "file", accept: ".json,application/json", "aria-label": "config.json as a file" });
   const button = element("button", { type: "button" }, "Use it");
-  button.addEventListener("click", () => addConfig("my-model", area.value));
-  file.addEventListener("change", async () => file.files[0] && addConfig("my-model", await file.files[0].text()));
+  button.addEventListener("click", () => addConfig(ownName(), area.value));
+  file.addEventListener("change", async () => file.files[0] && addConfig(ownName(), await file.files[0].text()));
   return element("details", {}, element("summary", {}, "Another model: its config.json"),
     element("label", { for: "calculator-config" }, "Paste the file that lies beside the weights on the hub. It stays on this page."),
-    area, element("p", {}, button, " or ", file));
+    area, element("p", {}, button, " or ", file), element("p", { "data-part": "config", role: "status" }));
 }
 
 function code(title, name) {
@@ -196,6 +278,7 @@ async function start() {
   worker.onmessage = ({ data: { id, result } }) => (waiting.get(id)(result), waiting.delete(id));
   worker.onerror = () => (wait.textContent = "Python did not start here. The table below has usual answers.");
   page = await ask("page");
+  if (page.error) return void (wait.textContent = `${page.error} The table below has usual answers.`);
   fromAddress();
   const main = page.controls.filter(({ more }) => !more).map(control), more = page.controls.filter(({ more }) => more).map(control);
   wait.replaceWith(

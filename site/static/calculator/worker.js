@@ -15,6 +15,6 @@ self.onmessage = async ({ data: { id, call, args } }) => {
   try {
     self.postMessage({ id, result: JSON.parse((await bridge)[call](...args)) });
   } catch (error) {
-    self.postMessage({ id, result: { error: `The calculator failed: ${error.message}` } });
+    self.postMessage({ id, result: { error: `The calculator failed: ${error.message.trim().split("\n").at(-1)}` } });
   }
 };
