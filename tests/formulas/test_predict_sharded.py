@@ -279,6 +279,30 @@ def test_gradients_are_added_up_beside_those_of_a_tied_embedding(stage, offload,
         ), name
 
 
+@pytest.mark.parametrize("precision", ["fp16-true", "fp16-mixed"])
+def test_gradients_to_offload_stay_whole_until_the_last_micro_batch(precision):
+    """Predict was 7.6 and 9.4 % too low for the last rank; the first has only the embedding's."""
+    pytest.importorskip("deepspeed")
+    recipe = Recipe(
+        "opt-125m",
+        4,
+        2,
+        precision=precision,
+        gradient_accumulation_steps=3,
+        sharding=Sharding(2, 3, "deepspeed", "optimizer", rank=2),
+    )
+    assert abs(error(predict(recipe).peak.total, simulated(recipe)["peak"])) < 0.01
+
+
+def test_stage_3_reduces_in_fp32_what_its_configuration_does_not_know():
+    """The bucket was counted in the weights' half precision."""
+    pytest.importorskip("deepspeed")
+    sharding = Sharding(3, 2, "deepspeed", "parameters")
+    recipe = Recipe("llama-3.2-1b", 1, 2, num_layers=1, precision="bf16-true", sharding=sharding)
+    truth = simulated(recipe)["phases"]["load"][0]
+    assert predict(recipe).phases["load"].peak.workspace == truth["workspace"]
+
+
 def test_shards_of_all_ranks_are_the_model():
     for rows in (1, 5, 64, 50_257):
         for ranks in (2, 3, 64, 1024):

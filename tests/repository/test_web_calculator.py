@@ -429,10 +429,12 @@ def test_a_stage_wakes_its_engine_and_a_click_mends_it(page):
     page.evaluate("calculator.querySelectorAll('details').forEach((part) => (part.open = true))")
     engine = page.locator("#calculator-engine")
     assert engine.is_disabled()
+    waits = page.locator("label[for=calculator-engine] small")
+    assert waits.is_visible() and waits.inner_text().strip() == "(needs ZeRO stage)"
     page.evaluate("delete calculator.dataset.settled")
     page.select_option("#calculator-stage", label="1")
     page.wait_for_selector("#calculator[data-settled]")
-    assert engine.is_enabled()
+    assert engine.is_enabled() and not waits.is_visible()
     mend = page.get_by_role("button", name="deepspeed")
     page.evaluate("delete calculator.dataset.settled")
     mend.click()

@@ -107,8 +107,8 @@ class _Rank:
         rows = [row for row in model_states.tensors_in_order(recipe) if row.trained]
         self.sizes = [prod(row.shape) for row in rows]
         self.width = max(row.width for row in rows)
-        # Adapters stay in fp32 at stage 3, and are reduced in the configuration's precision.
-        self.reduced = HALF if mixed else self.width
+        # Stage 3 reduces in the configuration's precision, adapters too, or in fp32 without one.
+        self.reduced = HALF if mixed else FP32
         self.tied_gradient = 0
         if shape.tied and not recipe.lora:
             self.tied_gradient = 3 * self.sizes[0]
@@ -154,8 +154,14 @@ class _Rank:
             if precision_set or offload:
                 last = [size * self.width + inside * norm for inside, size in pieces]
             else:
-                last = [self._last_in_fp32(whole)]
+                last = [self._last(whole)]
                 tied += self._others(whole)
+            if offload and self.recipe.gradient_accumulation_steps > 1:
+                # Only the last micro-batch frees the rank's large gradients as it copies them
+                # (`copy_grads_in_partition`, `is_gradient_accumulation_boundary`).
+                large = sum(size for _, size in pieces if size > self.bucket)
+                last.append(self._last(large))
+                tied += self._others(large)
             if precision_set or exists or len(pieces) > 1:
                 # The buffer is there before the embedding's gradient, which comes last.
                 last.append(tied)
@@ -211,22 +217,24 @@ class _Rank:
     def _others(self, whole: int) -> int:
         """Return the bytes of this rank's gradients but the first tensor's.
 
-        `whole` elements are all of them. Where the configuration has no half precision they stay
-        beside their fp32 copies until backward ends.
+        `whole` elements are all that stay until backward ends.
         """
         first = self.sizes[0]
         has_first = self.sharding.rank * max(self.parts) < first
         others = whole - first if has_first else whole
         return others * self.width
 
-    def _last_in_fp32(self, whole: int) -> int:
+    def _last(self, whole: int) -> int:
         """Return the bytes while the first tensor's gradient, the last one, is reduced.
 
-        It is there, and of it a slice of up to a rank's part in fp32
+        It is there beside the rank's others of `whole` elements, and where the configuration has
+        no half precision a slice of it of up to a rank's part in fp32
         (zero/stage_1_and_2.py, average_tensor and allreduce_no_retain).
         """
         first = self.sizes[0]
-        in_fp32 = min(first, max(self.parts)) * FP32
+        in_fp32 = 0
+        if not self.precision_set:
+            in_fp32 = min(first, max(self.parts)) * FP32
         return self._others(whole) + first * self.width + in_fp32
 
     def stage_3(self) -> tuple[dict[str, int], dict[str, Any]]:

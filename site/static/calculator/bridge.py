@@ -62,7 +62,7 @@ def page() -> str:
         said = OPTIONS[name][1].help if name in OPTIONS else ""
         controls.append({"name": name, "label": LABELS[name], "help": said, "kind": kind,
             "values": values,
-                         "words": words, "more": name in MORE})  # fmt: skip
+                         "words": words, "more": name in MORE, "needs": _needs(name)})  # fmt: skip
     cards = {name: find_gpu(name).total for name in CONTROLS["gpu"]}
     return json.dumps(
         {
@@ -72,6 +72,12 @@ def page() -> str:
             "look": {k: v[0] for k, v in LOOK.items()},
         }
     )
+
+
+def _needs(name: str) -> str:
+    """What a control waits for while it is idle: `idle` has the rule."""
+    switch = SWITCHES.get(OPTIONS[name][0][0]) if name in OPTIONS else None
+    return f"needs {LABELS[switch]}" if switch else "the images say it"
 
 
 def _word(name: str, value) -> str:

@@ -44,8 +44,9 @@ function toAddress() {
 
 const inputs = {};
 let moved = "", good = null; // the control that was turned last, the last state that had an answer
-function control({ name, label, help, kind, values, words }) {
+function control({ name, label, help, kind, values, words, needs }) {
   const id = `calculator-${name}`;
+  const waits = element("small", { hidden: "" }, ` (${needs})`);
   let input, around;
   const numbers = values.filter((value) => typeof value === "number");
   const unset = values.find((value) => typeof value !== "number"); // what an empty field of a number means
@@ -87,6 +88,7 @@ function control({ name, label, help, kind, values, words }) {
   };
   const disable = (is) => {
     for (const part of [input, ...(around ? around.querySelectorAll("button") : [])]) part.disabled = is;
+    waits.hidden = !is;
   };
   // Which values cannot be chosen now, and why: {index: reason}.
   const refuse = (reasons) => {
@@ -96,7 +98,7 @@ function control({ name, label, help, kind, values, words }) {
     }
   };
   inputs[name] = { input, show, disable, refuse, kind };
-  return element("div", { class: "control", title: help }, element("label", { for: id }, label), around ?? input);
+  return element("div", { class: "control", title: help }, element("label", { for: id }, label, waits), around ?? input);
 }
 
 const named = (name) => page.controls.find((control) => control.name === name);
