@@ -49,7 +49,7 @@ def cloud(
             )
         stairs = sorted(front)
         ax.step(*zip(*stairs, strict=True), where="post", color=style.INK, label="beaten by none")
-        corners = itertools.cycle(((0.02, 0.04), (0.02, 0.93)))  # where no recipe is
+        corners = itertools.cycle(((0.02, 0.04), (0.4, 0.04), (0.02, 0.93)))  # where no recipe is
         for (name, (speed, needs, _)), corner in zip(marked.items(), corners, strict=False):
             place = needs[1] / GiB, speed
             ax.plot(*place, "o", markersize=14, fillstyle="none", color=style.INK)
