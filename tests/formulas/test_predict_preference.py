@@ -102,3 +102,9 @@ def test_a_prediction_leaves_no_cycles(changes):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_a_model_whose_window_is_the_length_has_a_reference():
+    """Its two kinds of attention have masks of their own at 512 tokens, so three stacks run."""
+    recipe = Recipe("gemma-3-1b", num_layers=8, precision="bf16-mixed", trainer="dpo")
+    assert predict(recipe).peak.total == pytest.approx(simulate(recipe).peak.total, rel=0.003)

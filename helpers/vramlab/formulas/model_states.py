@@ -318,8 +318,9 @@ def _can_quantize(shape: Shape, weight: Weight) -> bool:
 def first_layers(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """List (name, starred name, shape) of weights outside layers and in the first layers."""
     stacks = shape.known_layout.stacks
-    if len(set(shape.known_layout.kinds)) > 1:  # each kind of attention has first layers
-        layers *= 2
+    if len(set(shape.known_layout.kinds)) > 1:
+        # Each kind of attention has first layers, and the first layer may be one by itself.
+        layers = 2 * layers + 1
     counts = (stack.count for stack in stacks[:-1])
     kept: set[int | None] = {None}
     for start in accumulate(counts, initial=0):
