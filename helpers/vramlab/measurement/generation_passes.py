@@ -1,5 +1,6 @@
 """The two passes of a measured generation: an undisturbed one, and one under the tracker."""
 
+import functools
 import statistics
 import time
 from itertools import pairwise
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import source_of
-from ..hardware.nvml import Sensors, nvml_snapshot
+from ..hardware.nvml import Sensors
 from ..hardware.overhead import UNIT
 from ..recipe.generation import Generation
 from ..recipe.recipe import Recipe
@@ -17,13 +18,14 @@ from ..tracking.history import History, to_report
 from ..tracking.tracked import run_tracked_generation
 from ..tracking.tracker import Tracker
 from ..training.generation import build_generation
-from .host_memory import peak_rss
 from .measurement_passes import (
     Stats,
     Truth,
     balance,
     clear_cublas_workspaces,
-    process_bytes,
+    read_peaks,
+    take_truth,
+    truth_of,
 )
 
 
@@ -57,14 +59,11 @@ def clean_generation(recipe: Recipe, generation: Generation, device: str, before
         repeats=len(seconds),
         tokens_per_second=made / (times[-1] - begin),
     )
-    if not is_cuda:
-        return Truth(speed, rss=peak_rss())
-    stats = torch.cuda.memory_stats()
-    process, notes = process_bytes(nvml_snapshot(torch.cuda.current_device()), before)
-    workspace = clear_cublas_workspaces()
-    del started
-    torch.cuda.empty_cache()
-    return Truth(speed, stats, workspace, process, notes=notes)
+    truth = truth_of(speed, device, before)
+    if is_cuda:
+        del started
+        torch.cuda.empty_cache()
+    return truth
 
 
 def tracked_generation(recipe: Recipe, generation: Generation, device: str, truth: Truth) -> Report:
@@ -76,12 +75,7 @@ def tracked_generation(recipe: Recipe, generation: Generation, device: str, trut
     started = build_generation(recipe, generation, device=device)  # alive until the last reading
     tracker = Tracker(device, round_to=UNIT if is_cuda else 1)
     readings: list[Stats] = []  # one at the start of each phase, of the stretch before it
-
-    def read() -> None:
-        torch.cuda.synchronize()
-        readings.append(torch.cuda.memory_stats())
-        torch.cuda.reset_peak_memory_stats()
-
+    read = functools.partial(read_peaks, readings)
     at_phase = read if is_cuda else None
     run_tracked_generation(started, tracker, generation.new_tokens, at_phase)
     history = History(tracker.log, tracker.marks)
@@ -92,9 +86,7 @@ def tracked_generation(recipe: Recipe, generation: Generation, device: str, trut
         device,
         title=generation.title(recipe),
     )
-    report.speed = truth.speed
-    report.rss = truth.rss
-    report.notes += truth.notes
+    take_truth(report, truth)
     if is_cuda:
         read()  # the last stretch has no next one
         balance(report, history, readings, truth, clear_cublas_workspaces())

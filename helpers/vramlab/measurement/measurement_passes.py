@@ -6,6 +6,7 @@ are cleared) and internal fragmentation (the allocator counts allocated and requ
 `unexplained` is what the tracker did not see: scratch that kernels allocate.
 """
 
+import functools
 import gc
 import statistics
 import time
@@ -82,14 +83,21 @@ def clean_pass(
         repeats=repeats,
         tokens_per_second=recipe.tokens / median,
     )
-    if not is_cuda:
+    truth = truth_of(speed, device, before)
+    if is_cuda:
+        del training
+        gc.collect()
+        torch.cuda.empty_cache()
+    return truth
+
+
+def truth_of(speed: Speed, device: str, before: Sensors) -> Truth:
+    """Return what the allocator, the card and the host say now, at the end of a clean pass."""
+    if device != "cuda":
         return Truth(speed, rss=peak_rss())
     stats = torch.cuda.memory_stats()
     process, notes = process_bytes(nvml_snapshot(torch.cuda.current_device()), before)
     workspace = clear_cublas_workspaces()
-    del training
-    gc.collect()
-    torch.cuda.empty_cache()
     return Truth(speed, stats, workspace, process, notes=notes)
 
 
@@ -134,12 +142,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
     training = build(recipe, device)  # alive until the last reading
     tracker = Tracker(device, round_to=UNIT if is_cuda else 1)
     readings: list[Stats] = []  # one at the start of each phase, of the stretch before it
-
-    def read() -> None:
-        torch.cuda.synchronize()
-        readings.append(torch.cuda.memory_stats())
-        torch.cuda.reset_peak_memory_stats()
-
+    read = functools.partial(read_peaks, readings)
     run_tracked(training, tracker, TRACKED_STEPS, device, read if is_cuda else None)
     history = History(tracker.log, tracker.marks)
     report = to_report(
@@ -148,9 +151,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
         recipe,
         device,
     )
-    report.speed = truth.speed
-    report.rss = truth.rss
-    report.notes += truth.notes
+    take_truth(report, truth)
     if recipe.torch_compile:
         split = "the split that of the eager"
         report.notes.append(f"torch_compile: peak and time are those of the compiled step, {split}")
@@ -158,6 +159,20 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
         read()  # the last stretch has no next one
         balance(report, history, readings, truth, clear_cublas_workspaces())
     return report
+
+
+def read_peaks(readings: list[Stats]) -> None:
+    """Add the allocator's statistics to `readings`, and begin a stretch with peaks of its own."""
+    torch.cuda.synchronize()
+    readings.append(torch.cuda.memory_stats())
+    torch.cuda.reset_peak_memory_stats()
+
+
+def take_truth(report: Report, truth: Truth) -> None:
+    """Give the tracked pass's report the clean one's time, host memory and notes."""
+    report.speed = truth.speed
+    report.rss = truth.rss
+    report.notes += truth.notes
 
 
 def balance(
