@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 from typer.testing import CliRunner
-from vramlab.faces.cli import app
+from vramlab.faces.cli import PLAN_OPTIONS, _asked, app
 from vramlab.faces.configuration_file import known_settings
 from vramlab.faces.configurations import question_of, read_configuration
 from vramlab.recipe.options import LoRA, Quantization, Sharding
@@ -248,3 +248,11 @@ def test_a_file_that_is_none_is_one_sentence(tmp_path):
     answer = CliRunner().invoke(app, ["predict", str(path)])
     assert answer.exit_code == 2
     assert "it is no YAML that can be read" in answer.output
+
+
+def test_a_part_said_at_its_default_counts_before_the_file(tmp_path):
+    """The file has rank 32, and 8 is what an adapter has where nobody says a rank."""
+    given = {option: None for option, (place, _) in PLAN_OPTIONS.items() if len(place) > 1}
+    asked = _asked(written(tmp_path, AXOLOTL), given | {"lora_r": LoRA().r})
+    assert asked["lora"].r == LoRA().r == 8
+    assert asked["lora"].target_modules == "all-linear"

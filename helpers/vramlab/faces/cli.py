@@ -54,6 +54,7 @@ from .options import (
     generating_options,
     generation_of,
     read_lengths,
+    said_options,
     tokens_of,
 )
 from .words import said, words_of
@@ -151,12 +152,9 @@ def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, E
 
 def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
-    fields = fields_of(PLAN_OPTIONS, given)
     if not is_configuration(model):
-        return {"model": model, **fields}
-    usual = {option: knob.default for option, (_, knob) in PLAN_OPTIONS.items()}
-    said = {option: value for option, value in given.items() if value != usual[option]}
-    return question_of(model, fields_of(PLAN_OPTIONS, said))
+        return {"model": model, **fields_of(PLAN_OPTIONS, given)}
+    return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
 
 
 @app.callback(invoke_without_command=True)

@@ -80,9 +80,12 @@ def names_in(value: Any) -> list[str] | None:
 
 
 def take_sharding(configuration: Configuration) -> None:
-    """Take DeepSpeed's stage and offloading, or FSDP's."""
+    """Take DeepSpeed's stage and offloading, or FSDP's, which no Trainer's class reads then."""
     deepspeed = configuration.get("deepspeed")
     fsdp = configuration.get("fsdp_config", {})
+    for name in ("deepspeed", "fsdp", "fsdp_config"):
+        if configuration.arguments is not None:
+            configuration.arguments.pop(name, None)
     if deepspeed:
         configuration.fields["sharding"] = _deepspeed(configuration, deepspeed)
     elif fsdp or configuration.get("fsdp"):

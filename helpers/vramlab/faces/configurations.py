@@ -5,6 +5,7 @@ memory; `data/configurations.json` has them all, from the programs' own sources.
 programs make of the settings that are taken stands in `axolotl_file` and `trl_file`.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ..report.files import read_text
 from .answers import say
 from .axolotl_file import read_axolotl
 from .configuration_file import Configuration, known_settings
-from .options import OPTIONS, fields_of, recipe_of, recipe_of_arguments
+from .options import OPTIONS, fields_of, recipe_of, recipe_of_arguments, said_options
 from .trl_file import OF_TRL, read_llama_factory, read_trl
 
 AXOLOTL = "axolotl"
@@ -40,11 +41,7 @@ def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, lis
     """
     values = _read(Path(path))
     program = _program(Path(path), values)
-    own = {}
-    for name, value in given.items():
-        place, knob = OPTIONS[name]
-        if len(place) > 1 or value != knob.default:
-            own[name] = value
+    own = said_options(OPTIONS, given)
     configuration = Configuration(program, Path(path), values, own.get("trainer"))
     _check(configuration)
     READERS[program](configuration)
@@ -96,9 +93,10 @@ def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
         "trainer": recipe.trainer,
         "gpus": ranks,
     }
+    asked |= given
     if recipe.lora:
-        asked["lora"] = recipe.lora
-    return asked | dict(given)
+        asked["lora"] = dataclasses.replace(recipe.lora, **given.get("lora", {}))
+    return asked
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -57,6 +57,19 @@ def fields_of(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def said_options(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that count before what a file says: those at no default.
+
+    A part's option is None where it is not said, so what it has counts, its default too.
+    """
+    said = {}
+    for name, value in given.items():
+        place, knob = known[name]
+        if len(place) > 1 or value != knob.default:
+            said[name] = value
+    return said
+
+
 def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     """Return the recipe of `given` options. Raises RecipeError."""
     fields = fields_of(OPTIONS, given)
@@ -106,12 +119,7 @@ def recipe_of_arguments(
         RecipeError: arguments of a trainer that no recipe models, or values that their class or
             recipe refuses.
     """
-    own = {
-        name: n
-        for name, n in given.items()
-        if len(OPTIONS[name][0]) > 1 or n != OPTIONS[name][1].default
-    }
-    fields |= fields_of(OPTIONS, own)
+    fields |= fields_of(OPTIONS, said_options(OPTIONS, given))
     kind = kind or class_of(values, fields.get("trainer"))
     trainer = fields.setdefault("trainer", TRAINERS[kind])
     if trainer not in (TRAINERS[kind], "sft"):

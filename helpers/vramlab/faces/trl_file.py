@@ -77,8 +77,6 @@ def read_llama_factory(configuration: Configuration) -> None:
         configuration.notes.append(REENTRANT)
     arguments.pop("gradient_checkpointing_kwargs", None)
     take_sharding(configuration)
-    for name in ("deepspeed", "fsdp", "fsdp_config"):
-        arguments.pop(name, None)
     _take_method(configuration)
     note_others(configuration, COMMON)
     configuration.notes.append("each sample is taken as long as cutoff_len")
@@ -172,8 +170,6 @@ def read_trl(configuration: Configuration) -> None:
             "prepare": False,
         }
     take_sharding(configuration)
-    for name in ("deepspeed", "fsdp", "fsdp_config"):
-        arguments.pop(name, None)
 
 
 def _lora_of_trl(configuration: Configuration) -> dict[str, Any]:
