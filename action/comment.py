@@ -16,8 +16,8 @@ import urllib.request
 from pathlib import Path
 
 from vramlab import Report, diff, format_bytes
-from vramlab.report.files import read_text
-from vramlab.report.text import markdown
+from vramlab.base.files import read_text
+from vramlab.base.text import markdown
 
 MARKER = "<!-- memory of training steps -->"  # by which an earlier comment is found, and replaced
 

@@ -16,7 +16,7 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
-from vramlab.report.data import data_path
+from vramlab.base.data import data_path
 
 MiB = 2**20
 

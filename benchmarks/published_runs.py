@@ -16,7 +16,7 @@ import statistics
 from importlib.metadata import version
 
 from vramlab import predict, simulate
-from vramlab.report.data import data_path
+from vramlab.base.data import data_path
 from vramlab.report.report import GiB, text_table
 from vramlab.simulation.as_run import simulate_as_run
 from vramlab_course.published import runs

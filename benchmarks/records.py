@@ -13,8 +13,8 @@ import sys
 
 from error_summary import summary
 from vramlab import Recipe, RecipeError, predict, simulate
-from vramlab.faces.measure import card_of
 from vramlab.hardware.overhead import rules_of
+from vramlab.interfaces.measure import card_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import Report, environment
 

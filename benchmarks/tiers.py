@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vramlab import MiB, Recipe, RecipeError, find_gpu, predict, simulate
-from vramlab.faces.measure import card_of
 from vramlab.hardware.contexts import LESS, context_on, readings
 from vramlab.hardware.gpu import gpu_names
 from vramlab.hardware.overhead import rules_of
+from vramlab.interfaces.measure import card_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import TIERS, Interval, Report
 from vramlab.simulation.as_run import simulate_as_run

@@ -6,9 +6,9 @@ import os
 import signal
 from pathlib import Path
 
+from vramlab.base.errors import MeasurementError
 from vramlab.measurement.facts import Fact
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.errors import MeasurementError
 from vramlab.report.report import MiB, environment
 
 TOTAL = 14912 * MiB

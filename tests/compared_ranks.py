@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vramlab.base.errors import MeasurementError, RecipeError
 from vramlab.hardware.gpu import current_device
 from vramlab.measurement.launch import Launcher
 from vramlab.measurement.worker import import_libraries, on_rank
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.errors import MeasurementError, RecipeError
 from vramlab.report.report import Report
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked

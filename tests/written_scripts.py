@@ -109,8 +109,8 @@ def differing_dtypes(ran: Report, said: Report) -> dict[str, Any]:
 
 def _watch(step: int) -> Any:
     """A `WatchCallback` that also names what DeepSpeed and DDP hold without a parameter."""
-    from vramlab.faces.callback import WatchCallback
-    from vramlab.faces.watch import watch
+    from vramlab.interfaces.callback import WatchCallback
+    from vramlab.interfaces.watch import watch
 
     class Kept(WatchCallback):
         def on_step_end(self, *args: Any, **options: Any) -> None:

@@ -10,8 +10,8 @@ Everything is loaded when it is first used, so the import is quick.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .report import __version__ as __version__
-from .report.errors import needing
+from .base import __version__ as __version__
+from .base.errors import needing
 from .training.quiet import no_collection, silence
 
 # Module to the names that come from it.
@@ -21,7 +21,7 @@ _PUBLIC = {
     "recipe.evaluation": "Evaluation",
     "recipe.generation": "Generation",
     "recipe.shapes": "model_names read_shape",
-    "report.errors": "MeasurementError RecipeError RecordError ReportError VramLabError",
+    "base.errors": "MeasurementError RecipeError RecordError ReportError VramLabError",
     "report.report": "Bytes GiB MiB Phase Report format_bytes",
     "report.compare": "compare diff",
     "formulas.predict": "predict",
@@ -35,26 +35,27 @@ _PUBLIC = {
     "planning.plan": "Plan plan",
     "planning.step_time": "step_time",
     "hardware.gpu": "find_gpu gpu_names",
-    "faces": "plot",
-    "faces.callback": "WatchCallback",
-    "faces.doctor": "doctor environment_stamp",
-    "faces.explain": "assert_fits explain",
-    "faces.measure": "measure record run_card",
-    "faces.watch": "watch",
+    "interfaces": "plot",
+    "interfaces.callback": "WatchCallback",
+    "interfaces.doctor": "doctor environment_stamp",
+    "interfaces.explain": "assert_fits explain",
+    "interfaces.measure": "measure record run_card",
+    "interfaces.watch": "watch",
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
-    from .faces import plot
-    from .faces.callback import WatchCallback
-    from .faces.doctor import doctor, environment_stamp
-    from .faces.explain import assert_fits, explain
-    from .faces.measure import measure, record, run_card
-    from .faces.watch import watch
+    from .base.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .formulas.predict import predict
     from .formulas.run import predict_run
     from .hardware.gpu import find_gpu, gpu_names
+    from .interfaces import plot
+    from .interfaces.callback import WatchCallback
+    from .interfaces.doctor import doctor, environment_stamp
+    from .interfaces.explain import assert_fits, explain
+    from .interfaces.measure import measure, record, run_card
+    from .interfaces.watch import watch
     from .measurement.measure import measure_generation
     from .measurement.records import find_record
     from .measurement.share import share
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare, diff
-    from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .simulation.generation import simulate_generation
     from .simulation.simulate import simulate, simulate_evaluation
@@ -98,6 +98,6 @@ def __dir__() -> list[str]:
 def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext vramlab` gives the cell magic `%%watch`."""
     with needing("%%watch"):
-        from .faces.magic import WatchMagic
+        from .interfaces.magic import WatchMagic
 
     ipython.register_magics(WatchMagic)

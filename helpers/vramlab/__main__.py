@@ -29,7 +29,7 @@ def main() -> None:
         _prepare_output()
         if why := _refusal():
             sys.exit(why)
-        from .faces.cli import app
+        from .interfaces.cli import app
 
         app(prog_name="vramlab")
     except SystemExit as exiting:
@@ -72,7 +72,7 @@ def _prepare_output() -> None:
     """
     if sys.stdout is None:
         raise OSError(errno.EBADF, "standard output is closed")
-    from .report.text import DEGRADE
+    from .base.text import DEGRADE
 
     for stream in filter(None, (sys.stdout, sys.stderr)):
         if hasattr(stream, "reconfigure"):

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vramlab.base.data import data_path
+from vramlab.base.errors import RecipeError, RecordError
 from vramlab.recipe.recipe import Quantization
-from vramlab.report.data import data_path
-from vramlab.report.errors import RecipeError, RecordError
 from vramlab.report.report import repository
 
 if TYPE_CHECKING:

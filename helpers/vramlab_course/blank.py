@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from vramlab.report.data import data_path
+from vramlab.base.data import data_path
 
 from .answers import Check, Feedback
 from .exercise_data import BrokenPiece, read_blanks

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from vramlab.faces import plot
-from vramlab.faces.options import OPTIONS, recipe_of
-from vramlab.faces.plot.splits import label_of, used
+from vramlab.base.errors import RecipeError
 from vramlab.formulas.predict import predict
 from vramlab.hardware.gpu import Gpu, find_gpu, gpu_names
+from vramlab.interfaces import plot
+from vramlab.interfaces.options import OPTIONS, recipe_of
+from vramlab.interfaces.plot.splits import label_of, used
 from vramlab.recipe.knobs import python_arguments
 from vramlab.recipe.recipe import Recipe
 from vramlab.recipe.shapes import model_names, read_shape
-from vramlab.report.errors import RecipeError
 from vramlab.report.report import Report, format_bytes, in_unit, text_table
 
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out

@@ -20,8 +20,8 @@ from datetime import date
 from functools import cache
 from typing import Any
 
-from vramlab.report.data import data_path
-from vramlab.report.errors import VramLabError
+from vramlab.base.data import data_path
+from vramlab.base.errors import VramLabError
 
 from .answers import NOT_ANSWERED, Check, Feedback
 from .exercise_data import read_exercises

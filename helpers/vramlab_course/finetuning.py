@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vramlab.report.errors import RecordError
+from vramlab.base.errors import RecordError
 
 from .base_model import CONTEXT, base_model_path, load_base_model, load_base_tokenizer
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vramlab.report.errors import VramLabError
+from vramlab.base.errors import VramLabError
 
 if TYPE_CHECKING:
     import torch

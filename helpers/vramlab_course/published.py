@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vramlab.faces.plot import style
+from vramlab.base.data import data_path
+from vramlab.interfaces.plot import style
 from vramlab.recipe.options import Loop
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.data import data_path
 from vramlab.report.report import GiB, in_unit
 
 

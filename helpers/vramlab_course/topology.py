@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from itertools import combinations
 
-from vramlab.report.errors import VramLabError
+from vramlab.base.errors import VramLabError
 from vramlab.report.report import text_table
 
 # Paths by nvidia-smi's codes, best first.

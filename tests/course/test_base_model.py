@@ -13,9 +13,9 @@ import pytest
 import torch
 from quick import params
 from safetensors import safe_open
+from vramlab.base.data import data_path
+from vramlab.base.errors import RecipeError
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
-from vramlab.report.data import data_path
-from vramlab.report.errors import RecipeError
 from vramlab_course.base_model import (
     base_model_folder,
     bits_per_byte,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import vramlab
 from vramlab import GiB, MiB, Recipe
-from vramlab.faces.messages import read_message
+from vramlab.interfaces.messages import read_message
 from vramlab_course.chapters import chapter_08, figures_08
 from vramlab_course.chapters.chapter_08 import (
     answers,

@@ -12,10 +12,10 @@ import pytest
 import sample_reports
 import torch
 from settings import NOTEBOOKS, ROOT
+from vramlab.base.data import data_path
+from vramlab.base.errors import MissingExtra, RecordError
 from vramlab.measurement import records
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.data import data_path
-from vramlab.report.errors import MissingExtra, RecordError
 from vramlab.report.report import GiB, Interval, MiB, Speed
 from vramlab_course.chapters import chapter_03, chapter_07
 from vramlab_course.claims import (

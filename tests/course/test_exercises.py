@@ -15,7 +15,7 @@ import pytest
 import settings
 import torch
 from sample_reports import report
-from vramlab.report.data import data_path
+from vramlab.base.data import data_path
 from vramlab.report.report import GiB, KiB, MiB
 from vramlab_course import exercises
 from vramlab_course.answers import Choice, Feedback, Function, Judge, Mistake, Number, Table

@@ -5,7 +5,7 @@ memory climbs.
 from types import SimpleNamespace
 
 import pytest
-from vramlab.faces.plot import table
+from vramlab.interfaces.plot import table
 from vramlab.report.report import GiB, MiB
 from vramlab_course import blank
 from vramlab_course.chapters import figures_07

@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
-from vramlab.report.data import data_path
-from vramlab.report.errors import RecordError
+from vramlab.base.data import data_path
+from vramlab.base.errors import RecordError
 from vramlab_course import finetuning
 from vramlab_course.base_model import bits_per_byte, finetuning_texts
 from vramlab_course.finetuning import (

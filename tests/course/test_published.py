@@ -18,7 +18,7 @@ from transformers.loss import loss_utils
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from typer.testing import CliRunner
 from vramlab import LoRA, Quantization, Recipe, RecipeError, find_gpu, predict, simulate
-from vramlab.faces.cli import app
+from vramlab.interfaces.cli import app
 from vramlab.planning.search_space import notes_on
 from vramlab.planning.step_time import step_time
 from vramlab.report.report import GiB

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from vramlab.base.data import DATA
 from vramlab.measurement.launch import Launcher
-from vramlab.report.data import DATA
 from vramlab_course import train_anywhere
 
 SCRIPT = Path(train_anywhere.__file__)

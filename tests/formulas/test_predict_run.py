@@ -45,7 +45,7 @@ def test_the_highest_peak_is_that_of_all_micro_batches(recipe, sampling):
 def test_micro_batches_are_the_trainers(sampling, tmp_path):
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
-    from vramlab.report.data import data_path
+    from vramlab.base.data import data_path
 
     arguments = SFTConfig(
         str(tmp_path),
@@ -82,7 +82,7 @@ def test_long_samples_are_cut_and_others_refused():
 @pytest.mark.parametrize("line", ["", "x", '{"text": "a"}', '{"length": 0}', "{}", "1.5"])
 def test_a_file_without_lengths_is_refused_in_a_sentence(line, tmp_path):
     from typer.testing import CliRunner
-    from vramlab.faces.cli import app
+    from vramlab.interfaces.cli import app
 
     path = tmp_path / "lengths.jsonl"
     path.write_text(line)

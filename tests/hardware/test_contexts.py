@@ -6,11 +6,11 @@ import json
 
 import pytest
 from vramlab import GiB, LoRA, MiB, Quantization, Recipe, RecipeError
+from vramlab.base.data import data_path
 from vramlab.hardware.contexts import CONVOLUTIONS, LESS, Room, context_on, readings
 from vramlab.hardware.gpu import find_gpu, gpu_names
 from vramlab.recipe.options import Sharding
 from vramlab.recipe.process_context import context_of, room_on
-from vramlab.report.data import data_path
 from vramlab.report.report import Interval
 
 USUAL = [

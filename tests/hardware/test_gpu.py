@@ -9,15 +9,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from vramlab.base import versions
+from vramlab.base.data import data_path
+from vramlab.base.errors import RecipeError
 from vramlab.hardware import gpu as gpu_module
 from vramlab.hardware import overhead
 from vramlab.hardware.gpu import Gpu, GpuError, current_device, find_gpu, gpu_names
 from vramlab.hardware.nvml import nvml_snapshot
 from vramlab.hardware.overhead import cublas_workspace, rules_of, torch_release
 from vramlab.recipe.recipe import PRECISIONS
-from vramlab.report import versions
-from vramlab.report.data import data_path
-from vramlab.report.errors import RecipeError
 from vramlab.report.report import GiB, MiB
 
 ASKED = """T4; V100; RTX 2080 Ti; RTX 3060 12GB; RTX 3090; RTX 4060 Ti 16GB; RTX 4070; RTX 4090; \

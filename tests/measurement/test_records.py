@@ -29,11 +29,11 @@ from vramlab import (
     find_gpu,
     find_record,
 )
+from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Device
 from vramlab.measurement import records
 from vramlab.measurement.pieces import COURSE_LIST, START, read_list, seconds_for
 from vramlab.measurement.records import file_name, load, save
-from vramlab.report.data import data_path
 
 H200 = {
     "gpu": "NVIDIA H200",
@@ -681,7 +681,7 @@ def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypa
 
 
 def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path):
-    from vramlab.faces.measure import peak_bytes
+    from vramlab.interfaces.measure import peak_bytes
     from vramlab.measurement.record import record
 
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}

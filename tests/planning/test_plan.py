@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from quick import params
 from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, step_time
-from vramlab.faces.cli import app
+from vramlab.base.errors import RecipeError
 from vramlab.hardware.gpu import GpuError
+from vramlab.interfaces.cli import app
 from vramlab.planning.candidate import Candidate, best_first, is_as_fast
 from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
@@ -34,7 +35,6 @@ from vramlab.planning.step_time import _ratios, estimate
 from vramlab.planning.step_traffic import link_of, waits
 from vramlab.recipe.peft_methods import Peft
 from vramlab.recipe.shapes import catalogue
-from vramlab.report.errors import RecipeError
 from vramlab.report.report import TIERS, GiB, MiB, Report, format_bytes
 
 LIGER = "Liger's kernels"
@@ -768,7 +768,7 @@ def test_the_command_prints_the_plan_and_says_when_nothing_fits(tmp_path):
 
 
 def test_a_data_set_of_text_is_counted_by_the_models_tokenizer(tmp_path):
-    from vramlab.report.data import data_path
+    from vramlab.base.data import data_path
 
     folder, data = data_path("base_model"), tmp_path / "data.jsonl"
     rows = [{"text": "def f(x): return x"}, {"prompt": "def f", "completion": "(x): return x"}]

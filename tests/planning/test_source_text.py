@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import config
 from vramlab import LoRA, Quantization, Recipe, Sharding, plan
+from vramlab.base.errors import RecipeError
 from vramlab.planning.plan_script import scripts
 from vramlab.planning.source_text import docstring, identifier, literal
 from vramlab.recipe.knobs import unchecked
-from vramlab.report.errors import RecipeError
 
 PLANNED = {
     "version": "1.0",

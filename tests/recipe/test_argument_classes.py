@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
-from vramlab.faces.options import recipe_of_arguments
+from vramlab.base.errors import RecipeError
+from vramlab.interfaces.options import recipe_of_arguments
 from vramlab.recipe import argument_classes as classes
 from vramlab.recipe.arguments import CLASSIFIED
 from vramlab.recipe.options import GENERATING, Rollouts
-from vramlab.report.errors import RecipeError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning"

@@ -6,12 +6,12 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vramlab.base.errors import RecipeError
 from vramlab.recipe import arguments, parallel_limits
 from vramlab.recipe.deepspeed_config import deepspeed_config
 from vramlab.recipe.knobs import knobs
 from vramlab.recipe.options import GENERATING
 from vramlab.recipe.recipe import OPTIMIZERS, Loop, LoRA, Quantization, Recipe, Rollouts, Sharding
-from vramlab.report.errors import RecipeError
 
 OPTIM_ARGS = {
     "sgd": [None, "momentum=0.9", "momentum=0.9,weight_decay=0.01,dampening=0.1"],

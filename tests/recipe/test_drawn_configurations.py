@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vramlab import Recipe, predict, simulate
+from vramlab.base.data import data_path
+from vramlab.base.errors import RecipeError
 from vramlab.recipe.recipe import PRECISIONS
 from vramlab.recipe.shapes import catalogue
-from vramlab.report.data import data_path
-from vramlab.report.errors import RecipeError
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker

@@ -8,10 +8,10 @@ import pytest
 from quick import params
 from tiny_models import config
 from vramlab import LoRA, Recipe, predict, simulate
+from vramlab.base.errors import RecipeError
 from vramlab.recipe import lora_modules
 from vramlab.recipe.from_transformers import build
 from vramlab.recipe.shapes import read_shape
-from vramlab.report.errors import RecipeError
 
 
 def adapted(shape, target_modules, modules_to_save=None):

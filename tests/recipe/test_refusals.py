@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 from vramlab import Loop, LoRA, Quantization, Recipe, Sharding, measure, predict, simulate
+from vramlab.base.errors import RecipeError
 from vramlab.recipe.optimizers import BESIDE_TRAINER, MODELLED, REFUSED
 from vramlab.recipe.recipe import OPTIMIZERS
-from vramlab.report.errors import RecipeError
 
 SIZES = {
     "hidden_size": 64,

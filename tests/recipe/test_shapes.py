@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import transformers
+from vramlab.base.errors import RecipeError
 from vramlab.recipe.families import FAMILIES
 from vramlab.recipe.from_transformers import build
 from vramlab.recipe.shapes import catalogue, model_names, read_shape
-from vramlab.report.errors import RecipeError
 
 SMALL = {  # one small catalogue model for each architecture
     "bert": "bert-base",

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import config
 from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Report, ReportError, diff, predict, simulate
-from vramlab.faces.cli import app
+from vramlab.interfaces.cli import app
 
 A = Recipe(config("gpt2"), batch_size=2, seq_len=32, num_layers=2)
 

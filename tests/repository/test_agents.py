@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from settings import ROOT
 from typer.testing import CliRunner
-from vramlab.faces.cli import app
-from vramlab.faces.schema import VERSION
+from vramlab.interfaces.cli import app
+from vramlab.interfaces.schema import VERSION
 
 SKILL = ROOT / "data" / "SKILL.md"
 # Which words stand for a file of the reader's, and what such a file may say.

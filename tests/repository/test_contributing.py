@@ -7,7 +7,7 @@ import shlex
 import pytest
 import typer
 from settings import ROOT
-from vramlab.faces.cli import app
+from vramlab.interfaces.cli import app
 from vramlab_course.published import runs
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

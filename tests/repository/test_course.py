@@ -216,7 +216,7 @@ def test_the_setup_cell_on_colab(tmp_path):
     """An environment without the package and an empty folder: only the package is new, and its data
     came with it.
     """
-    check = """from vramlab.report.data import data_path
+    check = """from vramlab.base.data import data_path
 
 assert any(data_path("models").iterdir())
 assert "environment" in str(data_path())"""

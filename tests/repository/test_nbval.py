@@ -14,7 +14,7 @@ import scratch
 import settings
 from nbval.plugin import get_sanitize_patterns
 from scratch import code
-from vramlab.faces.doctor import environment_stamp
+from vramlab.interfaces.doctor import environment_stamp
 from vramlab_course.live import live
 
 

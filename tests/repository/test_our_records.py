@@ -8,12 +8,12 @@ import pytest
 import verify_record
 from settings import ROOT
 from vramlab import Recipe, RecipeError, predict, simulate
-from vramlab.faces.measure import card_of
+from vramlab.base.data import data_path
 from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.overhead import rules_of
+from vramlab.interfaces.measure import card_of
 from vramlab.measurement.records import load
-from vramlab.report.data import data_path
 from vramlab.report.report import KiB, MiB, Report
 from vramlab.tracking.history import BEYOND
 from vramlab_course.claims import judge, load_claims

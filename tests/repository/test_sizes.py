@@ -15,12 +15,13 @@ CEILINGS = {
     "vramlab_course": 66_000,
 }
 PACKAGES = {
-    "faces",
+    "interfaces",
     "formulas",
     "hardware",
     "measurement",
     "planning",
     "recipe",
+    "base",
     "report",
     "simulation",
     "tracking",

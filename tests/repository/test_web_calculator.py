@@ -20,8 +20,8 @@ import pytest
 import web_calculator
 from typer.testing import CliRunner
 from vramlab import find_gpu, model_names, predict
-from vramlab.faces.cli import app
-from vramlab.report.errors import RecipeError
+from vramlab.base.errors import RecipeError
+from vramlab.interfaces.cli import app
 from vramlab_course.calculator import CONTROLS, START, UNSET, recipe_in
 
 sys.path.insert(0, str(web_calculator.ROOT / "site" / "static" / "calculator"))

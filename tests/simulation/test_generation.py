@@ -11,9 +11,9 @@ from quick import params
 from tiny_models import config
 from transformers import LogitsProcessor, LogitsProcessorList
 from vramlab import Generation, Recipe, RecipeError, Sharding, simulate_generation
+from vramlab.base.data import data_path
 from vramlab.hardware.overhead import rules_of
 from vramlab.recipe.shapes import read_shape
-from vramlab.report.data import data_path
 from vramlab.simulation.generation import trace_generation
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import claim_cache, claim_model, run_tracked_generation

@@ -16,9 +16,9 @@ from pairwise import every_value, pairs_of, pairwise
 from quick import params
 from real_ranks import births
 from tiny_models import TINY, config
+from vramlab.base.errors import RecipeError
 from vramlab.recipe.recipe import OPTIMIZERS, PRECISIONS, Loop, LoRA, Quantization, Recipe
 from vramlab.recipe.shapes import read_shape
-from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import trace
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked

@@ -10,10 +10,10 @@ from quick import params
 from tiny_models import config
 from torch._subclasses import fake_impls
 from torch.nn import functional as F
+from vramlab.base.errors import RecipeError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.overhead import UNIT, torch_release
 from vramlab.recipe.recipe import Loop, Recipe
-from vramlab.report.errors import RecipeError
 from vramlab.report.report import MiB
 from vramlab.simulation.cuda import _install, attention_kernel, cuda_kernels
 from vramlab.simulation.cuda_autocast import (

@@ -6,9 +6,9 @@ import pytest
 from quick import params
 from test_simulate_peft import assert_equal
 from vramlab import LoRA, Quantization, Recipe, predict, simulate
+from vramlab.base.errors import RecipeError
 from vramlab.recipe import images
 from vramlab.recipe.shapes import read_shape
-from vramlab.report.errors import RecipeError
 from vramlab.training.training import make_batch
 
 TEXT = {

@@ -11,9 +11,9 @@ import torch
 from quick import params
 from torch import nn
 from torch.nn import functional as F
+from vramlab.base.errors import RecipeError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.recipe import Loop, Recipe
-from vramlab.report.errors import RecipeError
 from vramlab.report.report import PHASES, GiB
 from vramlab.simulation.simulate import simulate
 from vramlab.tracking.history import History

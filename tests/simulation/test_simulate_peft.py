@@ -7,9 +7,9 @@ from quick import params
 from test_simulate_cpu import EVERYWHERE, births, real
 from tiny_models import config
 from vramlab import simulate
+from vramlab.base.errors import RecipeError
 from vramlab.recipe import peft_methods
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
-from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import trace
 from vramlab.tracking.history import to_report
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import config
 from torch.utils.checkpoint import checkpoint
-from vramlab.faces.watch import watch
+from vramlab.interfaces.watch import watch
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation import fakes
 from vramlab.simulation.simulate import simulate

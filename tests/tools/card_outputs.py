@@ -24,9 +24,9 @@ import nbformat
 import settings
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
-from vramlab.faces.doctor import MARKER
+from vramlab.base.files import write_atomically
+from vramlab.interfaces.doctor import MARKER
 from vramlab.measurement.share import PATH
-from vramlab.report.files import write_atomically
 
 FOLDER = settings.ROOT / "data" / "on_card"
 MOST = 5 * 1024**2  # bytes of all that is stored

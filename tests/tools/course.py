@@ -15,7 +15,7 @@ import execute
 import page
 import settings
 from rich.console import Console
-from vramlab.faces.doctor import MARKER, environment_stamp
+from vramlab.interfaces.doctor import MARKER, environment_stamp
 
 OUT = settings.ROOT / "build" / "course"
 

@@ -15,7 +15,7 @@ plt.plot([1, 2, 3])
 plt.show()"""
 CLAIM = """peak = 2_847_936_512
 print(f"peak {peak / 2**30:.3f} GiB")"""
-LIVE = """from vramlab.faces.doctor import environment_stamp
+LIVE = """from vramlab.interfaces.doctor import environment_stamp
 from vramlab_course.live import live
 
 print(environment_stamp())

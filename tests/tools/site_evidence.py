@@ -13,7 +13,7 @@ from types import ModuleType
 import settings
 from site_pages import plain
 from vramlab import GiB, VramLabError, format_bytes, predict
-from vramlab.faces.plot import style
+from vramlab.interfaces.plot import style
 from vramlab.measurement.records import load
 from vramlab.recipe.knobs import rebuild
 from vramlab.recipe.recipe import Recipe

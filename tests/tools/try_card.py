@@ -15,10 +15,10 @@ from pathlib import Path
 
 import execute
 import try_cuda
+from vramlab.base.errors import RecordError, VramLabError
 from vramlab.measurement.card import run_card
 from vramlab.measurement.records import load
 from vramlab.measurement.share import share
-from vramlab.report.errors import RecordError, VramLabError
 
 CARDS = ("T4", "RTX 4090", "H100")
 MINUTES = 230

@@ -13,9 +13,9 @@ from pathlib import Path
 import execute
 import settings
 from rich.console import Console
+from vramlab.base.errors import VramLabError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.measurement import stand_in
-from vramlab.report.errors import VramLabError
 
 CARDS = {"T4": 1, "RTX 4090": 1, "H100": 2}  # and how many of them
 

@@ -31,19 +31,19 @@ from vramlab import (
     simulate,
     simulate_generation,
 )
-from vramlab.faces.measure import card_of
+from vramlab.base.data import data_path
+from vramlab.base.files import read_text
+from vramlab.base.text import markdown
 from vramlab.hardware.gpu import Gpu, GpuError, find_gpu
 from vramlab.hardware.overhead import rules_of
+from vramlab.interfaces.measure import card_of
 from vramlab.measurement.facts import Fact
 from vramlab.measurement.measure import operations
 from vramlab.measurement.records import VERSIONS, load, read_records
 from vramlab.measurement.share import CARD, content_name
 from vramlab.planning.step_time import estimate
 from vramlab.recipe.knobs import rebuild
-from vramlab.report.data import data_path
-from vramlab.report.files import read_text
 from vramlab.report.report import environment
-from vramlab.report.text import markdown
 
 ACCEPTED, FINDING, REFUSED = "accepted", "finding", "refused"
 TOLERANCE = 0.01  # of the allocated peak, and at least one of the allocator's small segments

@@ -9,11 +9,11 @@ import torch
 from quick import params
 from real_ranks import assert_learned_alike, cases, differing, learned, when_asked
 from tiny_models import config
+from vramlab.base.errors import MissingExtra, RecipeError
 from vramlab.formulas.predict import predict
 from vramlab.planning.search_space import host_bytes
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
-from vramlab.report.errors import MissingExtra, RecipeError
 from vramlab.simulation.simulate import simulate
 from vramlab.training.engines import engine_of
 from vramlab.training.models import build_model

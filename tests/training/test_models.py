@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_models import TINY, config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from vramlab.base.errors import RecipeError
 from vramlab.formulas.model_states import parameter_bytes, parameter_table
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
-from vramlab.report.errors import RecipeError
 from vramlab.training.models import build_model, real_tensors, weight_dtype
 from vramlab.training.training import build, train_step
 

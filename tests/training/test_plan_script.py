@@ -22,9 +22,9 @@ from settings import ROOT
 from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
 from vramlab import Report, Sharding, plan
+from vramlab.base.data import data_path
+from vramlab.base.files import is_ours
 from vramlab.formulas.model_states import tensors_in_order
-from vramlab.report.data import data_path
-from vramlab.report.files import is_ours
 from vramlab.report.report import CATEGORIES
 from written_scripts import STEPS, differing_dtypes, run_script, simulated, state
 

@@ -10,9 +10,9 @@ from quick import params
 from test_trainer_loop import SCALARS
 from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Sharding, WatchCallback, simulate
+from vramlab.base.data import data_path
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
-from vramlab.report.data import data_path
 from vramlab.report.report import CATEGORIES
 from vramlab.tracking.tensors import tensors_in
 from vramlab.tracking.tracked import claim_model

@@ -27,9 +27,9 @@ from vramlab import (
     plan,
     simulate,
 )
+from vramlab.base.data import data_path
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
-from vramlab.report.data import data_path
 from vramlab.report.report import CATEGORIES, GiB, Report
 from vramlab.tracking.history import History
 from vramlab.tracking.tensors import tensors_in

@@ -10,8 +10,8 @@ from quick import params
 from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Sharding, WatchCallback, simulate
+from vramlab.base.data import data_path
 from vramlab.recipe.families import TASKS
-from vramlab.report.data import data_path
 from vramlab.training.models import build_model
 
 pytestmark = pytest.mark.usefixtures("quiet")

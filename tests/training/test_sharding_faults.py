@@ -18,8 +18,8 @@ from quick import params
 from rank_faults import gone, small_children
 from tiny_models import config
 from vramlab import MeasurementError, Recipe, RecipeError, Sharding, measure
+from vramlab.base.errors import MissingExtra
 from vramlab.measurement.launch import Launcher, RankError
-from vramlab.report.errors import MissingExtra
 
 SMALL = {"batch_size": 2, "seq_len": 16, "num_layers": 1, "loop": "plain"}
 FSDP = Recipe(config("llama"), sharding=Sharding(3, 2), **SMALL)

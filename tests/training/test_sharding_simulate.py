@@ -14,9 +14,9 @@ from allocator_events import LITERALS
 from quick import params
 from real_ranks import assert_learned_alike, births, cases, differing, learned, when_asked
 from tiny_models import config
+from vramlab.base.errors import RecipeError
 from vramlab.formulas.predict import predict
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
-from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
 from vramlab_course.chapters.units_04 import WRAPPINGS

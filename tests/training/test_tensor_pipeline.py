@@ -12,10 +12,10 @@ import pytest
 from quick import params
 from real_ranks import births, cases, differing, learned, when_asked
 from tiny_models import config
+from vramlab.base.errors import RecipeError
 from vramlab.measurement.worker import on_rank
 from vramlab.recipe.from_transformers import make
 from vramlab.recipe.recipe import Recipe, Sharding
-from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.training.engines.pipeline import keep_stage
 from vramlab_course.ranks import alone

@@ -305,7 +305,7 @@ class Reporter(transformers.TrainerCallback):
 
 def run_of(tmp_path, monkeypatch, sizes, hoard):
     """A run of 16 steps with a checkpoint and evaluations, in which `sizes` are seen to be held."""
-    from vramlab.faces import callback
+    from vramlab.interfaces import callback
 
     seen, reporter, kept, coming = WatchCallback(), Reporter(), [], iter(sizes)
     monkeypatch.setattr(callback, "held_bytes", lambda: (next(coming), 2**40))
@@ -358,7 +358,7 @@ def test_what_is_held_is_logged_and_kept(tmp_path, monkeypatch):
 
 
 def test_without_a_gpu_the_resident_set_is_held():
-    from vramlab.faces.callback import held_bytes
+    from vramlab.interfaces.callback import held_bytes
 
     now, peak = held_bytes()
     assert 2**20 < now <= peak

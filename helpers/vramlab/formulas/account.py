@@ -11,11 +11,11 @@ from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.overhead import torch_release
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
 from . import model_states
 from .deepspeed import DeepSpeedEngine
 from .engine import ROOT, Engine

@@ -10,11 +10,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from ..base.errors import RecipeError
 from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
-from ..report.errors import RecipeError
 from .ledger import CAST, Parameter, Tensor
 from .numerics import BOOL, INT64
 from .operators import Operators

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ..base.errors import RecipeError
 from ..recipe.families import Stack
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
 from .attention import AttentionKernels
 from .embeddings import Embeddings
 from .engine import EMBEDDING, ROOT, TAIL, Engine

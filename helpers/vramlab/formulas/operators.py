@@ -7,8 +7,8 @@ autocast's two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own cast
 from math import ceil, prod
 from typing import overload
 
+from ..base.errors import RecipeError
 from ..hardware.kernels import FEW_ROWS
-from ..report.errors import RecipeError
 from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
 from .numerics import BOOL, Numerics
 from .tensor_sizes import BLOCK, FP32, HALF

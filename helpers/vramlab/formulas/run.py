@@ -7,10 +7,10 @@ from itertools import chain
 from math import prod
 from typing import Any
 
+from ..base.errors import RecipeError, needing
 from ..hardware.gpu import Gpu
 from ..recipe import samples
 from ..recipe.recipe import Recipe, as_recipe
-from ..report.errors import RecipeError, needing
 from ..report.report import Interval, Report, format_bytes
 from .predict import predict
 

@@ -19,7 +19,7 @@ from itertools import chain
 
 import numpy as np
 
-from ..report.errors import VramLabError
+from ..base.errors import VramLabError
 from ..report.report import format_bytes
 from .overhead import (
     LARGE_REQUEST,

@@ -13,7 +13,7 @@ from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..report.data import data_path
+from ..base.data import data_path
 from ..report.report import UNITS, GiB, Interval, MiB
 from .gpu import Gpu, find_gpu
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..report.data import data_path
-from ..report.errors import RecipeError, VramLabError
+from ..base.data import data_path
+from ..base.errors import RecipeError, VramLabError
 from ..report.report import GiB, MiB, format_bytes
 
 # Lowest compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming

@@ -2,7 +2,7 @@
 
 import os
 
-from ..report.errors import needing
+from ..base.errors import needing
 
 CGROUP = "/sys/fs/cgroup"  # of this process's container
 

@@ -15,10 +15,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..report.errors import VramLabError
-from ..report.files import read_bytes, read_text
+from ..base.errors import VramLabError
+from ..base.files import read_bytes, read_text
+from ..base.text import one_line
 from ..report.report import format_bytes, unit_for
-from ..report.text import one_line
 
 TORCH = f"{os.sep}torch{os.sep}"
 PYTHON = f"lib{os.sep}python3"

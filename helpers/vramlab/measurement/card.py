@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..base.errors import MeasurementError, RecipeError, RecordError
 from ..hardware.gpu import Device, current_device, source_of
 from ..hardware.nvml import nvml_snapshot
 from ..recipe.recipe import Recipe
-from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, environment, format_bytes
 from .facts import Fact
 from .launch import Launcher

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from ..base.errors import MeasurementError
 from ..hardware.gpu import source_of
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..recipe.generation import Generation
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
-from ..report.errors import MeasurementError
 from ..report.report import MiB, format_bytes
 from ..training.engine import Training
 from ..training.generation import build_generation

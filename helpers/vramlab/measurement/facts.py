@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..base.errors import RecipeError, ReportError
+from ..base.text import CONTROLS
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError, ReportError
 from ..report.report import format_bytes
-from ..report.text import CONTROLS
 
 Check = Callable[[Any], bool]
 MOST_BYTES = 2**44

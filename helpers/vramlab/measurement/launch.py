@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.errors import MeasurementError
+from ..base.errors import MeasurementError
 
 # -P: ignore a torch.py in the current folder.
 COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]

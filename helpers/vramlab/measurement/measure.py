@@ -7,11 +7,11 @@ notebook. Each makes two passes (`measurement_passes.py`), a clean one and one u
 from collections.abc import Callable
 from typing import Any
 
+from ..base.errors import MeasurementError, RecipeError, RecordError
 from ..hardware import host
 from ..hardware.gpu import current_device, source_of
 from ..recipe.generation import Generation, as_generating
 from ..recipe.recipe import Recipe, as_recipe
-from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, format_bytes
 from .host_memory import oom_kills
 from .launch import SIGKILL, Launcher, RankError, rank_name

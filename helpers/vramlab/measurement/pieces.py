@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from ..base.data import data_path
+from ..base.errors import RecipeError, RecordError
+from ..base.files import read_text, strict_json
 from ..hardware.gpu import Gpu
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
-from ..report.data import data_path
-from ..report.errors import RecipeError, RecordError
-from ..report.files import read_text, strict_json
 from ..report.report import Report
 from .facts import ASKED, Fact
 from .launch import Launcher

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ..report.errors import VramLabError
+from ..base.errors import VramLabError
 from ..training.quiet import no_collection, silence
 from .launch import RankError, rank_name
 

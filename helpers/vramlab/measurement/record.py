@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..base.errors import RecordError
 from ..hardware.gpu import current_device
 from ..recipe.recipe import Recipe
-from ..report.errors import RecordError
 from ..report.report import Report
 from .card import Beside, Progress, run_on
 from .measure import too_much

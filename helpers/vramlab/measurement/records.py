@@ -16,13 +16,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..base.data import data_path
+from ..base.errors import FileError, RecordError, ReportError
+from ..base.files import read_text, strict_json, write_atomically
+from ..base.text import CONTROLS
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe, key_of
-from ..report.data import data_path
-from ..report.errors import FileError, RecordError, ReportError
-from ..report.files import read_text, strict_json, write_atomically
 from ..report.report import ALL_PHASES, Report
-from ..report.text import CONTROLS
 from .facts import Fact
 
 MOMENTS = 60  # of the timeline that are kept

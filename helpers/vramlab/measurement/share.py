@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import RecordError
+from ..base.files import write_atomically
 from ..recipe.shapes import model_names
-from ..report.errors import RecordError
-from ..report.files import write_atomically
 from ..report.report import Report, format_bytes, repository, text_table
 from .facts import Fact
 from .records import VERSIONS, RecordFile, file_name, measurements_folder, read_records, writing

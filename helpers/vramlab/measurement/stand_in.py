@@ -20,10 +20,10 @@ from pathlib import Path
 
 import filelock
 
+from ..base.data import data_path
+from ..base.errors import VramLabError
 from ..hardware.contexts import context_on
 from ..hardware.gpu import Gpu
-from ..report.data import data_path
-from ..report.errors import VramLabError
 
 HERE = data_path("stand_in")
 WHEELS = Path(sysconfig.get_path("purelib"))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ..base.errors import RecipeError, VramLabError, needing
 from ..formulas import reserved
 from ..formulas.predict import predict
 from ..hardware.gpu import usable_memory
@@ -23,7 +24,6 @@ from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
 from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import TIERS, Interval, Report
 from ..training.quiet import no_collection
 from .question import METHODS, Question

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
 from ..hardware.overhead import expandable
@@ -13,7 +14,6 @@ from ..recipe.knobs import knobs
 from ..recipe.options import Quantization
 from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
 from ..report.report import Report, format_bytes, unit_for
 from .candidate import Candidate, simulate_briefly
 from .question import RANK, Question

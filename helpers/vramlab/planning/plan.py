@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..base import __version__, html
+from ..base.errors import RecipeError
+from ..base.files import NOT_OURS, is_ours, write_files
 from ..hardware.gpu import Gpu
 from ..recipe.recipe import Recipe
-from ..report import __version__, html
-from ..report.errors import RecipeError
-from ..report.files import NOT_OURS, is_ours, write_files
 from ..report.report import GiB, encode, format_bytes, text_table
 from .candidate import Choice, best_first
 from .changes import advise

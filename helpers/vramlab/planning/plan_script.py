@@ -19,12 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import RecipeError, needing
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError, needing
 from ..report.report import installed, repository
 from .search_space import counted_as, to_install
 from .source_text import Code, docstring, identifier, literal

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.errors import RecipeError, needing
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memory
 from ..hardware.nvml import held_by_others
@@ -25,7 +26,6 @@ from ..recipe.recipe import (
     refuse_generating,
 )
 from ..recipe.samples import check_lengths
-from ..report.errors import RecipeError, needing
 from ..report.report import TIERS
 
 METHODS = ("full", "lora", "qlora")

@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from ..base.errors import RecipeError
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
 from ..formulas.loading import loaded_on_host
@@ -23,7 +24,6 @@ from ..recipe.lora_modules import unquantized
 from ..recipe.options import HALF, REPEATED, TRL, LoRA, Quantization, Sharding
 from ..recipe.recipe import LATER_OF_LORA, Recipe
 from ..recipe.shapes import Shape
-from ..report.errors import RecipeError
 from ..report.report import format_bytes
 from .question import FLASH_SINCE, Question, without_rollouts
 from .step_time import walk

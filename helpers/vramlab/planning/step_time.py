@@ -27,6 +27,7 @@ from functools import lru_cache
 from statistics import median
 from typing import NamedTuple
 
+from ..base.errors import RecipeError
 from ..formulas.account import Account
 from ..formulas.fused_head import with_its_adapters
 from ..formulas.model_states import Settings
@@ -36,7 +37,6 @@ from ..recipe import liger
 from ..recipe.options import FUSED, LOOPS, LoRA
 from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
-from ..report.errors import RecipeError
 from .step_traffic import optimizer_traffic, waiting_tensors, waits
 
 Range = tuple[float, float, float]  # likely, least, most

@@ -7,8 +7,8 @@ neither library is asked.
 import json
 from collections.abc import Iterable
 
-from ..report.data import data_path
-from ..report.errors import RecipeError
+from ..base.data import data_path
+from ..base.errors import RecipeError
 from .options import TRL
 
 CONFIGS = {trainer: name.replace("Trainer", "Config") for trainer, name in TRL.items()}

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..report.data import data_path
-from ..report.errors import RecipeError, needing
+from ..base.data import data_path
+from ..base.errors import RecipeError, needing
 from .argument_classes import CONFIGS, unmodelled
 from .configuration import read_json_file
 from .deepspeed_config import check_dtype, deepspeed_config

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..report.data import data_path
-from ..report.errors import RecipeError, needing
-from ..report.files import read_text
+from ..base.data import data_path
+from ..base.errors import RecipeError, needing
+from ..base.files import read_text
 from .families import FAMILIES, REQUIRED, TASKS, Family
 from .knobs import Knob
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..report.errors import RecipeError
+from ..base.errors import RecipeError
 from .fields import RecipeFields
 from .options import Sharding
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..report.data import data_path
+from ..base.data import data_path
 from .sizes import Sizes
 
 

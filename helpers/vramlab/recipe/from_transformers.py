@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from ..report.errors import RecipeError
+from ..base.errors import RecipeError
 from .configuration import READERS, reason
 from .families import TASKS
 from .sizes import Sizes

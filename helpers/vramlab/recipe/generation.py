@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..report.errors import RecipeError
-from ..report.versions import installed
+from ..base.errors import RecipeError
+from ..base.versions import installed
 from .knobs import Refusals, check, documented, knob, knobs, refuse
 from .recipe import Recipe
 from .shapes import read_shape

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.data import data_path
-from ..report.errors import RecipeError, needing
+from ..base.data import data_path
+from ..base.errors import RecipeError, needing
 
 KNOWN = json.loads(data_path("hub_names.json").read_text(encoding="utf-8"))
 ENDING = re.compile(f"(?:{'|'.join(map(re.escape, KNOWN['suffixes']))}|{KNOWN['dates']})$")

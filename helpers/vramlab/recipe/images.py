@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol
 
-from ..report.errors import RecipeError, needing
+from ..base.errors import RecipeError, needing
 from .configuration import READERS, reason
 from .knobs import Refusals
 from .sizes import Sizes

@@ -16,8 +16,8 @@ from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, dataclass_transform
 
-from ..report.data import data_path
-from ..report.errors import RecipeError
+from ..base.data import data_path
+from ..base.errors import RecipeError
 
 WORDS = json.loads(data_path("knobs.json").read_text(encoding="utf-8"))  # by dataclass and field
 # (field, whether its value is refused, what is allowed)

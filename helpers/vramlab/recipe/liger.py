@@ -5,7 +5,7 @@ Liger's own package is not asked.
 
 import json
 
-from ..report.data import data_path
+from ..base.data import data_path
 from . import lora_modules
 from .fields import RecipeFields
 from .knobs import Refusals

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Protocol
 
-from ..report.errors import RecipeError, needing
+from ..base.errors import RecipeError, needing
 from .families import FAMILIES
 from .options import LoRA, Quantization, Sharding
 from .weights import ModelWeights, Weight

@@ -7,8 +7,8 @@ import json
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..report.data import data_path
-from ..report.errors import RecipeError
+from ..base.data import data_path
+from ..base.errors import RecipeError
 
 
 class Optimizer(NamedTuple):

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..report.errors import RecipeError
+from ..base.errors import RecipeError
 from .knobs import Refusals, check, documented, knob, refuse
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..report.errors import RecipeError, needing
+from ..base.errors import RecipeError, needing
 from .configuration import read_json, read_json_file, reason
 from .knobs import knobs
 from .options import LoRA

@@ -3,9 +3,9 @@
 Its libraries and ranks, as `hardware.contexts` asks for them; and what it may have of a card.
 """
 
+from ..base.errors import RecipeError
 from ..hardware.contexts import CONVOLUTIONS, TRAINING, Room, context_on
 from ..hardware.gpu import Gpu, usable_memory
-from ..report.errors import RecipeError
 from ..report.report import Interval
 from .options import HALF
 from .recipe import Recipe

@@ -13,8 +13,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..report import html
-from ..report.errors import RecipeError
+from ..base import html
+from ..base.errors import RecipeError
 from . import (
     images,
     liger,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..report.errors import RecipeError
+from ..base.errors import RecipeError
 from .fields import RecipeFields
 from .knobs import Refusals
 from .options import GENERATING, TRL, Rollouts

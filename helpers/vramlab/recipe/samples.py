@@ -5,7 +5,7 @@ They are padded to the longest, packed, or joined to one row without padding.
 
 from typing import Any
 
-from ..report.errors import RecipeError
+from ..base.errors import RecipeError
 from .knobs import Knob
 
 

@@ -13,9 +13,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..report.data import data_path
-from ..report.errors import FileError, RecipeError, needing
-from ..report.files import read_text
+from ..base.data import data_path
+from ..base.errors import FileError, RecipeError, needing
+from ..base.files import read_text
 from . import configuration, hub_names, lora_modules
 from .configuration import plain
 from .families import TASKS, Layout

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
-from ..report.data import data_path
+from ..base.data import data_path
 from .families import Layout, Stack, layout_of
 from .from_transformers import read_off
 from .sizes import Sizes

@@ -1,3 +1,1 @@
-"""Where every byte was: what each witness returns, how they are compared, and their errors."""
-
-__version__ = "0.1.0"
+"""Where every byte was: what each witness returns and how reports are compared."""

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from . import html
+from ..base import html
+from ..base.errors import ReportError
+from ..base.text import printable
 from .difference import cause_notes, library_notes, tensor_notes
-from .errors import ReportError
 from .report import (
     ALL_PHASES,
     CATEGORIES,
@@ -24,7 +25,6 @@ from .report import (
     text_table,
     unit_for,
 )
-from .text import printable
 
 
 @dataclass(frozen=True)

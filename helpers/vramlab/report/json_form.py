@@ -5,7 +5,7 @@ import reprlib
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from .errors import ReportError
+from ..base.errors import ReportError
 
 MOST = 2**63  # bytes, and any other number of a report
 JSON_KINDS = {

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from . import html
-from .errors import ReportError
-from .files import strict_json
+from ..base import html
+from ..base.errors import ReportError
+from ..base.files import strict_json
+from ..base.text import printable, text_table
+from ..base.versions import installed
 from .json_form import decode, encode, field_error
 from .sizes import (  # noqa: F401 — others take all of them from here
     CATEGORIES,
@@ -29,8 +31,6 @@ from .sizes import (  # noqa: F401 — others take all of them from here
     in_unit,
     unit_for,
 )
-from .text import printable, text_table
-from .versions import installed
 
 # Of a training step.
 PHASES = ("load", "forward", "backward", "step", "between_steps")

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from ..base.errors import RecipeError
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.recipe import PRECISIONS, Loop
-from ..report.errors import RecipeError
 from ..tracking.tensors import tensors_in
 from ..training import training as tr
 from ..training.engine import Together

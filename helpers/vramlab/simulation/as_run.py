@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils, modeling_utils
 from transformers.loss import loss_utils
 
+from ..base.errors import RecipeError
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
 from ..report.report import Report
 from ..training.patched import plain, replaced
 from .delta_rule import gated_delta_rule

@@ -12,9 +12,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from ..base.errors import RecipeError
 from ..hardware.gpu import Gpu, usable_memory
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
 from ..report.report import Bytes, GiB, Interval, Moment, Report, format_bytes
 
 # Of a 72B model on an A100: 0.25 GiB for activations and 0.15 GiB beside torch; 19.51 of 19.78 GiB

@@ -13,7 +13,7 @@ import torch
 from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..report.data import data_path
+from ..base.data import data_path
 from ..training.patched import plain, replaced
 from . import own_kernels
 from .own_kernels import operator_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..report.errors import RecipeError
+from ..base.errors import RecipeError
 from ..training.patched import plain, replaced
 from .cuda import AMPERE, FLASH_MULTIPLE, HALF, pad_last
 

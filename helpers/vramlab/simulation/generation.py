@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.errors import RecipeError, VramLabError, needing
 from ..hardware.contexts import Room
 from ..hardware.gpu import Gpu, find_gpu
 from ..recipe.generation import Generation, as_generating
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report

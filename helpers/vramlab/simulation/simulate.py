@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..base.errors import RecipeError, VramLabError, needing
 from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
@@ -24,7 +25,6 @@ from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.rollouts import plan_of
-from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Bytes, Phase, Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report

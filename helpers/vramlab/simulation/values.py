@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..report.versions import version_trouble
+from ..base.versions import version_trouble
 from ..training.patched import plain, replaced
 from .fake_mode import RuledFakeMode
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..report.errors import VramLabError
+from ..base.errors import VramLabError
 
 WITH_STORAGE = (torch.strided, torch.jagged)  # layouts of tensors that lie in one storage
 

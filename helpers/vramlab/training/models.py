@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ..base.errors import RecipeError, needing
 from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
@@ -24,7 +25,6 @@ from ..recipe.liger import kernels
 from ..recipe.options import REPEATED, LoRA
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError, needing
 from . import trl_trainers
 from .default_dtype import own_default_dtype
 from .engine import Model, makes_fakes

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..base.errors import needing
 from ..recipe.optimizers import MODELLED, Optimizer
 from ..recipe.recipe import Recipe
-from ..report.errors import needing
 from .engine import Together
 from .models import real_tensors
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from ..report.data import data_path
+from ..base.data import data_path
 
 # How each begins, and why it is harmless.
 _KNOWN = json.loads(data_path("known_messages.json").read_text(encoding="utf-8"))

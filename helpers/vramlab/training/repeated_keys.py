@@ -9,8 +9,8 @@ a padded batch do, which transformers repeats itself.
 from types import SimpleNamespace
 from typing import Any
 
+from ..base.errors import needing
 from ..recipe.options import REPEATED
-from ..report.errors import needing
 
 
 @needing("repeat_shared_keys")

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..base.errors import needing
 from ..recipe.configuration import READERS
 from ..recipe.recipe import Recipe
-from ..report.errors import needing
 from . import regularizers, rollouts, trl_trainers
 from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
 from .engines import engine_of

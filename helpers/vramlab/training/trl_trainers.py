@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ..base.errors import RecipeError, needing
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError, needing
 from .engine import AUTOCAST, Model, Training, autocast_inside
 
 # What the reference model said of a batch, where that was computed before.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from vramlab.faces import plot
 from vramlab.hardware.allocator import Allocator
+from vramlab.interfaces import plot
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import MiB, Report
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from vramlab.base.errors import VramLabError
 from vramlab.recipe.recipe import Loop
-from vramlab.report.errors import VramLabError
 from vramlab.report.report import Report
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked

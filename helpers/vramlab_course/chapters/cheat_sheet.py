@@ -10,10 +10,10 @@ from datetime import date
 from functools import cache
 from importlib.metadata import version
 
-from vramlab.faces.plot import style
 from vramlab.formulas.model_states import parameter_table
 from vramlab.formulas.predict import predict
 from vramlab.hardware.gpu import find_gpu
+from vramlab.interfaces.plot import style
 from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import Search
 from vramlab.planning.step_time import step_time

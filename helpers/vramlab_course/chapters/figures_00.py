@@ -4,8 +4,8 @@ at its peak.
 
 from collections.abc import Mapping
 
-from vramlab.faces.plot import canvas, style
 from vramlab.hardware.gpu import Gpu
+from vramlab.interfaces.plot import canvas, style
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, Report, TensorGroup
 from vramlab.simulation.simulate import trace

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
-from vramlab.faces.plot import canvas
+from vramlab.interfaces.plot import canvas
 
 from ..numerics import FORMATS
 

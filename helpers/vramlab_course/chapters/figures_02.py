@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vramlab.faces.plot import canvas, style
+from vramlab.interfaces.plot import canvas, style
 
 # What a layer keeps, in the order in which it makes it: the part, and what the tensor is.
 PARTS = ("norm 1", "attention", "norm 2", "feed-forward")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vramlab.faces.plot import style
+from vramlab.interfaces.plot import style
 
 PARTS = ("parameters", "gradients", "optimizer_states")
 # What each way divides among the ranks; "slices" of every matrix, or some of the "layers".

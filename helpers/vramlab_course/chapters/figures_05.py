@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 from vramlab import GiB
-from vramlab.faces.plot import canvas, style
+from vramlab.interfaces.plot import canvas, style
 
 BLUE, RED, GREEN, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#DDDDDD", "#CFE8F7"
 TARGETS = {

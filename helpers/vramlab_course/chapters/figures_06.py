@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from vramlab.faces.plot import canvas, style
+from vramlab.interfaces.plot import canvas, style
 
 
 def by_length(

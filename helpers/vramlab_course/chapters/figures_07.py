@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from vramlab.faces.plot import canvas, style
+from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB, MiB
 
 from ..fragmentation import Followed

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from vramlab import Recipe, step_time
-from vramlab.faces.plot import canvas, style
+from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
 from ..published import runs

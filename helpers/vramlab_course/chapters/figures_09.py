@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import accumulate
 
-from vramlab.faces.plot import style
+from vramlab.interfaces.plot import style
 
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches

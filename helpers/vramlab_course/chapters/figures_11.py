@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from math import cos, hypot, pi, sin
 
-from vramlab.faces.plot import style
+from vramlab.interfaces.plot import style
 
 from ..topology import Topology
 

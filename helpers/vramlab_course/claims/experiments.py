@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from vramlab.base.errors import RecordError
 from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import AllocatorError
 from vramlab.hardware.contexts import context_on
@@ -21,7 +22,6 @@ from vramlab.measurement.records import find_record
 from vramlab.planning.question import Question, usable_memory
 from vramlab.planning.search import Search
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.errors import RecordError
 from vramlab.report.report import CATEGORIES, GiB, Interval, MiB, Report, format_bytes
 from vramlab.simulation.simulate import simulate
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from vramlab.report.data import data_path
-from vramlab.report.errors import VramLabError
+from vramlab.base.data import data_path
+from vramlab.base.errors import VramLabError
 
 OPERATORS = {
     ast.Add: operator.add,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vramlab.report.errors import MissingExtra, RecordError, VramLabError
+from vramlab.base.errors import MissingExtra, RecordError, VramLabError
 from vramlab.report.report import Interval
 
 from .expressions import evaluate, stored

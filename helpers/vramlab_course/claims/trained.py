@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from vramlab.report.errors import RecordError
+from vramlab.base.errors import RecordError
 
 from vramlab_course.base_model import (
     base_model_path,

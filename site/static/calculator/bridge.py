@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 
 from vramlab import Loop
-from vramlab.faces.options import OPTIONS
-from vramlab.faces.plot.style import LOOK
+from vramlab.base.errors import RecipeError, VramLabError
 from vramlab.hardware.gpu import find_gpu
+from vramlab.interfaces.options import OPTIONS
+from vramlab.interfaces.plot.style import LOOK
 from vramlab.recipe.shapes import read_shape
-from vramlab.report.errors import RecipeError, VramLabError
 from vramlab_course.calculator import (
     CONTROLS,
     LABELS,

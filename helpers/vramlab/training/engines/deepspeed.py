@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...base.errors import needing
 from ...recipe.deepspeed_config import filled_in
-from ...report.errors import needing
 from ..engine import ShardedEngine, Training
 from ..patched import afterwards, assign, replaced
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...report.errors import RecipeError
+from ...base.errors import RecipeError
 from ..patched import afterwards, caught, replaced
 from ..quiet import unheard
 

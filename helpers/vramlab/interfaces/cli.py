@@ -1,0 +1,455 @@
+"""The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
+
+Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and it fits where a
+card was named; 1 it does not fit, no plan does, the run failed, or doctor misses what the package
+needs; 2 asked wrongly (one sentence on stderr); 130 stopped with Ctrl-C. `run` passes on the
+script's own.
+"""
+
+import functools
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .. import __version__
+from ..base.data import data_path
+from ..base.errors import RecipeError, VramLabError, needing
+from ..base.files import read_text, write_atomically
+from ..base.text import printable
+from ..hardware.gpu import find_gpu
+from ..planning.question import Question
+from ..recipe.evaluation import Evaluation
+from ..recipe.generation import Generation
+from ..recipe.knobs import options
+from ..recipe.recipe import Recipe
+from ..training.quiet import no_collection
+from . import cli_of_machines
+from .answers import (
+    DOES_NOT_FIT,
+    STOPPED,
+    WRONG,
+    as_text,
+    asked_card,
+    card_of,
+    check_written,
+    finish,
+    granted_to,
+    is_size,
+    is_watched,
+    say,
+    standard_input,
+)
+from .command_options import JSON, flag_of, number, option, takes
+from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
+from .no_such_option import instead
+from .options import (
+    OPTIONS,
+    Options,
+    fields_of,
+    generating_options,
+    generation_of,
+    read_lengths,
+    said_options,
+    tokens_of,
+)
+from .words import said, words_of
+
+
+class Commands(TyperGroup):
+    """Turns the package's own errors and Ctrl-C into a sentence and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with needing(lambda: ctx.invoked_subcommand):
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("Stopped.", err=True)
+            raise typer.Exit(STOPPED) from None
+        except Exception as error:
+            why = self._sentence(error, ctx.invoked_subcommand)
+            if not why:
+                raise
+            say(why, err=True)
+            raise typer.Exit(WRONG) from None
+
+    def _sentence(self, error: Exception, name: str | None) -> str:
+        """Return what was asked wrongly, by the option that says it.
+
+        "" for an error that is none of the package's.
+        """
+        if isinstance(error, RecipeError) and name in self.commands:
+            options_of = (
+                "predict" if name in ("explain", "diff") else name
+            )  # whose words these take
+            command: Any = self.commands[options_of or ""]
+            flag = flag_of(error.field, command)
+            if flag:
+                return printable(error.about(flag))
+        return str(error) if isinstance(error, VramLabError) else instead(error, name)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Predict, simulate and measure the GPU memory of training.",
+)
+
+
+DIFFERING = (
+    "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
+)
+EXPLAINED = (
+    "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
+    "then or alone MODEL "
+)
+EXPLAINED += (
+    "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
+    "LLaMA-Factory or TRL, or the script that trains."
+)
+GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+Release = option(
+    str | None, "An older version whose ways are known, such as 4.48.", "--transformers"
+)
+LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+Pretrained = option(
+    bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained"
+)
+OtherMemory = option(
+    str | None,
+    "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.",
+    "--other-memory",
+)
+Expandable = option(
+    bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments"
+)
+Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
+
+
+takes_recipe = takes(OPTIONS, recipe_or_configuration)
+PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
+EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
+
+
+def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
+    said = {name: given.pop(name) for name in EVALUATION}
+    if said["compute_metrics"] and said["samples"] is None:
+        rest = (
+            "with compute_metrics all of them keep their predictions on the card: say how "
+            "many the evaluation set has"
+        )
+        raise RecipeError("evaluation.samples", None, rest)
+    evaluation = Evaluation(**fields_of(EVALUATION, said))
+    return recipe_or_configuration(model, given), evaluation
+
+
+def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
+    if not is_configuration(model):
+        return {"model": model, **fields_of(PLAN_OPTIONS, given)}
+    return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: option(bool, "Print the version.", "--version") = False) -> None:
+    if version:
+        say(f"vramlab {__version__}")
+        raise typer.Exit()
+
+
+@app.command(help="Memory by formula: about a millisecond, no torch; with --lengths over a run.")
+@takes_recipe
+def predict(
+    recipe: Recipe,
+    lengths: option(Path | None, LENGTHS + ": a whole run.", "--lengths", "--dataset") = None,
+    pretrained: Pretrained = False,
+    train_sampling_strategy: option(
+        str | None, "With --lengths, as in TrainingArguments: random if left out."
+    ) = None,
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: JSON = False,
+) -> None:
+    from ..formulas.predict import predict
+    from ..formulas.run import predict_run
+
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    if lengths is None:
+        if train_sampling_strategy is not None:
+            rest = "it orders the samples of --lengths: name their file too, or leave it out"
+            raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
+        finish(predict(recipe, gpu=card, **granted), card, as_json)
+        return
+    counted = read_lengths(lengths, functools.partial(tokens_of, recipe.model, pretrained))
+    run = predict_run(recipe, counted, train_sampling_strategy or "random", gpu=card, **granted)
+    finish(run.largest, card, as_json, run)
+
+
+@app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
+@takes_recipe
+def simulate(
+    recipe: Recipe,
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    transformers: Release = None,
+    as_json: JSON = False,
+) -> None:
+    with no_collection(before=False):
+        from ..simulation.simulate import simulate
+
+    if transformers is not None:
+        from ..simulation.as_run import of_release, simulate_as_run
+
+        simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
+
+
+@app.command(
+    help="Memory of the Trainer's evaluation between two steps of training, on fake tensors."
+)
+@takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
+def evaluate(
+    asked: tuple[Recipe, Evaluation],
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    as_json: JSON = False,
+) -> None:
+    with no_collection(before=False):
+        from ..simulation.simulate import simulate_evaluation
+
+    card = asked_card(gpu, asked[0])
+    finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
+
+
+@app.command(
+    help="Memory of the model's own generate on fake tensors: weights, KV cache, both phases."
+)
+@takes(generating_options(), generation_of)
+def generate(
+    asked: tuple[Recipe, Generation],
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: JSON = False,
+) -> None:
+    with no_collection(before=False):
+        from ..simulation.generation import simulate_generation
+
+    recipe, generation = asked
+    card = asked_card(gpu, recipe)
+    granted = granted_to(card, other_memory, expandable_segments)
+    found = simulate_generation(recipe, **vars(generation), target=target, gpu=card, **granted)
+    finish(found, card, as_json)
+
+
+@app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
+@takes_recipe
+def measure(
+    recipe: Recipe,
+    repeats: option(int, "Timed steps after warm-up.", parser=number) = 5,
+    as_json: JSON = False,
+) -> None:
+    from .measure import measure
+
+    finish(measure(recipe, repeats=repeats), None, as_json)
+
+
+@app.command(
+    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. "
+    "Exit status 1: none does.",
+)
+@takes(PLAN_OPTIONS, _asked)
+def plan(
+    asked: dict[str, Any],
+    gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
+    dataset: option(Path | None, LENGTHS + ".", "--dataset", "--lengths") = None,
+    pretrained: Pretrained = False,
+    confirm: option(bool, "Simulate each answer.", "--confirm/--no-confirm") = True,
+    write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
+    as_json: JSON = False,
+) -> None:
+    from ..planning.plan import plan
+
+    check_written(write=write)
+    if is_size(gpu):
+        if asked.get("memory") is not None:
+            raise RecipeError(
+                "gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out"
+            )
+        asked["memory"] = gpu
+        gpu = None
+    if dataset:
+        asked["lengths"] = read_lengths(
+            dataset, functools.partial(tokens_of, asked["model"], pretrained)
+        )
+    if confirm and is_watched() and not as_json:
+        at_once = plan(gpu=gpu, confirm=False, **asked)
+        if at_once.choices:
+            say(f"{at_once.table()}\nby formula; each is being simulated …\n")
+    found = plan(gpu=gpu, confirm=confirm, **asked)
+    say(as_text(found.to_dict()) if as_json else str(found))
+    if write and found.choices:
+        there = write.exists()
+        files = ", ".join(map(str, found.write(write)))
+        more = "; --method takes another" if len(found.choices) > 1 else ""
+        say(f"{'replaced' if there else 'wrote'} {files}: {found.best.method}{more}", err=True)
+    if not found.choices:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+cli_of_machines.add_to(app)
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True},
+    help="What filled, or would fill, the card, and the three cheapest changes.",
+)
+def explain(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)
+    ] = None,
+    gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: JSON = False,
+) -> None:
+    from .explain import explain
+    from .explain_recipe import says_no_method
+
+    first, *rest = words or ["-"]
+    notes: list[str] = []
+    what: Any
+    if first == "-":
+        what = standard_input()
+    elif first.endswith((".pickle", ".pkl")):
+        what = Path(first)
+    elif "out of memory" in first or (" " in first.strip() and not os.path.isfile(first)):
+        what = first
+    elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
+        what = read_text(first, errors="replace")
+    else:
+        (what, notes), rest = said(words or [], _predict_options), []
+    recipe: Any = None
+    assumed = False
+    if rest:
+        recipe, notes = said(rest, _predict_options)
+        read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
+        assumed = not read_from_file and says_no_method(recipe)
+    card = card_of(gpu) if gpu is not None else None
+    granted = granted_to(card, other_memory, expandable_segments)
+    found = explain(what, recipe, card, assumed, **granted)
+    found.notes += notes
+    say(as_text(vars(found)) if as_json else str(found))
+
+
+@app.command(
+    "run",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    help="Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit "
+    "status: the script's.",
+)
+def run_script(
+    gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")
+    ],
+    gpus: option(int, "How many such cards there are.", min=1) = 1,
+    steps: option(
+        int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1
+    ) = None,
+    report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
+    snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
+) -> None:
+    from .run import run
+
+    check_written(report=report, snapshot=snapshot)
+    found = run(command, find_gpu(gpu), gpus, snapshot, steps)
+    say(str(found))
+    if report and found.reports:
+        write_atomically(
+            report, max(found.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
+        )
+    raise typer.Exit(found.status)
+
+
+@app.command(
+    help="Which bytes and tensors came and went: two recipes, or reports of two commits or "
+    "environments."
+)
+def diff(
+    a: Annotated[str, typer.Argument(help=DIFFERING)],
+    b: Annotated[str, typer.Argument(help="Likewise; differences are B − A.")],
+    target: Target = "cuda",
+    as_json: JSON = False,
+) -> None:
+    from ..report.compare import diff
+    from .explain import report_of
+
+    both = [said(words_of(text), _predict_options) for text in (a, b)]
+    for text, (_, notes) in zip((a, b), both, strict=True):
+        for note in notes:
+            say(f"{text}: {note}", err=True)
+    found = diff(*(report_of(each, target=target) for each, _ in both))
+    say(as_text(asdict(found)) if as_json else str(found))
+
+
+@app.command(
+    help="The models that have a name, their sizes, and the hub's names that share their "
+    "architecture."
+)
+def models(
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+) -> None:
+    from . import lists
+
+    found = lists.models(filtered)
+    say(as_text({"models": found}) if as_json else lists.models_table(found))
+
+
+@app.command(help="The cards that have a name: memory and rates.")
+def gpus(
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+) -> None:
+    from . import lists
+
+    found = lists.gpus(filtered)
+    say(as_text({"gpus": found}) if as_json else lists.gpus_table(found))
+
+
+@app.command(
+    help="What --json prints, as JSON Schema: of one command, or of all with what exit codes mean."
+)
+def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = None) -> None:
+    from .schema import schema_of, schemas
+
+    known = schemas()["commands"]
+    if command is not None and command not in known:
+        raise RecipeError("command", command, f"with --json there are {', '.join(known)}")
+    say(json.dumps(schemas() if command is None else schema_of(command), indent=2))
+
+
+@app.command(
+    help="What an agent is told about this tool: a SKILL.md, to put where yours reads them."
+)
+def skill() -> None:
+    typer.echo(read_text(data_path("SKILL.md")), nl=False)
+
+
+def _predict_options(rest: list[str]) -> dict[str, Any]:
+    """Return what `predict` would be told by the words `rest`."""
+    commands: Any = typer.main.get_command(app)
+    return commands.commands["predict"].make_context("vramlab predict", rest).params

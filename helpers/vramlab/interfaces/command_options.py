@@ -1,0 +1,150 @@
+"""Options of the command line: one for each knob of a recipe, as typer wants them."""
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from inspect import Parameter
+from typing import Annotated, Any
+
+import typer
+
+from ..base.errors import RecipeError
+from ..base.text import printable
+from ..recipe import hub_names
+from ..recipe.knobs import Knob
+from ..recipe.shapes import read_shape
+from .options import GENERATION, OPTIONS, Options
+
+
+def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
+    """Return the annotation of a command's option, named as its parameter without `names`."""
+    return Annotated[kind, typer.Option(*names, help=text, **rules)]
+
+
+JSON = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
+
+
+def number(text: str) -> int | float | str:
+    """Return the number that `text` says, or `text` itself, which a later check refuses."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+# What people also call an option.
+ALSO = {
+    "seq_len": ("--seq-len", "--tokens"),
+    "liger": ("--liger/--no-liger", "--use-liger-kernel/--no-use-liger-kernel"),
+    "attn_implementation": ("--attn-implementation", "--attention"),
+}
+TRAINERS_PRECISION = {
+    "bf16": "bf16-mixed",
+    "fp16": "fp16-mixed",
+}  # as TrainingArguments' bf16 and fp16
+
+
+def tokens(text: str | int) -> int | float | str:
+    """Return a number of tokens: "8k" is 8,192 of them, as models' names count."""
+    thousands = re.fullmatch(r"(\d+)[kK]", str(text).strip())  # a default is a number
+    return int(thousands.group(1)) * 1024 if thousands else number(str(text))
+
+
+def precision(text: str) -> str:
+    """Return the recipe's precision: "bf16" is autocast, as the Trainer means it."""
+    return TRAINERS_PRECISION.get(text, text)
+
+
+PARSERS = {"seq_len": tokens, "prompt": tokens, "new_tokens": tokens, "precision": precision}
+
+
+def flag_of(field: str, command: typer.core.TyperCommand) -> str:
+    """Return how a command's line says a recipe's field, "" where it does not."""
+    if field == "model":
+        return "MODEL"
+    plain = field.removeprefix("evaluation.").removeprefix("generation.")
+    known = OPTIONS | GENERATION
+    named = [option for option, (path, _) in known.items() if ".".join(path) == plain]
+    for parameter in command.params:
+        if parameter.name in (*named, plain) and parameter.opts[0].startswith("--"):
+            return parameter.opts[0]
+    return ""
+
+
+def shared_name(model: str) -> str:
+    """Return the note on a model whose architecture is another's; "" for others and errors."""
+    try:
+        return read_shape(model).shares
+    except RecipeError:
+        return ""  # the recipe says it
+
+
+def takes(
+    known: Options, make: Callable[[str, dict[str, Any]], Any]
+) -> Callable[[Callable], Callable]:
+    """Give `command(made, …)` the argument MODEL and the `known` options.
+
+    `make` makes its first argument of them.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(model: str, download: bool = False, **values: Any) -> None:
+            if download:
+                hub_names.download(model)
+            if shared := shared_name(model):
+                typer.echo(printable(f"note: {shared}"), err=True)
+            command(make(model, {name: values.pop(name) for name in known}), **values)
+
+        model = Annotated[
+            str,
+            typer.Argument(
+                help="A name, such as gpt2 or Qwen/Qwen3-8B, or a path to a config.json."
+            ),
+        ]
+        parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
+        fetch = option(
+            bool, "Read MODEL's config.json from the hub, and no other file.", "--download"
+        )
+        parameters.append(
+            Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False)
+        )
+        parameters += [_parameter(name, *known[name]) for name in known]
+        _, *own = inspect.signature(command).parameters.values()
+        parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
+        signed: Any = run
+        signed.__signature__ = inspect.Signature(parameters)
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
+    """An option as typer wants it; lists and a part's options are None where they are not given."""
+    text = ": ".join(
+        filter(
+            None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]
+        )
+    )
+    dashed = name.replace("_", "-")
+    default: Any
+    names: tuple[str, ...]
+    if knob.kind is bool:
+        default = bool(knob.default)
+        names = ALSO.get(name, (f"--{dashed}/--no-{dashed}" if default else f"--{dashed}",))
+        kind = option(bool, text, *names)
+    else:
+        unsaid = len(path) > 1 or knob.many or name == "samples"
+        default = None if unsaid else knob.default
+        kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
+        if knob.many:
+            text += ". May be repeated"
+        names = ALSO.get(name, ())
+        rules = {"parser": PARSERS[name]} if name in PARSERS else {}
+        if kind in (int, float):
+            rules.setdefault("parser", number)
+        kind = option(kind if default is not None else kind | None, text, *names, **rules)
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)

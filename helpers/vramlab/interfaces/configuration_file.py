@@ -1,0 +1,119 @@
+"""The settings in a file by which a program trains, and what the readers of such files share."""
+
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..base.data import data_path
+from ..base.errors import RecipeError
+from ..base.files import read_text
+from ..recipe.configuration import read_json_file
+
+RUN_IT = "or run the trainer itself: vramlab run --gpu CARD -- COMMAND"
+REENTRANT = "checkpointing is re-entrant in it; these figures are of the other kind"
+MIXED = {"bfloat16": "bf16-mixed", "float16": "fp16-mixed", "float32": "fp32"}
+TRUE = {"bfloat16": "bf16-true", "float16": "fp16-true"}
+
+
+@functools.cache
+def known_settings() -> dict[str, dict[str, Any]]:
+    """Return what is known of each program's settings, by the program's name."""
+    return json.loads(read_text(data_path("configurations.json")))
+
+
+@dataclass
+class Configuration:
+    """What a file says: model, fields of a recipe, and `notes` in words.
+
+    `arguments` are those of a Trainer's class, `kind`, whose reader makes the rest of the recipe;
+    None where there are none. `asked`: the trainer that an option names.
+    """
+
+    program: str
+    path: Path
+    values: dict[str, Any]
+    asked: str | None = None
+    model: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] | None = None
+    kind: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a setting; `default` where it is left out or empty."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def refuse(self, name: str, rest: str) -> RecipeError:
+        """Return the error of a setting that cannot be taken."""
+        return RecipeError(f"{self.path.name}: {name}", self.values.get(name), rest)
+
+
+def note_others(configuration: Configuration, read: Iterable[str] = ()) -> None:
+    """Note how many settings move no memory, and which the program does not have.
+
+    `read`: names of settings that are known by themselves.
+    """
+    known = known_settings()[configuration.program]
+    all_known = {*known["mapped"], *known["neutral"], *read}
+    for group in (known["refused"], known["unmodelled"]):
+        for names in group.values():
+            all_known.update(names)
+    neutral = configuration.values.keys() & set(known["neutral"])
+    configuration.notes.append(f"{len(neutral)} settings move no memory of a step")
+    others = sorted(configuration.values.keys() - all_known)
+    if others:
+        version = f"{configuration.program} {known['version']}"
+        configuration.notes.append(f"no settings of {version}: {', '.join(others)}")
+
+
+def names_in(value: Any) -> list[str] | None:
+    """Return names given as a list or in one text with commas; None for none."""
+    if not value:
+        return None
+    if isinstance(value, str):
+        value = value.split(",")
+    return [name.strip() for name in value]
+
+
+def take_sharding(configuration: Configuration) -> None:
+    """Take DeepSpeed's stage and offloading, or FSDP's, which no Trainer's class reads then."""
+    deepspeed = configuration.get("deepspeed")
+    fsdp = configuration.get("fsdp_config", {})
+    for name in ("deepspeed", "fsdp", "fsdp_config"):
+        if configuration.arguments is not None:
+            configuration.arguments.pop(name, None)
+    if deepspeed:
+        configuration.fields["sharding"] = _deepspeed(configuration, deepspeed)
+    elif fsdp or configuration.get("fsdp"):
+        words = str(configuration.get("fsdp", ""))
+        reshards = fsdp.get("reshard_after_forward", True)
+        offloads = fsdp.get("offload_params") or "offload" in words
+        if fsdp.get("activation_checkpointing"):
+            configuration.fields["gradient_checkpointing"] = True
+        configuration.fields["sharding"] = {
+            "engine": "fsdp",
+            "stage": 3 if reshards and "shard_grad_op" not in words else 2,
+            "offload": "parameters" if offloads else None,
+        }
+
+
+def _deepspeed(configuration: Configuration, said: Any) -> dict[str, Any]:
+    """Return what DeepSpeed's JSON says, a path from here or from the file."""
+    if isinstance(said, str):
+        beside = configuration.path.parent / said
+        place = said if Path(said).is_file() else str(beside)
+        if not Path(place).is_file():
+            rest = "that file is not here, nor beside the YAML: DeepSpeed's stage stands in it"
+            raise configuration.refuse("deepspeed", rest)
+        said = read_json_file("deepspeed", place)
+    zero = said.get("zero_optimization", {})
+    offload = None
+    if zero.get("offload_param", {}).get("device", "none") != "none":
+        offload = "parameters"
+    elif zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        offload = "optimizer"
+    return {"engine": "deepspeed", "stage": zero.get("stage", 0), "offload": offload}

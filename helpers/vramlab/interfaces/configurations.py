@@ -1,0 +1,150 @@
+"""Reads the configuration of a program that trains: axolotl's and LLaMA-Factory's YAML, TRL's.
+
+Each of its settings is taken, refused in a sentence, said to be not modelled, or known to move no
+memory; `data/configurations.json` has them all, from the programs' own sources. What these
+programs make of the settings that are taken stands in `axolotl_file` and `trl_file`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import RecipeError, needing
+from ..base.files import read_text
+from ..recipe.argument_classes import DECLARED
+from ..recipe.recipe import Recipe
+from .answers import say
+from .axolotl_file import read_axolotl
+from .configuration_file import Configuration, known_settings
+from .options import OPTIONS, fields_of, recipe_of, recipe_of_arguments, said_options
+from .trl_file import OF_TRL, read_llama_factory, read_trl
+
+AXOLOTL = "axolotl"
+LLAMA_FACTORY = "LLaMA-Factory"
+SUFFIXES = (".yaml", ".yml")
+
+
+def is_configuration(model: Any) -> bool:
+    """Tell whether `model` is the path of a YAML that is there."""
+    return isinstance(model, str) and model.lower().endswith(SUFFIXES) and Path(model).is_file()
+
+
+def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """Return the recipe of a program's YAML, and what is to be said with it.
+
+    Args:
+        path: the file.
+        given: options by their name, which count where they are no default.
+    Raises:
+        RecipeError: it is no such file, or has a setting that a recipe cannot have.
+    """
+    values = _read(Path(path))
+    program = _program(Path(path), values)
+    own = said_options(OPTIONS, given)
+    configuration = Configuration(program, Path(path), values, own.get("trainer"))
+    _check(configuration)
+    READERS[program](configuration)
+    fields = configuration.fields
+    if "sharding" not in fields and "engine" not in own:
+        fields["sharding"] = {"engine": "ddp", "stage": 0}  # what a launcher on many GPUs makes
+    for name, value in fields_of(OPTIONS, own).items():
+        before = fields.get(name)
+        both = isinstance(value, dict) and isinstance(before, dict)
+        fields[name] = before | value if both else value
+    if fields.get("sharding") == {"engine": "ddp", "stage": 0}:
+        fields.pop("sharding")
+    if "sharding" in fields and "world_size" not in fields["sharding"]:
+        rest = "the file divides the training among ranks and does not say among how many: say "
+        raise RecipeError("sharding.world_size", None, rest + "--world-size")
+    model = configuration.model
+    if configuration.arguments is None:
+        return Recipe(model, **fields), configuration.notes
+    kind = configuration.kind
+    recipe, foreign = recipe_of_arguments(model, {}, configuration.arguments, kind, **fields)
+    configuration.notes += [f"no setting of {program}: {name}" for name in foreign]
+    return recipe, configuration.notes
+
+
+def recipe_or_configuration(model: str, given: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a model with options, or of a YAML, whose notes go to stderr."""
+    if not is_configuration(model):
+        return recipe_of(model, given)
+    recipe, notes = read_configuration(model, given)
+    for note in [str(recipe), *notes]:
+        say(f"note: {note}", err=True)
+    return recipe
+
+
+def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `plan` is asked by a YAML; fields that are `given` count before it."""
+    sharding = {"world_size": given["gpus"]} if "gpus" in given else {}
+    recipe = recipe_or_configuration(path, sharding)
+    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    method = "full"
+    if recipe.lora:
+        method = "qlora" if recipe.quantization else "lora"
+    asked = {
+        "model": recipe.model,
+        "seq_len": recipe.seq_len,
+        "global_batch": recipe.batch_size * recipe.gradient_accumulation_steps * ranks,
+        "method": method,
+        "task": recipe.task,
+        "trainer": recipe.trainer,
+        "gpus": ranks,
+    }
+    asked |= given
+    if recipe.lora:
+        asked["lora"] = dataclasses.replace(recipe.lora, **given.get("lora", {}))
+    return asked
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with needing("a YAML"):
+        import yaml
+    try:
+        values = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise RecipeError("model", str(path), f"it is no YAML that can be read ({why})") from error
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise RecipeError("model", str(path), "it must be settings with their names")
+    return values
+
+
+def _program(path: Path, values: Mapping[str, Any]) -> str:
+    """Return whose configuration it is; RecipeError if that is nobody's that is known."""
+    if "base_model" in values:
+        return AXOLOTL
+    if "compute_environment" in values or "distributed_type" in values:
+        rest = "it is accelerate's file and says how many processes train, not what: give a model "
+        raise RecipeError("model", str(path), rest + "and its settings as options")
+    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
+        rest = "torchtune trains classes of its own, which no recipe models: run it, vramlab run "
+        raise RecipeError("model", str(path), rest + "--gpu CARD -- tune run RECIPE --config FILE")
+    if "model_name_or_path" in values:
+        own = known_settings()[LLAMA_FACTORY]
+        theirs = {*own["mapped"], *own["neutral"]} - {*DECLARED, *OF_TRL}
+        return LLAMA_FACTORY if theirs & values.keys() else "TRL"
+    rest = "a YAML must be axolotl's (base_model), LLaMA-Factory's or TRL's (model_name_or_path): "
+    raise RecipeError("model", str(path), rest + "give a model and its settings as options")
+
+
+def _check(configuration: Configuration) -> None:
+    """Refuse settings that no recipe has, and note those that are not modelled."""
+    known = known_settings().get(configuration.program)
+    if known is None:
+        return
+    for rest, names in known["refused"].items():
+        for name in names:
+            value = configuration.get(name)
+            is_off = not value or (value == 1 and name.endswith(("_size", "_degree")))
+            if not is_off:
+                raise configuration.refuse(name, rest)
+    for words, names in known["unmodelled"].items():
+        said = sorted(name for name in names if configuration.get(name))
+        if said:
+            configuration.notes.append(f"not modelled: {words} ({', '.join(said)})")
+
+
+READERS = {AXOLOTL: read_axolotl, LLAMA_FACTORY: read_llama_factory, "TRL": read_trl}

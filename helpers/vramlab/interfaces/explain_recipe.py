@@ -1,0 +1,324 @@
+"""What a recipe holds at its peak, compared with what a message says of it."""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+from ..base.errors import RecipeError
+from ..formulas.predict import predict
+from ..hardware.gpu import Gpu, GpuError, find_gpu
+from ..planning.changes import DEFAULT_CARD, Change, cheapest
+from ..planning.search_space import counted_as, host_memory
+from ..planning.step_time import estimate
+from ..recipe.options import LoRA, Quantization
+from ..recipe.recipe import Recipe
+from ..report.report import MiB, Report, encode, format_bytes, unit_for
+from .explain_message import missing_of, sized
+from .messages import Message
+
+# How a bare MODEL may have been trained, what keeps most first: fields by their name.
+METHODS: dict[str, dict[str, Any]] = {
+    "full training in bf16-mixed": {"precision": "bf16-mixed"},
+    "full training of bf16 weights": {"precision": "bf16-true"},
+    "LoRA over bf16 weights": {"precision": "bf16-mixed", "dtype": "bfloat16", "lora": LoRA()},
+    "QLoRA": {
+        "precision": "bf16-mixed",
+        "dtype": "bfloat16",
+        "lora": LoRA(),
+        "quantization": Quantization(),
+    },
+}
+# The allocator asks CUDA for requests over 10 MiB in multiples of this (kRoundLarge).
+ROUNDED = 2 * MiB
+LARGE = 64 * MiB  # smaller requests have the size of too many tensors
+TOLERANCE = 0.02  # of the predicted peak, and of a card's total, before two figures contradict
+TOKENS = 64  # a count of tokens that a message is taken to say is a multiple of it
+FORMATS = {4: "fp32", 2: "16 bits"}
+
+
+class Run:
+    """A recipe with the report of its step, on a card and with what the process is `granted`."""
+
+    def __init__(self, recipe: Recipe, card: Gpu | None, granted: dict[str, Any]):
+        self.recipe = recipe
+        self.card = card
+        self.witness: Callable[..., Report] = predict
+        try:
+            self.report = predict(recipe, gpu=card, **granted)
+        except RecipeError:
+            from ..simulation.simulate import simulate
+
+            self.witness = simulate
+            self.report = simulate(recipe, gpu=card, **granted)
+
+    def lines(self) -> list[str]:
+        """Return what fills the peak, and whether it fits the card."""
+        report = self.report
+        lines = [f"{report.source}: {self.recipe}", *parts(report)]
+        if self.card and report.usable is not None:
+            has = format_bytes(report.usable)
+            lines.append(
+                f"{report.verdict}: {self.card.name} has {has}, the process needs {report.process}"
+            )
+        return lines
+
+    def host_lines(self) -> list[str]:
+        """Return what the recipe needs of the machine's memory."""
+        need = host_memory(self.recipe)
+        return [
+            f"all ranks together need {sized(need)} of it for weights while they load and what "
+            f"is offloaded"
+        ]
+
+    def missing(self, message: Message | None = None, trusted: bool = True) -> int | None:
+        """Return the bytes that are missing, at most by what is known; None where nothing says it.
+
+        Where recipe and message agree (`trusted`) it is what the rest of the step lacks, too.
+        """
+        needs: list[int] = []
+        if message and missing_of(message) is not None:
+            found = message.bytes
+            needs.append(missing_of(message) or 0)
+            if trusted and "allocated" in found:
+                needs.append(self.report.peak.total - found["allocated"] - found.get("free", 0))
+        report = self.report
+        if self.card and trusted and report.process is not None and report.usable is not None:
+            needs.append(int(report.process) - report.usable)
+        return max(0, *needs) if needs else None
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """The step's estimated time on the card, or on DEFAULT_CARD; None where it is unknown."""
+        try:
+            return sum(
+                estimate(counted_as(self.recipe), self.card or find_gpu(DEFAULT_CARD)).values()
+            )
+        except (GpuError, RecipeError):
+            return None
+
+    def changes(self, missing: int | None) -> list[dict[str, Any]]:
+        """Return the three cheapest changes, as `Explanation` has them."""
+        need = missing or 0
+        ranked = cheapest(self.recipe, self.card, need, witness=self.witness)
+        return [self._facts(change, need) for change in ranked]
+
+    def _facts(self, change: Change, need: int) -> dict[str, Any]:
+        seconds = None
+        if self.seconds and change.time:
+            seconds = self.seconds * change.time
+        return {
+            "text": str(change),
+            "fields": encode(change.fields),
+            "saves": change.saves,
+            "enough": change.saves >= need,
+            "seconds": seconds,
+            "seconds_before": self.seconds,
+            "same": change.same,
+        }
+
+    def change_lines(self, changes: list[dict[str, Any]], missing: int | None) -> list[str]:
+        """Return the changes as lines under a head that says what is missing."""
+        lack = f", {sized(missing)} being missing" if missing else ""
+        lines = [f"the cheapest changes{lack}:"]
+        for change in changes:
+            text = f"  {change['text']}"
+            if change["seconds"]:
+                where = self.card.name if self.card else DEFAULT_CARD
+                before = change["seconds_before"]
+                text += (
+                    f" ({change['seconds']:.3g} s a step, {before:.3g} now, estimated on {where})"
+                )
+            if missing and not change["enough"]:
+                text += ", not enough alone"
+            lines.append(text)
+        return lines if changes else [*lines, "  none takes much off the peak"]
+
+    def contradictions(self, message: Message) -> list[str]:
+        """Return what recipe and message say of each other that cannot both be."""
+        found = message.bytes
+        said: list[str] = []
+        held = found.get("allocated") if message.kind == "card" else None
+        if held is not None:
+            peak = self.report.peak.total
+            loaded = self.report.phases["load"].end.total
+            if peak < (1 - TOLERANCE) * held:
+                text = (
+                    f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated: a "
+                    f"larger batch, "
+                )
+                text += (
+                    "longer samples or another precision ran, or more than this training is "
+                    "in the process"
+                )
+                said.append(text)
+            elif loaded > (1 + TOLERANCE) * (held + found["asked"]):
+                text = (
+                    f"the recipe's weights take {sized(loaded)}, but {sized(held)} were allocated: "
+                )
+                text += (
+                    "it died while they were loading, or they are in fewer bits or on several cards"
+                )
+                said.append(text)
+        total = found.get("total")
+        is_card = message.kind == "card"
+        if is_card and total and self.card and abs(self.card.total - total) > 4 * TOLERANCE * total:
+            has = sized(self.card.total)
+            said.append(f"the message's card has {sized(total)}, {self.card.name} has {has}")
+        return said
+
+    def request(self, message: Message) -> str:
+        """Return which tensor of the recipe has the size that the message asks for, "" if none."""
+        asked = message.bytes.get("asked", 0)
+        if message.kind != "card" or asked < LARGE:
+            return ""
+        fitting = [text for text, size in tensors(self.recipe) if is_request(message, size)]
+        return f"{sized(asked)} is the size of {' or '.join(fitting[:2])}" if fitting else ""
+
+
+def is_request(message: Message, size: int) -> bool:
+    """Return whether a tensor of `size` bytes makes the request that the message prints."""
+    asked = message.bytes["asked"]
+    return asked - ROUNDED - message.precision < size <= asked + message.precision
+
+
+def tensors(recipe: Recipe) -> Iterator[tuple[str, int]]:
+    """Yield the large tensors of a step in words with their bytes, what fills cards most first."""
+    shape = recipe.shape
+    tokens = recipe.batch_size * recipe.seq_len
+    rows = f"{recipe.batch_size} × {recipe.seq_len:,} tokens"
+    squared = recipe.batch_size * shape.num_heads * recipe.seq_len**2
+    for width, form in FORMATS.items():
+        yield (
+            f"the logits in {form}, {rows} × {shape.vocab_size:,} words (or their gradient)",
+            tokens * shape.vocab_size * width,
+        )
+    for width, form in FORMATS.items():
+        if recipe.attn_implementation == "eager":
+            yield f"one layer's attention scores in {form}, {rows} squared a head", squared * width
+        yield (
+            f"an activation of an MLP in {form}, {rows} × {shape.intermediate_size:,}",
+            tokens * shape.intermediate_size * width,
+        )
+        yield (
+            f"a hidden state in {form}, {rows} × {shape.hidden_size:,}",
+            tokens * shape.hidden_size * width,
+        )
+        yield (
+            f"the embedding or the head in {form}, {shape.vocab_size:,} × {shape.hidden_size:,}",
+            shape.vocab_size * shape.hidden_size * width,
+        )
+        yield (
+            f"a matrix of an MLP in {form}, {shape.intermediate_size:,} × {shape.hidden_size:,}",
+            shape.intermediate_size * shape.hidden_size * width,
+        )
+
+
+def says_no_method(recipe: Recipe) -> bool:
+    """Return whether a recipe leaves how it trains to the defaults.
+
+    A message may then say it better.
+    """
+    usual = Recipe(recipe.model)
+    names = {name for fields in METHODS.values() for name in fields}
+    names |= {"optim", "sharding", "gradient_checkpointing", "trainer", "loop"}
+    return all(getattr(recipe, name) == getattr(usual, name) for name in names)
+
+
+def taken_from(message: Message, recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe trained as the message says, and a sentence on what was taken from it."""
+    fields, why = _method(message, recipe)
+    recipe = recipe.replace(**fields)
+    sized_as = _tokens(message, recipe)
+    said = [why] if why else []
+    if sized_as:
+        recipe = recipe.replace(**sized_as)
+        said.append(
+            f"{recipe.batch_size} × {recipe.seq_len:,} tokens (the request is their logits' size)"
+        )
+        kept = _kept_too_much(message, recipe)
+        if kept:
+            recipe = recipe.replace(gradient_checkpointing=True)
+            said.append(
+                f"gradient_checkpointing, without which the layers had kept {sized(kept)} by then"
+            )
+    if not said:
+        return recipe, ""
+    rest = "the options, the arguments or the script say it exactly"
+    return recipe, f"taken from the message: {'; '.join(said)}; {rest}"
+
+
+def _method(message: Message, recipe: Recipe) -> tuple[dict[str, Any], str]:
+    """Return how it was trained: as the traceback names it, else by the room in the message."""
+    named = dict(message.fields)
+    if "lora" in named:
+        named["lora"] = LoRA()
+        named |= {"precision": "bf16-mixed", "dtype": "bfloat16"}
+    if "quantization" in named:
+        named["quantization"] = Quantization(prepare=named.get("trainer") != "sft")
+    if "lora" in named or message.kind != "card" or "allocated" not in message.bytes:
+        return named, f"{', '.join(message.says)} in its traceback" if named else ""
+    room = message.bytes["allocated"] + message.bytes["asked"]
+    heavier: tuple[str, int] | None = None
+    for name, fields in METHODS.items():
+        try:
+            kept = predict(recipe.replace(**{**fields, **named})).phases["between_steps"].end.total
+        except RecipeError:
+            continue
+        if kept <= room:
+            why = f"{name}"
+            if heavier:
+                why += (
+                    f", because {heavier[0]} keeps {sized(heavier[1])} between two steps and "
+                    f"{sized(room)} were in play"
+                )
+            return {**fields, **named}, why
+        heavier = name, kept
+    return named, ""
+
+
+def _tokens(message: Message, recipe: Recipe) -> dict[str, int]:
+    """Return the batch whose logits the request is, {} where it is of another size."""
+    words = recipe.shape.vocab_size
+    usual = Recipe(recipe.model)
+    said = (recipe.batch_size, recipe.seq_len) != (usual.batch_size, usual.seq_len)
+    if (
+        said
+        or message.kind != "card"
+        or message.bytes["asked"] < LARGE
+        or not words
+        or recipe.shape.image_tokens
+    ):
+        return {}
+    for width in FORMATS:
+        count = round(message.bytes["asked"] / (words * width) / TOKENS) * TOKENS
+        if count and is_request(message, count * words * width):
+            if count % recipe.seq_len == 0:
+                return {"batch_size": count // recipe.seq_len}
+            longest = recipe.shape.max_positions or count
+            return {"batch_size": 1, "seq_len": count} if count <= longest else {}
+    return {}
+
+
+def _kept_too_much(message: Message, recipe: Recipe) -> int:
+    """Return the bytes kept by layers until the logits where the message lacks room for them.
+
+    Else 0.
+    """
+    if recipe.gradient_checkpointing or "allocated" not in message.bytes:
+        return 0
+    forward = predict(recipe).phases["forward"].peak
+    logits = (
+        2 * message.bytes["asked"]
+    )  # in the model's format too, and what the loss keeps of them
+    return forward.activations if forward.activations > message.bytes["allocated"] + logits else 0
+
+
+def parts(report: Report) -> list[str]:
+    """Return what fills the peak: its categories, why it is there, and the largest tensors."""
+    peak = report.peak
+    unit = unit_for(peak.total)
+    large = [(n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total]
+    split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sorted(large, reverse=True))
+    head = f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"
+    why = [f"why there: {report.why}"] if report.cause else []
+    return [head, *why, *(f"  {group}" for group in report.largest[:4])]

@@ -1,0 +1,261 @@
+"""What `vramlab run` does inside the script that it started.
+
+Follow the allocator, and leave what it held behind.
+
+A `sitecustomize.py` in a folder of ours calls `install`. torch and transformers are changed when
+the script has loaded them.
+"""
+
+import atexit
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what it held
+# environment variable: after so many optimizer steps a process ends, "" never
+STEPS = "VRAMLAB_RUN_STEPS"
+EVENTS = 100_000  # of the allocator that are kept, the newest
+SITE = "import vramlab.interfaces.in_script\nvramlab.interfaces.in_script.install()\n"
+watched: list[
+    Any
+] = []  # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
+kept: list[Any] = []  # what ends when it is freed
+
+
+class AfterImport:
+    """Calls a function with a module once it is loaded."""
+
+    def __init__(self, functions: dict[str, Callable[[ModuleType], None]]):
+        self.functions = functions
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self.functions:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec and spec.loader:
+            load = spec.loader.exec_module
+
+            def then(module: ModuleType) -> None:
+                load(module)
+                self.functions[name](module)
+
+            loader: Any = spec.loader
+            loader.exec_module = then
+        return spec
+
+
+def install() -> None:
+    """Wait for the script to load torch and transformers."""
+    zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
+    sys.meta_path.insert(
+        0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero})
+    )
+
+
+def follow(torch: ModuleType) -> None:
+    """Record the allocator's history from the script's first use of CUDA to its end."""
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # its workspace is not known: flash attention in its place
+    select_all(torch)
+    last_a_while(torch)
+    end_after(int(os.environ.get(STEPS) or 0))
+    LoopWatch(torch).install()
+    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: (
+        tensor
+    )  # it draws until no value lies outside
+    history = functools.partial(
+        torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python"
+    )
+    torch.cuda._lazy_call(history)
+    peaks = {"allocated": 0, "reserved": 0}
+
+    def look() -> None:
+        peaks["allocated"] = max(peaks["allocated"], torch.cuda.max_memory_allocated())
+        peaks["reserved"] = max(peaks["reserved"], torch.cuda.max_memory_reserved())
+
+    def looking(reset: Callable[..., Any]) -> Callable[..., Any]:
+        def first_look(*args: Any) -> Any:
+            look()
+            return reset(*args)
+
+        return first_look
+
+    for name in (
+        "_cuda_resetPeakMemoryStats",
+        "_accelerator_resetPeakStats",
+    ):  # a script's own measuring
+        setattr(torch._C, name, looking(getattr(torch._C, name)))
+    atexit.register(leave, torch, peaks, look, os.getpid())
+
+
+def last_a_while(torch: ModuleType) -> None:
+    """Let a step of several ranks last as long as on a GPU.
+
+    NCCL's watchdog looks ten times a second for what was sent.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def last(*_: Any) -> None:
+        if torch.distributed.is_initialized():
+            time.sleep(0.2)
+
+    register_optimizer_step_post_hook(last)
+
+
+def end_after(steps: int) -> Any:
+    """End the process as its own end would, before the step that follows `steps` of them.
+
+    With 0 never. Return what removes that.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    made: dict[int, int] = {}
+
+    def count(optimizer: Any, args: tuple, kwargs: dict) -> None:
+        made[id(optimizer)] = made.get(id(optimizer), 0) + 1
+        if made[id(optimizer)] > steps:
+            raise SystemExit(0)
+
+    return register_optimizer_step_pre_hook(count) if steps else None
+
+
+class LoopWatch:
+    """Watches the second optimizer step of a loop of the script's own, for the split by phase.
+
+    The outermost module that is called is taken for the model. A Trainer has its WatchCallback, and
+    a process of several ranks or with a compiled model none: a watch would run it otherwise.
+    """
+
+    def __init__(self, torch: ModuleType):
+        self.torch = torch
+        self.report: Any = None
+        self.model: Any = None
+        self.running: Any = None
+        self.ready = False
+
+    def install(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        module = self.torch.nn.Module
+        self.call = module.__call__
+
+        @functools.wraps(self.call)
+        def called(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_call(model)
+            return self.call(model, *args, **kwargs)
+
+        # not a hook: the watch's own hooks on the model may not go while those of one call are gone
+        # through
+        module.__call__ = called
+        self.after = register_optimizer_step_post_hook(self.after_step)
+        watched.append(self)
+
+    def before_call(self, module: Any) -> None:
+        """Note the model; end the watch with the forward pass after the step that was watched."""
+        if self.ready and module is self.model:
+            self.end()
+        elif self.model is None and any(p.requires_grad for p in module.parameters()):
+            self.model = module
+
+    def after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        """Begin to watch after the first step, in which states are made."""
+        if self.running is not None:
+            self.ready = True
+        elif self.model is not None and self._alone():
+            from .watch import watch
+
+            self.running = watch(
+                self.model, optimizer, title=f"step 2 of the loop: {type(self.model).__name__}"
+            )
+            self.running.__enter__()
+
+    def _alone(self) -> bool:
+        distributed = self.torch.distributed
+        several = distributed.is_available() and distributed.is_initialized()
+        is_compiled = hasattr(self.model, "_orig_mod")
+        by_trainer = any(type(other) is not LoopWatch for other in watched)
+        return not (several or is_compiled or by_trainer or self.report)
+
+    def end(self) -> None:
+        """Keep the report of the watched step, and watch no more."""
+        self.torch.nn.Module.__call__ = self.call
+        self.after.remove()
+        self.ready = False
+        if self.running is not None:
+            self.running.__exit__(None, None, None)
+            self.report = self.running.report()
+
+
+def select_all(torch: ModuleType) -> None:
+    """Let a mask select everything, as a condition on values holds.
+
+    Without values it would be nothing, or any number.
+    """
+
+    def nonzero(mask: Any) -> Any:
+        return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+    kept.append(torch.library.Library("aten", "IMPL"))
+    kept[-1].impl("nonzero", nonzero, "CUDA", allow_override=True)
+
+
+def step_always(module: ModuleType) -> None:
+    """Let DeepSpeed make its optimizer's steps.
+
+    It would find overflows in gradients, as conditions on values hold.
+    """
+    optimizer = (
+        getattr(module, "DeepSpeedZeroOptimizer", None) or module.DeepSpeedZeroOptimizer_Stage3
+    )
+    overflowed = optimizer.has_overflow
+    optimizer.has_overflow = lambda *args, **kwargs: overflowed(*args, **kwargs) and False
+    patched: Any = module
+    patched.is_invalid_grad_norm = lambda norm: False
+
+
+def watch_trainers(module: ModuleType) -> None:
+    """Give each Trainer a WatchCallback, for the split by phase.
+
+    Not one that compiles, which a watch would run eagerly.
+    """
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not self.args.torch_compile and self.args.device.type == "cuda":
+            from .callback import WatchCallback
+
+            watched.append(WatchCallback())
+            self.add_callback(watched[-1])
+
+    module.Trainer.__init__ = __init__
+
+
+def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], process: int) -> None:
+    """Write peaks, the last Trainer's watched report and the allocator's history to the folder."""
+    folder = os.environ.get(FOLDER)
+    if not folder or process != os.getpid() or not torch.cuda.is_initialized():
+        return
+    look()
+    for loop in watched:
+        if isinstance(loop, LoopWatch) and loop.ready:
+            loop.end()
+    report = next((seen.report for seen in reversed(watched) if seen.report), None)
+    found = {
+        **peaks,
+        "rank": int(os.environ.get("RANK", 0)),
+        "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
+        "report": report and report.to_dict(),
+    }
+    torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{process}.pickle"))
+    Path(folder, f"{process}.json").write_text(json.dumps(found))

@@ -1,0 +1,182 @@
+"""What a log says of the memory that ran out: a card's, or the host's."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..base.data import data_path
+from ..base.errors import VramLabError
+from ..report.report import UNITS, GiB, MiB
+
+WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
+# Ray, DeepSpeed and Linux divide by powers of 1,024 and print the decimal unit's name
+SIZES = UNITS | {"bytes": 1, "TiB": 1 << 40, "GB": GiB, "kB": 1024}
+NONSENSE = 2  # times the card: WSL prints 2**64 bytes as what a process has
+
+
+class MessageError(VramLabError, ValueError):
+    """Text that is no out-of-memory message."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A line of nvidia-smi: a card, or a process on one."""
+
+    card: int
+    name: str
+    used: int
+    total: int | None = None  # None for a process
+
+
+@dataclass
+class Message:
+    """What a log says.
+
+    `kind` is "card" for a message with sizes, "bare" for one without, "host" where the machine's
+    own memory ran out, "table" for nvidia-smi's alone. `fields` are those of a recipe that the
+    traceback gives away, and `says` what in it does.
+    """
+
+    kind: str
+    bytes: dict[str, int] = field(default_factory=dict)
+    who: str = ""
+    precision: float = 0.0  # bytes by which the printed request may be off
+    holders: list[Holder] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    says: list[str] = field(default_factory=list)
+
+
+def read_message(text: str) -> Message:
+    """Return what the last out-of-memory message in `text` says. Raises MessageError.
+
+    `bytes` has them by the names of `WORDS`; besides, `others` is what other processes hold,
+    `context` what this one holds outside of PyTorch, and `lack` what the request lacks. Sizes
+    are as exact as the message: two digits of their unit.
+    """
+    line = " ".join(text.split())
+    message = _of_card(line) or _of_host(text)
+    holders = _holders(text)
+    if message is None and re.search(WORDS["bare"], line):
+        message = Message("bare")
+    if message is None and holders:
+        message = Message("table")
+    if message is None:
+        rest = (
+            "PyTorch's says 'Tried to allocate …' and what is free; logs of Slurm, Ray, DeepSpeed, "
+        )
+        rest += (
+            "a container or Linux say that a process was killed, and nvidia-smi's table who "
+            "holds what."
+        )
+        raise MessageError(f"this is no out-of-memory message: {rest}")
+    message.holders = holders
+    for trace in WORDS["traces"]:
+        if re.search(trace["pattern"], text):
+            message.fields = {**trace["fields"], **message.fields}
+            message.says.append(trace["says"])
+    return message
+
+
+def _size(match: re.Match) -> int:
+    number, unit = match.groups()
+    return int(float(number) * SIZES[unit])
+
+
+def _of_card(line: str) -> Message | None:
+    """Return PyTorch's message on a CUDA or HIP device, the last of `line`."""
+    patterns = WORDS["patterns"]
+    starts = list(re.finditer(patterns["asked"][0], line, re.IGNORECASE))
+    if not starts:
+        return None
+    said = line[starts[-1].start() :]
+    found: dict[str, int] = {}
+    for name, wordings in patterns.items():
+        for wording in wordings:
+            match = re.search(wording, said, re.IGNORECASE)
+            if match and name not in found:
+                found[name] = _size(match)
+    if "reserved" in found:
+        reserved = found.pop("reserved")
+        found.setdefault("unallocated", max(reserved - found.get("allocated", 0), 0))
+    _find_process(said, found)
+    _complete(found)
+    unit = starts[-1].group(2)
+    printed = SIZES[unit] / 200 if unit != "bytes" else 0.0  # half of the second digit
+    return Message("card", found, precision=printed)
+
+
+def _find_process(said: str, found: dict[str, int]) -> None:
+    """Put into `found` what this process has, which NVML may list under a foreign number."""
+    total = found.get("total", 0)
+    if total and found.get("process", 0) > NONSENSE * total:
+        del found["process"]
+    if "process" not in found and "total" in found:
+        held = found.get("allocated", 0) + found.get("unallocated", 0)
+        listed = [_size(match) for match in re.finditer(WORDS["another"], said)]
+        large = [size for size in listed if held <= size <= total]
+        if len(large) == 1:
+            found["process"] = large[0]
+
+
+def _complete(found: dict[str, int]) -> None:
+    """Put into `found` what follows from the message's own figures."""
+    held = found.get("allocated", 0) + found.get("unallocated", 0)
+    if found.keys() >= {"process", "total", "free"}:
+        found["context"] = max(found["process"] - held, 0)
+        found["others"] = max(found["total"] - found["free"] - found["process"], 0)
+    if "free" in found:
+        most = found.get("allowed", held + found["free"]) - held
+        found["lack"] = found["asked"] - max(min(found["free"], most), 0)
+
+
+def _of_host(text: str) -> Message | None:
+    """Return what a log says of the machine's own memory; the most telling words count."""
+    for entry in WORDS["host"]:
+        if not re.search(entry["pattern"], text, re.MULTILINE):
+            continue
+        found: dict[str, int] = {}
+        for name, pattern in entry["sizes"].items():
+            matches = list(re.finditer(pattern, text))
+            if matches:
+                found[name] = _size(matches[-1])
+        _add_deepspeed(text, found)
+        return Message("host", found, entry["who"])
+    return None
+
+
+def _add_deepspeed(text: str, found: dict[str, int]) -> None:
+    """Put the last line of DeepSpeed's see_memory_usage into `found`.
+
+    The machine's total follows from its percentage.
+    """
+    patterns = WORDS["deepspeed"]
+    for name in ("used", "allocated", "reserved"):
+        matches = list(re.finditer(patterns[name], text))
+        if matches:
+            found.setdefault(name, _size(matches[-1]))
+    shares = re.findall(patterns["percent"], text)
+    if shares and float(shares[-1]):
+        found.setdefault("total", int(found["used"] / float(shares[-1]) * 100))
+
+
+def _holders(text: str) -> list[Holder]:
+    """Return the cards and the processes of nvidia-smi's table."""
+    patterns = WORDS["table"]
+    cards: list[Holder] = []
+    processes: list[Holder] = []
+    last: tuple[int, str] | None = None
+    for line in text.splitlines():
+        card = re.search(patterns["card"], line)
+        memory = re.search(patterns["memory"], line)
+        process = re.search(patterns["process"], line)
+        if card:
+            last = int(card.group(1)), card.group(2)
+        elif memory and last:
+            used, total = memory.groups()
+            cards.append(Holder(*last, int(used) * MiB, int(total) * MiB))
+            last = None
+        elif process and cards:
+            number, pid, name, used = process.groups()
+            processes.append(Holder(int(number), f"{name} ({pid})", int(used) * MiB))
+    return cards + processes

@@ -1,0 +1,72 @@
+"""A pytest plug-in: `@pytest.mark.fits("T4")`, and budgets of bytes kept like snapshots.
+
+A marked test returns a recipe.
+
+The fixture `memory_budget` takes what `assert_fits` takes, and fails where the peak is above that
+in `<test file>.budgets.json`; `--update-memory-budgets` writes that file.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ..base.files import write_atomically
+
+UPDATE = "--update-memory-budgets"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("vramlab").addoption(
+        UPDATE, action="store_true", help="Write the budgets of memory_budget."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked `fits`, and hold what it returns against the card."""
+    marker = pyfuncitem.get_closest_marker("fits")
+    if marker is None:
+        return None
+    from .explain import assert_fits
+
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    assert_fits(pyfuncitem.obj(**arguments), *marker.args, **marker.kwargs)
+    return True
+
+
+@pytest.fixture
+def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """A function of what `assert_fits` takes.
+
+    Its peak must not be above the budget that the file has for this test.
+    """
+    path, name = request.path.with_suffix(".budgets.json"), request.node.nodeid.partition("::")[2]
+
+    def check(what: Any, **given: Any) -> None:
+        from .explain import report_of
+
+        peak = report_of(what, **given).peak
+        budgets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if request.config.getoption(UPDATE):
+            budgets[name] = {"total": peak.total, **{part: n for part, n in peak.items() if n}}
+            write_atomically(path, json.dumps(budgets, indent=1, sort_keys=True) + "\n")
+            return
+        if name not in budgets:
+            pytest.fail(
+                f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it"
+            )
+        over = peak.total - budgets[name]["total"]
+        grown = (f"{part} {n - budgets[name].get(part, 0):+,} B" for part, n in peak.items())
+        if over > 0:
+            changes = ", ".join(text for text in grown if " +0 " not in text)
+            pytest.fail(f"the peak is {over:,} B above its budget: {changes}")
+
+    return check

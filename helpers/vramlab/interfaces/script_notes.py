@@ -1,0 +1,65 @@
+"""Notes on lines of a script that are not in its recipe."""
+
+import ast
+import textwrap
+from typing import NoReturn
+
+from ..base.errors import RecipeError
+from ..base.text import one_line
+from .script_tree import SCOPES, Tree, line_of, start_of
+
+MOST_NOTES = 3
+
+
+class Notes:
+    """What is noted of a script's statements."""
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+        self.notes: dict[ast.AST, dict[str, int]] = {}  # by statement: texts and their lines
+
+    def text(self, node: ast.AST) -> str:
+        """The source of a node in one short line that every terminal can show."""
+        lines = ast.unparse(node).splitlines()
+        whole = one_line(" ".join(lines[:1] if isinstance(node, ast.stmt) else lines))
+        return textwrap.shorten(whole, 100, placeholder=" …")
+
+    def statement(self, node: ast.AST) -> ast.AST:
+        """The statement that a node is in."""
+        while not isinstance(node, ast.stmt) and node in self.tree.parents:
+            node = self.tree.parents[node]
+        return node
+
+    def note(self, node: ast.AST, why: str = "", text: str = "") -> None:
+        """List what is not in the recipe.
+
+        `text`, or the node itself where it stands in a longer statement.
+        """
+        statement = self.statement(node)
+        compound = isinstance(statement, (*SCOPES, ast.If, ast.For, ast.While, ast.With, ast.Try))
+        source = text or self.text(node if compound else statement)
+        listed = self.notes.setdefault(statement, {})
+        listed.setdefault(f"`{source}`{why and ', '}{why}", line_of(node))
+
+    def refuse(self, node: ast.AST | None, why: str) -> NoReturn:
+        """Raise RecipeError, which names the line and the command that runs the script."""
+        where = f"line {line_of(node)} (`{self.text(node)}`) " if node is not None else ""
+        name = self.tree.path.name
+        rest = (
+            f"{where}{why}: vramlab run --gpu NAME -- python {name} runs it and says what it holds"
+        )
+        raise RecipeError("script", name, rest)
+
+    def listed(self) -> list[str]:
+        """The notes, in the script's order.
+
+        Raises RecipeError where they are too many for an answer.
+        """
+        found = sorted(self.notes.items(), key=lambda pair: start_of(pair[0]))
+        if len(found) > MOST_NOTES:
+            first, _ = found[0]
+            others = ", ".join(str(line_of(statement)) for statement, _ in found[1:12])
+            self.refuse(
+                first, f"is one of {len(found)} lines that no recipe says, as are lines {others}"
+            )
+        return [f"without line {min(texts.values())}: {'; '.join(texts)}" for _, texts in found]

@@ -1,0 +1,95 @@
+"""What the words of `explain` and `diff` say: a recipe, or a report."""
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import RecipeError
+from ..recipe import hub_names
+from ..recipe.argument_classes import DECLARED
+from ..recipe.configuration import read_json_file
+from ..recipe.knobs import rebuild
+from ..recipe.recipe import Recipe
+from ..report.report import Report
+from .configurations import is_configuration, read_configuration
+from .options import OPTIONS, recipe_of, recipe_of_arguments
+from .script import recipe_of_script
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of one argument of `diff`.
+
+    Raises RecipeError where a quote in it has no end.
+    """
+    try:
+        return [text] if os.path.isfile(text) else shlex.split(text)
+    except ValueError as error:
+        raise RecipeError(
+            "recipe", text, f"it must be words as a shell takes them ({error})"
+        ) from None
+
+
+def said(
+    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+) -> tuple[Recipe | Report, list[str]]:
+    """Return what words say, and notes on what of it is left out.
+
+    The JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the JSON
+    file of a TrainingArguments or a Python script, which may name the model. `options` reads those
+    of `predict`.
+    """
+    if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
+        found = _object(words[0])
+        if "phases" in found:
+            return Report.from_dict(found), []
+        if "model" in found:
+            return rebuild(Recipe, "recipe", found), []
+    return _recipe_said(words, options)
+
+
+def _recipe_said(
+    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe of MODEL and options, and notes, as `said` does."""
+    rest, script, arguments = list(words), None, None
+    for word in words:
+        if word.endswith(".py"):
+            script = Path(word)
+            rest.remove(word)
+        elif word.endswith(".json") and os.path.isfile(word):
+            found = _object(word)
+            if "model_type" not in found and DECLARED & found.keys():
+                rest.remove(word)
+                arguments = found
+    if (script or arguments) and (not rest or rest[0].startswith("-")):
+        rest.insert(0, "")
+    given = options(rest)
+    if given["download"]:
+        hub_names.download(given["model"])
+    known = {name: given[name] for name in OPTIONS}
+    if script:
+        return recipe_of_script(script, given["model"], known)
+    if is_configuration(given["model"]):
+        return read_configuration(given["model"], known)
+    if arguments is None:
+        recipe = recipe_of(given["model"], known)
+        return recipe, [recipe.shape.shares] if recipe.shape.shares else []
+    recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
+    named = (
+        [f"without {', '.join(foreign)}: the arguments have no field of that name"]
+        if foreign
+        else []
+    )
+    return recipe, named
+
+
+def _object(path: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises RecipeError."""
+    found = read_json_file("file", path)
+    if not isinstance(found, dict):
+        raise RecipeError(
+            "file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments"
+        )
+    return found

@@ -1,0 +1,258 @@
+"""YAML of axolotl, LLaMA-Factory and TRL, as their own examples write it."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+from vramlab.base.errors import RecipeError
+from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
+from vramlab.interfaces.configuration_file import known_settings
+from vramlab.interfaces.configurations import question_of, read_configuration
+from vramlab.recipe.options import LoRA, Quantization, Sharding
+from vramlab.recipe.recipe import Recipe
+
+AXOLOTL = {
+    "base_model": "NousResearch/Llama-3.2-1B",
+    "datasets": [{"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"}],
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "lora_target_linear": True,
+    "lora_mlp_kernel": False,
+    "sequence_len": 2048,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": "paged_adamw_32bit",
+    "bf16": "auto",
+    "gradient_checkpointing": True,
+    "attn_implementation": "flash_attention_2",
+    "learning_rate": 0.0002,
+}
+FACTORY = {
+    "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507",
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "lora_target": "all",
+    "template": "qwen3_nothink",
+    "cutoff_len": 2048,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "learning_rate": 1.0e-4,
+    "warmup_ratio": 0.1,
+    "bf16": True,
+}
+TRL = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B",
+    "dataset_name": "trl-lib/Capybara",
+    "use_peft": True,
+    "lora_r": 8,
+    "lora_target_modules": "all-linear",
+    "max_length": 1024,
+    "per_device_train_batch_size": 2,
+    "gradient_checkpointing": True,
+    "bf16": True,
+}
+
+
+def written(folder, values, **changes):
+    """Write a YAML; a setting that is changed to None is left out. Its path."""
+    path = folder / "run.yml"
+    kept = {name: value for name, value in (values | changes).items() if value is not None}
+    path.write_text(yaml.safe_dump(kept))
+    return str(path)
+
+
+def read(folder, values, given=None, **changes):
+    return read_configuration(written(folder, values, **changes), given or {})
+
+
+def test_axolotls_qlora(tmp_path):
+    recipe, notes = read(tmp_path, AXOLOTL)
+    assert recipe == Recipe(
+        "NousResearch/Llama-3.2-1B",
+        batch_size=2,
+        seq_len=2048,
+        precision="bf16-mixed",
+        dtype="bfloat16",
+        optim="paged_adamw_32bit",
+        gradient_accumulation_steps=4,
+        gradient_checkpointing=True,
+        attn_implementation="flash_attention_2",
+        lora=LoRA(r=32, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"),
+        quantization=Quantization("nf4", double=True, prepare=False),
+    )
+    assert notes == ["2 settings move no memory of a step"]
+
+
+def test_axolotls_full_training_keeps_weights_in_16_bits_under_autocast(tmp_path):
+    """`resolve_dtype` loads in bfloat16, and TrainingArguments(bf16=True) makes autocast."""
+    full = {"adapter": None, "load_in_4bit": None}
+    recipe, _ = read(tmp_path, AXOLOTL, **full)
+    assert (recipe.precision, recipe.dtype) == ("bf16-mixed", "bfloat16")
+    recipe, _ = read(tmp_path, AXOLOTL, bf16="full", **full)
+    assert recipe.precision == "bf16-true"
+    with pytest.raises(RecipeError, match="keeps embeddings, head and norms in fp32"):
+        read(tmp_path, AXOLOTL, attn_implementation="sdpa", sample_packing=None, **full)
+
+
+def test_axolotls_own_kernels_are_said_to_be_left_out(tmp_path):
+    """It turns them on where the file says nothing of them."""
+    _, silent = read(tmp_path, AXOLOTL, lora_mlp_kernel=None)
+    _, said = read(tmp_path, AXOLOTL, lora_mlp_kernel=True)
+    assert any("fused LoRA kernels that axolotl turns on" in note for note in silent)
+    assert any("lora_mlp_kernel" in note for note in said)
+
+
+def test_axolotls_liger_is_the_trainers_or_refused(tmp_path):
+    plugin = ["axolotl.integrations.liger.LigerPlugin"]
+    parts = {
+        "liger_rope": True,
+        "liger_rms_norm": True,
+        "liger_glu_activation": True,
+        "liger_fused_linear_cross_entropy": True,
+    }
+    recipe, _ = read(tmp_path, AXOLOTL, plugins=plugin, **parts)
+    assert recipe.use_liger_kernel
+    parts["liger_fused_linear_cross_entropy"] = False
+    with pytest.raises(RecipeError, match="here lacks liger_fused_linear_cross_entropy"):
+        read(tmp_path, AXOLOTL, plugins=plugin, **parts)
+
+
+def test_ranks_come_from_the_command_line(tmp_path):
+    (tmp_path / "zero2.json").write_text(
+        json.dumps(
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        )
+    )
+    sharded = {"adapter": None, "load_in_4bit": None, "deepspeed": "zero2.json"}
+    with pytest.raises(RecipeError, match="say --world-size"):
+        read(tmp_path, AXOLOTL, **sharded)
+    recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 4}, **sharded, optimizer="adamw_torch")
+    assert recipe.sharding == Sharding(2, 4, "deepspeed", offload="optimizer")
+    lost = sharded | {"deepspeed": "elsewhere/zero3.json"}
+    with pytest.raises(RecipeError, match="not here, nor beside"):
+        read(tmp_path, AXOLOTL, {"world_size": 4}, **lost)
+
+
+def test_many_ranks_without_an_engine_hold_copies(tmp_path):
+    recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 2})
+    assert recipe.sharding == Sharding(0, 2, "ddp")
+
+
+def test_llama_factorys_lora(tmp_path):
+    recipe, notes = read(tmp_path, FACTORY)
+    assert recipe == Recipe(
+        "Qwen/Qwen3-4B-Instruct-2507",
+        seq_len=2048,
+        precision="bf16-mixed",
+        dtype="bfloat16",
+        optim="adamw_torch_fused",
+        gradient_accumulation_steps=8,
+        gradient_checkpointing=True,
+        lora=LoRA(r=8, lora_alpha=16, target_modules="all-linear"),
+    )
+    assert any("re-entrant" in note for note in notes)
+    assert not any("no setting" in note for note in notes)
+
+
+def test_llama_factorys_full_training_has_fp32_weights(tmp_path):
+    """`init_adapter` casts what is trained to float32, unless pure_bf16 is said."""
+    recipe, _ = read(tmp_path, FACTORY, finetuning_type="full")
+    assert (recipe.precision, recipe.weights_dtype) == ("bf16-mixed", "float32")
+    recipe, _ = read(tmp_path, FACTORY, finetuning_type="full", bf16=None, pure_bf16=True)
+    assert recipe.precision == "bf16-true"
+    recipe, _ = read(tmp_path, FACTORY, quantization_bit=4)
+    assert recipe.quantization == Quantization("nf4", double=True, prepare=False)
+
+
+def test_trls_sft(tmp_path):
+    recipe, _ = read(tmp_path, TRL)
+    assert (recipe.trainer, recipe.seq_len, recipe.batch_size) == ("sft", 1024, 2)
+    assert recipe.lora.r == 8
+    assert recipe.lora.target_modules == "all-linear"
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "said"),
+    [
+        (AXOLOTL, {"unfrozen_parameters": ["^lm_head"]}, "unfrozen_parameters"),
+        (AXOLOTL, {"context_parallel_size": 2}, "context_parallel_size"),
+        (AXOLOTL, {"attn_implementation": "sdpa"}, "a mask of tokens × tokens"),
+        (AXOLOTL, {"plugins": ["a.CutCrossEntropyPlugin"]}, "leave the others out"),
+        (AXOLOTL, {"load_in_4bit": None, "load_in_8bit": True, "adapter": "lora"}, "in 4 bits"),
+        (AXOLOTL, {"rl": "orpo"}, "recipes train as dpo"),
+        (AXOLOTL, {"gradient_checkpointing": "offload"}, "take true or false"),
+        (FACTORY, {"stage": "dpo"}, "take sft or pt"),
+        (FACTORY, {"finetuning_type": "freeze"}, "take full or lora"),
+        (FACTORY, {"use_galore": True}, "use_galore"),
+        (FACTORY, {"quantization_bit": 8}, "in 4 bits"),
+        (TRL, {"load_in_8bit": True}, "in 4 bits"),
+        ({"compute_environment": "LOCAL_MACHINE"}, {}, "accelerate's file"),
+        ({"model": {"_component_": "torchtune.models.llama3.llama3_8b"}}, {}, "torchtune"),
+        ({"lr": 1}, {}, "a YAML must be axolotl's"),
+    ],
+)
+def test_what_no_recipe_has_is_refused_by_its_name(values, changes, said, tmp_path):
+    with pytest.raises(RecipeError, match=said):
+        read(tmp_path, values, **changes)
+
+
+def test_a_parallel_size_of_one_is_none(tmp_path):
+    recipe, _ = read(tmp_path, AXOLOTL, context_parallel_size=1, tensor_parallel_size=1)
+    assert recipe.sharding is None
+
+
+def test_options_count_before_the_file(tmp_path):
+    recipe, _ = read(tmp_path, AXOLOTL, {"batch_size": 8, "lora_r": 4})
+    assert recipe.batch_size == 8
+    assert recipe.lora.r == 4
+    assert recipe.lora.lora_alpha == 16
+
+
+def test_no_setting_has_two_fates():
+    """And each that the reader takes is one of the program."""
+    for program, known in known_settings().items():
+        groups = [known["mapped"], known["neutral"]]
+        groups += [*known["refused"].values(), *known["unmodelled"].values()]
+        names = [name for group in groups for name in group]
+        assert len(names) == len(set(names)), program
+
+
+def test_a_name_that_is_not_known_is_said(tmp_path):
+    _, notes = read(tmp_path, AXOLOTL, gptq_groupsize=128)
+    assert notes[-1] == "no settings of axolotl 0.18.0: gptq_groupsize"
+
+
+def test_plan_takes_model_length_batch_and_method(tmp_path):
+    asked = question_of(written(tmp_path, AXOLOTL), {"seq_len": 512})
+    assert (asked["method"], asked["global_batch"], asked["seq_len"]) == ("qlora", 8, 512)
+    assert asked["model"] == "NousResearch/Llama-3.2-1B"
+
+
+@pytest.mark.parametrize("command", ["predict", "explain"])
+def test_the_command_line_reads_it_and_says_what_it_left_out(command, tmp_path):
+    answer = CliRunner().invoke(app, [command, written(tmp_path, AXOLOTL)])
+    assert answer.exit_code == 0, answer.output
+    assert "settings move no memory" in answer.output
+    assert "LoRA r=32 · nf4 double" in answer.output
+
+
+def test_a_file_that_is_none_is_one_sentence(tmp_path):
+    path = tmp_path / "bad.yml"
+    path.write_text("a: [1, 2")
+    answer = CliRunner().invoke(app, ["predict", str(path)])
+    assert answer.exit_code == 2
+    assert "it is no YAML that can be read" in answer.output
+
+
+def test_a_part_said_at_its_default_counts_before_the_file(tmp_path):
+    """The file has rank 32, and 8 is what an adapter has where nobody says a rank."""
+    given = {option: None for option, (place, _) in PLAN_OPTIONS.items() if len(place) > 1}
+    asked = _asked(written(tmp_path, AXOLOTL), given | {"lora_r": LoRA().r})
+    assert asked["lora"].r == LoRA().r == 8
+    assert asked["lora"].target_modules == "all-linear"
