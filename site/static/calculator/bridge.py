@@ -11,8 +11,8 @@ from pathlib import Path
 from vramlab import Loop
 from vramlab.base.errors import RecipeError, VramLabError
 from vramlab.hardware.gpu import find_gpu
-from vramlab.interfaces.options import OPTIONS
 from vramlab.interfaces.plot.style import LOOK
+from vramlab.interfaces.recipe_options import OPTIONS
 from vramlab.recipe.shapes import read_shape
 from vramlab_course.calculator import (
     CONTROLS,
