@@ -46,11 +46,15 @@ def stand_in(monkeypatch):
     same name.
     """
 
-    rooms = {"predict": "formulas", "simulate": "simulation", "measure": "interfaces"}
+    homes = {
+        "predict": "formulas.predict",
+        "simulate": "simulation.simulate",
+        "measure": "interfaces.measure_and_record",
+    }
 
     def put(name, function):
         module = SimpleNamespace(**{name: function})
-        monkeypatch.setitem(sys.modules, f"vramlab.{rooms[name]}.{name}", module)
+        monkeypatch.setitem(sys.modules, f"vramlab.{homes[name]}", module)
 
     return put
 
