@@ -59,6 +59,12 @@ class Unclear(Exception):
     """An answer of the wrong kind; the message says why."""
 
 
+class BrokenPiece(Unclear):
+    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
+    result.
+    """
+
+
 class Check:
     """Takes any answer and returns a Feedback; no answer makes it raise.
 

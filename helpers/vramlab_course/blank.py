@@ -23,8 +23,8 @@ from typing import Any
 
 from vramlab.base.data import data_path
 
-from .answers import Check, Feedback
-from .exercise_data import BrokenPiece, read_blanks
+from .answers import BrokenPiece, Check, Feedback
+from .exercise_data import read_blanks
 from .exercises import ExerciseError, is_empty, wrapped
 
 _hints_given: dict[str, int] = {}

@@ -10,8 +10,8 @@ from vramlab.base.errors import RecipeError
 from vramlab.formulas.predict import predict
 from vramlab.hardware.gpu import Gpu, find_gpu, gpu_names, usable_memory
 from vramlab.interfaces import plot
-from vramlab.interfaces.options import OPTIONS, recipe_of
 from vramlab.interfaces.plot.splits import label_of, used
+from vramlab.interfaces.recipe_options import OPTIONS, recipe_of
 from vramlab.recipe.knobs import python_arguments
 from vramlab.recipe.recipe import Recipe
 from vramlab.recipe.shapes import model_names, read_shape

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vramlab import LoRA, Quantization, Recipe, Sharding, find_gpu, predict
 from vramlab.base.errors import RecipeError
 from vramlab.hardware.gpu import GpuError
-from vramlab.interfaces.options import OPTIONS
+from vramlab.interfaces.recipe_options import OPTIONS
 from vramlab.report.report import GiB
 from vramlab_course import calculator
 from vramlab_course.calculator import CONTROLS, LABELS, START, UNSET, Calculator

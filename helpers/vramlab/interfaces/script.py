@@ -15,7 +15,7 @@ from ..recipe.families import TASKS
 from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
-from .options import recipe_of_arguments
+from .recipe_options import recipe_of_arguments
 from .script_imports import account_for_imports
 from .script_lines import CASTS
 from .script_names import WORDS

@@ -14,7 +14,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import Report
 from .configurations import is_configuration, read_configuration
-from .options import OPTIONS, recipe_of, recipe_of_arguments
+from .recipe_options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
 

@@ -24,7 +24,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import MiB, format_bytes
 from ..training.engine import Training
-from ..training.generation import build_generation
+from ..training.fixed_generation import build_generation
 from ..training.models import meta_model, weight_dtype
 from ..training.training import build, train_step
 from .facts import Fact

@@ -26,7 +26,7 @@ from vramlab.report.report import CATEGORIES, GiB, Interval, MiB, Report, format
 from vramlab.simulation.simulate import simulate
 
 from vramlab_course.base_model import base_model_path
-from vramlab_course.numerics import FORMATS
+from vramlab_course.number_formats import FORMATS
 from vramlab_course.topology import NVLINK, bytes_sent
 
 from ..chapters import chapter_03, chapter_07

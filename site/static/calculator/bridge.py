@@ -11,8 +11,8 @@ from pathlib import Path
 from vramlab import Loop
 from vramlab.base.errors import RecipeError, VramLabError
 from vramlab.hardware.gpu import Gpu, find_gpu, usable_memory
-from vramlab.interfaces.options import OPTIONS
 from vramlab.interfaces.plot.style import LOOK
+from vramlab.interfaces.recipe_options import OPTIONS
 from vramlab.planning.changes import cheapest
 from vramlab.planning.step_time import step_time
 from vramlab.recipe.recipe import Recipe

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from .answers import NOT_ANSWERED, Feedback, kind_of
-from .base_model import bits_per_byte, held_out, load_base_model
+from ..answers import NOT_ANSWERED, Feedback, kind_of
+from ..base_model import bits_per_byte, held_out, load_base_model
 
 BITS, COST = 4.5, 0.0032  # of the project: bits a number, and how much more bits per byte
 

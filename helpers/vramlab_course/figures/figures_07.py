@@ -15,8 +15,8 @@ from ..fragmentation import Followed
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from ..chapters.chapter_07 import Segments
     from ..memory_history import Snapshot
-    from .chapter_07 import Segments
 
 # Labels of a loop and their colours; PyTorch itself labels the first, under another name.
 WAITING = "waiting for data"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .answers import Feedback
-from .base_model import bits_per_byte, finetuning_texts, load_base_model
-from .judges import called, random_tensor
+from ..answers import Feedback
+from ..base_model import bits_per_byte, finetuning_texts, load_base_model
+from .common import called, random_tensor
 
 
 def small_models() -> Iterator[Any]:

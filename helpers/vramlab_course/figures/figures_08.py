@@ -7,8 +7,8 @@ from vramlab import Recipe, step_time
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
+from ..chapters.chapter_07 import recorded_8b
 from ..published import runs
-from .chapter_07 import recorded_8b
 
 # tokens/s; bytes at least, likely, at most; recipe
 Row = tuple[float, Sequence[float], Recipe]

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ..answers import BrokenPiece
+from ..chapters.chapter_04 import RankFailed, on_ranks
 from ..collectives import Collectives
-from ..exercise_data import BrokenPiece
-from .chapter_04 import RankFailed, on_ranks
 from .judges_07 import judged
 
 RINGS = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from vramlab import Recipe, find_gpu, predict
 
-from .answers import NOT_ANSWERED, Feedback, Unclear, kind_of
+from ..answers import NOT_ANSWERED, Feedback, Unclear, kind_of
 
 SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
 

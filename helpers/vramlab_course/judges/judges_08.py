@@ -8,7 +8,7 @@ from vramlab import Recipe, find_gpu, format_bytes, predict, step_time
 from vramlab.planning.question import METHODS, RANK, Question, usable_memory
 from vramlab.planning.search import Search
 
-from .answers import NOT_ANSWERED, Feedback, kind_of
+from ..answers import NOT_ANSWERED, Feedback, kind_of
 
 ASKED = [  # model, gpu, tokens, global batch
     ("llama-3.2-1b", "RTX 4070", 1024, 32),
