@@ -29,11 +29,12 @@ from ..training.quiet import no_collection
 from .question import METHODS, Question
 from .search_space import (
     counted_as,
-    held_bytes,
     host_memory,
     is_sound,
+    least_bytes,
     method_of,
     notes_on,
+    saved_bytes,
     without_switches,
 )
 from .step_time import StepTime, estimate, step_time
@@ -132,24 +133,34 @@ class Candidate:
         epoch where the data's lengths are known, else of a step, whose rows are padded, unless they
         cannot be.
         """
+        return self._rank(pages=True) if self.recipe.optim.startswith("paged") else self.soonest
+
+    @cached_property
+    def soonest(self) -> tuple:
+        """A lower bound of `rank`, without what a paged optimizer moves."""
+        return self._rank(pages=False)
+
+    def _rank(self, pages: bool) -> tuple:
         parts = estimate(
             self.rows[-1],
             self.question.gpu,
             self.question.link,
+            pages,
         )
         seconds = epoch_of(self.question, self.recipe, parts) or sum(parts.values())
         return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
         """Return a lower bound of the upper end of `interval` for `tier`."""
+        least_held = max(self.least, self.saved)
         if self.question.expandable_segments:
             # A simulated peak is exact.
             error = 1.0 if self.simulated else reserved.EXACT
-            inside = expandable(self._least_held, error)
+            inside = expandable(least_held, error)
         else:
             sharding = self.recipe.sharding
             is_sharded = bool(sharding and sharding.stage)
-            inside = reserved.reserved(Counter(), self._least_held, is_sharded)
+            inside = reserved.reserved(Counter(), least_held, is_sharded)
         return getattr(inside + self._context, TIERS[tier])
 
     @cached_property
@@ -157,8 +168,14 @@ class Candidate:
         return context_of(self.recipe, self.question.gpu)
 
     @cached_property
-    def _least_held(self) -> int:
-        return held_bytes(self.rows[0], self.question.gpu.chip)
+    def least(self) -> int:
+        """A lower bound of its peak, which takes no walk."""
+        return least_bytes(self.rows[0])
+
+    @cached_property
+    def saved(self) -> int:
+        """A lower bound of its peak, which a larger micro-batch does not lower."""
+        return saved_bytes(self.rows[0], self.question.gpu.chip)
 
     @cached_property
     def report(self) -> Report | None:

@@ -4,7 +4,10 @@ Recipes are tried in the order of their estimated time, until enough are found. 
 states and saved activations alone are too large is dropped without a prediction.
 """
 
+import heapq
 import math
+from collections.abc import Iterator
+from itertools import groupby, takewhile
 
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
@@ -52,13 +55,43 @@ class Search:
             if is_end or recipe.gradient_accumulation_steps == 2:
                 self.ends.append(candidate)
         self._ordered: dict[Kind, list[Candidate]] = {}
+        self._waiting: dict[Kind, list[tuple[tuple, Candidate]]] = {}
 
-    def ordered(self, kind: Kind) -> list[Candidate]:
-        """Return the candidates of a kind, fastest first."""
+    def ordered(self, kind: Kind) -> Iterator[Candidate]:
+        """Yield the candidates of a kind, fastest first.
+
+        Their exact times are computed no sooner than it takes to tell the next.
+        """
         if kind not in self._ordered:
-            alike = [candidate for candidate in self.candidates if candidate.kind == kind]
-            self._ordered[kind] = sorted(alike, key=lambda candidate: candidate.rank)
-        return self._ordered[kind]
+            self._ordered[kind] = []
+            self._waiting[kind] = [(each.soonest, each) for each in self._possible(kind)]
+            heapq.heapify(self._waiting[kind])
+        known = self._ordered[kind]
+        waiting = self._waiting[kind]
+        place = 0
+        while place < len(known) or waiting:
+            if place < len(known):
+                yield known[place]
+                place += 1
+                continue
+            bound, candidate = heapq.heappop(waiting)
+            if candidate.rank > bound:
+                heapq.heappush(waiting, (candidate.rank, candidate))
+            else:
+                known.append(candidate)
+
+    def _possible(self, kind: Kind) -> Iterator[Candidate]:
+        """Yield the candidates of a kind that may fit, or lack at most NEAR."""
+        most = self.question.usable + NEAR
+        tier = self.question.tiers[-1]
+        alike = [candidate for candidate in self.candidates if candidate.kind == kind]
+        # The largest micro-batches come first, and what a smaller one lacks a larger one does.
+        for _, family in groupby(reversed(alike), key=lambda candidate: candidate.family):
+            for candidate in family:
+                if candidate.least > most or candidate.saved > most:
+                    break
+                if candidate.bound(tier) <= most:
+                    yield candidate
 
     @property
     def predicted(self) -> int:
@@ -112,7 +145,7 @@ class Search:
         if answer is None:
             return self.nearest(method, tier)
         limit = answer.rank[0] * FASTER
-        faster = [one for one in self.ordered(answer.kind) if one.rank[0] < limit]
+        faster = takewhile(lambda one: one.rank[0] < limit, self.ordered(answer.kind))
         highest = self.question.usable + NEAR
         near = [one for one in faster if one.bound(tier) <= highest and 0 < one.over(tier) <= NEAR]
         return min(near, key=lambda one: (one.over(tier), one.rank), default=None)
