@@ -5,6 +5,7 @@ sentence.
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -802,9 +803,11 @@ def test_a_plan_stands_at_once_where_somebody_watches(monkeypatch):
 
     words = ("plan", "gpt2", "--gpu", "T4", "--seq-len", "32", "--method", "lora")
     whole = run(*words).stdout
-    assert "by formula; each is being simulated" not in whole, "a pipe gets the answer alone"
+    assert "by formula" not in whole, "a pipe gets the answer alone"
     monkeypatch.setattr(cli, "is_watched", lambda: True)
-    shown = run(*words).stdout
-    first, rest = shown.split("by formula; each is being simulated …\n\n")
+    shown = CliRunner().invoke(app, list(words), color=True).stdout
+    first, second, rest = re.split("\x1b\\[\\d+F\x1b\\[J", shown)
     assert rest == whole and first.startswith("method") and "lora" in first
+    assert first.endswith("░ 0 of 1 confirmed by simulation, the rest by formula\n")
+    assert second.endswith("█ 1 of 1 confirmed by simulation, the rest by formula\n")
     assert run(*words, "--json").stdout.startswith("{")

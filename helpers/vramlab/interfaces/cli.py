@@ -34,8 +34,10 @@ from .command_output import (
     DOES_NOT_FIT,
     STOPPED,
     WRONG,
+    InPlace,
     as_text,
     asked_card,
+    bar,
     card_of,
     check_written,
     finish,
@@ -282,7 +284,7 @@ def plan(
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: JSON = False,
 ) -> None:
-    from ..planning.plan import plan
+    from ..planning.plan import Plan, plan
 
     check_written(write=write)
     if is_size(gpu):
@@ -296,11 +298,15 @@ def plan(
         asked["lengths"] = read_lengths(
             dataset, functools.partial(tokens_of, asked["model"], pretrained)
         )
-    if confirm and is_watched() and not as_json:
-        at_once = plan(gpu=gpu, confirm=False, **asked)
-        if at_once.choices:
-            say(f"{at_once.table()}\nby formula; each is being simulated …\n")
-    planned = plan(gpu=gpu, confirm=confirm, **asked)
+    with InPlace() as place:
+
+        def draw(found: Plan, done: int, count: int) -> None:
+            if found.choices:
+                rest = "confirmed by simulation, the rest by formula"
+                place.show(f"{found.table()}\n\n{bar(done, count)} {rest}")
+
+        standing = draw if is_watched() and not as_json else None
+        planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
     if write and planned.choices:
         there = write.exists()

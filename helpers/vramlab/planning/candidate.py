@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -303,38 +303,47 @@ def simulate_briefly(
 
 
 @no_collection(before=False)
-def confirm(candidates: list[Candidate]) -> None:
-    """Simulate the candidates, several at once where this process may be forked."""
+def confirm(candidates: list[Candidate], tell: Callable[[int, int], None] | None = None) -> None:
+    """Simulate the candidates, several at once where this process may be forked.
+
+    `tell` is called before the first and after each, with how many are done, and of how many.
+    """
+    count = len(candidates)
+    if tell:
+        tell(0, count)
     # Had torch been used, a forked process could wait for its threads.
     forks = sys.platform == "linux" and "torch" not in sys.modules
     forks = forks and threading.active_count() == 1
-    simulations: Sequence[Report | str]
+    simulations: Iterable[Report | str]
     try:
         with needing("a simulation"):
             build(candidates[0].recipe.shape)  # loads the libraries once for all
         simulations = _simulations(candidates, forks)
     except (VramLabError, ImportError) as error:
         simulations = [str(error)] * len(candidates)
-    for candidate, simulation in zip(candidates, simulations, strict=True):
+    for done, (candidate, simulation) in enumerate(zip(candidates, simulations, strict=True), 1):
         candidate.tried = True
         if isinstance(simulation, str):
             candidate.unsimulated = simulation
         else:
             candidate.simulated = simulation
+        if tell:
+            tell(done, count)
 
 
 def _simulations(
     candidates: list[Candidate],
     forks: bool,
-) -> list[Report | str]:
-    """Return each candidate's simulation, or why there is none."""
+) -> Iterator[Report | str]:
+    """Yield each candidate's simulation, or why there is none."""
     workers = min(len(candidates), os.cpu_count() or 1)
     if not forks or workers < 2:
-        return [candidate.simulation() for candidate in candidates]
+        yield from (candidate.simulation() for candidate in candidates)
+        return
     fork = multiprocessing.get_context("fork")
     # An interrupt is this process's to answer.
     with fork.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        return pool.map(Candidate.simulation, candidates, chunksize=1)
+        yield from pool.imap(Candidate.simulation, candidates)
 
 
 def epoch_of(

@@ -6,7 +6,7 @@ states and saved activations alone are too large is dropped without a prediction
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby, takewhile
 
 from ..recipe.recipe import Recipe
@@ -98,15 +98,20 @@ class Search:
         """How many candidates have been predicted so far."""
         return sum("report" in vars(candidate) for candidate in self.candidates)
 
-    def answers(self, confirmed: bool) -> dict[str, tuple[Candidate | None, str]]:
-        """Return by method its answer; if `confirmed` each is simulated, and must fit then too."""
+    def answers(
+        self, confirmed: bool, tell: Callable[[int, int], None] | None = None
+    ) -> dict[str, tuple[Candidate | None, str]]:
+        """Return by method its answer; if `confirmed` each is simulated, and must fit then too.
+
+        `tell` is called with how many are simulated, and of how many, as they are.
+        """
         methods = self.question.methods
         answers = {method: self.answer(method) for method in methods}
         # A candidate of one search is never simulated twice.
         untried = [answer for answer, _ in answers.values() if answer and not answer.tried]
         if confirmed and untried:
             # All at once first, for they run beside each other.
-            confirm(untried)
+            confirm(untried, tell)
             answers = {method: self.answer(method, confirmed) for method in methods}
         return answers
 
