@@ -120,10 +120,8 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
-        references, given = (
-            self.expand(self.reference),
-            answer if isinstance(answer, Numbers) else self.read(answer),
-        )
+        references = self.expand(self.reference)
+        given = answer if isinstance(answer, Numbers) else self.read(answer)
         missing = [name for name in references if given.get(name) is None or given[name] is ...]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
@@ -286,7 +284,8 @@ class Judge(Check):
         return self.judge(answer)
 
     def problems(self) -> list[str]:
-        rights, wrongs = _value(self.rights), _value(self.wrongs)
+        rights = _value(self.rights)
+        wrongs = _value(self.wrongs)
         complaints = (
             []
             if (rights and len(wrongs) > 1) or not (rights or wrongs)

@@ -89,7 +89,9 @@ class Collectives(TorchDispatchMode):
         if found := _kind(func.name().split(".")[0]):
             kind, payload = found
             self.add(
-                kind, _bytes(result if payload is None else args[payload]), group_of(args).size()
+                kind,
+                _bytes(result if payload is None else args[payload]),
+                group_of(args).size(),
             )
         return result
 

@@ -115,7 +115,9 @@ def scatter_error(
     below.axhline(0, color=style.INK, linewidth=0.8)
     rows = [("GiB", *names, "error")]
     for (name, group), (colour, marker, _) in zip(
-        sizes.items(), itertools.cycle(style.LINES), strict=False
+        sizes.items(),
+        itertools.cycle(style.LINES),
+        strict=False,
     ):
         look = {
             "marker": marker,
@@ -138,5 +140,7 @@ def scatter_error(
     below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, GiB", ylabel="error, %")
     span = f"{min(every):.3g} to {max(every):.3g} GiB"
     return style.finish(
-        figure, rows, f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}."
+        figure,
+        rows,
+        f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}.",
     )

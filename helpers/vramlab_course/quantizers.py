@@ -38,7 +38,8 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """The numbers that the codes stand for, in fp32 and the original's shape."""
-        codes, scales = self.codes.flatten(), self.scales
+        codes = self.codes.flatten()
+        scales = self.scales
         numbers = self.table[codes.long()] if self.table is not None else codes.float()
         if self.block_size is not None:
             scales = scales.repeat_interleave(self.block_size)[: len(codes)]
@@ -73,7 +74,8 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Qu
     maxima = _maxima(numbers, size)
     # Like bitsandbytes: multiply whole blocks by the reciprocal, divide the last, shorter one. It
     # decides ties.
-    flat, whole = numbers.flatten().float(), numbers.numel() // size * size
+    flat = numbers.flatten().float()
+    whole = numbers.numel() // size * size
     inverse = 1 / maxima.clamp(min=1e-38)
     scaled = flat * inverse.repeat_interleave(size)[: len(flat)]
     scaled[whole:] = flat[whole:] / maxima[-1].clamp(min=1e-38)

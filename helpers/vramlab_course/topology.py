@@ -94,7 +94,8 @@ class Topology:
 
     def islands(self) -> list[list[str]]:
         """GPUs in groups that reach each other over NVLink alone, directly or through others."""
-        left, groups = self.gpus, []
+        left = self.gpus
+        groups = []
         while left:
             group = [left.pop(0)]
             for member in group:
@@ -162,7 +163,10 @@ def read_topology() -> Topology:
         )
     try:
         run = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TopologyError(f"nvidia-smi topo -m does not answer ({error}).") from None
@@ -188,7 +192,11 @@ def bytes_sent(method: str, size: int, world_size: int) -> float:
 
 
 def run_seconds(
-    steps: int, compute: float, sent: float, bandwidth: float, hidden: float = 0.0
+    steps: int,
+    compute: float,
+    sent: float,
+    bandwidth: float,
+    hidden: float = 0.0,
 ) -> float:
     """Seconds of a run whose steps compute for `compute` s and overlap `hidden` s of it with
     sending `sent` bytes.

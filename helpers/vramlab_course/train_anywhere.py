@@ -117,7 +117,8 @@ def arguments() -> argparse.Namespace:
 @contextlib.contextmanager
 def process_group() -> Iterator[tuple[torch.device, int, int]]:
     """Give (device, rank, world size), under torchrun or for a single process."""
-    cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
+    cuda = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
     if cuda:
         torch.cuda.set_device(local)
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -134,11 +135,9 @@ def process_group() -> Iterator[tuple[torch.device, int, int]]:
 
 def tokens_of(given: argparse.Namespace) -> torch.Tensor:
     """All text as one row of tokens. Every rank reads the same files in the same order."""
-    tokenizer, ids, room = (
-        AutoTokenizer.from_pretrained(given.model),
-        [],
-        int(given.megabytes * 1e6),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    ids = []
+    room = int(given.megabytes * 1e6)
     for path in sorted(given.text.rglob(given.pattern)):
         if room <= 0 or not path.is_file():
             continue
@@ -154,7 +153,11 @@ def tokens_of(given: argparse.Namespace) -> torch.Tensor:
 
 
 def rows_of(
-    tokens: torch.Tensor, step: int, given: argparse.Namespace, rank: int, world: int
+    tokens: torch.Tensor,
+    step: int,
+    given: argparse.Namespace,
+    rank: int,
+    world: int,
 ) -> torch.Tensor:
     """This rank's rows of the global batch, which depends only on seed and step."""
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
@@ -227,7 +230,8 @@ def newest(folder: Path | None) -> Path | None:
 def save(model, optimizer, step: int, folder: Path, rank: int) -> None:
     """Write this rank's shards; rank 0 renames the folder once all are there."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    part, whole = folder / f"step-{step}.part", folder / f"step-{step}"
+    part = folder / f"step-{step}.part"
+    whole = folder / f"step-{step}"
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
     if rank == 0:
         part.rename(whole)
@@ -239,7 +243,10 @@ def load(model, optimizer, folder: Path) -> int:
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
     )
     return int(folder.name[5:])
 
@@ -252,7 +259,8 @@ def train(given: argparse.Namespace, device: torch.device, rank: int, world: int
         )
     if given.batch_size % world:
         raise SystemExit(f"--batch-size {given.batch_size} cannot be divided among {world} ranks.")
-    tokens, model = tokens_of(given), build(given, device)
+    tokens = tokens_of(given)
+    model = build(given, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0)
     found = newest(given.checkpoint)
     start = load(model, optimizer, found) if found else 0
@@ -262,7 +270,10 @@ def train(given: argparse.Namespace, device: torch.device, rank: int, world: int
             given.seed + step * world + rank
         )  # of dropout: also the same after a restart
         loss = train_step(
-            model, optimizer, rows_of(tokens, step, given, rank, world).to(device), given
+            model,
+            optimizer,
+            rows_of(tokens, step, given, rank, world).to(device),
+            given,
         )
         if world > 1:
             dist.all_reduce(loss, op=dist.ReduceOp.SUM)

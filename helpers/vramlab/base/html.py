@@ -12,7 +12,8 @@ from html import escape
 from .text import printable
 
 BAR = 24  # letters of the longest bar
-FULL, EMPTY = "█", "░"
+FULL = "█"
+EMPTY = "░"
 
 
 def table(

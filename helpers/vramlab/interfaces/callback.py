@@ -21,7 +21,8 @@ from .watch import watch
 # steps; all of them hold more than all of as many before: then it is looked which lines leave
 # storages
 WINDOW = 5
-FOLLOWED, LOOKS = 3, 3  # steps that are followed then, and how often in a run
+FOLLOWED = 3  # steps that are followed then
+LOOKS = 3  # how often in a run
 LEAST = 64 * KiB  # a step: less is no leak to warn of
 
 

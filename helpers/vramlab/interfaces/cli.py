@@ -116,11 +116,15 @@ EXPLAINED += (
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(
-    str | None, "An older version whose ways are known, such as 4.48.", "--transformers"
+    str | None,
+    "An older version whose ways are known, such as 4.48.",
+    "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
 Pretrained = option(
-    bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained"
+    bool,
+    "Download the model's tokenizer for the text of --dataset.",
+    "--pretrained",
 )
 OtherMemory = option(
     str | None,
@@ -128,7 +132,9 @@ OtherMemory = option(
     "--other-memory",
 )
 Expandable = option(
-    bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments"
+    bool,
+    "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    "--expandable-segments",
 )
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
@@ -288,7 +294,9 @@ def plan(
     if is_size(gpu):
         if asked.get("memory") is not None:
             raise RecipeError(
-                "gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out"
+                "gpu",
+                gpu,
+                "it is a size, and --memory says one too: name a card, or leave it out",
             )
         asked["memory"] = gpu
         gpu = None
@@ -342,7 +350,8 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = said(words or [], _predict_options), []
+        what, notes = said(words or [], _predict_options)
+        rest = []
     recipe: Any = None
     assumed = False
     if rest:
@@ -369,7 +378,9 @@ def run_script(
     ],
     gpus: option(int, "How many such cards there are.", min=1) = 1,
     steps: option(
-        int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1
+        int | None,
+        "End each process after so many optimizer steps; 3 show all phases.",
+        min=1,
     ) = None,
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,

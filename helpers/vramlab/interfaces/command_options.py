@@ -106,7 +106,9 @@ def takes(
         ]
         parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
         fetch = option(
-            bool, "Read MODEL's config.json from the hub, and no other file.", "--download"
+            bool,
+            "Read MODEL's config.json from the hub, and no other file.",
+            "--download",
         )
         parameters.append(
             Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False)

@@ -20,7 +20,9 @@ from ..hardware.nvml import all_sensors, nvml_snapshot
 from ..report.report import GiB, encode, environment, format_bytes, installed
 
 MARKER = "machine: "
-OK, WARN, MISSING = "ok", "warn", "missing"
+OK = "ok"
+WARN = "warn"
+MISSING = "missing"
 RAM_NEEDED = 4 * GiB
 HOSTED = {  # by the start of a variable of the environment
     "COLAB_": "Runtime > Change runtime type > T4 GPU, then run again from the top; ",
@@ -55,7 +57,8 @@ class Doctor:
 
     def __str__(self) -> str:
         """A line per check: name, state, what was found, and under it what to do."""
-        width, lines = max(len(c.name) for c in self.checks), []
+        width = max(len(c.name) for c in self.checks)
+        lines = []
         for c in self.checks:
             lines.append(f"{c.name:<{width}}  {c.status:<7}  {c.value}".rstrip())
             if c.advice:
@@ -195,7 +198,8 @@ def gpus() -> Iterator[Check]:
         return
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)
-        memory, have = format_bytes(seen.total_memory, digits=2), f"{seen.major}.{seen.minor}"
+        memory = format_bytes(seen.total_memory, digits=2)
+        have = f"{seen.major}.{seen.minor}"
         yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
     for form in ("bf16", "tf32", "fp8"):
         gpu = current_device().gpu
@@ -266,7 +270,9 @@ def machine() -> Iterator[Check]:
         else ""
     )
     yield judged(
-        "RAM", f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}", advice
+        "RAM",
+        f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}",
+        advice,
     )
 
 

@@ -73,7 +73,9 @@ def follow(torch: ModuleType) -> None:
         tensor
     )  # it draws until no value lies outside
     history = functools.partial(
-        torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python"
+        torch.cuda.memory._record_memory_history,
+        max_entries=EVENTS,
+        stacks="python",
     )
     torch.cuda._lazy_call(history)
     peaks = {"allocated": 0, "reserved": 0}
@@ -174,7 +176,9 @@ class LoopWatch:
             from .watch import watch
 
             self.running = watch(
-                self.model, optimizer, title=f"step 2 of the loop: {type(self.model).__name__}"
+                self.model,
+                optimizer,
+                title=f"step 2 of the loop: {type(self.model).__name__}",
             )
             self.running.__enter__()
 

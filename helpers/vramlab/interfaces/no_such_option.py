@@ -24,10 +24,8 @@ def instead(error: Any, command: str | None) -> str:
     """
     if not (option := getattr(error, "option_name", "")):
         return ""
-    name, known = (
-        option.lstrip("-").replace("-", "_"),
-        {o for each in error.ctx.command.params for o in each.opts},
-    )
+    name = option.lstrip("-").replace("-", "_")
+    known = {o for each in error.ctx.command.params for o in each.opts}
     why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(
         name, ""
     ).format(command)

@@ -112,7 +112,11 @@ def run(
             )
         reports = [_report(preloaded, shlex.join(command), card, status) for preloaded, _ in left]
         return ScriptRun(
-            shlex.join(command), card, status, reports, [_history(path) for _, path in left]
+            shlex.join(command),
+            card,
+            status,
+            reports,
+            [_history(path) for _, path in left],
         )
 
 

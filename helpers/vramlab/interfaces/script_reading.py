@@ -92,7 +92,11 @@ class CallReader:
         self.lines.note(node, why, f"{name}={self.lines.text(node)}")
 
     def _values(
-        self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()
+        self,
+        call: ast.Call,
+        known: Any,
+        quiet: Any = (),
+        positions: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return the constants that a configuration's call is given, with notes on the others."""
         constants = {}

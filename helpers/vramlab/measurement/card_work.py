@@ -291,7 +291,8 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     import_libraries(trained)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    dtype, asked = weight_dtype(trained), trained.quantization
+    dtype = weight_dtype(trained)
+    asked = trained.quantization
     assert asked is not None  # the list of pieces has none without
     config = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -64,11 +64,18 @@ def gated_delta_rule(
     value = attn @ v_beta
     k_cumdecay = attn @ (k_beta * g.exp().unsqueeze(-1))
     state = torch.zeros(
-        batch_size, heads, key_width, value.shape[-1], dtype=value.dtype, device=value.device
+        batch_size,
+        heads,
+        key_width,
+        value.shape[-1],
+        dtype=value.dtype,
+        device=value.device,
     )
     result = torch.zeros_like(value)
     for i in range(query.shape[2]):
-        q_i, k_i, v_i = query[:, :, i], key[:, :, i], value[:, :, i]
+        q_i = query[:, :, i]
+        k_i = key[:, :, i]
+        v_i = value[:, :, i]
         attn = q_i @ k_i.transpose(-1, -2) * decay_mask[:, :, i]
         v_prime = k_cumdecay[:, :, i] @ state
         v_new = v_i - v_prime

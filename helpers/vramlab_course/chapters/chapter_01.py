@@ -36,7 +36,8 @@ def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
     torch.manual_seed(1)
-    first, second = torch.randn(16, 32), torch.randn(32, 4)
+    first = torch.randn(16, 32)
+    second = torch.randn(32, 4)
     labels = (torch.tanh(x @ first) @ second).argmax(1)
     torch.manual_seed(0)
     sizes = [16] + [32] * layers

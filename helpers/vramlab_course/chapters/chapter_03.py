@@ -47,7 +47,9 @@ def requests() -> Requests:
 
 @cache
 def replayed(
-    empty_cache: str = "", limit: int | None = None, lengths: tuple[int, ...] = ()
+    empty_cache: str = "",
+    limit: int | None = None,
+    lengths: tuple[int, ...] = (),
 ) -> Followed:
     """The steps of `lengths` (LENGTHS) through the allocator's model; see `follow`.
 
@@ -70,7 +72,10 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
     )
     with plot.canvas(title, alt, about, rows) as ax:
         for (name, peak), report, line in zip(
-            rows[1:], runs.values(), ("-", "--", "-."), strict=True
+            rows[1:],
+            runs.values(),
+            ("-", "--", "-."),
+            strict=True,
         ):
             sizes = [
                 m.bytes.total / MiB

@@ -31,7 +31,9 @@ class RankFailed(VramLabError):
 
 
 def on_ranks(
-    function: Callable[[int, int], Any], world: int = 2, seconds: float = 300
+    function: Callable[[int, int], Any],
+    world: int = 2,
+    seconds: float = 300,
 ) -> list[Any]:
     """What `function(rank, world)` returns on each of `world` processes, which are the ranks of a
     gloo group.
@@ -50,7 +52,11 @@ def apart(function: Callable[[], Any]) -> Any:
 def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.start_processes(
-            _enter, (work, count, folder, given), count, join=False, start_method="fork"
+            _enter,
+            (work, count, folder, given),
+            count,
+            join=False,
+            start_method="fork",
         )
         try:
             while not processes.join():
@@ -75,7 +81,11 @@ def _alone(number: int, count: int, folder: str, function: Callable[[], Any]) ->
 
 
 def _rank(
-    rank: int, world: int, folder: str, function: Callable[[int, int], Any], seconds: float
+    rank: int,
+    world: int,
+    folder: str,
+    function: Callable[[int, int], Any],
+    seconds: float,
 ) -> Any:
     at = f"file://{folder}/meeting"
     with one_gloo_thread():
@@ -102,7 +112,9 @@ def all_gather(part: torch.Tensor) -> torch.Tensor:
 
 
 def followed(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: torch.Tensor,
 ) -> Report:
     """The bytes of the second of two steps on `rows`, each storage followed from its birth to its
     end.

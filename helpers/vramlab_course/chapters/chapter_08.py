@@ -42,7 +42,8 @@ def run(program: Path, *options: str) -> Report:
     logging.set_verbosity_error()
     os.environ["HF_DATASETS_CACHE"] = str(program.parent / "cache")
     own = sys.argv, vramlab.WatchCallback
-    sys.argv, vramlab.WatchCallback = [str(program), *options, "--watch"], Kept
+    sys.argv = [str(program), *options, "--watch"]
+    vramlab.WatchCallback = Kept
     try:
         with capture_output():
             runpy.run_path(str(program), run_name="__main__")
@@ -127,7 +128,10 @@ def questions() -> list[list[dict[str, str]]]:
 
 
 def answers(
-    model: torch.nn.Module, tokenizer: Any, asked: Sequence[str], tokens: int = 48
+    model: torch.nn.Module,
+    tokenizer: Any,
+    asked: Sequence[str],
+    tokens: int = 48,
 ) -> list[str]:
     """What a chat model answers to each question, its likeliest `tokens` tokens."""
     said = []
@@ -189,7 +193,11 @@ def reachable(model: str) -> bool:
 
 
 def chat(
-    model: str, asked: Sequence[str], folder: Path, method: str = "lora", steps: int = 120
+    model: str,
+    asked: Sequence[str],
+    folder: Path,
+    method: str = "lora",
+    steps: int = 120,
 ) -> Chat:
     """Train `model`, a chat model's name on the hub or its folder, on `questions` by a written
     program; ask it before and after.
@@ -199,7 +207,9 @@ def chat(
     on_card = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(model)
     untrained = AutoModelForCausalLM.from_pretrained(
-        model, dtype="auto", device_map="cuda" if on_card else "cpu"
+        model,
+        dtype="auto",
+        device_map="cuda" if on_card else "cpu",
     )
     before = answers(untrained, tokenizer, asked)
     del untrained
@@ -211,7 +221,10 @@ def chat(
     data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))
     words = ["--model", model, "--data", data, "--output", folder / "chat", "--max-steps", steps]
     done = subprocess.run(
-        [sys.executable, program, *map(str, words)], capture_output=True, text=True, check=False
+        [sys.executable, program, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{program.name} failed:\n{done.stderr[-2000:]}")

@@ -22,9 +22,14 @@ from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import CATEGORIES, GiB, text_table
 
 NF4 = Quantization(
-    "nf4", double=True, prepare=False
+    "nf4",
+    double=True,
+    prepare=False,
 )  # as `plan` advises: no cast of what stays in 16 bits
-LADDER_MODEL, TOKENS, BATCH, LADDER_CARD = "llama-3.1-8b", 1024, 8, "H200"
+LADDER_MODEL = "llama-3.1-8b"
+TOKENS = 1024
+BATCH = 8
+LADDER_CARD = "H200"
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
 # By size: if one fits, so do those before it.
 MODELS = (
@@ -35,7 +40,8 @@ MODELS = (
 METHODS = ("full", "lora", "qlora")
 SAID = {"bf16-true": "bf16", "fp16-true": "fp16"}  # of full training; else weights are fp32
 INDENT = -0.23  # tables begin where the bars' labels do
-PAGE, MARGIN = (8.27, 11.69), 10 / 25.4  # inches
+PAGE = (8.27, 11.69)  # inches
+MARGIN = 10 / 25.4  # inches
 HEAD = ("largest part of the peak", "what to do", "chapter")
 MOVES = (
     (
@@ -73,10 +79,8 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
     """Bytes kept for each parameter by weights, gradients and states, for each way to train
     LADDER_MODEL.
     """
-    rows, eight_bits = (
-        [],
-        2 * (1 + 4 / 256),
-    )  # two states of a byte, and an fp32 scale for 256 of them
+    rows = []
+    eight_bits = 2 * (1 + 4 / 256)  # two states of a byte, and an fp32 scale for 256 of them
     for label, width, states in (
         ("fp32 or mixed, AdamW", 4, 8),
         ("mixed, 8-bit AdamW", 4, eight_bits),
@@ -86,7 +90,8 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
         rows.append((label, {"parameters": width, "gradients": width, "optimizer_states": states}))
     for label, base in (("LoRA r = 16", None), ("QLoRA r = 16", NF4)):
         recipe = Recipe(LADDER_MODEL, precision="bf16-true", lora=RANK, quantization=base)
-        n, table = recipe.shape.num_parameters, parameter_table(recipe)
+        n = recipe.shape.num_parameters
+        table = parameter_table(recipe)
         rows.append((label, {
             "parameters": sum(row.count * sum(row.blocks) for row in table) / n,
             "gradients": sum(row.count * row.size for row in table if row.trained) / n,
@@ -133,11 +138,20 @@ def largest_model(card: str, method: str) -> str:
     """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none;
     of full training also whether its weights are fp32 ("mixed")."""
     number, _, name = card.rpartition(" × ")
-    gpus, low, high, said = int(number or 1), 0, len(MODELS), "–"
+    gpus = int(number or 1)
+    low = 0
+    high = len(MODELS)
+    said = "–"
     while low < high:  # models below `low` fit, from `high` on they do not
         middle = (low + high) // 2
         question = Question(
-            MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method, offload=False
+            MODELS[middle],
+            name,
+            gpus,
+            global_batch=8,
+            seq_len=TOKENS,
+            method=method,
+            offload=False,
         )
         recipe = Search(question).any_fit()
         low, high = (middle + 1, high) if recipe else (low, middle)
@@ -201,9 +215,13 @@ def draw():
     import matplotlib.pyplot as plt
 
     figure = plt.figure(
-        FigureClass=style.figure_class(), figsize=PAGE, dpi=style.DPI, layout="constrained"
+        FigureClass=style.figure_class(),
+        figsize=PAGE,
+        dpi=style.DPI,
+        layout="constrained",
     )
-    x, y = MARGIN / PAGE[0], MARGIN / PAGE[1]
+    x = MARGIN / PAGE[0]
+    y = MARGIN / PAGE[1]
     figure.get_layout_engine().set(rect=(x, y + 0.02, 1 - 2 * x, 1 - 2 * y - 0.05))
     figure.heading = "Make it fit: GPU memory of training on one page"
     figure.text(x, 1 - y, figure.heading, fontweight="bold", fontsize=15, va="top")
@@ -252,10 +270,18 @@ def draw():
     _title(rules, "5 · Five sentences, and their letters")
     text = "\n".join([*RULES, *LETTERS])
     rules.text(
-        INDENT, 0.95, text, fontsize=7.2, va="top", linespacing=1.8, transform=rules.transAxes
+        INDENT,
+        0.95,
+        text,
+        fontsize=7.2,
+        va="top",
+        linespacing=1.8,
+        transform=rules.transAxes,
     )
     return style.finish(
-        figure, _summary(), "One page with five parts; the text beside it has all of its numbers."
+        figure,
+        _summary(),
+        "One page with five parts; the text beside it has all of its numbers.",
     )
 
 
@@ -285,7 +311,11 @@ def _summary() -> list[tuple[str, ...]]:
 
 
 def _stacks(
-    ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, after: Sequence[str] = ()
+    ax,
+    rows: list[tuple[str, dict[str, float]]],
+    form: str,
+    unit: int,
+    after: Sequence[str] = (),
 ) -> None:
     """Draw horizontal stacked bars with their sums, the first row on top."""
     names = [
@@ -296,7 +326,8 @@ def _stacks(
             for _, split in rows
         )
     ]
-    looks, width = style.look(names), max(sum(split.values()) for _, split in rows) / unit
+    looks = style.look(names)
+    width = max(sum(split.values()) for _, split in rows) / unit
     for i, (_, split) in enumerate(rows):
         left = 0.0
         for name in names:

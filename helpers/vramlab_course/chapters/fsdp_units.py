@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from vramlab.training.engine import Training
 
 WRAPPINGS = ("no sharding", "one unit", "a unit each")
-LAYERS, WIDTH, ROWS = 100, 256, 8
+LAYERS = 100
+WIDTH = 256
+ROWS = 8
 
 
 def hundred(wrapping: str) -> dict[str, Any]:

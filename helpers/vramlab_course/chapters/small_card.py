@@ -19,7 +19,8 @@ class Card(TorchDispatchMode):
 
     def __init__(self, limit: int, model: torch.nn.Module):
         super().__init__()
-        self.limit, self.sizes = limit, {}
+        self.limit = limit
+        self.sizes = {}
         self._hold([*model.parameters(), *model.buffers()])
 
     def _hold(self, values: Any) -> Any:

@@ -169,7 +169,10 @@ def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: An
     an A100.
     """
     return reports(
-        {"before": start, "after": {**start, **changes}}, gpu=CARD, common={"of": "usual"}, **how
+        {"before": start, "after": {**start, **changes}},
+        gpu=CARD,
+        common={"of": "usual"},
+        **how,
     )
 
 
@@ -194,7 +197,9 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
         raise RecordError("Waits for a record with a speed.")
     before, after = (report.speed.tokens_per_second for report in records)
     return Facts(
-        {"ratio": before / after}, "recorded", f"{made[1]} on {records[1].environment.get('gpu')}"
+        {"ratio": before / after},
+        "recorded",
+        f"{made[1]} on {records[1].environment.get('gpu')}",
     )
 
 
@@ -215,7 +220,10 @@ def recorded_report(recipe: Recipe, gpu: str | None = None, target: str = "cuda"
 
 @cache
 def witness(
-    recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda"
+    recipe: Recipe,
+    by: str = "predict",
+    gpu: str | None = None,
+    target: str = "cuda",
 ) -> Report:
     """The prediction or simulation of `recipe`, each once."""
     return (
@@ -233,7 +241,9 @@ def report_facts(report: Report) -> dict[str, Any]:
     }
     facts["N"] = facts["load"]["end"]["parameters"]
     facts.update(
-        peak=report.peak.total, reserved=_ends(report.reserved), process=_ends(report.process)
+        peak=report.peak.total,
+        reserved=_ends(report.reserved),
+        process=_ends(report.process),
     )
     return facts
 
@@ -259,7 +269,8 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
     """Questions to the planner by name: whether any recipe fits (`fits`), and its model's
     `parameters`.
     """
-    names, said = {}, []
+    names = {}
+    said = []
     for name, question in questions.items():
         asked = {"offload": False, **common, **question}
         frozen = {
@@ -282,7 +293,8 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
     limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
     names = {}
     for name, cure in runs.items():
-        expandable, lengths = cure.startswith("expandable"), cure.removeprefix("expandable ")
+        expandable = cure.startswith("expandable")
+        lengths = cure.removeprefix("expandable ")
         try:
             followed = chapter_07.run(lengths, limit, expandable)
         except AllocatorError:

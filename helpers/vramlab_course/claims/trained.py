@@ -25,7 +25,9 @@ from vramlab_course.quantizers import absmax, quantile
 from ..chapters.chapter_01 import deep_network, guessing
 from .expressions import Facts
 
-STEPS, BATCH, TOKENS = 8, 4, 64
+STEPS = 8
+BATCH = 4
+TOKENS = 64
 RATES = (1e-4, 1e-3)  # a run without a rate of its own takes the better one
 
 
@@ -54,7 +56,10 @@ def _walk(stored: Any, keys: list[str]) -> Any:
 
 
 def quantized(
-    method: str, bits: int, outlier: bool = False, block_size: int | None = None
+    method: str,
+    bits: int,
+    outlier: bool = False,
+    block_size: int | None = None,
 ) -> Facts:
     """4,096 normal numbers, one of them 100 with an `outlier`, quantized and back: `error`, the
     root of the mean squared difference; `middle` and `edge` of a table by quantiles, the distances
@@ -65,10 +70,13 @@ def quantized(
     small = absmax(values, bits, block_size) if method == "absmax" else quantile(values, bits)
     names = {"error": float((small.dequantize() - values).square().mean().sqrt())}
     if method == "quantile":
-        table, half = small.table, 2 ** (bits - 1)
+        table = small.table
+        half = 2 ** (bits - 1)
         names.update(middle=float(table[half] - table[half - 1]), edge=float(table[-1] - table[-2]))
     return Facts(
-        names, "measured", f"4,096 normal numbers, {method}, {bits} bits, blocks of {block_size}"
+        names,
+        "measured",
+        f"4,096 normal numbers, {method}, {bits} bits, blocks of {block_size}",
     )
 
 
@@ -87,7 +95,8 @@ def rounded_weights(format: str, limit: int = 8000) -> Facts:
     """`ratio`: the base model's bits per byte with its weights rounded to a format, relative to
     what they were.
     """
-    there, before = _bits(format, limit), _bits(None, limit)
+    there = _bits(format, limit)
+    before = _bits(None, limit)
     said = f"the base model on {limit:,} held-out bytes: {there:.3f} and {before:.3f} bits per byte"
     return Facts({"ratio": there / before}, "measured", said)
 
@@ -181,7 +190,10 @@ def trained(runs: Mapping[str, Mapping[str, Any]]) -> Facts:
 
 
 def accumulated(
-    lengths: list[int], by: str = "micro-batches", layer: str = "", parts: int = 4
+    lengths: list[int],
+    by: str = "micro-batches",
+    layer: str = "",
+    parts: int = 4,
 ) -> Facts:
     """`error`: how far gradients accumulated over `parts` micro-batches are from those of the whole
     batch, relative.
@@ -204,7 +216,9 @@ def accumulated(
         last.zero_grad()
         for part in rows:
             total = F.cross_entropy(
-                last(first(x[part].flatten(0, 1))), tokens[part].flatten(), reduction="sum"
+                last(first(x[part].flatten(0, 1))),
+                tokens[part].flatten(),
+                reduction="sum",
             )
             count = (tokens[part] != -100).sum() * len(rows) if divide else (tokens != -100).sum()
             (total / count).backward()

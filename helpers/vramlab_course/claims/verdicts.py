@@ -17,13 +17,11 @@ from vramlab.report.report import Interval
 
 from .expressions import evaluate, stored
 
-HOLDS, UNDER, NOT, WAS, WAITS = (
-    "holds",
-    "holds under",
-    "does not hold",
-    "was so until",
-    "waits for a GPU record",
-)
+HOLDS = "holds"
+UNDER = "holds under"
+NOT = "does not hold"
+WAS = "was so until"
+WAITS = "waits for a GPU record"
 UNSEEN = "not seen here"  # of "can be so": cases in which it is not so do not refute it
 RULES = ("equals", "at least", "within", "is")
 OWN = ("quoted", "until", "value")  # what a case may say otherwise than its claim
@@ -341,7 +339,8 @@ def judge(claim: Claim) -> Verdict:
             )
             findings[name] = Finding(value, facts.witness, facts.configuration)
         except (RecordError, MissingExtra) as error:
-            findings[name], missing[name] = None, str(error)
+            findings[name] = None
+            missing[name] = str(error)
         except (VramLabError, TypeError) as error:
             raise ClaimError(f"claim {claim.name}, {name}: {error}") from error
     return Verdict(claim, findings, missing)

@@ -29,7 +29,11 @@ def two_steps(first: Report, second: Report, room: int, title: str, about: str):
         ax.fill_between(x, 0, held, where=[size > 0 for size in held], **look)
         top = max(total)
         ax.annotate(
-            f"{top:.1f} GiB", (x[total.index(top)], top), (7, -9), **NEAR, fontweight="bold"
+            f"{top:.1f} GiB",
+            (x[total.index(top)], top),
+            (7, -9),
+            **NEAR,
+            fontweight="bold",
         )
         rows.append((str(n + 1), f"{held[0]:.2f}", f"{top:.2f}"))
     limit = room / GiB

@@ -66,7 +66,8 @@ def bell(table: Sequence[float], deviations: float):
     """Draw the share of normal numbers between neighbouring codes; 1 is so many standard
     deviations.
     """
-    normal, rows = NormalDist(0, 1 / deviations), [("from", "to", "share of the numbers")]
+    normal = NormalDist(0, 1 / deviations)
+    rows = [("from", "to", "share of the numbers")]
     title = "Between two NF4 levels lies about the same share of the numbers"
     said = (
         f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Dotted lines halfway "
@@ -102,7 +103,8 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
     looks = {"one scale": ("^", RED), "blocks": ("o", BLUE), "no scale": ("s", INK)}
     with canvas(title, said, about, rows) as ax:
         for y, (name, (_, cost)) in enumerate(ways):
-            kind, place = next((k for k in looks if k in name), "no scale"), (max(cost, 0.1), y)
+            kind = next((k for k in looks if k in name), "no scale")
+            place = (max(cost, 0.1), y)
             ax.plot(*place, looks[kind][0], color=looks[kind][1], markersize=9, label=kind)
             ax.annotate(rows[y + 1][2], place, (9, 0), textcoords="offset points", va="center")
         ax.set_yticks(range(len(ways)), [f"{name}: {bits:g} bits" for name, (bits, _) in ways])

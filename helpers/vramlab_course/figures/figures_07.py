@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 # Labels of a loop and their colours; PyTorch itself labels the first, under another name.
 WAITING = "waiting for data"
-BLUE, RED, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+GREY = "#999999"
 COLOURS = {WAITING: GREY, "forward": BLUE, "backward": RED, "update": GREEN}
-OPERATORS, KERNELS = "operators", "GPU kernels"
+OPERATORS = "operators"
+KERNELS = "GPU kernels"
 BANDS = (BLUE, RED, GREEN, "#CC79A7", "#E69F00", "#BBBBBB")
 NEAR = {"textcoords": "offset points"}
 Span = tuple[float, float]
@@ -146,7 +150,10 @@ def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
 
 
 def layer_times(
-    line: Mapping[int, float], measured: Mapping[int, float], title: str, subtitle: str
+    line: Mapping[int, float],
+    measured: Mapping[int, float],
+    title: str,
+    subtitle: str,
 ):
     """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones
     as dots.
@@ -244,7 +251,8 @@ def climb(run: Followed, lengths: list[int], room: int, title: str, subtitle: st
     """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's
     `room` in bytes.
     """
-    steps, held = range(1, len(lengths) + 1), [size / GiB for size in run.between]
+    steps = range(1, len(lengths) + 1)
+    held = [size / GiB for size in run.between]
     peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
     alt = (
         "Allocated goes up and down. Reserved only rises, at the samples longer than all "

@@ -11,7 +11,10 @@ Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and
 
 
 def stage_order(
-    schedule: str, stage: int, stages: int, micro_batches: int
+    schedule: str,
+    stage: int,
+    stages: int,
+    micro_batches: int,
 ) -> list[tuple[str, int]]:
     """Return the passes of a stage in order, as ("forward" or "backward", micro-batch).
 
@@ -35,7 +38,8 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
 
     @cache
     def end(stage: int, kind: str, m: int) -> float:
-        i, sender = orders[stage].index((kind, m)), stage - 1 if kind == "forward" else stage + 1
+        i = orders[stage].index((kind, m))
+        sender = stage - 1 if kind == "forward" else stage + 1
         waits = [end(stage, *orders[stage][i - 1])] if i else []
         if 0 <= sender < stages:
             waits += [end(sender, kind, m)]
@@ -82,10 +86,8 @@ def pipeline(
             placed = [
                 (stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind
             ]
-            at, starts = (
-                [stages - 0.5 - stage for stage, *_ in placed],
-                [start for *_, start in placed],
-            )
+            at = [stages - 0.5 - stage for stage, *_ in placed]
+            starts = [start for *_, start in placed]
             look = {
                 "color": colours[kind],
                 "edgecolor": style.INK,

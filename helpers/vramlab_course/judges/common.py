@@ -38,20 +38,26 @@ def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
 
 
 def largest_batch(
-    model: str, gpu: str, seq_len: int, part: str = "value", named: bool = True
+    model: str,
+    gpu: str,
+    seq_len: int,
+    part: str = "value",
+    named: bool = True,
 ) -> int:
     """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the
     card; 0 for none.
 
     Without `named`, predict does not know the card: a mistake that readers make.
     """
-    total, recipe = find_gpu(gpu).total, Recipe(model, 1, seq_len, "fp16-mixed")
+    total = find_gpu(gpu).total
+    recipe = Recipe(model, 1, seq_len, "fp16-mixed")
 
     def fits(batch: int) -> bool:
         report = predict(recipe.replace(batch_size=batch), gpu=gpu if named else None)
         return (report.peak.total if part == "peak" else getattr(report.process, part)) <= total
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -71,7 +77,8 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
 
 
 def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
-    seen, workers = [sample for part in parts for sample in part], len(parts)
+    seen = [sample for part in parts for sample in part]
+    workers = len(parts)
     if len(seen) == len(samples) * workers and samples and workers > 1:
         return f"every worker gives all samples: each comes {workers} times"
     if twice := sorted({sample for sample in seen if seen.count(sample) > 1}):
@@ -95,7 +102,11 @@ def random_tensor(*shape: int, low: int | None = None, high: int = 2):
 
 
 def same_tensor(
-    answer: Any, reference: Callable, cases: Callable, mistakes: Sequence, right: str
+    answer: Any,
+    reference: Callable,
+    cases: Callable,
+    mistakes: Sequence,
+    right: str,
 ) -> Feedback:
     """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of
     function and text.
@@ -107,7 +118,8 @@ def same_tensor(
             name: value.clone() if hasattr(value, "clone") else value
             for name, value in case.items()
         }
-        returned, expected = called(answer, *given.values()), reference(**case)
+        returned = called(answer, *given.values())
+        expected = reference(**case)
         if not isinstance(returned, torch.Tensor) or returned.shape != expected.shape:
             size = " × ".join(map(str, expected.shape))
             return Feedback(
@@ -187,7 +199,9 @@ def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
     for lr, *widths in ((0.1, 4, 6, 3), (0.02, 5, 5, 5, 5)):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-        model, x, most = torch.nn.Sequential(*layers), torch.randn(8, widths[0]), 0
+        model = torch.nn.Sequential(*layers)
+        x = torch.randn(8, widths[0])
+        most = 0
         plain = copy.deepcopy(model)
 
         def count(_, model=model):

@@ -13,7 +13,9 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from ..answers import NOT_ANSWERED, Feedback, kind_of
 from ..base_model import bits_per_byte, held_out, load_base_model
 
-BITS, COST = 4.5, 0.0032  # of the project: bits a number, and how much more bits per byte
+# Of the project.
+BITS = 4.5  # a number
+COST = 0.0032  # how much more bits per byte
 
 
 def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
@@ -29,12 +31,15 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
     ):
         network = torch.nn.Linear(2, 1, bias=False)
         gradient = torch.tensor([[large, 4 / 3 * large]])
-        before, network.weight.grad = network.weight.detach().clone(), gradient * scale
+        before = network.weight.detach().clone()
+        network.weight.grad = gradient * scale
         if broken is not None:
             network.weight.grad[0, 0] = broken
         decay = 0.0 if broken is None else 0.1
         returned = answer(
-            network, torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay), scale
+            network,
+            torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay),
+            scale,
         )
         moved = before - network.weight.detach()
         if broken is not None:
@@ -90,7 +95,10 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
     for seed, shape in enumerate(((64, 128), (96, 640))):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + seed
         packed, state = quantize_4bit(
-            weight, blocksize=64, quant_type="nf4", compress_statistics=True
+            weight,
+            blocksize=64,
+            quant_type="nf4",
+            compress_statistics=True,
         )
         inner = SimpleNamespace(code=state.state2.code, absmax=state.state2.absmax, blocksize=256)
         named = {
@@ -112,7 +120,8 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
 
 @cache
 def _base() -> tuple[Any, list[str], float]:
-    model, texts = load_base_model(), held_out(12_000)
+    model = load_base_model()
+    texts = held_out(12_000)
     return model, texts, bits_per_byte(model, texts, stride=256)
 
 

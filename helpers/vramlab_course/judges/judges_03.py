@@ -79,7 +79,12 @@ def accumulated(answer: Any) -> Feedback:
 
 
 def _wrong_sum(
-    gradient, exact, returned: Any, mean: float, rows: list[int], sizes: Sequence[int]
+    gradient,
+    exact,
+    returned: Any,
+    mean: float,
+    rows: list[int],
+    sizes: Sequence[int],
 ) -> str:
     if rows and max(rows) > max(sizes):
         return (
@@ -158,10 +163,8 @@ def packed(answer: Any) -> Feedback:
         if rows is None or rows is ...:
             return NOT_ANSWERED
         rows, few = [list(row) for row in rows], len(best_fit(lengths, size))
-        dealt, what = (
-            sorted(i for row in rows for i in row),
-            f"{len(lengths)} samples in rows of {size}: ",
-        )
+        dealt = sorted(i for row in rows for i in row)
+        what = f"{len(lengths)} samples in rows of {size}: "
         if dealt != list(range(len(lengths))):
             return _wrong(what + "not every index from 0 stands in exactly one row.")
         if over := [row for row in rows if sum(lengths[i] for i in row) > size]:

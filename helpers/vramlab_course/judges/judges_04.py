@@ -93,7 +93,9 @@ def gathered(answer: Any) -> SimpleNamespace:
     if not (isinstance(answer, type) and issubclass(answer, torch.autograd.Function)):
         raise BrokenPiece("A class was expected, a torch.autograd.Function.")
     torch.manual_seed(0)
-    weight, x, slope = torch.randn(6, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 6)
+    weight = torch.randn(6, 4)
+    x = torch.randn(2, 5, 4)
+    slope = torch.randn(2, 5, 6)
 
     def work(rank: int, world: int) -> dict[str, Any]:
         shard = weight.chunk(world)[rank].clone().requires_grad_()
@@ -201,7 +203,8 @@ class Recorded(list):
 
 def _ring(answer: Callable) -> str | None:
     for chunks in RINGS:
-        ranks, n = [Recorded(each) for each in chunks], len(chunks)
+        ranks = [Recorded(each) for each in chunks]
+        n = len(chunks)
         for number, rank in enumerate(ranks):
             rank.before = ranks[number - 1]
         answer(ranks)

@@ -28,7 +28,8 @@ MOST_PADDING = 1.2  # tokens computed for each real one
 
 def covered(intervals: Sequence[tuple[float, float]]) -> float:
     """Length of the union of intervals (start, end)."""
-    total, done = 0.0, float("-inf")
+    total = 0.0
+    done = float("-inf")
     for start, end in sorted(intervals):
         total += max(0, end - max(start, done))
         done = max(done, end)
@@ -61,10 +62,8 @@ def _parts(answer: Callable) -> str | None:
         if parts[0] is None or parts[0] is ...:
             return None
         parts = [list(part) for part in parts]
-        given, where = (
-            [sample for part in parts for sample in part],
-            f"with {count} samples, {ranks} ranks and {workers} workers each",
-        )
+        given = [sample for part in parts for sample in part]
+        where = f"with {count} samples, {ranks} ranks and {workers} workers each"
         if twice := [sample for sample in samples if given.count(sample) > 1]:
             return f"Sample {twice[0]} comes {given.count(twice[0])} times {where}."
         if missing := set(samples) - set(given):
@@ -89,7 +88,11 @@ class _Meter(TorchDispatchMode):
         self.limit = limit
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         old = {
             t.untyped_storage()._cdata
@@ -113,7 +116,9 @@ class _Meter(TorchDispatchMode):
 
 
 def trained(
-    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
 ) -> tuple[list[float], float]:
     """What exercise 07.3's loop has to do: keeps numbers only."""
     history = []
@@ -128,10 +133,13 @@ def trained(
 
 
 def leaky(
-    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
 ) -> tuple[list, Any]:
     """Exercise 07.3's loop as it is given."""
-    history, last = [], []
+    history = []
+    last = []
     for batch in batches:
         output = model(batch)
         loss = (output - batch).square().mean()
@@ -144,7 +152,9 @@ def leaky(
 
 
 def half_repaired(
-    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
 ) -> tuple[list, float]:
     """Numbers come back, and the outputs of all steps are still kept while it runs."""
     history, last = leaky(model, optimizer, batches)
@@ -154,10 +164,8 @@ def half_repaired(
 def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Meter]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
-    batches, optimizer = (
-        list(torch.randn(count, 64, 32)),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
+    batches = list(torch.randn(count, 64, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = _Meter()
     with meter:
         result = loop(model, optimizer, batches)
@@ -360,7 +368,8 @@ def in_batch(number: int, size: int) -> Callable[[Any], torch.Tensor]:
 
 def served(kind: type, requests: Sequence[Any]) -> Any:
     """An allocator of this kind after requests: (name, bytes) to allocate, a name to free."""
-    allocator, blocks = kind(), {}
+    allocator = kind()
+    blocks = {}
     for request in requests:
         if isinstance(request, str):
             allocator.free(blocks.pop(request))
@@ -377,7 +386,8 @@ def _texts(seed: int, count: int) -> list[int]:
 
 def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[int]:
     """Bytes reserved after each step: three tensors that grow with the padded tokens."""
-    allocator, reserved = Allocator(), []
+    allocator = Allocator()
+    reserved = []
     for batch in order:
         tokens = len(batch) * max(lengths[i] for i in batch)
         for block in [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]:

@@ -47,7 +47,8 @@ def planned(answer: Callable[..., Any]) -> Feedback:
         returned = answer(*asked)
         if returned is ... or (returned is None and asked is ASKED[0]):
             return NOT_ANSWERED
-        best, what = best_seconds(*asked), f"{model}, {gpu}: "
+        best = best_seconds(*asked)
+        what = f"{model}, {gpu}: "
         if wrong := (
             _wrong(returned, asked, best)
             if returned

@@ -86,19 +86,15 @@ def adapted_model(answer: Callable) -> Feedback:
 
     ids = torch.arange(64).view(1, 64)
     for model, r, alpha in zip(small_models(), (4, 3), (8, 12), strict=True):
-        start, expected = (
-            model(ids).logits,
-            sum(r * sum(layer.weight.shape) for layer in _inner(model)),
-        )
+        start = model(ids).logits
+        expected = sum(r * sum(layer.weight.shape) for layer in _inner(model))
         theirs = get_peft_model(
             copy.deepcopy(model), LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear")
         )
         ours = called(answer, model, r, alpha)
         trained = [p for p in ours.parameters() if p.requires_grad]
-        trained_numbers, same = (
-            sum(p.numel() for p in trained),
-            torch.allclose(ours(ids).logits, start, atol=1e-5),
-        )
+        trained_numbers = sum(p.numel() for p in trained)
+        same = torch.allclose(ours(ids).logits, start, atol=1e-5)
         zeros = sum(not p.any() for p in trained)
         for parameter in (*trained, *(p for p in theirs.parameters() if p.requires_grad)):
             parameter.data = random_tensor(*parameter.shape) / 8
@@ -109,7 +105,9 @@ def adapted_model(answer: Callable) -> Feedback:
             "one half of the new matrices begins at zero, the other at random": 2 * zeros
             != len(trained),
             "with the same A and B its logits are not PEFT's": not torch.allclose(
-                ours(ids).logits, theirs(ids).logits, atol=1e-3
+                ours(ids).logits,
+                theirs(ids).logits,
+                atol=1e-3,
             ),
         }
         if text := next((text for text, is_so in wrong.items() if is_so), ""):
@@ -132,7 +130,8 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     """What is wrong with `answer(model)`, or ""."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    expected, whole = copy.deepcopy(model), sum(p.numel() for p in model.parameters())
+    expected = copy.deepcopy(model)
+    whole = sum(p.numel() for p in model.parameters())
     inner = _inner(expected)
     shapes = {tuple(layer.weight.shape) for layer in inner}
     for layer in inner:
@@ -145,7 +144,8 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     trained = [place for place, p in model.named_parameters() if p.requires_grad]
     held = sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
     most = 4 * whole - (4 - 4.5 / 8) * sum(layer.weight.numel() for layer in inner)
-    embeds, kept = model.get_input_embeddings()(ids).detach().requires_grad_(), []
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
     ):
