@@ -233,5 +233,6 @@ def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torc
     labels = torch.full_like(ids, -100)
     for row, (tokens, new) in enumerate(batch):
         ids[row, : len(tokens)] = torch.tensor(tokens)
-        labels[row, len(tokens) - new : len(tokens)] = torch.tensor(tokens[len(tokens) - new :])
+        first = len(tokens) - new
+        labels[row, first : len(tokens)] = torch.tensor(tokens[first:])
     return ids, labels

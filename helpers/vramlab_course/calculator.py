@@ -167,7 +167,8 @@ class Calculator:
         """Set controls by name; what cannot be trained leaves the last valid picture and says why
         in `error`.
         """
-        if unknown := ", ".join(sorted(state.keys() - CONTROLS.keys())):
+        unknown = ", ".join(sorted(state.keys() - CONTROLS.keys()))
+        if unknown:
             raise ValueError(
                 f"the calculator has no control {unknown}; it has {', '.join(CONTROLS)}."
             )
@@ -235,7 +236,8 @@ class Calculator:
         self._picture = ipywidgets.Output()
         self._draw()
         columns = ipywidgets.Layout(
-            grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))", max_width="1000px"
+            grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))",
+            max_width="1000px",
         )
         return ipywidgets.VBox(
             [ipywidgets.GridBox(list(self._widgets.values()), layout=columns), self._picture]

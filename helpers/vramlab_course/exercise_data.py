@@ -222,7 +222,8 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
     def function(expression: str) -> Callable[..., Any]:
         by_name = names.function(expression)
         return lambda *given, **named: by_name(
-            **dict(zip(parameters, given, strict=False)), **named
+            **dict(zip(parameters, given, strict=False)),
+            **named,
         )
 
     reference = function(entry["answer"])
@@ -242,7 +243,8 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
 
 
 def _tried(
-    entry: Mapping[str, Any], names: Names
+    entry: Mapping[str, Any],
+    names: Names,
 ) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
     """Makers of the answers that a check must accept, and of those it must reject."""
     return tuple(

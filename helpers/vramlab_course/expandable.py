@@ -91,7 +91,8 @@ class ExpandablePool(Pool):
         allocator.reserve(_total(pages))
         allocator.mallocs += len(pages) - 1
         for at, end in pages:
-            if (behind := self.holes.pop(at)) > end:
+            behind = self.holes.pop(at)
+            if behind > end:
                 self.holes[end] = behind
             self.give((at, end))
         return start, self.remove(start)

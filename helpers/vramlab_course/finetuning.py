@@ -79,9 +79,13 @@ def finetune(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     warm = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
-    )
+
+    def share_of_rate(step: int) -> float:
+        rising = (step + 1) / warm
+        falling = (steps - step) / max(1, steps - warm)
+        return min(rising, falling)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
     losses = []
     training = model.training
     model.train()

@@ -112,9 +112,8 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
 
 def _closed(log: Log) -> list[int]:
     """Positions of the events of storages that are both born and freed within `log`."""
-    born, freed = (
-        {id(storage) for size, storage, _ in log if (size > 0) is birth} for birth in (True, False)
-    )
+    born = {id(storage) for size, storage, _ in log if size > 0}
+    freed = {id(storage) for size, storage, _ in log if size <= 0}
     closed = born & freed
     return [position for position, event in enumerate(log) if id(event[1]) in closed]
 

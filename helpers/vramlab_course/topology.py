@@ -110,9 +110,8 @@ class Topology:
         codes = [self.codes[pair] for pair in combinations(self.gpus, 2)]
         rows = [("path", "pairs", "meaning")]
         for code in sorted(set(codes), key=_rank):
-            rows.append(
-                (code, str(codes.count(code)), PATHS[kind(code)].replace("#", str(_links(code))))
-            )
+            meaning = PATHS[kind(code)].replace("#", str(_links(code)))
+            rows.append((code, str(codes.count(code)), meaning))
         return text_table(rows) if codes else f"{len(self.gpus)} GPU: no path to speak of"
 
 
@@ -135,7 +134,8 @@ def parse_topology(text: str) -> Topology:
         for row in map(str.split, reversed(lines[head + 1 :]))
         if row and row[0] in columns
     }
-    if missing := [name for name in columns if name not in rows]:
+    missing = [name for name in columns if name not in rows]
+    if missing:
         raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
     codes = {}
     for name in columns:

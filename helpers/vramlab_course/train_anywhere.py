@@ -170,7 +170,8 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(given.seed)
     if given.from_scratch:
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(given.model), dtype=torch.float32
+            AutoConfig.from_pretrained(given.model),
+            dtype=torch.float32,
         )
     else:
         model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
@@ -181,7 +182,8 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         return model
     if given.sharding == "ddp":
         return DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
         )
     half = (
         torch.bfloat16 if given.precision == "bf16" else None
@@ -194,12 +196,18 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     return model
 
 
-def train_step(model, optimizer, rows: torch.Tensor, given: argparse.Namespace) -> torch.Tensor:
+def train_step(
+    model,
+    optimizer,
+    rows: torch.Tensor,
+    given: argparse.Namespace,
+) -> torch.Tensor:
     """Run one optimizer step on this rank's rows; returns their mean loss."""
     parts = rows.split(given.micro_batch or len(rows))
     total = torch.zeros((), device=rows.device)
     autocasts = given.precision == "bf16" and not hasattr(
-        model, "set_requires_gradient_sync"
+        model,
+        "set_requires_gradient_sync",
     )  # FSDP has its own way
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # gradients are averaged over ranks once, after the last
@@ -227,7 +235,13 @@ def newest(folder: Path | None) -> Path | None:
     return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
-def save(model, optimizer, step: int, folder: Path, rank: int) -> None:
+def save(
+    model,
+    optimizer,
+    step: int,
+    folder: Path,
+    rank: int,
+) -> None:
     """Write this rank's shards; rank 0 renames the folder once all are there."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     part = folder / f"step-{step}.part"
@@ -251,7 +265,12 @@ def load(model, optimizer, folder: Path) -> int:
     return int(folder.name[5:])
 
 
-def train(given: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
+def train(
+    given: argparse.Namespace,
+    device: torch.device,
+    rank: int,
+    world: int,
+) -> None:
     """Train from the newest checkpoint, or from the start, to step `given.steps`."""
     if given.model is None or not (given.model / "config.json").exists():
         raise SystemExit(
@@ -290,7 +309,8 @@ def train(given: argparse.Namespace, device: torch.device, rank: int, world: int
             save(model, optimizer, step + 1, given.checkpoint, rank)
     if given.export:
         whole = get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            model,
+            options=StateDictOptions(full_state_dict=True, cpu_offload=True),
         )
         if rank == 0:
             getattr(model, "module", model).save_pretrained(given.export, state_dict=whole)

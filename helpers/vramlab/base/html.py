@@ -17,7 +17,10 @@ EMPTY = "░"
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", notes: Iterable[str] = ()
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str = "",
+    notes: Iterable[str] = (),
 ) -> str:
     """Return a table; the first column is left-aligned, and all texts are escaped."""
     lines = ["<table>"]

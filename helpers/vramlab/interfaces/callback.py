@@ -82,7 +82,8 @@ class WatchCallback(TrainerCallback):
             )
         handler = sys._getframe(1).f_locals.get("self")
         if isinstance(
-            handler, CallbackHandler
+            handler,
+            CallbackHandler,
         ):  # to add to what reporters log, this one comes before them
             handler.callbacks.sort(key=lambda each: each is not self)
 
@@ -165,7 +166,8 @@ class WatchCallback(TrainerCallback):
         """Warn of the lines of which each step followed has left storages."""
         self.close()
         self._since = len(self.held)
-        if found := recorder.leaks(self._ends, LEAST):
+        found = recorder.leaks(self._ends, LEAST)
+        if found:
             self.leaks = found
             why = "memory grows with every step; what one step leaves, by the line that made it:"
             warnings.warn(f"{why}\n{found}", stacklevel=2)

@@ -177,7 +177,8 @@ def predict(
     lengths: option(Path | None, LENGTHS + ": a whole run.", "--lengths", "--dataset") = None,
     pretrained: Pretrained = False,
     train_sampling_strategy: option(
-        str | None, "With --lengths, as in TrainingArguments: random if left out."
+        str | None,
+        "With --lengths, as in TrainingArguments: random if left out.",
     ) = None,
     gpu: GpuName = None,
     other_memory: OtherMemory = None,
@@ -302,7 +303,8 @@ def plan(
         gpu = None
     if dataset:
         asked["lengths"] = read_lengths(
-            dataset, functools.partial(tokens_of, asked["model"], pretrained)
+            dataset,
+            functools.partial(tokens_of, asked["model"], pretrained),
         )
     if confirm and is_watched() and not as_json:
         at_once = plan(gpu=gpu, confirm=False, **asked)
@@ -392,7 +394,8 @@ def run_script(
     say(str(seen))
     if report and seen.reports:
         write_atomically(
-            report, max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
+            report,
+            max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2),
         )
     raise typer.Exit(seen.status)
 
@@ -423,7 +426,8 @@ def diff(
     "architecture."
 )
 def models(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "",
+    as_json: JSON = False,
 ) -> None:
     from . import lists
 
@@ -433,7 +437,8 @@ def models(
 
 @app.command(help="The cards that have a name: memory and rates.")
 def gpus(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "",
+    as_json: JSON = False,
 ) -> None:
     from . import lists
 

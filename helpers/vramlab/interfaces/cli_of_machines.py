@@ -84,7 +84,8 @@ def share(
     ] = None,
     folder: option(Path, "Where to write what may be sent.") = Path("."),
     browse: option(
-        bool, "Open the page that takes it. Nothing is sent before you say so there."
+        bool,
+        "Open the page that takes it. Nothing is sent before you say so there.",
     ) = True,
 ) -> None:
     from ..measurement.share import share

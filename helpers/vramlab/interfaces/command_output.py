@@ -131,7 +131,12 @@ def on_host(report: Report) -> str:
     return f", and {size / GiB:.1f} GiB of host memory are free"
 
 
-def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
+def finish(
+    report: Report,
+    card: Gpu | None,
+    as_json: bool,
+    whole: Any = None,
+) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card.
 
     Exit as both mean.

@@ -116,7 +116,12 @@ def requirements(extra: str = "course") -> list[tuple[str, str]]:
     return [(r.name, str(r.specifier)) for r in needed]
 
 
-def judged(name: str, value: str, trouble: str = "", required: bool = False) -> Check:
+def judged(
+    name: str,
+    value: str,
+    trouble: str = "",
+    required: bool = False,
+) -> Check:
     """Return a check that warns where `trouble` says what to do."""
     return Check(name, WARN if trouble else OK, value, trouble, required)
 
@@ -127,7 +132,8 @@ def packages() -> Iterator[Check]:
     yield Check("python", OK, platform.python_version(), required=True)
     own = {name for name, _ in requirements("")}
     for name, specifier in requirements():
-        if (version := installed(name)) is None:
+        version = installed(name)
+        if version is None:
             advice = f"pip install '{name}{specifier}'"
             if name not in own:
                 advice += " where simulate, measure or the course want it; predict does not"
@@ -174,7 +180,8 @@ def may_have_gpu() -> bool:
 
 def gpus() -> Iterator[Check]:
     try:
-        if loaded := "torch" in sys.modules or may_have_gpu():
+        loaded = "torch" in sys.modules or may_have_gpu()
+        if loaded:
             import torch
 
             cuda = torch.version.cuda
@@ -221,7 +228,8 @@ def _no_gpu(cuda: str | None) -> Check:
             else "torch is a CPU build: install one for CUDA (pytorch.org/get-started)"
         )
         return judged("GPU", f"{seen.name}, but torch cannot use it", advice)
-    if hidden := _hidden():
+    hidden = _hidden()
+    if hidden:
         return judged("GPU", f"none{hidden}", "unset the variable, then start Python again")
     where = (
         menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ)

@@ -56,7 +56,8 @@ def install() -> None:
     """Wait for the script to load torch and transformers."""
     zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
     sys.meta_path.insert(
-        0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero})
+        0,
+        AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero}),
     )
 
 
@@ -245,7 +246,12 @@ def watch_trainers(module: ModuleType) -> None:
     module.Trainer.__init__ = __init__
 
 
-def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], process: int) -> None:
+def leave(
+    torch: ModuleType,
+    peaks: dict[str, int],
+    look: Callable[[], None],
+    process: int,
+) -> None:
     """Write peaks, the last Trainer's watched report and the allocator's history to the folder."""
     folder = os.environ.get(FOLDER)
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():

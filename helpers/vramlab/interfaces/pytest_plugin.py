@@ -27,7 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns"
+        "markers",
+        "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns",
     )
 
 

@@ -75,7 +75,8 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     fields = fields_of(OPTIONS, given)
     sharding = fields.get("sharding", {})
     if 3 not in STAGES.get(
-        sharding.get("engine"), (3,)
+        sharding.get("engine"),
+        (3,),
     ):  # the default stage is none of this engine's
         sharding.setdefault("stage", 0)
     if fields.get("trainer", "transformers") != "transformers" and "quantization" in fields:
@@ -138,7 +139,8 @@ def recipe_of_arguments(
     foreign = undeclared(values, kind)
     with needing(kind):
         arguments = _made(
-            TRAINERS[kind], {name: n for name, n in values.items() if name not in foreign}
+            TRAINERS[kind],
+            {name: n for name, n in values.items() if name not in foreign},
         )
         if TRAINERS[kind] != trainer == "sft":  # SFTTrainer makes an SFTConfig of them
             arguments = _made(trainer, arguments.to_dict())

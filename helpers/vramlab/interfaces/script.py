@@ -154,11 +154,13 @@ class _Reader(CallReader):
                 says_nothing = isinstance(line, ast.Pass) or is_text
                 if not says_nothing and getattr(line, "name", "") not in WORDS["trainer_overrides"]:
                     self.lines.refuse(
-                        line, f"replaces what {name} does in a step, which no recipe says"
+                        line,
+                        f"replaces what {name} does in a step, which no recipe says",
                     )
             for other in own.bases[1:]:
                 self.lines.refuse(
-                    other, f"is a second class that {name} is made from, which no recipe says"
+                    other,
+                    f"is a second class that {name} is made from, which no recipe says",
                 )
             whole = self.tree.dotted(own.bases[0]) or ast.unparse(own.bases[0])
             name = whole.rpartition(".")[2]
@@ -247,7 +249,8 @@ class _Reader(CallReader):
         cast = words.pop("autocast_adapter_dtype", None)
         if cast is not None and self.fields.get("lora") is not None:
             self.fields["lora"]["autocast_adapter_dtype"] = self._value(
-                "autocast_adapter_dtype", cast
+                "autocast_adapter_dtype",
+                cast,
             )
         for name, node in words.items():
             self._note(name, node)
@@ -276,7 +279,8 @@ class _Reader(CallReader):
         It switches checkpointing on too, unless it is told not to.
         """
         words = self._words(
-            call, ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs")
+            call,
+            ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
         )
         self._load(words.get("model"))
         if not self.fields.get("quantization"):
@@ -303,7 +307,8 @@ class _Reader(CallReader):
             self.arguments["use_liger_kernel"] = True
         self.fields["task"] = HEADS[head[0]]
         words = self._words(
-            call, ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",)
+            call,
+            ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",),
         )
         for name, node in words.items():
             self._loading_word(name, node)
@@ -364,7 +369,8 @@ class _Reader(CallReader):
             return
         if not isinstance(call, ast.Call) or self.tree.name(call) != "BitsAndBytesConfig":
             self.lines.refuse(
-                node, "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits"
+                node,
+                "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits",
             )
         own = "bnb_4bit_"
         refused = CLASSIFIED["refused_in"]["BitsAndBytesConfig"]

@@ -77,7 +77,8 @@ class Lines(Notes):
         if isinstance(node, ast.Attribute) and not self.tree.dotted(node):
             whole = self.kind(node.value)
             return {"trainer": {"model": "model", "args": "args"}.get(node.attr, "")}.get(
-                whole, whole
+                whole,
+                whole,
             )
         if isinstance(node, ast.Subscript | ast.Starred | ast.Await):
             return self.kind(node.value)
@@ -182,7 +183,8 @@ class Lines(Notes):
             self.note(node)
 
     def _account_for_definition(
-        self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        self,
+        node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
     ) -> None:
         """Note what a class or function is made from or wrapped in, where that is not read."""
         for decorator in node.decorator_list:
@@ -236,7 +238,8 @@ class Lines(Notes):
             if method in HANDED_OVER and self.kind(owner) != "model":
                 values += [*call.args, *(word.value for word in call.keywords)]
                 given = next(
-                    (word.value for word in call.keywords if word.arg == "fn_kwargs"), None
+                    (word.value for word in call.keywords if word.arg == "fn_kwargs"),
+                    None,
                 )
                 if given is not None and any(self.kind(one) == "model" for one in ast.walk(given)):
                     self.note(call)
@@ -268,7 +271,8 @@ class Lines(Notes):
             self._take_liger(call, name)
         elif name == "set_float32_matmul_precision":
             self.arguments.setdefault(
-                "tf32", getattr(call.args[0], "value", "") in ("high", "medium")
+                "tf32",
+                getattr(call.args[0], "value", "") in ("high", "medium"),
             )
         elif not self._is_known_call(call, whole, name):
             self.note(call)

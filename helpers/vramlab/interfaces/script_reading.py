@@ -46,7 +46,8 @@ class CallReader:
                 nodes |= self._words(whole)
             else:
                 self.lines.refuse(
-                    call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}"
+                    call,
+                    f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}",
                 )
         return nodes
 

@@ -110,7 +110,8 @@ class Tree:
                 each: ast.expr | None = None
                 if value is not None and not isinstance(value, ast.Tuple | ast.List):
                     each = ast.copy_location(
-                        ast.Subscript(value, ast.Constant(index), ast.Load()), value
+                        ast.Subscript(value, ast.Constant(index), ast.Load()),
+                        value,
                     )
                     self.parents[each] = statement
                 elif value is not None and len(value.elts) == len(target.elts):

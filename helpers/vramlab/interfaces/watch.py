@@ -59,7 +59,8 @@ class watch:
             )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise VramLabError(f"watch {SCRIPTED}: watch the module that was scripted or traced")
-        if (lazy := lazy_parameter(model)) is not None:
+        lazy = lazy_parameter(model)
+        if lazy is not None:
             raise VramLabError(
                 f"watch needs every size, and {lazy!r} is lazy: call the module once before"
             )

@@ -34,7 +34,8 @@ def words_of(text: str) -> list[str]:
 
 
 def said(
-    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+    words: list[str],
+    options: Callable[[list[str]], dict[str, Any]],
 ) -> tuple[Recipe | Report, list[str]]:
     """Return what words say, and notes on what of it is left out.
 
@@ -52,7 +53,8 @@ def said(
 
 
 def _recipe_said(
-    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+    words: list[str],
+    options: Callable[[list[str]], dict[str, Any]],
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe of MODEL and options, and notes, as `said` does."""
     rest = list(words)

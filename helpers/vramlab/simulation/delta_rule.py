@@ -25,7 +25,8 @@ def gated_delta_rule(
     does, as that frees tensors.
     """
     initial_dtype = query.dtype
-    if (groups := value.shape[2] // key.shape[2]) > 1:
+    groups = value.shape[2] // key.shape[2]
+    if groups > 1:
         query = query.repeat_interleave(groups, dim=2)
         key = key.repeat_interleave(groups, dim=2)
     repeated = query, key  # the caller held them
@@ -50,7 +51,8 @@ def gated_delta_rule(
     ]
     g = g.reshape(batch_size, heads, -1, chunk_size)
     mask = torch.triu(
-        torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=query.device), diagonal=0
+        torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=query.device),
+        diagonal=0,
     )
 
     g = g.cumsum(dim=-1)

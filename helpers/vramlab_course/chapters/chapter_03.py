@@ -41,7 +41,8 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
 def requests() -> Requests:
     """Requests of a gpt2 of four layers at each of LENGTHS."""
     return requests_of(
-        Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4), LENGTHS
+        Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4),
+        LENGTHS,
     )
 
 

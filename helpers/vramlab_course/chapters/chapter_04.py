@@ -67,7 +67,13 @@ def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
         return [torch.load(f"{folder}/{number}", weights_only=False) for number in range(count)]
 
 
-def _enter(number: int, work: Callable[..., Any], count: int, folder: str, given: tuple) -> None:
+def _enter(
+    number: int,
+    work: Callable[..., Any],
+    count: int,
+    folder: str,
+    given: tuple,
+) -> None:
     torch.set_num_threads(1)
     try:
         found = work(number, count, folder, *given)
@@ -76,7 +82,12 @@ def _enter(number: int, work: Callable[..., Any], count: int, folder: str, given
     torch.save(found, f"{folder}/{number}")
 
 
-def _alone(number: int, count: int, folder: str, function: Callable[[], Any]) -> Any:
+def _alone(
+    number: int,
+    count: int,
+    folder: str,
+    function: Callable[[], Any],
+) -> Any:
     return function()
 
 

@@ -121,7 +121,8 @@ def questions() -> list[list[dict[str, str]]]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
                 continue
-            if said := ast.get_docstring(node):
+            said = ast.get_docstring(node)
+            if said:
                 asked = f"What does vramlab's `{node.name}` do?"
                 chats.append([_turn("user", asked), _turn("assistant", said.split("\n\n")[0])])
     return chats

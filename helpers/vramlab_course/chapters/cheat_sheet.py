@@ -176,15 +176,13 @@ def matrix() -> list[tuple[str, ...]]:
 def as_text() -> str:
     """The numbers of the sheet as text tables."""
     kept = [("bytes a parameter, kept", "weights", "gradients", "states", "sum")]
-    kept += [
-        (label, *(f"{n:.2f}" for n in (*parts.values(), sum(parts.values()))))
-        for label, parts in bytes_rows()
-    ]
+    for label, parts in bytes_rows():
+        numbers = [*parts.values(), sum(parts.values())]
+        kept.append((label, *(f"{n:.2f}" for n in numbers)))
     climbed = [(f"{LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens", "peak, GiB", "time, ×")]
-    climbed += [
-        (label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}")
-        for label, split, time in ladder_rows()
-    ]
+    for label, split, time in ladder_rows():
+        peak = sum(split.values()) / GiB
+        climbed.append((label, f"{peak:.1f}", f"{time:.2f}"))
     titles = (
         "What a parameter keeps",
         "What each switch saves",
@@ -197,16 +195,25 @@ def as_text() -> str:
         text_table(matrix()),
         text_table(_left([HEAD, *MOVES])),
     )
-    text = "\n\n".join(f"{title}\n\n{part}" for title, part in zip(titles, parts, strict=True))
+    chapters = zip(titles, parts, strict=True)
+    text = "\n\n".join(f"{title}\n\n{part}" for title, part in chapters)
     return "\n".join([text, "", *RULES, *LETTERS])
 
 
 def _left(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Align all columns to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        tuple(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    ]
+    widths = _widths(rows)
+    aligned = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        aligned.append(tuple(cell.ljust(width) for cell, width in cells))
+    return aligned
+
+
+def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """Letters of the longest cell of each column."""
+    columns = zip(*rows, strict=True)
+    return [max(map(len, column)) for column in columns]
 
 
 @style.styled()
@@ -243,7 +250,8 @@ def draw():
         16,
     )
     climb.set_xlabel(
-        f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has", fontsize=8
+        f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has",
+        fontsize=8,
     )
     for name, side in (
         ("T4", "right"),
@@ -318,16 +326,14 @@ def _stacks(
     after: Sequence[str] = (),
 ) -> None:
     """Draw horizontal stacked bars with their sums, the first row on top."""
-    names = [
-        name
-        for name in CATEGORIES
-        if any(
-            split.get(name, 0) / unit > 0.003 * max(sum(other.values()) / unit for _, other in rows)
-            for _, split in rows
-        )
-    ]
+    splits = [split for _, split in rows]
+    width = max(sum(split.values()) for split in splits) / unit
+    names = []
+    for name in CATEGORIES:
+        largest = max(split.get(name, 0) for split in splits) / unit
+        if largest > 0.003 * width:
+            names.append(name)
     looks = style.look(names)
-    width = max(sum(split.values()) for _, split in rows) / unit
     for i, (_, split) in enumerate(rows):
         left = 0.0
         for name in names:
@@ -335,7 +341,9 @@ def _stacks(
             label = name.replace("_", " ") if i == 0 else None
             ax.barh(i, size, left=left, height=0.72, label=label, **looks[name])
             left += size
-        said = form.format(sum(split.values()) / unit) + (after[i] if after else "")
+        said = form.format(sum(split.values()) / unit)
+        if after:
+            said += after[i]
         ax.text(left + 0.01 * width, i, said, va="center", fontsize=8, bbox=style.PATCH)
     ax.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
     ax.invert_yaxis()
@@ -350,7 +358,7 @@ def _table(ax, rows: Sequence[tuple[str, ...]], title: str) -> None:
     """Draw a table of text."""
     ax.set_axis_off()
     _title(ax, title)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = _widths(rows)
     shares = [width / sum(widths) for width in widths]
     drawn = ax.table(
         [list(row) for row in rows],

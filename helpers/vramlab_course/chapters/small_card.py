@@ -33,5 +33,11 @@ class Card(TorchDispatchMode):
             raise torch.OutOfMemoryError(f"more than {format_bytes(self.limit, 'MiB')}")
         return values
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        function,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         return self._hold(function(*args, **(kwargs or {})))

@@ -119,8 +119,12 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
 def _nf4(numbers: int) -> int:
     """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks
     of 256; their offset, 256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
+    codes = -(-numbers // 2)
     scales = -(-numbers // 64)
-    return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 + 4 * 256 + 4 * 16
+    scales_of_scales = 4 * -(-scales // 256)
+    offset = 4
+    levels = 4 * 256 + 4 * 16
+    return codes + scales + scales_of_scales + offset + levels
 
 
 # --- reports
@@ -235,10 +239,9 @@ def report_facts(report: Report) -> dict[str, Any]:
     """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole
     run's in bytes.
     """
-    facts: dict[str, Any] = {
-        name: {moment: _split(getattr(phase, moment)) for moment in ("peak", "end")}
-        for name, phase in report.phases.items()
-    }
+    facts: dict[str, Any] = {}
+    for name, phase in report.phases.items():
+        facts[name] = {"peak": _split(phase.peak), "end": _split(phase.end)}
     facts["N"] = facts["load"]["end"]["parameters"]
     facts.update(
         peak=report.peak.total,
@@ -344,7 +347,8 @@ def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
 
 
 def two_ranks(
-    ways: Mapping[str, Mapping[str, Any]] = {}, wrappings: Mapping[str, str] = {}
+    ways: Mapping[str, Mapping[str, Any]] = {},
+    wrappings: Mapping[str, str] = {},
 ) -> Facts:
     """What one of two real ranks sends in a step of the base model, phase by phase, in units of its
     parameters (Ψ); and of a hundred linear layers wrapped in FSDP units, what is gathered at a

@@ -132,7 +132,8 @@ def loaded(samples: int = 0, sharded: bool = False) -> Facts:
     alone, _ = waited(0)
     tries = (waited(2) for _ in range(3))
     seconds, owners = next(
-        (found for found in tries if found[0] < alone / 2), (alone, {os.getpid()})
+        (found for found in tries if found[0] < alone / 2),
+        (alone, {os.getpid()}),
     )
     names = {
         "hidden": seconds < alone / 2,
@@ -311,13 +312,15 @@ def sent(recipe: Recipe) -> dict[str, Any]:
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
-    multiples: dict[str, Any] = {
-        name: {k: phases.get(name, {}).get(k, 0) / psi for k in kinds} for name in names
-    }
-    for phase in [*multiples.values()]:
+    multiples: dict[str, Any] = {}
+    for name in dict.fromkeys(names):
+        sizes = phases.get(name, {})
+        phase = {kind: sizes.get(kind, 0) / psi for kind in kinds}
         phase["ring"] = sum(phase.values()) + phase["all_reduce"]
+        multiples[name] = phase
     multiples["ring"] = sum(phase["ring"] for phase in multiples.values())
-    multiples["all"] = sum(size for phase in phases.values() for size in phase.values()) / psi
+    everything = sum(sum(sizes.values()) for sizes in phases.values())
+    multiples["all"] = everything / psi
     return multiples
 
 

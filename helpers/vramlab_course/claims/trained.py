@@ -68,11 +68,13 @@ def quantized(
     if outlier:
         values[2048] = 100.0
     small = absmax(values, bits, block_size) if method == "absmax" else quantile(values, bits)
-    names = {"error": float((small.dequantize() - values).square().mean().sqrt())}
+    off = small.dequantize() - values
+    names = {"error": float(off.square().mean().sqrt())}
     if method == "quantile":
         table = small.table
         half = 2 ** (bits - 1)
-        names.update(middle=float(table[half] - table[half - 1]), edge=float(table[-1] - table[-2]))
+        names["middle"] = float(table[half] - table[half - 1])
+        names["edge"] = float(table[-1] - table[-2])
     return Facts(
         names,
         "measured",
@@ -102,7 +104,12 @@ def rounded_weights(format: str, limit: int = 8000) -> Facts:
 
 
 @cache
-def _loss(dtype: str, scaled: bool, layers: int, steps: int) -> tuple[float, float]:
+def _loss(
+    dtype: str,
+    scaled: bool,
+    layers: int,
+    steps: int,
+) -> tuple[float, float]:
     """(lowest loss of the last ten steps, loss of guessing) of chapter 01's net in autocast."""
     network, x, labels = deep_network(layers)
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
@@ -122,11 +129,13 @@ def _loss(dtype: str, scaled: bool, layers: int, steps: int) -> tuple[float, flo
 def learns(dtype: str, layers: int = 20, steps: int = 150) -> Facts:
     """`plain` and `scaled`: whether chapter 01's network gets a tenth below the loss of guessing,
     without and with loss scaling."""
-    losses = {
-        name: _loss(dtype, on, layers, steps) for name, on in (("plain", False), ("scaled", True))
-    }
-    names = {name: bool(loss < 0.9 * guess) for name, (loss, guess) in losses.items()}
-    said = ", ".join(f"{name} {loss:.2f}" for name, (loss, _) in losses.items())
+    names = {}
+    losses = []
+    for name, is_scaled in (("plain", False), ("scaled", True)):
+        loss, guess = _loss(dtype, is_scaled, layers, steps)
+        names[name] = bool(loss < 0.9 * guess)
+        losses.append(f"{name} {loss:.2f}")
+    said = ", ".join(losses)
     return Facts(
         names,
         "measured",
@@ -220,15 +229,17 @@ def accumulated(
                 tokens[part].flatten(),
                 reduction="sum",
             )
-            count = (tokens[part] != -100).sum() * len(rows) if divide else (tokens != -100).sum()
+            counted = tokens[part] if divide else tokens
+            count = (counted != -100).sum()
+            if divide:
+                count = count * len(rows)
             (total / count).backward()
         return last.weight.grad.clone()
 
     size = len(lengths) // parts
     whole = gradient([slice(None)], divide=False)
-    pieces = gradient(
-        [slice(i * size, (i + 1) * size) for i in range(parts)], divide=by == "micro-batches"
-    )
+    slices = [slice(i * size, (i + 1) * size) for i in range(parts)]
+    pieces = gradient(slices, divide=by == "micro-batches")
     error = ((pieces - whole).norm() / whole.norm()).item()
     kind = "equal" if len(set(lengths)) == 1 else "different"
     return Facts(

@@ -25,7 +25,9 @@ def stage_order(
     ahead = micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
     order = [("forward", m) for m in range(ahead)]
     for m in range(micro_batches):
-        order += [("backward", m), *([("forward", ahead + m)] if ahead + m < micro_batches else [])]
+        order.append(("backward", m))
+        if ahead + m < micro_batches:
+            order.append(("forward", ahead + m))
     return order
 
 
@@ -45,7 +47,11 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
             waits += [end(sender, kind, m)]
         return max(waits, default=0) + SECONDS[kind]
 
-    return {(stage, *one): end(stage, *one) for stage, order in enumerate(orders) for one in order}
+    ends = {}
+    for stage, order in enumerate(orders):
+        for kind, m in order:
+            ends[stage, kind, m] = end(stage, kind, m)
+    return ends
 
 
 def bubble(ends: dict[tuple[int, str, int], float]) -> float:
@@ -53,7 +59,8 @@ def bubble(ends: dict[tuple[int, str, int], float]) -> float:
     schedules.
     """
     busy = sum(SECONDS[kind] for _, kind, _ in ends)
-    return 1 - busy / (max(ends.values()) * (1 + max(stage for stage, *_ in ends)))
+    stages = 1 + max(stage for stage, *_ in ends)
+    return 1 - busy / (max(ends.values()) * stages)
 
 
 def most_held(order: list[tuple[str, int]]) -> int:
@@ -83,11 +90,14 @@ def pipeline(
         orders = [made(stage, stages, micro_batches) for stage in range(stages)]
         ends = pipeline_ends(orders)
         for kind, time in SECONDS.items():
-            placed = [
-                (stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind
-            ]
-            at = [stages - 0.5 - stage for stage, *_ in placed]
-            starts = [start for *_, start in placed]
+            at = []
+            starts = []
+            numbers = []
+            for (stage, one, m), end in ends.items():
+                if one == kind:
+                    at.append(stages - 0.5 - stage)
+                    starts.append(end - time)
+                    numbers.append(m + 1)
             look = {
                 "color": colours[kind],
                 "edgecolor": style.INK,
@@ -95,10 +105,11 @@ def pipeline(
                 "label": labels[kind],
             }
             done = ax.barh(at, time, 0.84, starts, **look)
-            ax.bar_label(done, [m + 1 for _, m, _ in placed], label_type="center", fontsize=8)
+            ax.bar_label(done, numbers, label_type="center", fontsize=8)
         ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
         ax.set_yticks(
-            [stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)]
+            [stages - 0.5 - s for s in range(stages)],
+            [f"stage {s}" for s in range(stages)],
         )
         ax.grid(visible=False)
         held = most_held(orders[0])

@@ -15,9 +15,12 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
     others.
     """
     figure, ax = style.start(title, "a DGX-1 by its matrix; double lines are two links bonded")
-    angle = {gpu: pi * (0.5 + (2 * i + 1) / len(ring)) for i, gpu in enumerate(ring)}
-    place = {gpu: (1.35 * cos(a), sin(a)) for gpu, a in angle.items()}
-    along = {frozenset(pair) for pair in zip(ring, [*ring[1:], ring[0]], strict=True)}
+    place = {}
+    for i, gpu in enumerate(ring):
+        angle = pi * (0.5 + (2 * i + 1) / len(ring))
+        place[gpu] = (1.35 * cos(angle), sin(angle))
+    following = [*ring[1:], ring[0]]
+    along = {frozenset(pair) for pair in zip(ring, following, strict=True)}
     rows = [("pair", "NVLinks", "in the ring")]
     for a, b in combinations(ring, 2):
         links = topology.nvlinks(a, b)
@@ -40,7 +43,8 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
         for side in sides:
             dx = side * (y1 - y2)
             dy = side * (x2 - x1)
-            ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=2 * around + bool(links), **look)
+            order = 2 * around + bool(links)
+            ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=order, **look)
         rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))
     for gpu, (x, y) in place.items():
         ax.plot(x, y, "o", markersize=30, color="white", markeredgecolor=style.INK, zorder=5)

@@ -71,7 +71,8 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
     for count, workers in SPLITS:
         samples = list(range(count))
         parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
-        if wrong := _wrong_shards(samples, parts):
+        wrong = _wrong_shards(samples, parts)
+        if wrong:
             return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
     return Feedback(True, "Right: none twice, none missing, whatever the number of workers.")
 
@@ -81,9 +82,11 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     workers = len(parts)
     if len(seen) == len(samples) * workers and samples and workers > 1:
         return f"every worker gives all samples: each comes {workers} times"
-    if twice := sorted({sample for sample in seen if seen.count(sample) > 1}):
+    twice = sorted({sample for sample in seen if seen.count(sample) > 1})
+    if twice:
         return f"sample {twice[0]} comes more than once"
-    if missing := sorted(set(samples) - set(seen)):
+    missing = sorted(set(samples) - set(seen))
+    if missing:
         return f"sample {missing[0]} never comes"
     uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
     return "one worker does far more than another" if uneven else ""
@@ -134,7 +137,8 @@ def same_tensor(
         ]
         if changed:
             return Feedback(
-                False, f"Your function changes the {changed[0]} that it was given: make a new one."
+                False,
+                f"Your function changes the {changed[0]} that it was given: make a new one.",
             )
         if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
             wrong = ((function(**case), text) for function, text in mistakes)
@@ -172,15 +176,18 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
     returned = answer(model, batches)
     if not isinstance(returned, list) or len(returned) != len(batches):
         return Feedback(
-            False, f"A list of {len(batches)} tensors was expected for {len(batches)} batches."
+            False,
+            f"A list of {len(batches)} tensors was expected for {len(batches)} batches.",
         )
     for tensor, ids in zip(returned, batches, strict=True):
         right = model(ids)[:, -1]
         if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
             return Feedback(False, "The numbers are not those of each batch's last token.")
-        if (held := tensor.untyped_storage().nbytes()) > tensor.nbytes:
+        held = tensor.untyped_storage().nbytes()
+        if held > tensor.nbytes:
             return Feedback(
-                False, f"Each element keeps {held // tensor.nbytes} times its own bytes alive."
+                False,
+                f"Each element keeps {held // tensor.nbytes} times its own bytes alive.",
             )
         if tensor.grad_fn:
             return Feedback(
@@ -220,7 +227,8 @@ def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
             if not all(p.allclose(q, atol=1e-6) for p, q in pairs):
                 return Feedback(
-                    False, f"After step {step + 1} the weights are not those of SGD with lr={lr}."
+                    False,
+                    f"After step {step + 1} the weights are not those of SGD with lr={lr}.",
                 )
         if any(p.grad is not None for p in model.parameters()):
             return Feedback(False, "After backward there are still gradients.")

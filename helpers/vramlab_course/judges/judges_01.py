@@ -45,7 +45,8 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
         if broken is not None:
             if not torch.equal(network.weight.detach(), before):
                 return Feedback(
-                    False, f"A gradient is {broken}, and the weights were changed all the same."
+                    False,
+                    f"A gradient is {broken}, and the weights were changed all the same.",
                 )
             if returned != scale / 2:
                 return Feedback(
@@ -70,7 +71,8 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
     """Whether `answer(numbers)` rounds fp32 to one of the two bf16 neighbours, in proportion."""
     for value in (1.001, -3.3, 0.0007, 2.0):
         numbers = torch.full((200_000,), value)
-        if (rounded := answer(numbers.clone())) is None:
+        rounded = answer(numbers.clone())
+        if rounded is None:
             return NOT_ANSWERED
         if not isinstance(rounded, torch.Tensor) or rounded.shape != numbers.shape:
             return Feedback(False, "A tensor of the same shape was expected.")
@@ -81,7 +83,8 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
             return Feedback(False, f"For {value} it goes further than to the two neighbours.")
         if abs(rounded.double().mean().item() - numbers[0].item()) > step / 100:
             return Feedback(
-                False, f"For {value} the mean of many is {rounded.double().mean():.6g}."
+                False,
+                f"For {value} the mean of many is {rounded.double().mean():.6g}.",
             )
     return Feedback(True, "Right: a thousand updates of 0.001 now come to about 1.")
 
@@ -105,7 +108,8 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
             name: getattr(state, name)
             for name in ("shape", "code", "absmax", "offset", "blocksize")
         }
-        if (returned := answer(packed, SimpleNamespace(**named, state2=inner))) is None:
+        returned = answer(packed, SimpleNamespace(**named, state2=inner))
+        if returned is None:
             return NOT_ANSWERED
         right = dequantize_4bit(packed, state)
         if not isinstance(returned, torch.Tensor) or returned.shape != right.shape:
@@ -113,7 +117,8 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
         if not returned.allclose(right, atol=1e-6):
             off = (returned - right).abs().max() / right.abs().max()
             return Feedback(
-                False, f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number."
+                False,
+                f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number.",
             )
     return Feedback(True, "Right: that is all that a 4-bit layer does before its matrix product.")
 
@@ -144,12 +149,15 @@ def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]
         cost = bits_per_byte(model, texts, stride=256) / before - 1
     finally:
         model.load_state_dict(trained, strict=False)
-    if same := next(
-        (name for name, (restored, _) in kept.items() if torch.equal(restored, matrices[name])), ""
-    ):
-        return Feedback(False, f"{same} comes back unchanged, so nothing was rounded.")
-    total = sum(weight.numel() for weight in matrices.values())
-    bits = sum(bits * matrices[name].numel() for name, (_, bits) in kept.items()) / total
+    total = 0
+    all_bits = 0.0
+    for name, (restored, bits_a_number) in kept.items():
+        weight = matrices[name]
+        if torch.equal(restored, weight):
+            return Feedback(False, f"{name} comes back unchanged, so nothing was rounded.")
+        total += weight.numel()
+        all_bits += bits_a_number * weight.numel()
+    bits = all_bits / total
     said = f"{bits:.2f} bits a number cost {cost:.2%}"
     if bits > BITS or not cost <= COST:
         return Feedback(False, f"{said}; at most {BITS} bits and {COST:.2%} were asked for.")

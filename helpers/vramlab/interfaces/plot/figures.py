@@ -89,7 +89,8 @@ def _name_bars(ax: Any, names: Sequence[str]) -> None:
     """Write names under the bars, upright where they would touch."""
     room = 64 // len(names)
     lines = [textwrap.fill(name, max(room, 6), break_long_words=False) for name in names]
-    if upright := max(map(len, "\n".join(lines).split("\n"))) > room:
+    upright = max(map(len, "\n".join(lines).split("\n"))) > room
+    if upright:
         lines = [textwrap.fill(name, 20) for name in names]
     ax.set_xticks(range(len(names)), lines, rotation=90 if upright else 0)
     ax.tick_params(axis="x", length=0)

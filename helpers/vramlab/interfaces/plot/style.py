@@ -105,7 +105,12 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any) -> tu
     return figure, axes[0] if rows == 1 else list(axes)
 
 
-def finish(figure: Any, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False) -> Any:
+def finish(
+    figure: Any,
+    rows: Sequence[tuple[str, ...]],
+    alt: str,
+    say_rows: bool = False,
+) -> Any:
     """Return the figure with a legend below the axes, a table of `rows` and its alt text.
 
     That may say the rows too.
