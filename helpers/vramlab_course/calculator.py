@@ -63,12 +63,12 @@ START = {name: values[0] if values else "" for name, values in CONTROLS.items()}
 
 def idle(state: Mapping[str, Any]) -> set[str]:
     """Return the controls that change nothing while the others are as in `state`."""
-    found = {"seq_len"} if read_shape(state["model"]).image_tokens else set()
+    without_effect = {"seq_len"} if read_shape(state["model"]).image_tokens else set()
     for option in CONTROLS.keys() & OPTIONS.keys():
         switch = SWITCHES.get(OPTIONS[option][0][0], option)
         if switch != option and state[switch] == UNSET:
-            found |= {option}
-    return found
+            without_effect |= {option}
+    return without_effect
 
 
 def recipe_in(state: Mapping[str, Any]) -> Recipe:

@@ -300,14 +300,14 @@ def plan(
         at_once = plan(gpu=gpu, confirm=False, **asked)
         if at_once.choices:
             say(f"{at_once.table()}\nby formula; each is being simulated …\n")
-    found = plan(gpu=gpu, confirm=confirm, **asked)
-    say(as_text(found.to_dict()) if as_json else str(found))
-    if write and found.choices:
+    planned = plan(gpu=gpu, confirm=confirm, **asked)
+    say(as_text(planned.to_dict()) if as_json else str(planned))
+    if write and planned.choices:
         there = write.exists()
-        files = ", ".join(map(str, found.write(write)))
-        more = "; --method takes another" if len(found.choices) > 1 else ""
-        say(f"{'replaced' if there else 'wrote'} {files}: {found.best.method}{more}", err=True)
-    if not found.choices:
+        files = ", ".join(map(str, planned.write(write)))
+        more = "; --method takes another" if len(planned.choices) > 1 else ""
+        say(f"{'replaced' if there else 'wrote'} {files}: {planned.best.method}{more}", err=True)
+    if not planned.choices:
         raise typer.Exit(DOES_NOT_FIT)
 
 
@@ -377,13 +377,13 @@ def run_script(
     from .run_command import run
 
     check_written(report=report, snapshot=snapshot)
-    found = run(command, find_gpu(gpu), gpus, snapshot, steps)
-    say(str(found))
-    if report and found.reports:
+    seen = run(command, find_gpu(gpu), gpus, snapshot, steps)
+    say(str(seen))
+    if report and seen.reports:
         write_atomically(
-            report, max(found.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
+            report, max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
         )
-    raise typer.Exit(found.status)
+    raise typer.Exit(seen.status)
 
 
 @app.command(

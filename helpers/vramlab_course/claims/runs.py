@@ -295,14 +295,14 @@ def sent(recipe: Recipe) -> dict[str, Any]:
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
-    found: dict[str, Any] = {
+    multiples: dict[str, Any] = {
         name: {k: phases.get(name, {}).get(k, 0) / psi for k in kinds} for name in names
     }
-    for phase in [*found.values()]:
+    for phase in [*multiples.values()]:
         phase["ring"] = sum(phase.values()) + phase["all_reduce"]
-    found["ring"] = sum(phase["ring"] for phase in found.values())
-    found["all"] = sum(size for phase in phases.values() for size in phase.values()) / psi
-    return found
+    multiples["ring"] = sum(phase["ring"] for phase in multiples.values())
+    multiples["all"] = sum(size for phase in phases.values() for size in phase.values()) / psi
+    return multiples
 
 
 @cache
