@@ -64,7 +64,9 @@ def _property(parameter: Any) -> dict[str, Any]:
     if getattr(parameter, "multiple", False):
         kind = {"type": "array", "items": {"type": "string"}}
     text = getattr(parameter, "help", None)
-    return {**kind, "description": text} if text else kind
+    if text:
+        kind["description"] = text
+    return kind
 
 
 def output_schema(name: str) -> dict[str, Any]:
