@@ -113,7 +113,8 @@ def _option(parameter: Any, value: Any) -> Iterator[str]:
         elif parameter.secondary_opts:
             yield parameter.secondary_opts[0]
         return
-    for each in value if isinstance(value, list) else [value]:
+    values = value if isinstance(value, list) else [value]
+    for each in values:
         yield f"{flag}={each}"
 
 
