@@ -465,6 +465,18 @@ def skill() -> None:
     typer.echo(read_text(data_path("SKILL.md")), nl=False)
 
 
+@app.command(
+    "mcp",
+    help="plan, predict, simulate, explain, diff, models and gpus as tools of the Model Context "
+    "Protocol, over standard streams: what an agent starts.",
+)
+def serve_tools() -> None:
+    from .mcp_server import serve
+
+    commands: Any = typer.main.get_command(app)
+    serve(commands.commands)
+
+
 def _predict_options(rest: list[str]) -> dict[str, Any]:
     """Return what `predict` would be told by the words `rest`."""
     commands: Any = typer.main.get_command(app)
