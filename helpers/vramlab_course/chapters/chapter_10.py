@@ -140,7 +140,7 @@ def _counting_step(result: Sampled) -> Callable[..., Any]:
         result.calls += 1
         known = result.cached[-1] if result.cached else 0
         whole = torch.cat([before, ids], 1)
-        result.again += known + ids.shape[1] - whole.shape[1] if cache is not None else known
+        result.again += max(0, known - before.shape[1])
         result.cached.append(whole.shape[1])
         sums = whole.cumsum(1)[:, before.shape[1] :]
         likeliest = (3 * sums + 1) % VOCABULARY
