@@ -323,7 +323,7 @@ class DeepSpeedEngine(Engine):
     def before_forward(self) -> None:
         self._gather("forward")
 
-    def leave(self, key: str) -> None:
+    def leave(self, key: str, needs: bool = True) -> None:
         if key == EMBEDDING:
             self.ledger.nodes.append(lambda: self._gather("front"))
 

@@ -45,8 +45,10 @@ class Head:
             x = self.norms.layer_norm(x, f"{TRANSFORM}.LayerNorm")
         # Fused heads take the hidden states, and make no logits that anyone sees.
         if self.recipe.trainer in FUSED:
-            weight = m.parameters[f"{shape.head}.weight"]
+            weight = self.engine.whole(m.parameters[f"{shape.head}.weight"])
             bias = m.parameters.get(f"{shape.head}.bias")
+            if bias is not None:
+                bias = self.engine.whole(bias)
             loss = log_probabilities(m, x, weight, bias, self.recipe.labelled)
             loss = m.reduce(loss, (), "sum")
             self.engine.leave(TAIL)
