@@ -179,7 +179,7 @@ class _Tree:
 
     def __init__(self) -> None:
         self.root = Module("", "backward")
-        self.found = {"": self.root}
+        self.modules = {"": self.root}
 
     def module(self, name: str, part: str) -> Module:
         """Return the module `name`, whose backward pass is in `part` of the step."""
@@ -189,10 +189,10 @@ class _Tree:
             # A list of modules is not called.
             if inner.rpartition(".")[2].isdigit():
                 continue
-            if name not in self.found:
-                self.found[name] = Module(_layer(name), part)
-                around.inside.append(self.found[name])
-            around = self.found[name]
+            if name not in self.modules:
+                self.modules[name] = Module(_layer(name), part)
+                around.inside.append(self.modules[name])
+            around = self.modules[name]
             if part == "backward":  # also what began with an embedding
                 around.part = part
         return around
@@ -228,7 +228,7 @@ def _tree(shape: Shape) -> tuple[Module, Module]:
             tree.module(f"{around}.activation", part)
     head = tree.module(shape.head, "head")
     if shape.tied:
-        embedding = next(module for module in tree.found.values() if module.weights)
+        embedding = next(module for module in tree.modules.values() if module.weights)
         head.weights |= embedding.weights
     return tree.root, head
 

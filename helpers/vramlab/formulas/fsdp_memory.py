@@ -29,7 +29,7 @@ from math import ceil, prod
 
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
-from .engine import APART, EMBEDDING, ROOT, TAIL, Engine, sharding_of
+from .engine_memory import APART, EMBEDDING, ROOT, TAIL, Engine, sharding_of
 from .ledger import Ledger, Parameter, Tensor
 from .memory import Block
 from .model_states import parameter_table
