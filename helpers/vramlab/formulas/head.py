@@ -46,9 +46,9 @@ class Head:
         # Fused heads take the hidden states, and make no logits that anyone sees.
         if self.recipe.trainer in FUSED:
             weight = self.engine.whole(m.parameters[f"{shape.head}.weight"])
-            bias = m.parameters.get(f"{shape.head}.bias")
-            if bias is not None:
-                bias = self.engine.whole(bias)
+            bias: Tensor | None = None
+            if f"{shape.head}.bias" in m.parameters:
+                bias = self.engine.whole(m.parameters[f"{shape.head}.bias"])
             loss = log_probabilities(m, x, weight, bias, self.recipe.labelled)
             loss = m.reduce(loss, (), "sum")
             self.engine.leave(TAIL)

@@ -240,10 +240,10 @@ def _in_order_of_calls(shape: Shape, parts: dict[str, str]) -> list[Weight]:
     """
     weights: list[Weight] = []
     for layer, of_layer in groupby(shape.weights(), key=attrgetter("layer")):
-        of_layer = list(of_layer)
-        if layer is not None and not shape.known_layout.post_norm:
-            of_layer.sort(key=lambda weight: _place(weight, parts))
-        weights += of_layer
+        if layer is None or shape.known_layout.post_norm:
+            weights += of_layer
+        else:
+            weights += sorted(of_layer, key=lambda weight: _place(weight, parts))
     return weights
 
 
