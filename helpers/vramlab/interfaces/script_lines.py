@@ -12,7 +12,7 @@ from typing import Any
 
 from ..recipe.argument_classes import OWN
 from ..recipe.arguments import CLASSIFIED
-from ..recipe.options import DTYPES
+from ..recipe.options import DTYPES, REPEATED
 from .script_names import WORDS, Names
 from .script_notes import Notes
 from .script_tree import FUNCTIONS, Tree, start_of
@@ -219,7 +219,7 @@ class Lines(Notes):
         Those after it, and those of functions that prepare data or evaluate.
         """
         after: set[ast.AST] = set()
-        found: set[ast.AST] = set()
+        outside: set[ast.AST] = set()
         for call in self.tree.calls:
             method = ""
             owner: ast.expr | None = None
@@ -238,11 +238,15 @@ class Lines(Notes):
                 )
                 if given is not None and any(self.kind(one) == "model" for one in ast.walk(given)):
                     self.note(call)
+            if method == "register" and call.args and self.text(call.args[0]) == repr(REPEATED):
+                # As a program of plan does: the recipe says so by its attn_implementation.
+                self.understood.add(call)
+                values += call.args
             for value in values:
                 function = self.tree.functions.get(getattr(value, "id", ""), value)
                 if isinstance(function, (*FUNCTIONS, ast.Lambda)):
-                    found.update(ast.walk(function))
-        return after, found
+                    outside.update(ast.walk(function))
+        return after, outside
 
     def _account_for_call(self, call: ast.Call) -> None:
         name, whole = self.tree.name(call), self.tree.dotted(call.func)
