@@ -22,7 +22,12 @@ def build_on_rank(recipe: Recipe, device: str) -> Training:
     return training
 
 
-def fill_batch(training: Training, recipe: Recipe, device: str, step: int = 0) -> None:
+def fill_batch(
+    training: Training,
+    recipe: Recipe,
+    device: str,
+    step: int = 0,
+) -> None:
     """Copy this rank's rows of the `step`-th global batch into the batch that is there, which keeps
     its place in memory.
     """

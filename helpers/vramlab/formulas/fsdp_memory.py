@@ -68,7 +68,8 @@ def unit_of(name: str, recipe: Recipe) -> str:
 
     `name` may have * for the layer's number.
     """
-    if layer := re.match(r".*?\.(\d+|\*)(?=\.)", name):
+    layer = re.match(r".*?\.(\d+|\*)(?=\.)", name)
+    if layer:
         return layer[0]
     if recipe.loop.name != "trainer":
         return ROOT

@@ -133,7 +133,12 @@ def check_target(target: str) -> None:
 
 
 def _of_recipe(
-    recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, room: Room | None
+    recipe: Recipe,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    full: bool,
+    room: Room | None,
 ) -> Report:
     if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
         rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
@@ -159,7 +164,11 @@ def _of_recipe(
 
 
 def _of_module(
-    step: ModuleStep, target: str, card: Gpu | None, steps: int, room: Room | None
+    step: ModuleStep,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    room: Room | None,
 ) -> Report:
     """Return the report of any module, which holds fake tensors while it runs."""
     step.check()
