@@ -140,6 +140,9 @@ def _of_recipe(
     full: bool,
     room: Room | None,
 ) -> Report:
+    if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
+        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
+        raise RecipeError("target", target, rest)
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
