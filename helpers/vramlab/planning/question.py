@@ -66,6 +66,7 @@ class Question:
     GpuError, one sentence that names the wrong argument.
     """
 
+    # What is trained, on what.
     model: Any
     gpu: FilledIn[str | Gpu | None, Gpu] = UNNAMED
     gpus: int = knob(
@@ -80,6 +81,7 @@ class Question:
         option=True,
     )
     seq_len: int | None = same_knob(Recipe, "seq_len")
+    # What may be tried.
     method: str = knob(
         "any",
         choices=("any", *METHODS),
@@ -133,6 +135,7 @@ class Question:
         ),
         option=True,
     )
+    # What is the same in all that is tried.
     lora: LoRA = knob(
         RANK,
         help="Rank and targets of adapters.",
@@ -145,6 +148,7 @@ class Question:
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
+    # What room there is, and how sure it has to be.
     memory: FilledIn[str | int | None, int | None] = knob(
         None,
         help="Usable memory of one card, in place of the table's: 24GiB, or bytes.",
