@@ -258,7 +258,8 @@ def test_options_make_the_question(monkeypatch, words, fields):
     }
     usual["liger"] = True
     usual["expandable_segments"] = True
-    assert asked == [{"model": "gpt2", "gpu": "T4", "confirm": True, **usual, **fields}]
+    given = {"model": "gpt2", "gpu": "T4", "confirm": True, "standing": None}
+    assert asked == [{**given, **usual, **fields}]
     Question("gpt2", "T4", **{**usual, **fields})
 
 
@@ -349,6 +350,12 @@ def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkey
     result = run(*words.split())
     assert result.exit_code == 2 and result.stdout == ""
     assert why in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_an_option_of_a_recipe_that_plan_does_not_take_is_said_to_be_anothers():
+    result = run("plan", "gpt2", "--gpu", "T4", "--torch-compile")
+    said = "no option --torch-compile: plan does not take it, predict and simulate do."
+    assert result.exit_code == 2 and said in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,19 @@ def test_alternatives_turn_one_switch_and_fit():
         assert f"qlora {other}"[:60] in str(found)
 
 
+def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_host_memory():
+    asked = dict(seq_len=2048, gpus=2, confirm=False)
+    found = plan("llama-3.1-70b", "RTX 4090", **asked)
+    lora, full = found.choices
+    assert (lora.method, full.method) == ("lora", "full") and lora.host < full.host
+    assert "qlora: the nearest lacks 14.31 GiB while it loads" in " ".join(str(found).split())
+    alone = plan("qwen3-4b", "RTX 4090", seq_len=8192, method="full", confirm=False)
+    first, *others = alone.alternatives["full"]
+    assert first.switch.startswith("on the card alone in bf16-true")
+    assert first.recipe.sharding is None and first.recipe.optim == "paged_adamw_8bit"
+    assert not any("8-bit" in other.switch for other in others)
+
+
 def test_answers_simulated_side_by_side_are_the_same():
     done = subprocess.run(
         [sys.executable, "-c", SIDE_BY_SIDE], capture_output=True, text=True, check=True

@@ -37,7 +37,6 @@ from .command_output import (
     InPlace,
     as_text,
     asked_card,
-    bar,
     card_of,
     check_written,
     finish,
@@ -291,7 +290,7 @@ def plan(
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: JSON = False,
 ) -> None:
-    from ..planning.plan import Plan, plan
+    from ..planning.plan import plan
 
     check_written(write=write)
     if is_size(gpu):
@@ -309,13 +308,7 @@ def plan(
             functools.partial(tokens_of, asked["model"], pretrained),
         )
     with InPlace() as place:
-
-        def draw(found: Plan, done: int, count: int) -> None:
-            if found.choices:
-                rest = "confirmed by simulation, the rest by formula"
-                place.show(f"{found.table()}\n\n{bar(done, count)} {rest}")
-
-        standing = draw if is_watched() and not as_json else None
+        standing = place.show_standing if is_watched() and not as_json else None
         planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
     if write and planned.choices:
@@ -345,6 +338,7 @@ def explain(
 ) -> None:
     from .explain import explain
     from .explain_recipe import says_no_method
+    from .script import sets_expandable_segments
 
     first, *rest = words or ["-"]
     notes: list[str] = []
@@ -367,7 +361,8 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
-    granted = granted_to(card, other_memory, expandable_segments)
+    segments = expandable_segments or any(map(sets_expandable_segments, words or []))
+    granted = granted_to(card, other_memory, segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))

@@ -50,6 +50,12 @@ class InPlace:
         width = shutil.get_terminal_size().columns
         self._rows = sum(max(1, math.ceil(len(line) / width)) for line in text.split("\n"))
 
+    def show_standing(self, found: Any, done: int, count: int) -> None:
+        """Show the answers of a Plan as they stand, `done` of `count` of them simulated."""
+        if found.choices:
+            rest = "confirmed by simulation, the rest by formula"
+            self.show(f"{found.table()}\n\n{bar(done, count)} {rest}")
+
     def _clear(self) -> None:
         if self._rows:
             # ECMA-48: to the start of the line so many rows above, and erase what is below.

@@ -46,12 +46,14 @@ class Alternative:
 def alternatives(answer: Candidate) -> Iterator[Alternative]:
     """Yield at most MOST alternatives of an answer, in the order of `_turned`."""
     count = 0
-    if answer.must_be_simulated:  # of which no formula says whether it fits
+    # Of these no formula says whether they fit.
+    if answer.must_be_simulated:
         return
     for switch, fields in _turned(answer.question, answer.recipe):
         found = _fastest(answer, fields)
         if found is None:
             continue
+        # It is said only where the switch brings it along.
         again = found.recipe.gradient_checkpointing
         if again != answer.recipe.gradient_checkpointing and "checkpointing" not in switch:
             switch += f", {'with' if again else 'without'} checkpointing"
@@ -71,6 +73,13 @@ def alternatives(answer: Candidate) -> Iterator[Alternative]:
 def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each switch that can be turned, and the fields that turn it."""
     plain = {"use_liger_kernel": False}
+    offloads = recipe.sharding is not None and bool(recipe.sharding.offload)
+    # Without fp32 weights and states nothing has to go to the host.
+    half = "bf16-true" if question.gpu.supports("bf16") else ""
+    if offloads and question.gpus == 1 and half and not question.precisions:
+        alone = {"sharding": None, "precision": half, "optim": "paged_adamw_8bit"}
+        alone["use_liger_kernel"] = question.liger_is_possible()
+        yield f"on the card alone in {half}, which rounds small updates away", alone
     is_on_request = question.plain.trainer != "transformers"
     if recipe.trainer == "transformers":
         yield "with TRL's SFTTrainer", {**plain, "trainer": "sft", "packing": question.packing}
@@ -80,7 +89,8 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
         yield "without Liger's kernels", plain
     if recipe.gradient_checkpointing and False in question.checkpointing:
         yield "without checkpointing", {"gradient_checkpointing": False}
-    if recipe.adapters:  # whose states are small
+    # Adapters have small states, and DeepSpeed updates what is offloaded with its own Adam.
+    if recipe.adapters or offloads:
         return
     if "8bit" in recipe.optim and "adamw_torch_fused" in question.optims:
         yield "with 32-bit states", {"optim": "adamw_torch_fused"}
@@ -103,6 +113,7 @@ def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
             recipe = with_micro_batch(family, size)
             possible.append(Candidate(question, recipe, int(checkpointing)))
     room = question.usable
+    # Two lower bounds spare most predictions, as in a search.
     possible = [one for one in possible if one.least <= room and one.bound(SURE[-1]) <= room]
     for candidate in sorted(possible, key=lambda one: one.rank):
         if any(candidate.fits(tier) for tier in SURE):

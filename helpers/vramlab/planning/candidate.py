@@ -379,6 +379,10 @@ def best_first(choices: Sequence[Choice]) -> list[Choice]:
     ordered = []
     while left:
         alike = [choice for choice in left if is_as_fast(choice, left[0])]
+        # What waits for the host is no simpler if it has to hold more there.
+        sharding = left[0].recipe.sharding
+        if sharding and sharding.offload:
+            alike = [choice for choice in alike if choice.host <= left[0].host]
         simplest = min(alike, key=lambda choice: METHODS.index(choice.method))
         ordered.append(simplest)
         left.remove(simplest)

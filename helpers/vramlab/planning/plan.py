@@ -264,6 +264,10 @@ class Plan:
         answers = (choice for choice in self.choices if choice.method == better.method)
         answer = next(answers, None)
         lacks = f"lacks {format_bytes(better.over, digits=2)}"
+        loading = better.report.loading
+        # Each rank may load what it shards afterwards.
+        if loading and loading.total > better.report.peak.total:
+            lacks += " while it loads"
         if answer:
             lacks += f" to be {answer.tier}"
         if better.tier:
@@ -306,6 +310,7 @@ def plan(
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
 
+    # Each standing is a plan of its own: an answer that did not fit has given way by then.
     def tell(done: int, count: int) -> None:
         if standing is not None:
             standing(_found(search, search.answers(False), False), done, count)

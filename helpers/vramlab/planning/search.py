@@ -74,6 +74,7 @@ class Search:
                 yield known[place]
                 place += 1
                 continue
+            # A time is either exact already, or its candidate waits on with the exact one.
             bound, candidate = heapq.heappop(waiting)
             if candidate.rank > bound:
                 heapq.heappush(waiting, (candidate.rank, candidate))
@@ -84,6 +85,7 @@ class Search:
         """Yield the candidates of a kind that may fit, or lack at most NEAR."""
         most = self.question.usable + NEAR
         tier = self.question.tiers[-1]
+        # The last of the tiers asked for is the loosest.
         alike = [candidate for candidate in self.candidates if candidate.kind == kind]
         # The largest micro-batches come first, and what a smaller one lacks a larger one does.
         for _, family in groupby(reversed(alike), key=lambda candidate: candidate.family):
