@@ -21,10 +21,11 @@ from quick import params
 from settings import ROOT
 from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
-from vramlab import Report, Sharding, plan
+from vramlab import Loop, Report, Sharding, plan
 from vramlab.base.data import data_path
 from vramlab.base.files import is_ours
 from vramlab.formulas.model_states import tensors_in_order
+from vramlab.recipe.options import IN_BACKWARD
 from vramlab.report.report import CATEGORIES
 from written_scripts import STEPS, differing_dtypes, run_script, simulated, state
 
@@ -53,9 +54,12 @@ CASES |= {
     "packed full": dict(method="full", precisions="fp32", packing=True),
     "packed lora": dict(MIXED, method="lora", packing=True, checkpointing=True),
     "packed qlora": dict(MIXED, method="qlora", packing=True),
+    "packed full in backward": dict(
+        MIXED, method="full", packing=True, checkpointing=True, loop=IN_BACKWARD
+    ),
     "packed sft lora": dict(MIXED, method="lora", trainer="sft", packing=True),
 }
-QUICK = ("packed lora", "packed qlora", "kto lora")
+QUICK = ("packed lora", "packed full in backward", "packed qlora", "kto lora")
 SHARDINGS = {  # FSDP offloads to pinned memory, which takes a GPU
     "ddp": Sharding(0, 2, "ddp"),
     "fsdp stage 2": Sharding(2, 2, "fsdp"),
@@ -164,16 +168,24 @@ def samples(trainer: str) -> list[dict]:
     return [{"text": text} for text in texts]
 
 
-def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) -> tuple:
-    """The recipe of the program that the plan's best answer, or the same with `sharding`, was
-    written as; its files.
+def written(
+    base: str,
+    folder: Path,
+    sharding: Sharding | None = None,
+    loop: Loop | None = None,
+    **asked,
+) -> tuple:
+    """The recipe of the program that the plan's best answer, or the same with `sharding` or `loop`,
+    was written as; its files.
     """
     found = plan(
         base, "A100 80GB", **{"liger": False, **ASKED, **asked}
     )  # Triton compiles for no CPU
     choice = found.best
-    if sharding:
-        choice = dataclasses.replace(choice, recipe=choice.recipe.replace(sharding=sharding))
+    for name, value in (("sharding", sharding), ("loop", loop)):
+        if value:
+            changed = choice.recipe.replace(**{name: value})
+            choice = dataclasses.replace(choice, recipe=changed)
     rows = samples(asked.get("trainer", "transformers"))
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = found.write(folder / "train.py", choice)

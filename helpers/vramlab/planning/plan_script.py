@@ -112,6 +112,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "own": trainer,
         "longer": Code(trainer["longer"]),
         "trl": TRL.get(recipe.trainer),
+        "trainer_class": _trainer_class(recipe),
         "words": words(recipe),
         "pins": pins,
         "model": recipe.shape.hub_id or path,
@@ -124,6 +125,13 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
         "gives_adapters": _gives_adapters(recipe),
     }
+
+
+def _trainer_class(recipe: Recipe) -> str:
+    """Return the name of the class that trains, the program's own where weights need one."""
+    if recipe.loop.optimizer_in_backward:
+        return "InBackward"
+    return TRL.get(recipe.trainer, "Trainer")
 
 
 def _gives_adapters(recipe: Recipe) -> Any:
@@ -266,7 +274,9 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
         always += ["bf16", "activation_checkpointing", "gradient_checkpointing"]
     defaults |= dict.fromkeys(always, ...)
     wanted = {}
-    for name, value in settings(recipe).items():
+    # Arguments name no updates in the backward pass: the program makes them.
+    loop = dataclasses.replace(recipe.loop, optimizer_in_backward=False)
+    for name, value in settings(unchecked(recipe, loop=loop)).items():
         if value != (defaults.get(name) or False):
             wanted[name] = value
     arguments = {name: value for name, value in wanted.items() if value is not None}
@@ -308,7 +318,15 @@ def _unseen(recipe: Recipe) -> Arguments:
     # Only what differs from a recipe that is given nothing.
     lines = python_arguments(recipe, default, literal=literal)
     sources = dict(line.split("=", 1) for line in lines)
-    for name in ("dtype", "attn_implementation", "lora", "peft", "quantization", "sharding"):
+    for name in (
+        "dtype",
+        "attn_implementation",
+        "lora",
+        "peft",
+        "quantization",
+        "sharding",
+        "loop",
+    ):
         if name in sources:
             unseen[name] = Code(sources[name])
     if recipe.rollouts:
