@@ -211,7 +211,7 @@ def test_the_fused_loss_is_searched_and_its_worth_is_said():
     [
         ("llama-3.2-1b", "T4", {}),  # Triton's kernels start at 8.0
         ("gpt2", "RTX 4090", {}),  # which Liger does not patch
-        ("llama-3.2-1b", "RTX 4090", {"gpus": 2}),
+        ("llama-3.2-1b", "RTX 4090", {"gpus": 2, "engines": ("fsdp", "deepspeed")}),
         ("llama-3.2-1b", "RTX 4090", {"trainer": "sft"}),
     ],
 )
@@ -287,6 +287,15 @@ def test_activations_go_to_the_host_where_nothing_else_fits():
     assert any(
         advice.startswith("activation_offloading=True fits (SFTTrainer)") for advice in found.advice
     )
+
+
+def test_packed_rows_of_the_trainer_are_said_to_have_no_mask():
+    asked = dict(seq_len=512, method="lora", packing=True, confirm=False)
+    said = {
+        name: str(plan("gpt2", "T4", trainer=name, **asked)) for name in ("transformers", "sft")
+    }
+    assert "packing: the samples of a row attend to those before them" in said["transformers"]
+    assert "packing: the samples" not in said["sft"]
 
 
 def test_packing_is_named_where_lengths_differ():
@@ -716,11 +725,35 @@ def test_a_plan_of_trls_trainer_has_no_logits():
     )
     for model, gpus, field, name in (
         ("mixtral-8x7b", 1, "trainer", "sft"),
-        ("gpt2", 2, "gpus", "dpo"),
+        ("gpt2", 2, "gpus", "grpo"),
     ):
         with pytest.raises(RecipeError) as caught:
             plan(model, "RTX 4090", gpus, trainer=name)
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "kto", "reward"])
+def test_preferences_are_planned_on_several_gpus(trainer, tmp_path):
+    asked = dict(seq_len=1024, trainer=trainer, confirm=False)
+    found = plan("llama-3.2-1b", "A100 40GB", 4, **asked)
+    assert [choice.tier for choice in found.choices] == ["safe"] * 3
+    for choice in found.choices:
+        assert choice.recipe.trainer == trainer and choice.recipe.sharding.world_size == 4
+        program, *_ = found.write(tmp_path / f"{choice.method}.py", choice)
+        assert "torchrun --nproc-per-node 4" in program.read_text(encoding="utf-8")
+    # Adapters need no reference model, so their base may be divided.
+    cut = plan("llama-3.1-8b", "A100 40GB", 2, method="lora", **asked).best.recipe.sharding
+    assert cut.engine == "fsdp" or trainer != "dpo"
+
+
+def test_ligers_kernels_are_planned_on_ranks_of_ddp():
+    asked = dict(seq_len=1024, method="lora", confirm=False)
+    best = plan("llama-3.2-1b", "RTX 4090", 2, **asked).best
+    assert best.recipe.use_liger_kernel and best.recipe.sharding.engine == "ddp"
+    assert best.without[LIGER] > GiB
+    # Where the weights have to be divided, TRL's loss makes no logits either.
+    divided = plan("llama-3.1-8b", "RTX 4090", 4, seq_len=1024, method="lora", confirm=False).best
+    assert divided.recipe.trainer == "sft" or divided.recipe.use_liger_kernel
 
 
 def test_trls_sft_trainer_has_a_plan_on_several_gpus(tmp_path):

@@ -110,7 +110,8 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe,
         "own": trainer,
-        "longer": Code(trainer["longer"]),
+        "longer": Code("refused" if _is_uncut(recipe) else trainer["longer"]),
+        "uncut": _is_uncut(recipe),
         "trl": TRL.get(recipe.trainer),
         "trainer_class": _trainer_class(recipe),
         "words": words(recipe),
@@ -125,6 +126,11 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
         "gives_adapters": _gives_adapters(recipe),
     }
+
+
+def _is_uncut(recipe: Recipe) -> bool:
+    """Tell whether SFTTrainer joins samples as they are, and refuses to cut any."""
+    return recipe.padding_free and not recipe.packing
 
 
 def _trainer_class(recipe: Recipe) -> str:
@@ -279,7 +285,9 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
     for name, value in settings(unchecked(recipe, loop=loop)).items():
         if value != (defaults.get(name) or False):
             wanted[name] = value
-    arguments = {name: value for name, value in wanted.items() if value is not None}
+    # None says something only of this one: that no sample is cut.
+    kept = {"max_length"} | {name for name, value in wanted.items() if value is not None}
+    arguments = {name: wanted[name] for name in wanted if name in kept}
     config: dict[str, Any] = {}
     # The configuration is a file beside the program.
     for name in {"fsdp_config", "deepspeed"} & arguments.keys():
@@ -293,7 +301,7 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
     if "use_liger_kernel" in arguments:  # Triton compiles for no CPU
         arguments["use_liger_kernel"] = Code("torch.cuda.is_available()")
-    if "max_length" in arguments:
+    if arguments.get("max_length"):
         arguments["max_length"] = Code("TOKENS")
     return arguments, config
 
@@ -301,7 +309,7 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
 def _unseen(recipe: Recipe) -> Arguments:
     """Return what `Recipe.from_training_arguments` cannot see in the arguments."""
     unseen: Arguments = {}
-    if recipe.trainer not in TRL:
+    if recipe.trainer not in TRL or _is_uncut(recipe):
         unseen["seq_len"] = Code("TOKENS")
     if recipe.precision.endswith("-true"):
         unseen["precision"] = recipe.precision

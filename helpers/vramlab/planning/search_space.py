@@ -422,8 +422,8 @@ def _is_tried(fields: dict[str, Any]) -> bool:
         return not other and not fields["precision"].startswith("fp16")
     if sharding is None:
         return True
-    if fields["use_liger_kernel"]:
-        return False  # the formulas do not know it
+    if fields["use_liger_kernel"] and (sharding.engine != "ddp" or fields["trainer"] == "sft"):
+        return False  # beside adapters FSDP leaves the head's weight cut: `recipe.liger`
     if sharding.engine == "deepspeed" and fields["precision"].endswith("-true"):
         # DeepSpeed keeps fp32 copies of half-precision weights either way: that is "-mixed", in no
         # more bytes
