@@ -5,6 +5,7 @@ per cent.
 import itertools
 import time
 from importlib.metadata import version
+from math import prod
 
 import pytest
 from predict_grid import assert_still_said, stored
@@ -13,7 +14,7 @@ from sharded_grid import grid, simulated
 from test_predict_grid import error
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.base.errors import RecipeError
-from vramlab.formulas import fsdp as units
+from vramlab.formulas import fsdp_memory as units
 from vramlab.formulas.predict import predict
 from vramlab.recipe.options import Sharding
 from vramlab.simulation.simulate import simulate
@@ -412,3 +413,20 @@ def test_ranks_divide_the_heads_of_trl_and_liger_as_others(changes, steps):
         pytest.importorskip("deepspeed")
     truth = simulate(recipe, gpu="RTX 4090").peak.total
     assert predict(recipe, "RTX 4090").peak.total == pytest.approx(truth, rel=0.003)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_of_the_model_keep_what_they_average(stage):
+    """Hybrid sharding in half precision: every unit's reduced gradients stay to the end of the
+    backward pass. At its peak they are those of all layers.
+    """
+    whole = Recipe("qwen3-0.6b", 1, 128, precision="bf16-mixed", sharding=Sharding(stage, 2))
+    copies = whole.replace(sharding=Sharding(stage, 4, rank=3, dp_replicate_size=2))
+    predicted, truth = predict(copies), simulate(copies)
+    assert predicted.peak.total == pytest.approx(truth.peak.total, rel=BOUND)
+    for name in HELD:
+        held = getattr(predicted.phases["between_steps"].end, name)
+        assert held == getattr(truth.phases["between_steps"].end, name)
+    more = predicted.phases["backward"].peak.total - predict(whole).phases["backward"].peak.total
+    layers = [each for each in whole.shape.weights() if ".layers." in each.name]
+    assert more >= sum(prod(each.shape) for each in layers) * 2 / 2

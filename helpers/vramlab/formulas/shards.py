@@ -19,9 +19,9 @@ from math import ceil, prod
 from ..hardware.overhead import rounded
 from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
-from . import fsdp, model_states
-from .deepspeed import deepspeed_bytes
-from .engine import sharding_of
+from . import fsdp_memory, model_states
+from .deepspeed_memory import deepspeed_bytes
+from .engine_memory import sharding_of
 from .model_states import ParameterRow, RankBytes, Settings, tensors_in_order
 from .reserved import internal_fragmentation, pack
 from .step import step_temporaries
@@ -53,7 +53,7 @@ def is_known(sharding: Sharding) -> bool:
     if sharding.world_size == 1:
         ways = ON_ONE_GPU.get(sharding.engine, ways)
     in_layers = sharding.wrap == "layers" and not sharding.reshard_root
-    by_default = in_layers and sharding.memory_efficient_linear
+    by_default = in_layers and sharding.memory_efficient_linear and sharding.cp_size == 1
     return by_default and (sharding.stage, sharding.offload) in ways
 
 
@@ -152,13 +152,13 @@ def _fsdp(recipe: Recipe) -> RankBytes:
 def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     """Return what the recipe's rank has of the tensors of `row`."""
     sharding = sharding_of(recipe)
-    ranks = sharding.world_size
-    shape = fsdp.own(row.shape, ranks, sharding.rank)
+    ranks = sharding.shards
+    shape = fsdp_memory.own(row.shape, ranks, sharding.shard)
     if row.quantized:
         numbers, *scales = row.blocks
         blocks = (rounded(ceil(numbers / ranks)), *scales)  # the quantization state is not divided
     else:
-        blocks = (rounded(fsdp.padded(row.shape, ranks) * row.width),)
+        blocks = (rounded(fsdp_memory.padded(row.shape, ranks) * row.width),)
     states: tuple[int, ...] = ()
     if row.trained:
         states = state_sizes(
@@ -175,12 +175,12 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
 
 def _unit_gradients(recipe: Recipe) -> list[int]:
     """List the bytes of each unit's shard of gradients."""
-    ranks = sharding_of(recipe).world_size
+    ranks = sharding_of(recipe).shards
     units: Counter[str] = Counter()  # with * for the number of a layer, all layers together
     for row in model_states.parameter_table(recipe):
         if row.trained:
-            shard = fsdp.padded(row.shape, ranks) * row.width
-            units[fsdp.unit_of(row.name, recipe)] += shard * row.count
+            shard = fsdp_memory.padded(row.shape, ranks) * row.width
+            units[fsdp_memory.unit_of(row.name, recipe)] += shard * row.count
     sizes = []
     for key, size in units.items():
         # A unit's gradients are one flat tensor, rounded as a whole.

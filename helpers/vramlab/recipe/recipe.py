@@ -79,6 +79,8 @@ LATER_OF_PARTS = {
     **dict.fromkeys(LATER_OF_LORA),
     "reshard_root": False,
     "memory_efficient_linear": True,
+    "dp_replicate_size": 1,
+    "cp_size": 1,
 }
 
 

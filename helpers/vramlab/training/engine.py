@@ -56,6 +56,14 @@ class Engine:
         """Run one micro-batch inside; gradients need to be averaged after the `last` only."""
         return contextlib.nullcontext()
 
+    def part_of(
+        self,
+        training: "Training",
+        batch: Any,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that yields what this rank computes of a micro-batch."""
+        return contextlib.nullcontext(batch)
+
     def run_micro_batches(self, training: "Training", on_phase: Callable[[str], None]) -> bool:
         """Run all micro-batches by the engine's own schedule and return True.
 
@@ -137,7 +145,7 @@ class Training:
     # a trainer's own, which samples what is trained on: told as the phases of that begin
     next_batch: Callable[[Callable[[str], None]], Any] | None = None
     sampled: Any = None  # batches that it keeps
-    # called as it samples: `generation.fixed_length`
+    # called as it samples: `fixed_generation.fixed_length`
     on_token: Callable[[int, Any], None] = _ignore_token
     most_tokens: int | None = None  # of a completion that are sampled; None: all
     cycle: int = 1  # steps after which the trainer's work begins anew

@@ -16,12 +16,12 @@ import torch
 from ..base.errors import needing
 from ..recipe.configuration import READERS
 from ..recipe.recipe import Recipe
-from . import regularizers, rollouts, trl_trainers
+from . import regularizers, rollout_trainers, trl_trainers
 from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
 from .engines import engine_of
 from .image_batch import image_batch
+from .make_optimizer import make_optimizer
 from .models import build_model, real_tensors
-from .optimizers import make_optimizer
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -53,7 +53,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
         engine=engine,
     )
     if recipe.rollouts:
-        rollouts.start(training, recipe, bare, build_model)
+        rollout_trainers.start(training, recipe, bare, build_model)
     elif recipe.trainer != "transformers":
         trl_trainers.start(training, recipe, bare, build_model)
     # Trainer.get_batch_samples fetches the whole step's micro-batches first
@@ -313,8 +313,12 @@ def _run_micro_batches(training: Training, on_phase: Callable[[str], None]) -> N
     for micro in range(count):
         batch = batches[micro % len(batches)]
         is_last = micro == training.accumulation - 1
-        with training.engine.micro_batch(training, last=is_last), training.around:
-            _micro_batch(training, batch, on_phase, first=micro == 0)
+        with (
+            training.engine.micro_batch(training, last=is_last),
+            training.around,
+            training.engine.part_of(training, batch) as part,
+        ):
+            _micro_batch(training, part, on_phase, first=micro == 0)
 
 
 def _micro_batch(
