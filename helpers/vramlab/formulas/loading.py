@@ -8,11 +8,13 @@ stays in 16 bits. A tied head that the file has too comes first, and goes when a
 says that it equals the embedding (`tie_weights`).
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
 from ..hardware.overhead import rounded
+from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import Quantization
 from ..recipe.process_context import loads_whole
@@ -21,10 +23,6 @@ from ..recipe.shapes import Shape
 from ..report.report import Bytes
 from .model_states import ParameterRow, buffer_bytes, cached_table, parameter_bytes, starred_name
 from .tensor_sizes import BLOCK, FP32, HALF, weight_width
-
-# Parts of names that sort otherwise in the published checkpoints
-# (`transformers.conversion_mapping`): w1 and w3 before w2.
-STORED_AS = {"mixtral": {"mlp": "block_sparse_moe", "gate_up_proj": "a", "down_proj": "b"}}
 
 
 class Moment(NamedTuple):
@@ -79,7 +77,7 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
     head = 0
     if shape.stores_tied_head:
         head = next(sum(row.blocks) for row in table if row.shape == embedding)
-    others = STORED_AS.get(shape.family, {})
+    others = family_of(shape).stored_as
     kept = head
     moments = []
     for _, row in sorted(tensors, key=lambda tensor: _natural(tensor[0], others)):
@@ -99,7 +97,7 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
     return max(moments, key=sum)
 
 
-def _natural(name: str, others: dict[str, str]) -> list[tuple[int, str]]:
+def _natural(name: str, others: Mapping[str, str]) -> list[tuple[int, str]]:
     """Return the key that sorts names as `dot_natural_key` does: layer 10 follows layer 9."""
     key = []
     for part in name.split("."):
