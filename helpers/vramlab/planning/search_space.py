@@ -20,7 +20,7 @@ from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
-from ..recipe.lora_modules import unquantized
+from ..recipe.lora_modules import has_experts, unquantized
 from ..recipe.options import HALF, REPEATED, TRL, LoRA, Quantization, Sharding
 from ..recipe.recipe import LATER_OF_LORA, Recipe
 from ..recipe.shapes import Shape
@@ -100,6 +100,8 @@ def _options(
         prepares = (True, False) if question.gpus == 1 else (False,)
         pairs = itertools.product(prepares, (False, True))
         bases = [Quantization("nf4", double, prepare=prepare) for prepare, double in pairs]
+        if has_experts(question.plain.shape) and question.gpus == 1:
+            bases += [dataclasses.replace(base, experts="loading") for base in bases]
     return {
         "use_liger_kernel": (True, False) if question.liger_is_possible() else (False,),
         "trainer": question.trainers(),
@@ -303,6 +305,9 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
     if quantization and quantization.double:
         single = dataclasses.replace(quantization, double=False)
         yield "double quantization", {"quantization": single}
+    if quantization and quantization.experts:
+        whole = dataclasses.replace(quantization, experts=None)
+        yield "experts in 4 bits", {"quantization": whole}
     if quantization and recipe.adapters:
         yield "the 4-bit base", {"quantization": None, "dtype": recipe.weights_dtype}
 

@@ -26,6 +26,9 @@ ROLLOUT_ENGINES = ("colocate", "server")  # where vLLM runs: in this process, or
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4")
+# When fused experts are packed: as each one is loaded (axolotl's `quantize_moe_experts`), or once
+# all are on the device (bitsandbytes' `replace_parameter_4bit`).
+PACKED_EXPERTS = ("loading", "loaded")
 STAGES = {
     "ddp": (0, 1),
     "fsdp": (2, 3),
@@ -95,13 +98,16 @@ class Quantization:
     double: bool = knob(False)
     compute_dtype: str | None = knob(None, choices=DTYPES)
     prepare: bool = knob(True)
+    experts: str | None = knob(None, choices=PACKED_EXPERTS)
 
     def __post_init__(self) -> None:
         check(self, "quantization.")
 
     def words(self) -> str:
         """Return its part of `str(recipe)`."""
-        return self.quant_type + (" double" if self.double else "")
+        double = " double" if self.double else ""
+        experts = " with experts" if self.experts else ""
+        return f"{self.quant_type}{double}{experts}"
 
 
 @documented
