@@ -59,6 +59,12 @@ class Unclear(Exception):
     """An answer of the wrong kind; the message says why."""
 
 
+class BrokenPiece(Unclear):
+    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
+    result.
+    """
+
+
 class Check:
     """Takes any answer and returns a Feedback; no answer makes it raise.
 
@@ -114,15 +120,15 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
-        references, found = (
+        references, given = (
             self.expand(self.reference),
             answer if isinstance(answer, Numbers) else self.read(answer),
         )
-        missing = [name for name in references if found.get(name) is None or found[name] is ...]
+        missing = [name for name in references if given.get(name) is None or given[name] is ...]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
             return partly if len(missing) < len(references) else NOT_ANSWERED
-        numbers = {name: _number(found[name], f"{name}: " if name else "") for name in references}
+        numbers = {name: _number(given[name], f"{name}: " if name else "") for name in references}
 
         def same(others: Mapping[str, float], factor: float = 1) -> bool:
             return all(
@@ -152,20 +158,20 @@ class Number(Check):
 
     def problems(self) -> list[str]:
         references = self.expand(self.reference)
-        found = [] if self(references).right else ["the check rejects its own reference"]
+        complaints = [] if self(references).right else ["the check rejects its own reference"]
         for mistake in self.mistakes:
             wrong = self.expand(mistake.wrong)
             if unknown := wrong.keys() - references:
-                found.append(
+                complaints.append(
                     f"a mistake speaks of {', '.join(unknown)}, which the reference does not have"
                 )
                 continue
             verdict = self(Numbers({**references, **wrong}))
             if verdict.right:
-                found.append(f"the check accepts the mistake {mistake.text!r}")
+                complaints.append(f"the check accepts the mistake {mistake.text!r}")
             elif verdict.text != mistake.text:
-                found.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
-        return found
+                complaints.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
+        return complaints
 
 
 @dataclass(frozen=True)
@@ -252,12 +258,12 @@ class Choice(Check):
 
     def problems(self) -> list[str]:
         reference = _value(self.reference)
-        found = (
+        complaints = (
             []
             if reference in self.options
             else [f"the reference {reference!r} is none of the options"]
         )
-        return found + ["there is only one option to choose"] * (len(self.options) < 2)
+        return complaints + ["there is only one option to choose"] * (len(self.options) < 2)
 
 
 @dataclass(frozen=True)
@@ -281,19 +287,19 @@ class Judge(Check):
 
     def problems(self) -> list[str]:
         rights, wrongs = _value(self.rights), _value(self.wrongs)
-        found = (
+        complaints = (
             []
             if (rights and len(wrongs) > 1) or not (rights or wrongs)
             else ["it needs an answer to accept and two to reject"]
         )
-        found += [
+        complaints += [
             f"the check rejects {answer!r}: {self(answer)}"
             for answer in rights
             if not self(answer).right
         ]
-        found += [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
+        complaints += [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
         said = [self(answer).text for answer in wrongs]
-        return found + [
+        return complaints + [
             f"no wrong answer is told {r!r}"
             for r in self.reasons
             if not any(r in text for text in said)

@@ -35,8 +35,18 @@ from typing import Any
 
 import vramlab
 
-from .answers import Check, Choice, Feedback, Function, Judge, Mistake, Number, Table, Unclear
-from .judges import same_tensor
+from .answers import (
+    BrokenPiece,
+    Check,
+    Choice,
+    Feedback,
+    Function,
+    Judge,
+    Mistake,
+    Number,
+    Table,
+)
+from .judges.common import same_tensor
 
 IMPORTS = {"vramlab": vramlab.__all__, "math": ["ceil", "floor", "log2", "sqrt"]}
 RECIPE_NAMES = {
@@ -55,12 +65,6 @@ RECIPE_NAMES = {
     "{format_bytes(largest[1])}'",
 }
 IS_RECIPE = ("isinstance(answer, Recipe)", "A Recipe was expected, not a {kind}.")
-
-
-class BrokenPiece(Unclear):
-    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
-    result.
-    """
 
 
 class UnknownName(NameError):

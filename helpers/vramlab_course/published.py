@@ -53,11 +53,11 @@ def runs() -> list[Run]:
     """All published runs, in the order of the file."""
     stored = json.loads(data_path("published_runs.json").read_text(encoding="utf-8"))
     loops = {name: Loop(**source["loop"]) for name, source in stored["sources"].items()}
-    found = []
+    published = []
     for run in stored["runs"]:
         fields = run["recipe"]
         model = stored["models"].get(fields["model"], fields["model"])
-        found.append(
+        published.append(
             Run(
                 source=run["source"],
                 gpu=run["gpu"],
@@ -73,7 +73,7 @@ def runs() -> list[Run]:
                 f"{run['transformers']}, {run['date']}",
             )
         )
-    return found
+    return published
 
 
 def results() -> dict:

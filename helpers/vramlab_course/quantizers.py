@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from .numerics import NumericsError
+from .number_formats import NumericsError
 
 # 1 − (1/32 + 1/30)/2, halfway between the outermost of 16 and of 15 equally likely bins (Yoshida
 # 2023, arXiv 2306.06965). bitsandbytes (`create_normal_map`) has these seven digits.

@@ -52,12 +52,12 @@ class TopologyError(VramLabError, ValueError):
 
 def kind(code: str) -> str:
     """The entry of PATHS for a code of the matrix: "NV" for "NV18". Raises TopologyError."""
-    found = "NV" if NVLINK_CODE.fullmatch(code) else code
-    if found not in PATHS or code == "NV":
+    path = "NV" if NVLINK_CODE.fullmatch(code) else code
+    if path not in PATHS or code == "NV":
         raise TopologyError(
             f"The matrix says {code!r}, but paths are X, NV#, PIX, PXB, PHB, NODE and SYS."
         )
-    return found
+    return path
 
 
 def _rank(code: str) -> tuple[int, int]:
@@ -94,15 +94,15 @@ class Topology:
 
     def islands(self) -> list[list[str]]:
         """GPUs in groups that reach each other over NVLink alone, directly or through others."""
-        left, found = self.gpus, []
+        left, groups = self.gpus, []
         while left:
             group = [left.pop(0)]
             for member in group:
                 joined = [other for other in left if self.nvlinks(member, other)]
                 group += joined
                 left = [other for other in left if other not in joined]
-            found.append(sorted(group, key=self.devices.index))
-        return found
+            groups.append(sorted(group, key=self.devices.index))
+        return groups
 
     def __str__(self) -> str:
         """Each kind of path between GPUs, how many pairs have it, and what it means."""

@@ -1,7 +1,7 @@
 """A layer's attention: projections, rotary positions, a cache, attention itself, the way back."""
 
 from ..recipe.shapes import Shape
-from . import liger
+from . import liger_kernels
 from .attention import AttentionKernels
 from .ledger import Tensor
 from .norms import Norms
@@ -57,7 +57,7 @@ class SelfAttention:
             q, k, v = self._separate(at, x)
         if table and "rope" in m.numerics.liger:
             # One kernel turns both where they lie.
-            q, k = liger.turned(m, q, k)
+            q, k = liger_kernels.turned(m, q, k)
         elif table:
             q, k = [self._turned(x, table) for x in (q, k)]
         if self.caches is not None:

@@ -29,7 +29,8 @@ from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..training.quiet import no_collection
 from . import cli_of_machines
-from .answers import (
+from .command_options import JSON, flag_of, number, option, takes
+from .command_output import (
     DOES_NOT_FIT,
     STOPPED,
     WRONG,
@@ -44,10 +45,9 @@ from .answers import (
     say,
     standard_input,
 )
-from .command_options import JSON, flag_of, number, option, takes
 from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
 from .no_such_option import instead
-from .options import (
+from .recipe_options import (
     OPTIONS,
     Options,
     fields_of,
@@ -179,7 +179,7 @@ def predict(
     as_json: JSON = False,
 ) -> None:
     from ..formulas.predict import predict
-    from ..formulas.run import predict_run
+    from ..formulas.whole_run import predict_run
 
     card = asked_card(gpu, recipe)
     granted = granted_to(card, other_memory, expandable_segments)
@@ -247,7 +247,7 @@ def generate(
     as_json: JSON = False,
 ) -> None:
     with no_collection(before=False):
-        from ..simulation.generation import simulate_generation
+        from ..simulation.simulate_generation import simulate_generation
 
     recipe, generation = asked
     card = asked_card(gpu, recipe)
@@ -263,7 +263,7 @@ def measure(
     repeats: option(int, "Timed steps after warm-up.", parser=number) = 5,
     as_json: JSON = False,
 ) -> None:
-    from .measure import measure
+    from .measure_and_record import measure
 
     finish(measure(recipe, repeats=repeats), None, as_json)
 
@@ -300,14 +300,14 @@ def plan(
         at_once = plan(gpu=gpu, confirm=False, **asked)
         if at_once.choices:
             say(f"{at_once.table()}\nby formula; each is being simulated …\n")
-    found = plan(gpu=gpu, confirm=confirm, **asked)
-    say(as_text(found.to_dict()) if as_json else str(found))
-    if write and found.choices:
+    planned = plan(gpu=gpu, confirm=confirm, **asked)
+    say(as_text(planned.to_dict()) if as_json else str(planned))
+    if write and planned.choices:
         there = write.exists()
-        files = ", ".join(map(str, found.write(write)))
-        more = "; --method takes another" if len(found.choices) > 1 else ""
-        say(f"{'replaced' if there else 'wrote'} {files}: {found.best.method}{more}", err=True)
-    if not found.choices:
+        files = ", ".join(map(str, planned.write(write)))
+        more = "; --method takes another" if len(planned.choices) > 1 else ""
+        say(f"{'replaced' if there else 'wrote'} {files}: {planned.best.method}{more}", err=True)
+    if not planned.choices:
         raise typer.Exit(DOES_NOT_FIT)
 
 
@@ -374,16 +374,16 @@ def run_script(
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
 ) -> None:
-    from .run import run
+    from .run_command import run
 
     check_written(report=report, snapshot=snapshot)
-    found = run(command, find_gpu(gpu), gpus, snapshot, steps)
-    say(str(found))
-    if report and found.reports:
+    seen = run(command, find_gpu(gpu), gpus, snapshot, steps)
+    say(str(seen))
+    if report and seen.reports:
         write_atomically(
-            report, max(found.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
+            report, max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
         )
-    raise typer.Exit(found.status)
+    raise typer.Exit(seen.status)
 
 
 @app.command(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .answers import FAILED, as_text, say
 from .command_options import JSON, option
+from .command_output import FAILED, as_text, say
 
 
 def add_to(app: typer.Typer) -> None:
@@ -39,7 +39,7 @@ def record(
     folder: option(Path | None, "Where records lie; the course's when left out.") = None,
     as_json: option(bool, "Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
-    from .measure import record
+    from .measure_and_record import record
 
     progress = functools.partial(say, err=as_json)
     outcome = record(
@@ -63,7 +63,7 @@ def card(
         bool, "Print what simulate says beside each report, which takes time.", "--compare"
     ) = False,
 ) -> None:
-    from .measure import run_card
+    from .measure_and_record import run_card
 
     run = run_card(paths or None, minutes, folder, dry_run, progress=say, compare=compare)
     if dry_run:

@@ -15,7 +15,7 @@ from ..base.text import printable
 from ..recipe import hub_names
 from ..recipe.knobs import Knob
 from ..recipe.shapes import read_shape
-from .options import GENERATION, OPTIONS, Options
+from .recipe_options import GENERATION, OPTIONS, Options
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:

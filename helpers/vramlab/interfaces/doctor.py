@@ -68,15 +68,15 @@ def doctor() -> Doctor:
 
     Loads torch only where a GPU may be.
     """
-    found: list[Check] = []
+    checks: list[Check] = []
     for name, look in LOOKS.items():
         try:
-            found += look()
+            checks += look()
         except Exception as error:
-            found.append(
+            checks.append(
                 Check(name, WARN, "could not be checked", f"{type(error).__name__}: {error}")
             )
-    return Doctor(tuple(found))
+    return Doctor(tuple(checks))
 
 
 def environment_stamp() -> str:

@@ -251,11 +251,11 @@ def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], pr
         if isinstance(loop, LoopWatch) and loop.ready:
             loop.end()
     report = next((seen.report for seen in reversed(watched) if seen.report), None)
-    found = {
+    process_facts = {
         **peaks,
         "rank": int(os.environ.get("RANK", 0)),
         "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
         "report": report and report.to_dict(),
     }
     torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{process}.pickle"))
-    Path(folder, f"{process}.json").write_text(json.dumps(found))
+    Path(folder, f"{process}.json").write_text(json.dumps(process_facts))

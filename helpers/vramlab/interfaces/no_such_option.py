@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..recipe.arguments import CLASSIFIED
-from .options import OPTIONS
+from .recipe_options import OPTIONS
 
 # What the command line says of a Trainer's argument that is no option.
 WHY_NOT = dict.fromkeys(

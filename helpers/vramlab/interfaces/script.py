@@ -15,7 +15,7 @@ from ..recipe.families import TASKS
 from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
-from .options import recipe_of_arguments
+from .recipe_options import recipe_of_arguments
 from .script_imports import account_for_imports
 from .script_lines import CASTS
 from .script_names import WORDS
@@ -131,14 +131,14 @@ class _Reader(CallReader):
 
         Of the script's own it is the one that this is made from.
         """
-        found = [
+        calls = [
             call
             for call in self.tree.calls
             if self.lines.is_trainer(call) and not self.tree.dead(call)
         ]
-        if not found:
+        if not calls:
             self.lines.refuse(None, f"none of {', '.join(KINDS)} is called in it")
-        call, *others = found
+        call, *others = calls
         if others:
             self.lines.refuse(others[0], "is a second Trainer")
         name, whole = self.tree.name(call), self.tree.dotted(call.func)
@@ -175,17 +175,17 @@ class _Reader(CallReader):
             None,
         )
         words = {word.arg: word.value for word in call.keywords} if call else {}
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name in ("precision", "seq_len", "lengths"):
             if name in words:
-                found[name] = self._value(name, words[name])
+                fields[name] = self._value(name, words[name])
         if "sharding" in words:
             sharding = self._only(words["sharding"], "the sharding")
-            found["sharding"] = {
+            fields["sharding"] = {
                 word.arg: self._value(word.arg or "", word.value)
                 for word in getattr(sharding, "keywords", [])
             }
-        self.fields |= {name: value for name, value in found.items() if value is not None}
+        self.fields |= {name: value for name, value in fields.items() if value is not None}
 
     def _read_arguments(self, node: ast.expr | None, trainer: str) -> str:
         """Take the constants of the Trainer's arguments and return their class."""
@@ -373,12 +373,15 @@ class _Reader(CallReader):
         said = self._values(call, names, ("bnb_4bit_quant_storage",))
         check_table(said, refused)
         if said.get("load_in_4bit"):
-            found = {
+            in_four_bits = {
                 "quant_type": said.get(f"{own}quant_type", "fp4"),
                 "double": said.get(f"{own}use_double_quant", False),
             }
             compute = said.get(f"{own}compute_dtype", "float32")
-            self.fields["quantization"] = found | {"compute_dtype": compute, "prepare": False}
+            self.fields["quantization"] = in_four_bits | {
+                "compute_dtype": compute,
+                "prepare": False,
+            }
 
     def _trainer_word(self, name: str, node: ast.expr) -> None:
         """Account for an argument of the Trainer beside its model and arguments."""

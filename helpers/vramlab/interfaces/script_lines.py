@@ -219,7 +219,7 @@ class Lines(Notes):
         Those after it, and those of functions that prepare data or evaluate.
         """
         after: set[ast.AST] = set()
-        found: set[ast.AST] = set()
+        outside: set[ast.AST] = set()
         for call in self.tree.calls:
             method = ""
             owner: ast.expr | None = None
@@ -241,8 +241,8 @@ class Lines(Notes):
             for value in values:
                 function = self.tree.functions.get(getattr(value, "id", ""), value)
                 if isinstance(function, (*FUNCTIONS, ast.Lambda)):
-                    found.update(ast.walk(function))
-        return after, found
+                    outside.update(ast.walk(function))
+        return after, outside
 
     def _account_for_call(self, call: ast.Call) -> None:
         name, whole = self.tree.name(call), self.tree.dotted(call.func)

@@ -14,7 +14,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import Report
 from .configurations import is_configuration, read_configuration
-from .options import OPTIONS, recipe_of, recipe_of_arguments
+from .recipe_options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
 
@@ -41,11 +41,11 @@ def said(
     of `predict`.
     """
     if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
-        found = _object(words[0])
-        if "phases" in found:
-            return Report.from_dict(found), []
-        if "model" in found:
-            return rebuild(Recipe, "recipe", found), []
+        content = _object(words[0])
+        if "phases" in content:
+            return Report.from_dict(content), []
+        if "model" in content:
+            return rebuild(Recipe, "recipe", content), []
     return _recipe_said(words, options)
 
 
@@ -87,9 +87,9 @@ def _recipe_said(
 
 def _object(path: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raises RecipeError."""
-    found = read_json_file("file", path)
-    if not isinstance(found, dict):
+    content = read_json_file("file", path)
+    if not isinstance(content, dict):
         raise RecipeError(
             "file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments"
         )
-    return found
+    return content

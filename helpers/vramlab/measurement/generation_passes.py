@@ -17,7 +17,7 @@ from ..report.report import Report, Speed
 from ..tracking.history import History, to_report
 from ..tracking.tracked import run_tracked_generation
 from ..tracking.tracker import Tracker
-from ..training.generation import build_generation
+from ..training.fixed_generation import build_generation
 from .measurement_passes import (
     Stats,
     Truth,

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..base.data import data_path
-from .sizes import Sizes
+from .model_sizes import Sizes
 
 
 class Task(NamedTuple):

@@ -40,11 +40,11 @@ def shared_entry(name: str, spellings: Mapping[str, Any]) -> tuple[Any, dict[str
 
     A name with an ending of KNOWN's only is taken for one of the entry without it.
     """
-    found = list(stems(name))
-    for stem in found:
+    name_stems = list(stems(name))
+    for stem in name_stems:
         if listed := KNOWN["names"].get(stem):
             return spellings[listed["entry"]], listed.get("differs", {})
-    for stem in found:
+    for stem in name_stems:
         if stem in spellings:
             return spellings[stem], {}
     return None

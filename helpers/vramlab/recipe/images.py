@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..base.errors import RecipeError, needing
 from .configuration import READERS, reason
 from .knobs import Refusals
-from .sizes import Sizes
+from .model_sizes import Sizes
 
 MOST_SIDE = 2**14  # pixels
 

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .operators import rules_of
+from .fake_operators import rules_of
 
 aten = torch.ops.aten
 # Of this process, by target: torch's entries by operator and arguments, None where it makes none.

@@ -103,12 +103,12 @@ def pieces(text: str, most: int = 300) -> list[str]:
     """The text in pieces of whole lines, of `most` characters or one line: the program cuts a
     longer sample.
     """
-    found = [""]
+    cut = [""]
     for line in text.splitlines(keepends=True):
-        if found[-1] and len(found[-1]) + len(line) > most:
-            found.append("")
-        found[-1] += line
-    return found
+        if cut[-1] and len(cut[-1]) + len(line) > most:
+            cut.append("")
+        cut[-1] += line
+    return cut
 
 
 def questions() -> list[list[dict[str, str]]]:
@@ -205,8 +205,8 @@ def chat(
     del untrained
     torch.cuda.empty_cache()
     card = None if on_card else "T4"  # None: this machine's
-    found = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
-    (program,) = found.write(folder / "train_chat.py")
+    planned = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
+    (program,) = planned.write(folder / "train_chat.py")
     data = folder / "chats.jsonl"
     data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))
     words = ["--model", model, "--data", data, "--output", folder / "chat", "--max-steps", steps]
@@ -217,7 +217,7 @@ def chat(
         raise RuntimeError(f"{program.name} failed:\n{done.stderr[-2000:]}")
     trained = merged(folder / "chat", folder / "merged")
     after = answers(trained.to("cuda" if on_card else "cpu"), tokenizer, asked)
-    return Chat(before, after, found, done.stdout, folder / "merged")
+    return Chat(before, after, planned, done.stdout, folder / "merged")
 
 
 def _turn(role: str, content: str) -> dict[str, str]:

@@ -86,11 +86,11 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
         rows.append((label, {"parameters": width, "gradients": width, "optimizer_states": states}))
     for label, base in (("LoRA r = 16", None), ("QLoRA r = 16", NF4)):
         recipe = Recipe(LADDER_MODEL, precision="bf16-true", lora=RANK, quantization=base)
-        n, found = recipe.shape.num_parameters, parameter_table(recipe)
+        n, table = recipe.shape.num_parameters, parameter_table(recipe)
         rows.append((label, {
-            "parameters": sum(row.count * sum(row.blocks) for row in found) / n,
-            "gradients": sum(row.count * row.size for row in found if row.trained) / n,
-            "optimizer_states": sum(row.count * sum(row.states) for row in found) / n,
+            "parameters": sum(row.count * sum(row.blocks) for row in table) / n,
+            "gradients": sum(row.count * row.size for row in table if row.trained) / n,
+            "optimizer_states": sum(row.count * sum(row.states) for row in table) / n,
         }))  # fmt: skip
     return rows
 

@@ -53,7 +53,7 @@ def experiment(steps: int) -> dict[str, Any]:
     sent, same = sum(buckets) // steps, weights_are_equal(ddp)
     with ddp.no_sync():
         alone = [step() for _ in range(steps)]
-    found = {
+    facts = {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "backend": dist.get_backend(),
         "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
@@ -64,7 +64,7 @@ def experiment(steps: int) -> dict[str, Any]:
         "same": same,
     }
     dist.destroy_process_group()
-    return found
+    return facts
 
 
 def count_buckets(ddp: Any) -> list[int]:

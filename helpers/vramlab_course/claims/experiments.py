@@ -26,7 +26,7 @@ from vramlab.report.report import CATEGORIES, GiB, Interval, MiB, Report, format
 from vramlab.simulation.simulate import simulate
 
 from vramlab_course.base_model import base_model_path
-from vramlab_course.numerics import FORMATS
+from vramlab_course.number_formats import FORMATS
 from vramlab_course.topology import NVLINK, bytes_sent
 
 from ..chapters import chapter_03, chapter_07
@@ -69,11 +69,11 @@ def arithmetic(
 
 def _defined(names: Mapping[str, Any]) -> dict[str, Any]:
     """The ledger's definitions that can be computed from `names`, in their order."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in stored("definitions").items():
         with suppress(ValueError):
-            found[name] = evaluate(text, {**names, **found})
-    return found
+            values[name] = evaluate(text, {**names, **values})
+    return values
 
 
 def card_facts(name: str) -> dict[str, Any]:
@@ -137,29 +137,29 @@ def reports(
     fields in each.
     """
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
-    found = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
+    by_name = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
     if (
-        None in (cards := {report and report.environment["gpu"] for report in found.values()})
+        None in (cards := {report and report.environment["gpu"] for report in by_name.values()})
         or len(cards) > 1
     ):
-        found = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
+        by_name = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
     names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(context_on())}
     names.update(
         {
             name: {**shape_facts(made[name]), **report_facts(report)}
-            for name, report in found.items()
+            for name, report in by_name.items()
         }
     )
     if gpu:
         names["card"] = card_facts(gpu)
     weakest = min(
-        (report.source for report in found.values()),
+        (report.source for report in by_name.values()),
         key=("predicted", "simulated", "recorded").index,
     )
     if weakest == "recorded":
         weakest += f", {cards.pop().removeprefix('NVIDIA ')}"
     said = "; ".join(
-        f"{recipe}: {format_bytes(found[name].peak.total)}" for name, recipe in made.items()
+        f"{recipe}: {format_bytes(by_name[name].peak.total)}" for name, recipe in made.items()
     )
     return Facts({**names, **_defined({**names, **names.get("run", {})})}, weakest, said)
 
@@ -180,7 +180,7 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
     """
     made = [make_recipe({"of": "usual", **start, **more}) for more in ({}, changes)]
     try:
-        found = [find_record(recipe) for recipe in made]
+        records = [find_record(recipe) for recipe in made]
     except RecordError:
         world = made[1].sharding.world_size if made[1].sharding else 1
         what = f"{world} GPUs" if world > 1 else "a GPU with CUDA"
@@ -190,11 +190,11 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
             else ""
         )
         raise RecordError(f"Waits for {what}{newer}.") from None
-    if not all(report.speed for report in found):
+    if not all(report.speed for report in records):
         raise RecordError("Waits for a record with a speed.")
-    before, after = (report.speed.tokens_per_second for report in found)
+    before, after = (report.speed.tokens_per_second for report in records)
     return Facts(
-        {"ratio": before / after}, "recorded", f"{made[1]} on {found[1].environment.get('gpu')}"
+        {"ratio": before / after}, "recorded", f"{made[1]} on {records[1].environment.get('gpu')}"
     )
 
 
@@ -265,12 +265,12 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
         frozen = {
             key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
         }
-        found = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
+        recipe = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
         names[name] = {
-            "fits": found is not None,
-            "parameters": found.shape.num_parameters if found else 0,
+            "fits": recipe is not None,
+            "parameters": recipe.shape.num_parameters if recipe else 0,
         }
-        said.append(f"{name}: {found or 'nothing fits'}")
+        said.append(f"{name}: {recipe or 'nothing fits'}")
     return Facts(names, "predicted", "; ".join(said))
 
 
@@ -284,17 +284,17 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
     for name, cure in runs.items():
         expandable, lengths = cure.startswith("expandable"), cure.removeprefix("expandable ")
         try:
-            found = chapter_07.run(lengths, limit, expandable)
+            followed = chapter_07.run(lengths, limit, expandable)
         except AllocatorError:
             names[name] = {"fails": True, "gives_back": True}
             continue
         names[name] = {
             "fails": False,
-            "gives_back": sum(found.given_back[1:])
+            "gives_back": sum(followed.given_back[1:])
             > 0,  # the first step is longer than that of the load
-            "later_calls": sum(found.mallocs[1:]),
-            "flat": len(set(found.between[2:])) == 1,
-            "overhead": found.overhead,
+            "later_calls": sum(followed.mallocs[1:]),
+            "flat": len(set(followed.between[2:])) == 1,
+            "overhead": followed.overhead,
         }
     card = "endless" if endless else format_bytes(limit)
     about = (

@@ -23,14 +23,14 @@ from vramlab.measurement.launch import Launcher
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.cuda import attention_kernel
 
-from vramlab_course.chapters import units_04
+from vramlab_course.chapters import fsdp_units
 from vramlab_course.quantizers import normal_float
 
 from ..chapters.chapter_03 import saved_bytes
 from ..memory_history import record
 from .expressions import Facts
 
-UNITS = units_04.__name__
+UNITS = fsdp_units.__name__
 
 
 def _versions() -> str:
@@ -295,14 +295,14 @@ def sent(recipe: Recipe) -> dict[str, Any]:
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
-    found: dict[str, Any] = {
+    multiples: dict[str, Any] = {
         name: {k: phases.get(name, {}).get(k, 0) / psi for k in kinds} for name in names
     }
-    for phase in [*found.values()]:
+    for phase in [*multiples.values()]:
         phase["ring"] = sum(phase.values()) + phase["all_reduce"]
-    found["ring"] = sum(phase["ring"] for phase in found.values())
-    found["all"] = sum(size for phase in phases.values() for size in phase.values()) / psi
-    return found
+    multiples["ring"] = sum(phase["ring"] for phase in multiples.values())
+    multiples["all"] = sum(size for phase in phases.values() for size in phase.values()) / psi
+    return multiples
 
 
 @cache
@@ -311,5 +311,5 @@ def wrapped(wrapping: str) -> dict[str, Any]:
     parameters' bytes, and the peak in units of all that an unsharded step holds of weights,
     gradients and AdamW's states."""
     found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
-    whole = units_04.LAYERS * units_04.WIDTH**2 * 4
+    whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
     return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}

@@ -19,7 +19,7 @@ from vramlab_course.base_model import (
     load_base_model,
 )
 from vramlab_course.finetuning import batches, fresh
-from vramlab_course.numerics import FORMATS, rounded
+from vramlab_course.number_formats import FORMATS, rounded
 from vramlab_course.quantizers import absmax, quantile
 
 from ..chapters.chapter_01 import deep_network, guessing

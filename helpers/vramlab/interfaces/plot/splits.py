@@ -52,13 +52,13 @@ def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[s
 
     "_" keeps the inkless from the legend.
     """
-    size, found = check_unit(unit), []
+    size, drawn = check_unit(unit), []
     ink = 0.005 * max((sum(map(abs, split.values())) for split in splits), default=0)
     for key, look in style.look(used(splits)).items():
         heights = [split.get(key, 0) / size for split in splits]
         seen = max(map(abs, heights)) * size > ink
-        found.append((heights, {"label": "_" * (not seen) + label_of(key), **look}))
-    return found
+        drawn.append((heights, {"label": "_" * (not seen) + label_of(key), **look}))
+    return drawn
 
 
 def split_rows(

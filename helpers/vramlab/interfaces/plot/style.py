@@ -132,13 +132,13 @@ def _names(figure: Any) -> list[Any]:
     from matplotlib.category import StrCategoryFormatter
     from matplotlib.ticker import FixedFormatter
 
-    found = [text for legend in figure.legends for text in legend.get_texts()]
+    texts = [text for legend in figure.legends for text in legend.get_texts()]
     for ax in figure.axes:
-        found += ax.texts
+        texts += ax.texts
         for axis in (ax.xaxis, ax.yaxis):
             if isinstance(axis.get_major_formatter(), FixedFormatter | StrCategoryFormatter):
-                found += axis.get_ticklabels()
-    return found
+                texts += axis.get_ticklabels()
+    return texts
 
 
 def _in_words(rows: Sequence[tuple[str, ...]]) -> str:

@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 from vramlab.interfaces.plot import canvas
 
-from ..numerics import FORMATS
+from ..number_formats import FORMATS
 
 SKY = "#56B4E9"
 PALE = "#CFE8F7"

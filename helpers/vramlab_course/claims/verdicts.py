@@ -248,11 +248,11 @@ class Verdict:
         """What was found, case by case, with the witness."""
         several = len(self.findings) > 1
         said = []
-        for case, found in self.findings.items():
+        for case, finding in self.findings.items():
             unit = self.claim.unit
             figure = (
-                f"{shown(found.value, unit)} ({found.witness})"
-                if found
+                f"{shown(finding.value, unit)} ({finding.witness})"
+                if finding
                 else f"waits for {self.waits_for(case)}"
             )
             said.append(f"{case}: {figure}" if several else figure)

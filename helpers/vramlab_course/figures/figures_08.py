@@ -7,8 +7,8 @@ from vramlab import Recipe, step_time
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
+from ..chapters.chapter_07 import recorded_8b
 from ..published import runs
-from .chapter_07 import recorded_8b
 
 # tokens/s; bytes at least, likely, at most; recipe
 Row = tuple[float, Sequence[float], Recipe]
@@ -72,25 +72,25 @@ def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
     """By card: recipe, estimated and measured seconds of a step. The T4's are published ones by
     others, of runs that nobody changed; the others are the course's records of the 8B.
     """
-    found = {}
+    by_card = {}
     for run in runs():
         if run.seconds and not run.as_run:
             estimated = step_time(run.recipe, run.gpu).seconds
-            found.setdefault(f"{run.gpu}, published", []).append(
+            by_card.setdefault(f"{run.gpu}, published", []).append(
                 (run.recipe, estimated, run.seconds)
             )
     for recipe, seconds in recorded_8b("H200"):
         estimated = step_time(recipe, "H200").seconds
-        found.setdefault("H200, recorded", []).append((recipe, estimated, seconds))
-    return found
+        by_card.setdefault("H200, recorded", []).append((recipe, estimated, seconds))
+    return by_card
 
 
-def speeds(found: Mapping[str, list[tuple[Recipe, float, float]]], title: str, subtitle: str):
+def speeds(by_card: Mapping[str, list[tuple[Recipe, float, float]]], title: str, subtitle: str):
     """Draw measured over estimated seconds of each step, by card."""
     rows = [("card", "steps", "measured / estimated, least", "median", "most")]
     alt = "Points about the line of an exact estimate."
     with canvas(title, alt, subtitle, rows) as ax:
-        for (name, steps), mark in zip(found.items(), ("o", "^", "s"), strict=False):
+        for (name, steps), mark in zip(by_card.items(), ("o", "^", "s"), strict=False):
             ratios = [measured / estimated for _, estimated, measured in steps]
             ax.plot([each[1] for each in steps], ratios, mark, linestyle="", label=name)
             middle = sorted(ratios)[len(ratios) // 2]

@@ -1,7 +1,7 @@
 """What an engine does around a model's forward and backward pass: little on one device or DDP.
 
-`fsdp.FsdpEngine` and `deepspeed.DeepSpeedEngine` gather weights and reduce gradients in the same
-places.
+`fsdp_memory.FsdpEngine` and `deepspeed_memory.DeepSpeedEngine` gather weights and reduce gradients
+in the same places.
 """
 
 from ..recipe.options import Sharding

@@ -17,7 +17,7 @@ from ..recipe.options import TRL, Rollouts
 from ..recipe.recipe import Recipe
 from ..recipe.rollouts import plan_of
 from .engine import AUTOCAST, Model, Training, autocast, autocast_inside
-from .generation import fixed_length
+from .fixed_generation import fixed_length
 from .patched import replaced
 from .trl_trainers import argument_defaults, balances, reference_model, trl_class
 

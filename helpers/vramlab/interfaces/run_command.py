@@ -91,8 +91,11 @@ def run(
             f"vramlab run finds no program {command[0]!r}: it takes a command such as python "
             f"train.py."
         )
-    found = libraries()
-    own = {"LD_PRELOAD": ":".join(map(str, found)), "TRITON_LIBCUDA_PATH": str(found[0].parent)}
+    preloaded = libraries()
+    own = {
+        "LD_PRELOAD": ":".join(map(str, preloaded)),
+        "TRITON_LIBCUDA_PATH": str(preloaded[0].parent),
+    }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(SITE)
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -107,7 +110,7 @@ def run(
             write_atomically(
                 snapshot, max(left, key=lambda one: one[0]["allocated"])[1].read_bytes()
             )
-        reports = [_report(found, shlex.join(command), card, status) for found, _ in left]
+        reports = [_report(preloaded, shlex.join(command), card, status) for preloaded, _ in left]
         return ScriptRun(
             shlex.join(command), card, status, reports, [_history(path) for _, path in left]
         )
@@ -141,27 +144,27 @@ def killed(status: int) -> str:
     return f"the command was killed by signal {number} ({name}){why}"
 
 
-def _report(found: dict[str, Any], command: str, card: Gpu, status: int) -> Report:
+def _report(process_facts: dict[str, Any], command: str, card: Gpu, status: int) -> Report:
     """Return the report of one process.
 
     What no Trainer's watched step explains is "unexplained".
     """
-    held = Bytes(unexplained=found["allocated"])
-    seen = Report.from_dict(found["report"]) if found["report"] else None
+    held = Bytes(unexplained=process_facts["allocated"])
+    seen = Report.from_dict(process_facts["report"]) if process_facts["report"] else None
     seen = seen or Report("emulated", None, command, "cuda", {}, held, "")
     state = "error" if status else "ok"
     message = (killed(status) or f"the command ended with status {status}") if status else ""
-    if status and found["failed_requests"]:
+    if status and process_facts["failed_requests"]:
         state = "oom"
         message = f"{card.name} ran out of memory, and the command ended with status {status}"
     return dataclasses.replace(
         seen,
         status=state,
         message=message,
-        allocated=found["allocated"],
-        reserved=found["reserved"],
-        process=Interval.of(found["reserved"]) + context_on(card),
-        environment=environment(gpu=card.name, rank=found["rank"]),
+        allocated=process_facts["allocated"],
+        reserved=process_facts["reserved"],
+        process=Interval.of(process_facts["reserved"]) + context_on(card),
+        environment=environment(gpu=card.name, rank=process_facts["rank"]),
         notes=[*LIMITS],
     )
 

@@ -81,7 +81,7 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
 
     from vramlab_course.collectives import Collectives
 
-    from ..ranks import build_on_rank
+    from ..training_on_rank import build_on_rank
 
     with real_rank("cpu") as rank:
         whole = Recipe(**recipe)

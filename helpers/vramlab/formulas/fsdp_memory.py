@@ -28,7 +28,7 @@ from functools import partial
 from math import ceil, prod
 
 from ..recipe.recipe import Recipe
-from .engine import EMBEDDING, ROOT, TAIL, Engine, sharding_of
+from .engine_memory import EMBEDDING, ROOT, TAIL, Engine, sharding_of
 from .ledger import Ledger, Parameter
 from .memory import Block
 from .model_states import parameter_table

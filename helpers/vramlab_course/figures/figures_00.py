@@ -80,13 +80,13 @@ def parts_at_peak(recipe: Recipe, card: Gpu) -> dict[str, int]:
     """
     history = trace(recipe, card=card)
     top = history.highest(history.last_step[0].start)
-    found: dict[str, int] = {}
+    parts: dict[str, int] = {}
     for group in history.largest(top, count=10_000):
         part = _part(group, recipe.shape.vocab_size)
-        found[part] = found.get(part, 0) + group.count * group.size
+        parts[part] = parts.get(part, 0) + group.count * group.size
     # what is no tensor: cuBLAS' second workspace, and the rounding of each storage to 512 bytes
-    found[OTHERS] += history.split(top).total - sum(found.values())
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    parts[OTHERS] += history.split(top).total - sum(parts.values())
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def _part(group: TensorGroup, vocabulary: int) -> str:

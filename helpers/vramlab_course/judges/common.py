@@ -10,7 +10,7 @@ from typing import Any
 
 from vramlab import Recipe, find_gpu, predict
 
-from .answers import NOT_ANSWERED, Feedback, Unclear, kind_of
+from ..answers import NOT_ANSWERED, Feedback, Unclear, kind_of
 
 SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
 
@@ -107,12 +107,13 @@ def same_tensor(
             name: value.clone() if hasattr(value, "clone") else value
             for name, value in case.items()
         }
-        found, expected = called(answer, *given.values()), reference(**case)
-        if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
+        returned, expected = called(answer, *given.values()), reference(**case)
+        if not isinstance(returned, torch.Tensor) or returned.shape != expected.shape:
             size = " × ".join(map(str, expected.shape))
             return Feedback(
                 False,
-                f"A tensor of {size} was expected, not {getattr(found, 'shape', kind_of(found))}.",
+                f"A tensor of {size} was expected, "
+                f"not {getattr(returned, 'shape', kind_of(returned))}.",
             )
         changed = [
             name
@@ -123,12 +124,12 @@ def same_tensor(
             return Feedback(
                 False, f"Your function changes the {changed[0]} that it was given: make a new one."
             )
-        if not torch.allclose(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
             wrong = ((function(**case), text) for function, text in mistakes)
             known = (
                 text
                 for w, text in wrong
-                if w.shape == found.shape and torch.allclose(found, w, atol=1e-5)
+                if w.shape == returned.shape and torch.allclose(returned, w, atol=1e-5)
             )
             return Feedback(False, next(known, "The shape is right, the numbers are not."))
     return Feedback(True, f"Right: {right}")
@@ -139,12 +140,12 @@ def called(answer: Any, *arguments: Any, **named: Any) -> Any:
     if not callable(answer):
         raise Unclear(f"A function was expected, not {kind_of(answer)}.")
     try:
-        found = answer(*arguments, **named)
+        returned = answer(*arguments, **named)
     except Exception as error:
         raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
-    if found is None or found is ...:
+    if returned is None or returned is ...:
         raise Unclear(str(NOT_ANSWERED))
-    return found
+    return returned
 
 
 def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
@@ -156,12 +157,12 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
     batches = [torch.randint(50, (2, tokens)) for tokens in (7, 8, 9)]
-    found = answer(model, batches)
-    if not isinstance(found, list) or len(found) != len(batches):
+    returned = answer(model, batches)
+    if not isinstance(returned, list) or len(returned) != len(batches):
         return Feedback(
             False, f"A list of {len(batches)} tensors was expected for {len(batches)} batches."
         )
-    for tensor, ids in zip(found, batches, strict=True):
+    for tensor, ids in zip(returned, batches, strict=True):
         right = model(ids)[:, -1]
         if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
             return Feedback(False, "The numbers are not those of each batch's last token.")

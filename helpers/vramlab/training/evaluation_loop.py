@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..recipe.evaluation import Evaluation
 from .engine import AUTOCAST, Training, autocast_inside
-from .generation import fixed_length
+from .fixed_generation import fixed_length
 from .patched import replaced
 from .training import forward
 

@@ -17,7 +17,7 @@ from ..planning.question import card_with, size_of
 from ..planning.search_space import host_memory
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, GiB, Interval, Report, format_bytes
-from .options import fits_card
+from .recipe_options import fits_card
 
 DOES_NOT_FIT = FAILED = 1
 WRONG = 2

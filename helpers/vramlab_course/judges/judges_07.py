@@ -167,11 +167,11 @@ def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Met
 def _repaired(answer: Callable) -> str | None:
     meters = []
     for count in (2, 6):
-        found, weights, meter = _measured(answer, count)
-        if found is None or found is ...:
+        returned, weights, meter = _measured(answer, count)
+        if returned is None or returned is ...:
             return None
         wanted, reference, _ = _measured(trained, count)
-        history, last = found
+        history, last = returned
         numbers = torch.stack([torch.as_tensor(n).detach() for n in [*history, last]])
         if not torch.allclose(numbers, torch.tensor([*wanted[0], wanted[1]])):
             return (
@@ -247,11 +247,11 @@ def _utilised(answer: Callable) -> str | None:
     for checkpointed in (True, False):
         model = _llama(checkpointed)
         before = _state(model)
-        found = answer(model, batch, 0.5, 1e9)
-        if found is None or found is ...:
+        returned = answer(model, batch, 0.5, 1e9)
+        if returned is None or returned is ...:
             return None
         right = utilisation(_llama(checkpointed), batch, 0.5, 1e9)
-        off = float(found) / right
+        off = float(returned) / right
         how = "with" if checkpointed else "without"
         if abs(off / 100 - 1) < 1e-6:
             return "A fraction was expected, not percent."
@@ -305,19 +305,19 @@ def _smaller(answer: Callable) -> str | None:
         batch = torch.arange(rows * row / 4).reshape(rows, -1) % 5
         with _Meter(limit=3 * fits * row + 8):  # a step keeps three tensors, and a number
             try:
-                found = answer(_step, batch)
+                returned = answer(_step, batch)
             except torch.OutOfMemoryError:
                 return (
                     f"{rows} rows, of which {fits} fit: it dies, although halves would fit "
                     f"once the failed step is gone."
                 )
-        if found is None or found is ...:
+        if returned is None or returned is ...:
             return None
         tried = rows
         while tried > fits:
             tried //= 2
         wanted = [_step(part) for part in batch.split(tried)]
-        if list(found) != wanted:
+        if list(returned) != wanted:
             return (
                 f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows "
                 f"each were expected, in order."

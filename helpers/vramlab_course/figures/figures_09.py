@@ -79,10 +79,12 @@ def pipeline(
         orders = [made(stage, stages, micro_batches) for stage in range(stages)]
         ends = pipeline_ends(orders)
         for kind, time in SECONDS.items():
-            found = [(stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind]
+            placed = [
+                (stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind
+            ]
             at, starts = (
-                [stages - 0.5 - stage for stage, *_ in found],
-                [start for *_, start in found],
+                [stages - 0.5 - stage for stage, *_ in placed],
+                [start for *_, start in placed],
             )
             look = {
                 "color": colours[kind],
@@ -91,7 +93,7 @@ def pipeline(
                 "label": labels[kind],
             }
             done = ax.barh(at, time, 0.84, starts, **look)
-            ax.bar_label(done, [m + 1 for _, m, _ in found], label_type="center", fontsize=8)
+            ax.bar_label(done, [m + 1 for _, m, _ in placed], label_type="center", fontsize=8)
         ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
         ax.set_yticks(
             [stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)]

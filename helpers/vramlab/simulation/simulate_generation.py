@@ -22,12 +22,12 @@ from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked_generation
 from ..tracking.tracker import Event, Mark, Storage
-from ..training.generation import build_generation
+from ..training.fixed_generation import build_generation
 from ..training.quiet import no_collection
 from . import fakes
 from .deepen import deepen
 from .fakes import fake_world
-from .loading import loading_peak, unused_after_loading
+from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .simulate import (
     bytes_of,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from .answers import NOT_ANSWERED, Feedback
+from ..answers import NOT_ANSWERED, Feedback
 
 MICRO_BATCHES = [(4, 4), (5, 2, 1), (1, 7), (6,)]  # rows of each
 STACKS = [
@@ -79,15 +79,15 @@ def accumulated(answer: Any) -> Feedback:
 
 
 def _wrong_sum(
-    found, exact, returned: Any, mean: float, rows: list[int], sizes: Sequence[int]
+    gradient, exact, returned: Any, mean: float, rows: list[int], sizes: Sequence[int]
 ) -> str:
     if rows and max(rows) > max(sizes):
         return (
             "more than one of them was in the model at once, which is what accumulation is to avoid"
         )
-    if torch.allclose(found - 9, exact, atol=1e-5):
+    if torch.allclose(gradient - 9, exact, atol=1e-5):
         return "gradients that were there before the call are still in .grad"
-    if not torch.allclose(found, exact, atol=1e-5):
+    if not torch.allclose(gradient, exact, atol=1e-5):
         return (
             "the gradients are not those of the mean over all rows, in which each row counts alike"
         )
@@ -286,11 +286,11 @@ def in_chunks(x: torch.Tensor, weight: torch.Tensor, words: torch.Tensor, rows: 
     def some(x, weight, words):
         return (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
 
-    found = [
+    scores = [
         checkpoint(some, few, weight, right, use_reentrant=False)
         for few, right in zip(x.split(rows), words.split(rows), strict=True)
     ]
-    return torch.cat(found)
+    return torch.cat(scores)
 
 
 def one_by_one(answer: Any) -> Feedback:
@@ -307,13 +307,13 @@ def one_by_one(answer: Any) -> Feedback:
         return tensor
 
     with Rows() as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = answer(x, weight, words, 4)
-    if found is None or found is ...:
+        returned = answer(x, weight, words, 4)
+    if returned is None or returned is ...:
         return NOT_ANSWERED
-    if said := _wrong_scores(found, exact, seen.most, saved):
+    if said := _wrong_scores(returned, exact, seen.most, saved):
         return _wrong(said)
     with Rows() as seen:
-        gradients = torch.autograd.grad((scale * found).sum(), (x, weight))
+        gradients = torch.autograd.grad((scale * returned).sum(), (x, weight))
     if seen.most > 4:
         return _wrong(f"With rows=4 there were {seen.most} rows of logits at once in backward.")
     if not all(torch.allclose(*pair) for pair in zip(gradients, wanted, strict=True)):
@@ -321,14 +321,14 @@ def one_by_one(answer: Any) -> Feedback:
     return Feedback(True, "Right: this is how DPO and GRPO score tokens without all logits.")
 
 
-def _wrong_scores(found: Any, exact: torch.Tensor, rows: int, saved: list[int]) -> str:
-    """What is wrong with `found` before backward, "" if nothing."""
-    if not isinstance(found, torch.Tensor) or found.shape != exact.shape:
+def _wrong_scores(returned: Any, exact: torch.Tensor, rows: int, saved: list[int]) -> str:
+    """What is wrong with `returned` before backward, "" if nothing."""
+    if not isinstance(returned, torch.Tensor) or returned.shape != exact.shape:
         return "A tensor with a number for each row of x was expected."
-    if not torch.allclose(found, exact):
+    if not torch.allclose(returned, exact):
         return "The log-probabilities are others. Are they negative, and in their order?"
     if rows > 4:
         return f"With rows=4 there were {rows} rows of logits at once in forward."
-    if not found.requires_grad:
+    if not returned.requires_grad:
         return "The result has no gradient, so nothing would be trained."
     return "Tensors as wide as the vocabulary are kept for backward." if saved else ""

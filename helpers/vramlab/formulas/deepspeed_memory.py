@@ -19,7 +19,7 @@ from ..hardware.overhead import rounded
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.recipe import Recipe
 from . import model_states
-from .engine import EMBEDDING, Engine, sharding_of
+from .engine_memory import EMBEDDING, Engine, sharding_of
 from .ledger import Ledger, Parameter
 from .memory import Block
 from .model_states import RankBytes, compute_recipe, parameter_table

@@ -15,20 +15,20 @@ def followed(tracker: Callable[..., Any]) -> dict[str, int]:
     import torch
 
     x = torch.ones(SIZE // 4)
-    found = {}
+    sizes = {}
     with tracker(x) as seen:
-        found["given"] = seen.now()
+        sizes["given"] = seen.now()
         whole = x.view(-1, 10)
-        found["view"] = seen.now()
+        sizes["view"] = seen.now()
         y = x * 2
-        found["made"] = seen.now()
+        sizes["made"] = seen.now()
         del y
-        found["freed"] = seen.now()
+        sizes["freed"] = seen.now()
         z = (x + 1) * (x + 2)
         del z, whole
         x.view(-1)  # an operator that makes nothing
-        found["left"] = seen.now()
-        found["top"] = seen.top
+        sizes["left"] = seen.now()
+        sizes["top"] = seen.top
     half = torch.ones(SIZE // 2)[: SIZE // 4]  # a view whose storage has twice its bytes
-    found["part"] = tracker(half).now()
-    return found
+    sizes["part"] = tracker(half).now()
+    return sizes

@@ -15,8 +15,8 @@ from ..fragmentation import Followed
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from ..chapters.chapter_07 import Segments
     from ..memory_history import Snapshot
-    from .chapter_07 import Segments
 
 # Labels of a loop and their colours; PyTorch itself labels the first, under another name.
 WAITING = "waiting for data"
@@ -61,11 +61,11 @@ class Trace:
 
     def computing(self, label: str) -> float:
         """The seconds under a label in which an operator ran on the host."""
-        found = 0.0
+        seconds = 0.0
         for start, length in self.labels[label]:
             for begin, took in self.lanes.get(OPERATORS, ()):
-                found += max(0.0, min(start + length, begin + took) - max(start, begin))
-        return found
+                seconds += max(0.0, min(start + length, begin + took) - max(start, begin))
+        return seconds
 
 
 def traced(profiler: "profile") -> Trace:
@@ -89,15 +89,15 @@ def traced(profiler: "profile") -> Trace:
 
 def merged(spans: Sequence[Span]) -> list[Span]:
     """Spans (start, length) without overlaps, in their order."""
-    found: list[Span] = []
+    apart: list[Span] = []
     for start, length in sorted(spans):
-        if found and start <= sum(found[-1]):
-            first = found[-1][0]
-            length = max(sum(found[-1]), start + length) - first
-            found[-1] = (first, length)
+        if apart and start <= sum(apart[-1]):
+            first = apart[-1][0]
+            length = max(sum(apart[-1]), start + length) - first
+            apart[-1] = (first, length)
         else:
-            found.append((start, length))
-    return found
+            apart.append((start, length))
+    return apart
 
 
 def trace(seen: Trace, title: str, subtitle: str):

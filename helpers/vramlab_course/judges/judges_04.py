@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ..answers import BrokenPiece
+from ..chapters.chapter_04 import RankFailed, on_ranks
 from ..collectives import Collectives
-from ..exercise_data import BrokenPiece
-from .chapter_04 import RankFailed, on_ranks
 from .judges_07 import judged
 
 RINGS = [
@@ -111,23 +111,23 @@ def gathered(answer: Any) -> SimpleNamespace:
             "sent": sent(counting, weight.numel()),
         }
 
-    found = _on_two(work)
+    on_both = _on_two(work)
     mean = torch.einsum("nro,nri->oi", slope, x) / 2
     return SimpleNamespace(
         output=all(
             torch.allclose(one["output"], x[rank] @ weight.T, atol=1e-6)
-            for rank, one in enumerate(found)
+            for rank, one in enumerate(on_both)
         ),
-        kept=found[0]["kept"],
+        kept=on_both[0]["kept"],
         input=all(
             torch.allclose(one["input"], slope[rank] @ weight, atol=1e-6)
-            for rank, one in enumerate(found)
+            for rank, one in enumerate(on_both)
         ),
         shard=all(
             torch.allclose(one["shard"], mean.chunk(2)[rank], atol=1e-6)
-            for rank, one in enumerate(found)
+            for rank, one in enumerate(on_both)
         ),
-        sent=round(found[0]["sent"], 2),
+        sent=round(on_both[0]["sent"], 2),
     )
 
 
@@ -153,7 +153,7 @@ def units(answer: Callable) -> SimpleNamespace:
     model = tiny_llama()
 
     def work(rank: int, world: int) -> dict[str, Any]:
-        found = answer(model, init_device_mesh("cpu", (world,)))
+        returned = answer(model, init_device_mesh("cpu", (world,)))
         groups = {}
         for name, module in model.named_modules():
             group = (
@@ -164,15 +164,15 @@ def units(answer: Callable) -> SimpleNamespace:
             if group:
                 groups[name] = sum(one._orig_size.numel() for one in group.fsdp_params)
         whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
-        return {"model": found is model, "groups": groups, "whole": whole}
+        return {"model": returned is model, "groups": groups, "whole": whole}
 
-    found = _on_two(work)[0]
+    on_first = _on_two(work)[0]
     layers = [f"model.layers.{i}" for i in range(3)]
     return SimpleNamespace(
-        model=found["model"],
-        whole=found["whole"],
-        layers=all(name in found["groups"] for name in layers),
-        count=len(found["groups"]),
+        model=on_first["model"],
+        whole=on_first["whole"],
+        layers=all(name in on_first["groups"] for name in layers),
+        count=len(on_first["groups"]),
     )
 
 
@@ -258,12 +258,12 @@ def _clips(answer: Callable) -> str | None:
         def work(rank: int, world: int, gradient=gradient, largest=largest) -> Any:
             return answer(gradient.chunk(world)[rank].clone(), largest)
 
-        found = on_ranks(work, seconds=20)
-        if any(one is None or one is ... for one in found):
+        shards = on_ranks(work, seconds=20)
+        if any(one is None or one is ... for one in shards):
             return None
-        if not all(isinstance(one, torch.Tensor) and one.shape == (2,) for one in found):
+        if not all(isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards):
             return "Each rank's shard of the clipped gradient was expected."
-        joined = torch.cat(found)
+        joined = torch.cat(shards)
         if not torch.allclose(joined, wanted, rtol=1e-3):
             said = (
                 f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become "
@@ -285,10 +285,10 @@ def _learns(answer: Callable) -> str | None:
     whole = sum(p.numel() for p in model.parameters())
 
     def work(rank: int, world: int) -> Any:
-        found = answer(model, init_device_mesh("cpu", (world,)))
-        if found is None or found is ...:
+        returned = answer(model, init_device_mesh("cpu", (world,)))
+        if returned is None or returned is ...:
             return None
-        _, optimizer = found
+        _, optimizer = returned
         before = [p.to_local().clone() for p in model.parameters()]
         rows = torch.arange(16).reshape(2, 8) + rank
         model(input_ids=rows, labels=rows).loss.backward()
@@ -305,10 +305,10 @@ def _learns(answer: Callable) -> str | None:
         units_of = sum(isinstance(module, FSDPModule) for module in model.modules())
         return moved, sum(tensor.numel() for tensor in held if tensor.dim()), units_of
 
-    found = on_ranks(work, seconds=20)
-    if any(one is None for one in found):
+    on_both = on_ranks(work, seconds=20)
+    if any(one is None for one in on_both):
         return None
-    moved, states, count = found[0]
+    moved, states, count = on_both[0]
     if not moved:
         return "The step changes none of the model's shards."
     if states > 2 * whole * 0.6:
@@ -366,12 +366,12 @@ def _averaged(answer: Callable) -> str | None:
             for row in rows
         ]
         (wanted,) = torch.autograd.grad((torch.cat(rows) @ weight).square().mean(), weight)
-        found = answer([gradient.clone() for gradient in gradients], list(counts))
-        if found is None or found is ...:
+        returned = answer([gradient.clone() for gradient in gradients], list(counts))
+        if returned is None or returned is ...:
             return None
-        if isinstance(found, torch.Tensor) and found.isnan().any():
+        if isinstance(returned, torch.Tensor) and returned.isnan().any():
             return f"With {counts} tokens on the ranks it is nan: 0 times nan is nan."
-        if not torch.allclose(found, wanted, atol=1e-5):
+        if not torch.allclose(returned, wanted, atol=1e-5):
             return (
                 f"With {counts} tokens on the ranks it is not the gradient of the mean over "
                 f"all tokens."

@@ -8,7 +8,7 @@ from vramlab import Recipe, find_gpu, format_bytes, predict, step_time
 from vramlab.planning.question import METHODS, RANK, Question, usable_memory
 from vramlab.planning.search import Search
 
-from .answers import NOT_ANSWERED, Feedback, kind_of
+from ..answers import NOT_ANSWERED, Feedback, kind_of
 
 ASKED = [  # model, gpu, tokens, global batch
     ("llama-3.2-1b", "RTX 4070", 1024, 32),
@@ -44,13 +44,13 @@ def planned(answer: Callable[..., Any]) -> Feedback:
     """
     for asked in ASKED:
         model, gpu, *_ = asked
-        found = answer(*asked)
-        if found is ... or (found is None and asked is ASKED[0]):
+        returned = answer(*asked)
+        if returned is ... or (returned is None and asked is ASKED[0]):
             return NOT_ANSWERED
         best, what = best_seconds(*asked), f"{model}, {gpu}: "
         if wrong := (
-            _wrong(found, asked, best)
-            if found
+            _wrong(returned, asked, best)
+            if returned
             else "there is a recipe that is safe."
             if best
             else ""

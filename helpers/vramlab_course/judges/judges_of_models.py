@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .answers import Feedback
-from .base_model import bits_per_byte, finetuning_texts, load_base_model
-from .judges import called, random_tensor
+from ..answers import Feedback
+from ..base_model import bits_per_byte, finetuning_texts, load_base_model
+from .common import called, random_tensor
 
 
 def small_models() -> Iterator[Any]:
@@ -95,7 +95,7 @@ def adapted_model(answer: Callable) -> Feedback:
         )
         ours = called(answer, model, r, alpha)
         trained = [p for p in ours.parameters() if p.requires_grad]
-        found, same = (
+        trained_numbers, same = (
             sum(p.numel() for p in trained),
             torch.allclose(ours(ids).logits, start, atol=1e-5),
         )
@@ -103,7 +103,8 @@ def adapted_model(answer: Callable) -> Feedback:
         for parameter in (*trained, *(p for p in theirs.parameters() if p.requires_grad)):
             parameter.data = random_tensor(*parameter.shape) / 8
         wrong = {
-            f"{found:,} numbers are trained, not {expected:,}": found != expected,
+            f"{trained_numbers:,} numbers are trained, not {expected:,}": trained_numbers
+            != expected,
             "before the first step it is not the base any more": not same,
             "one half of the new matrices begins at zero, the other at random": 2 * zeros
             != len(trained),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from .answers import NOT_ANSWERED, Feedback, kind_of
-from .base_model import bits_per_byte, held_out, load_base_model
+from ..answers import NOT_ANSWERED, Feedback, kind_of
+from ..base_model import bits_per_byte, held_out, load_base_model
 
 BITS, COST = 4.5, 0.0032  # of the project: bits a number, and how much more bits per byte
 
@@ -33,7 +33,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
         if broken is not None:
             network.weight.grad[0, 0] = broken
         decay = 0.0 if broken is None else 0.1
-        found = answer(
+        returned = answer(
             network, torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay), scale
         )
         moved = before - network.weight.detach()
@@ -42,15 +42,15 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
                 return Feedback(
                     False, f"A gradient is {broken}, and the weights were changed all the same."
                 )
-            if found != scale / 2:
+            if returned != scale / 2:
                 return Feedback(
                     False,
-                    f"After a gradient of {broken} the scale should be half, and it is {found}.",
+                    f"After a gradient of {broken} the scale should be half, and it is {returned}.",
                 )
-        elif found != scale:
+        elif returned != scale:
             return Feedback(
                 False,
-                f"All gradients were finite: the scale should stay {scale}, and it is {found}.",
+                f"All gradients were finite: the scale should stay {scale}, and it is {returned}.",
             )
         elif not moved.allclose(0.5 * gradient / max(1.0, gradient.norm().item()), rtol=1e-3):
             size = f"{moved.norm() / 0.5:.3g}"
@@ -65,17 +65,19 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
     """Whether `answer(numbers)` rounds fp32 to one of the two bf16 neighbours, in proportion."""
     for value in (1.001, -3.3, 0.0007, 2.0):
         numbers = torch.full((200_000,), value)
-        if (found := answer(numbers.clone())) is None:
+        if (rounded := answer(numbers.clone())) is None:
             return NOT_ANSWERED
-        if not isinstance(found, torch.Tensor) or found.shape != numbers.shape:
+        if not isinstance(rounded, torch.Tensor) or rounded.shape != numbers.shape:
             return Feedback(False, "A tensor of the same shape was expected.")
-        found, step = found.float(), 2.0 ** (torch.frexp(numbers[0]).exponent.item() - 8)
-        if not torch.equal(found.bfloat16().float(), found):
+        rounded, step = rounded.float(), 2.0 ** (torch.frexp(numbers[0]).exponent.item() - 8)
+        if not torch.equal(rounded.bfloat16().float(), rounded):
             return Feedback(False, f"For {value} it gives numbers that bf16 does not have.")
-        if (found - numbers).abs().max() >= step:
+        if (rounded - numbers).abs().max() >= step:
             return Feedback(False, f"For {value} it goes further than to the two neighbours.")
-        if abs(found.double().mean().item() - numbers[0].item()) > step / 100:
-            return Feedback(False, f"For {value} the mean of many is {found.double().mean():.6g}.")
+        if abs(rounded.double().mean().item() - numbers[0].item()) > step / 100:
+            return Feedback(
+                False, f"For {value} the mean of many is {rounded.double().mean():.6g}."
+            )
     return Feedback(True, "Right: a thousand updates of 0.001 now come to about 1.")
 
 
@@ -95,13 +97,13 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
             name: getattr(state, name)
             for name in ("shape", "code", "absmax", "offset", "blocksize")
         }
-        if (found := answer(packed, SimpleNamespace(**named, state2=inner))) is None:
+        if (returned := answer(packed, SimpleNamespace(**named, state2=inner))) is None:
             return NOT_ANSWERED
         right = dequantize_4bit(packed, state)
-        if not isinstance(found, torch.Tensor) or found.shape != right.shape:
+        if not isinstance(returned, torch.Tensor) or returned.shape != right.shape:
             return Feedback(False, f"A tensor of {tuple(right.shape)} was expected.")
-        if not found.allclose(right, atol=1e-6):
-            off = (found - right).abs().max() / right.abs().max()
+        if not returned.allclose(right, atol=1e-6):
+            off = (returned - right).abs().max() / right.abs().max()
             return Feedback(
                 False, f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number."
             )
