@@ -110,9 +110,10 @@ class FeedForward:
         del logits
         # Indices of the experts, which backward scatters the gradient by.
         places = m.ledger.tensor("topk", chosen, INT64)
-        top = m.op("topk", [probabilities], chosen, FP32, saves=[places])
+        width = probabilities.width  # autocast's, of a router that is no softmax
+        top = m.op("topk", [probabilities], chosen, width, saves=[places])
         del places
-        weights = m.op("div", [top], chosen, FP32, saves=[top])
+        weights = m.op("div", [top], chosen, width, saves=[top])
         return [probabilities, top, weights]
 
     def _index(self, x: Tensor, order: Tensor, width: int) -> Tensor:

@@ -189,6 +189,18 @@ def is_adapted(shape: ModelWeights, lora: LoRA | None, module: str) -> bool:
     return any(name == module for name, _, _ in adapted(shape, lora))
 
 
+def adapted_beside_experts(shape: ModelWeights, lora: LoRA | None) -> list[str]:
+    """Return the names by which PEFT adapts what "all-linear" means here in a mixture of experts.
+
+    Its own also takes routers and fused experts. It is empty elsewhere, and where linear layers
+    have experts' names.
+    """
+    if not lora or not _is_everywhere(lora.target_modules) or not has_experts(shape):
+        return []
+    parts = {name.rpartition(".")[2] for name, _, _ in adapted(shape, lora)}
+    return [] if parts & FUSED else sorted(parts)
+
+
 def adapts_experts(shape: ModelWeights, lora: LoRA | None) -> bool:
     """Tell whether a linear layer beside fused experts is adapted under a name of theirs.
 

@@ -227,7 +227,9 @@ class Recipe(RecipeFields):
         # ParamWrapper._remove_parametrizations leaves _LoraFactorsProxy, and requires_grad_ of the
         # codes fails in the next pass
         targets = self.lora and self.lora.target_parameters
-        allowed = "PEFT 0.21 fails in the second step with adapters on packed experts: adapt linear "
+        allowed = (
+            "PEFT 0.21 fails in the second step with adapters on packed experts: adapt linear "
+        )
         yield name, targets, allowed + "layers"
         engine = self.sharding and self.sharding.engine
         allowed = "packed experts are modelled where weights are whole: one device, or 'ddp'"

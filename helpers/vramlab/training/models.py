@@ -69,9 +69,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
         model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
         quantize_layers(model, recipe)
-        if recipe.quantization.experts:
-            for _ in quantize_experts(model, recipe.quantization):
-                pass
+        pack_experts(model, recipe.quantization)
         if recipe.quantization.prepare:
             from peft import prepare_model_for_kbit_training
 
@@ -152,6 +150,13 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
     model.is_quantized = True
     model.quantization_method = "bitsandbytes"
     model.config.quantization_config = config
+
+
+def pack_experts(model: Model, quantization: Quantization) -> None:
+    """Quantize a model's fused experts too if the recipe says so."""
+    if quantization.experts:
+        for _ in quantize_experts(model, quantization):
+            pass
 
 
 def quantize_experts(model: Model, quantization: Quantization) -> Iterator[str]:
