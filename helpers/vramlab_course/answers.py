@@ -79,7 +79,8 @@ class Check:
             return Feedback(False, str(error))
         except Exception as error:  # the answer is of another kind
             return Feedback(
-                False, f"This answer cannot be checked ({type(error).__name__}: {error})."
+                False,
+                f"This answer cannot be checked ({type(error).__name__}: {error}).",
             )
 
     def feedback(self, answer: Any) -> Feedback:
@@ -120,10 +121,8 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
-        references, given = (
-            self.expand(self.reference),
-            answer if isinstance(answer, Numbers) else self.read(answer),
-        )
+        references = self.expand(self.reference)
+        given = answer if isinstance(answer, Numbers) else self.read(answer)
         missing = [name for name in references if given.get(name) is None or given[name] is ...]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
@@ -143,7 +142,8 @@ class Number(Check):
         if same(references):
             return Feedback(True, f"Right: {self.right}" if self.right else "Right.")
         mistakes = (mistake.text for mistake in self.mistakes if same(self.expand(mistake.wrong)))
-        if text := next(mistakes, "") or recognised(references):
+        text = next(mistakes, "") or recognised(references)
+        if text:
             return Feedback(False, text)
         wrong = [name for name, reference in references.items() if not same({name: reference})]
         first = {wrong[0]: references[wrong[0]]}
@@ -161,7 +161,8 @@ class Number(Check):
         complaints = [] if self(references).right else ["the check rejects its own reference"]
         for mistake in self.mistakes:
             wrong = self.expand(mistake.wrong)
-            if unknown := wrong.keys() - references:
+            unknown = wrong.keys() - references
+            if unknown:
                 complaints.append(
                     f"a mistake speaks of {', '.join(unknown)}, which the reference does not have"
                 )
@@ -214,11 +215,11 @@ class Function(Number):
             )
 
     def expand(self, thing: Any) -> Numbers:
-        named = {
-            ", ".join(f"{name}={value!r}" for name, value in case.items()): case
-            for case in self.cases
-        }
-        return Numbers({name: thing(**case) for name, case in named.items()})
+        numbers = Numbers()
+        for case in self.cases:
+            words = [f"{name}={value!r}" for name, value in case.items()]
+            numbers[", ".join(words)] = thing(**case)
+        return numbers
 
     def read(self, answer: Any) -> Mapping[str, Any]:
         if not callable(answer):
@@ -286,24 +287,26 @@ class Judge(Check):
         return self.judge(answer)
 
     def problems(self) -> list[str]:
-        rights, wrongs = _value(self.rights), _value(self.wrongs)
-        complaints = (
-            []
-            if (rights and len(wrongs) > 1) or not (rights or wrongs)
-            else ["it needs an answer to accept and two to reject"]
-        )
-        complaints += [
-            f"the check rejects {answer!r}: {self(answer)}"
-            for answer in rights
-            if not self(answer).right
-        ]
-        complaints += [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
-        said = [self(answer).text for answer in wrongs]
-        return complaints + [
-            f"no wrong answer is told {r!r}"
-            for r in self.reasons
-            if not any(r in text for text in said)
-        ]
+        rights = _value(self.rights)
+        wrongs = _value(self.wrongs)
+        complaints = []
+        has_enough = rights and len(wrongs) > 1
+        if not has_enough and (rights or wrongs):
+            complaints.append("it needs an answer to accept and two to reject")
+        for answer in rights:
+            verdict = self(answer)
+            if not verdict.right:
+                complaints.append(f"the check rejects {answer!r}: {verdict}")
+        said = []
+        for answer in wrongs:
+            verdict = self(answer)
+            said.append(verdict.text)
+            if verdict.right:
+                complaints.append(f"the check accepts {answer!r}")
+        for reason in self.reasons:
+            if not any(reason in text for text in said):
+                complaints.append(f"no wrong answer is told {reason!r}")
+        return complaints
 
 
 def _value(thing: Any) -> Any:

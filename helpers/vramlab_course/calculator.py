@@ -114,7 +114,10 @@ def other_memory(state: Mapping[str, Any], card: Gpu) -> int:
 
 
 def code_of(
-    recipe: Recipe, gpu: str, expandable_segments: bool = False, other_memory: int = 0
+    recipe: Recipe,
+    gpu: str,
+    expandable_segments: bool = False,
+    other_memory: int = 0,
 ) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
     always = (
@@ -154,7 +157,8 @@ class Calculator:
     """
 
     def __init__(self, **state: Any):
-        self.state, self._widgets = dict(START), {}
+        self.state = dict(START)
+        self._widgets = {}
         self.change(**state)
         if self.error:
             raise self.error
@@ -163,7 +167,8 @@ class Calculator:
         """Set controls by name; what cannot be trained leaves the last valid picture and says why
         in `error`.
         """
-        if unknown := ", ".join(sorted(state.keys() - CONTROLS.keys())):
+        unknown = ", ".join(sorted(state.keys() - CONTROLS.keys()))
+        if unknown:
             raise ValueError(
                 f"the calculator has no control {unknown}; it has {', '.join(CONTROLS)}."
             )
@@ -172,7 +177,8 @@ class Calculator:
         if not self._widgets:
             self._take(state)
         for name in state.keys() & self._widgets.keys():
-            widget, value = self._widgets[name], state[name]
+            widget = self._widgets[name]
+            value = state[name]
             if CONTROLS[name] and value not in widget.options:
                 widget.options = (*widget.options, value)
             widget.value = value  # which moves the picture
@@ -192,7 +198,9 @@ class Calculator:
 
     def __str__(self) -> str:
         """The recipe or what is wrong, the peak, whether the card can hold it, notes, a table."""
-        report, split, total = self.report, dict(self.report.peak.items()), self.report.peak.total
+        report = self.report
+        split = dict(self.report.peak.items())
+        total = self.report.peak.total
         part, size = max(split.items(), key=lambda item: item[1])
         lines = [
             f"{self.error} The picture is still that of: {self.recipe}."
@@ -228,7 +236,8 @@ class Calculator:
         self._picture = ipywidgets.Output()
         self._draw()
         columns = ipywidgets.Layout(
-            grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))", max_width="1000px"
+            grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))",
+            max_width="1000px",
         )
         return ipywidgets.VBox(
             [ipywidgets.GridBox(list(self._widgets.values()), layout=columns), self._picture]
@@ -242,7 +251,8 @@ class Calculator:
         """Put the picture on the page, and disable the controls that change nothing."""
         import matplotlib.pyplot as plt
 
-        figure, self._picture.outputs = self.figure(), ()
+        figure = self.figure()
+        self._picture.outputs = ()
         self._picture.append_display_data(
             figure
         )  # and no print or display, which would reach the cell's own output

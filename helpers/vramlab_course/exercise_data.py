@@ -83,7 +83,8 @@ class Names(dict):
         values: Mapping[str, Any] = {},
     ):
         super().__init__(values)
-        self.definitions, self.outer = definitions, outer
+        self.definitions = definitions
+        self.outer = outer
 
     def __missing__(self, name: str) -> Any:
         if name not in self.definitions:
@@ -200,7 +201,10 @@ def _function(entry: Mapping[str, Any], names: Names) -> Function:
     mistakes = [Mistake(names.function(wrong), text) for wrong, text in entry["mistakes"]]
     cases = [names.evaluate(case) for case in entry["cases"]]
     return Function(
-        names.function(entry["answer"]), cases=cases, mistakes=mistakes, **_options(entry)
+        names.function(entry["answer"]),
+        cases=cases,
+        mistakes=mistakes,
+        **_options(entry),
     )
 
 
@@ -218,7 +222,8 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
     def function(expression: str) -> Callable[..., Any]:
         by_name = names.function(expression)
         return lambda *given, **named: by_name(
-            **dict(zip(parameters, given, strict=False)), **named
+            **dict(zip(parameters, given, strict=False)),
+            **named,
         )
 
     reference = function(entry["answer"])
@@ -230,12 +235,16 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
     }
     judge = partial(same_tensor, reference=reference, **told)
     return Judge(
-        judge, [reference], [wrong for wrong, _ in mistakes], [text for _, text in mistakes]
+        judge,
+        [reference],
+        [wrong for wrong, _ in mistakes],
+        [text for _, text in mistakes],
     )
 
 
 def _tried(
-    entry: Mapping[str, Any], names: Names
+    entry: Mapping[str, Any],
+    names: Names,
 ) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
     """Makers of the answers that a check must accept, and of those it must reject."""
     return tuple(

@@ -117,7 +117,8 @@ class Format:
             number = math.ldexp(fraction, self.least_exponent - self.fraction_bits)
         else:
             number = math.ldexp(
-                2**self.fraction_bits + fraction, exponent - self.bias - self.fraction_bits
+                2**self.fraction_bits + fraction,
+                exponent - self.bias - self.fraction_bits,
             )
         return math.copysign(number, -1 if sign else 1)
 

@@ -4,6 +4,7 @@ per cent.
 
 import time
 from importlib.metadata import version
+from math import prod
 
 import pytest
 from predict_grid import assert_still_said, stored
@@ -356,3 +357,20 @@ def test_stage_3_trains_adapters_in_fp32(precision):
         if precision != "fp32":
             with pytest.raises(RecipeError, match="stage 3 trains one format"):
                 Recipe("gpt2", lora=lora, **fields)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_of_the_model_keep_what_they_average(stage):
+    """Hybrid sharding in half precision: every unit's reduced gradients stay to the end of the
+    backward pass. At its peak they are those of all layers.
+    """
+    whole = Recipe("qwen3-0.6b", 1, 128, precision="bf16-mixed", sharding=Sharding(stage, 2))
+    copies = whole.replace(sharding=Sharding(stage, 4, rank=3, dp_replicate_size=2))
+    predicted, truth = predict(copies), simulate(copies)
+    assert predicted.peak.total == pytest.approx(truth.peak.total, rel=BOUND)
+    for name in HELD:
+        held = getattr(predicted.phases["between_steps"].end, name)
+        assert held == getattr(truth.phases["between_steps"].end, name)
+    more = predicted.phases["backward"].peak.total - predict(whole).phases["backward"].peak.total
+    layers = [each for each in whole.shape.weights() if ".layers." in each.name]
+    assert more >= sum(prod(each.shape) for each in layers) * 2 / 2

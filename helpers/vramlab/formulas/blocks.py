@@ -57,7 +57,13 @@ def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
 
 # All recipes of a sweep over batches share them.
 @lru_cache(maxsize=512)
-def _held(shape: Shape, form: Format, half: str, copied: bool, gradients: bool) -> Groups:
+def _held(
+    shape: Shape,
+    form: Format,
+    half: str,
+    copied: bool,
+    gradients: bool,
+) -> Groups:
     """Group the blocks of model states, with `gradients` or without; `copied`: of two models."""
     states: Groups = {}
     copies = 2 if copied else 1

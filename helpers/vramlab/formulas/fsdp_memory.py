@@ -16,7 +16,9 @@ when it is gathered.
                                 (`post_backward`, `foreach_reduce`)
 
 A "-mixed" precision gathers and reduces in half precision, from and to fp32 shards. A unit whose
-inputs need no gradient is divided when the whole backward pass is over. One rank alone has no flat
+inputs need no gradient is divided when the whole backward pass is over. With copies of the model
+(hybrid sharding) N ranks divide one, and what a unit reduced in half precision stays until the
+backward pass is over. One rank alone has no flat
 buffer: each weight is copied from its shard (`wait_for_unshard`). Sources:
 torch/distributed/fsdp/_fully_shard/.
 """
@@ -66,7 +68,8 @@ def unit_of(name: str, recipe: Recipe) -> str:
 
     `name` may have * for the layer's number.
     """
-    if layer := re.match(r".*?\.(\d+|\*)(?=\.)", name):
+    layer = re.match(r".*?\.(\d+|\*)(?=\.)", name)
+    if layer:
         return layer[0]
     if recipe.loop.name != "trainer":
         return ROOT
@@ -90,6 +93,7 @@ class FsdpEngine(Engine):
         flat: the buffer that the next all-gather frees.
         reducing: the input of the last reduce-scatter.
         shards: gradients of the units that are reduced.
+        averaged: the same before the cast, which are averaged over copies of the model.
         order: units in the order of their forward passes.
         first_unit: that of the word embedding.
     """
@@ -104,11 +108,12 @@ class FsdpEngine(Engine):
         recipe: Recipe,
     ):
         super().__init__(ledger, parameters, asked, recipe)
-        self.ranks = sharding_of(asked).world_size
+        self.ranks = sharding_of(asked).shards
         self.mixed = asked.precision.endswith("-mixed")
         self.flat: Block | None = None
         self.reducing: Block | None = None
         self.shards: list[Block] = []
+        self.averaged: list[Block] = []
         self.order: list[Unit] = []
         self.units: defaultdict[str, Unit] = defaultdict(Unit)
         for name, weight in parameters.items():
@@ -289,11 +294,14 @@ class FsdpEngine(Engine):
         result = group(
             "reduce_scatter",
             [(shard * width, 1)],
-            "gradients",
+            "workspace" if self.mixed else "gradients",
             width,
         )
         # Shards of the weights are in fp32, and so are their gradients.
         if self.mixed:
+            # until the backward pass is over (`AllReduceState`)
+            if sharding_of(self.asked).dp_replicate_size > 1:
+                self.averaged.append(result)
             result = group(
                 "to",
                 [(shard * FP32, 1)],
@@ -308,6 +316,7 @@ class FsdpEngine(Engine):
         for key in (ROOT, *self.units):
             self._reduce(key)
         self.reducing = None
+        self.averaged.clear()
         for unit in self.units.values():
             unit.flat = None
             unit.copied = None

@@ -21,7 +21,13 @@ POOLER = "bert.pooler.dense"
 class Head:
     """The head of `recipe`'s model, and its loss."""
 
-    def __init__(self, operators: Operators, norms: Norms, engine: Engine, recipe: Recipe):
+    def __init__(
+        self,
+        operators: Operators,
+        norms: Norms,
+        engine: Engine,
+        recipe: Recipe,
+    ):
         self.operators = operators
         self.norms = norms
         self.engine = engine

@@ -15,7 +15,12 @@ from .operators import Operators
 from .tensor_sizes import FP32, HALF
 
 
-def rms_norm(m: Operators, family: str, x: Tensor, name: str) -> Tensor:
+def rms_norm(
+    m: Operators,
+    family: str,
+    x: Tensor,
+    name: str,
+) -> Tensor:
     """Keep the input and one number a row; sum the weight's gradient in a row a multiprocessor."""
     weight = m.parameters[f"{name}.weight"]
     rows = m.ledger.tensor("empty", (prod(x.shape[:-1]),), FP32)
@@ -100,7 +105,12 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
     )
 
 
-def _chunks(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
+def _chunks(
+    m: Operators,
+    x: Tensor,
+    weight: Parameter,
+    chunk: int,
+) -> None:
     """Make the logits of `chunk` tokens and, in their place, the gradients.
 
     The first two chunks are entered; later ones are like the second.

@@ -131,7 +131,12 @@ def predict_run(
     )
 
 
-def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list[Samples]:
+def _dealt(
+    recipe: Recipe,
+    lengths: list[int],
+    strategy: str,
+    seed: int,
+) -> list[Samples]:
     """Return the samples of each micro-batch of an epoch, in order."""
     import torch
     from torch.utils.data import RandomSampler

@@ -116,11 +116,15 @@ EXPLAINED += (
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(
-    str | None, "An older version whose ways are known, such as 4.48.", "--transformers"
+    str | None,
+    "An older version whose ways are known, such as 4.48.",
+    "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
 Pretrained = option(
-    bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained"
+    bool,
+    "Download the model's tokenizer for the text of --dataset.",
+    "--pretrained",
 )
 OtherMemory = option(
     str | None,
@@ -128,7 +132,9 @@ OtherMemory = option(
     "--other-memory",
 )
 Expandable = option(
-    bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments"
+    bool,
+    "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    "--expandable-segments",
 )
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
@@ -171,7 +177,8 @@ def predict(
     lengths: option(Path | None, LENGTHS + ": a whole run.", "--lengths", "--dataset") = None,
     pretrained: Pretrained = False,
     train_sampling_strategy: option(
-        str | None, "With --lengths, as in TrainingArguments: random if left out."
+        str | None,
+        "With --lengths, as in TrainingArguments: random if left out.",
     ) = None,
     gpu: GpuName = None,
     other_memory: OtherMemory = None,
@@ -288,13 +295,16 @@ def plan(
     if is_size(gpu):
         if asked.get("memory") is not None:
             raise RecipeError(
-                "gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out"
+                "gpu",
+                gpu,
+                "it is a size, and --memory says one too: name a card, or leave it out",
             )
         asked["memory"] = gpu
         gpu = None
     if dataset:
         asked["lengths"] = read_lengths(
-            dataset, functools.partial(tokens_of, asked["model"], pretrained)
+            dataset,
+            functools.partial(tokens_of, asked["model"], pretrained),
         )
     if confirm and is_watched() and not as_json:
         at_once = plan(gpu=gpu, confirm=False, **asked)
@@ -342,7 +352,8 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = said(words or [], _predict_options), []
+        what, notes = said(words or [], _predict_options)
+        rest = []
     recipe: Any = None
     assumed = False
     if rest:
@@ -369,7 +380,9 @@ def run_script(
     ],
     gpus: option(int, "How many such cards there are.", min=1) = 1,
     steps: option(
-        int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1
+        int | None,
+        "End each process after so many optimizer steps; 3 show all phases.",
+        min=1,
     ) = None,
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
@@ -381,7 +394,8 @@ def run_script(
     say(str(seen))
     if report and seen.reports:
         write_atomically(
-            report, max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
+            report,
+            max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2),
         )
     raise typer.Exit(seen.status)
 
@@ -412,7 +426,8 @@ def diff(
     "architecture."
 )
 def models(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "",
+    as_json: JSON = False,
 ) -> None:
     from . import lists
 
@@ -422,7 +437,8 @@ def models(
 
 @app.command(help="The cards that have a name: memory and rates.")
 def gpus(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "",
+    as_json: JSON = False,
 ) -> None:
     from . import lists
 
@@ -447,6 +463,18 @@ def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = N
 )
 def skill() -> None:
     typer.echo(read_text(data_path("SKILL.md")), nl=False)
+
+
+@app.command(
+    "mcp",
+    help="plan, predict, simulate, explain, diff, models and gpus as tools of the Model Context "
+    "Protocol, over standard streams: what an agent starts.",
+)
+def serve_tools() -> None:
+    from .mcp_server import serve
+
+    commands: Any = typer.main.get_command(app)
+    serve(commands.commands)
 
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:

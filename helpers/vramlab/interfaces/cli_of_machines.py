@@ -43,7 +43,11 @@ def record(
 
     progress = functools.partial(say, err=as_json)
     outcome = record(
-        paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=progress
+        paths or None,
+        minutes=minutes,
+        folder=folder,
+        dry_run=dry_run,
+        progress=progress,
     )
     say(
         json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1)
@@ -60,7 +64,9 @@ def card(
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
     compare: option(
-        bool, "Print what simulate says beside each report, which takes time.", "--compare"
+        bool,
+        "Print what simulate says beside each report, which takes time.",
+        "--compare",
     ) = False,
 ) -> None:
     from .measure_and_record import run_card
@@ -78,7 +84,8 @@ def share(
     ] = None,
     folder: option(Path, "Where to write what may be sent.") = Path("."),
     browse: option(
-        bool, "Open the page that takes it. Nothing is sent before you say so there."
+        bool,
+        "Open the page that takes it. Nothing is sent before you say so there.",
     ) = True,
 ) -> None:
     from ..measurement.share import share

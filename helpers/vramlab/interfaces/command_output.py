@@ -43,7 +43,9 @@ def standard_input() -> str:
     """
     if sys.stdin is None:
         raise RecipeError(
-            "message", "-", "standard input is closed: pipe a message in, or name a file"
+            "message",
+            "-",
+            "standard input is closed: pipe a message in, or name a file",
         )
     return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
 
@@ -56,7 +58,9 @@ def check_written(**files: Path | None) -> None:
     for name, path in files.items():
         if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
             raise RecipeError(
-                name, str(path), "it must be the name of a file in a folder that can be written to"
+                name,
+                str(path),
+                "it must be the name of a file in a folder that can be written to",
             )
         if path and path.exists() and not is_ours(path):
             raise RecipeError(name, str(path), NOT_OURS)
@@ -92,7 +96,9 @@ def card_of(name: str) -> Gpu:
 
 
 def granted_to(
-    card: Gpu | None, other_memory: str | None, expandable_segments: bool
+    card: Gpu | None,
+    other_memory: str | None,
+    expandable_segments: bool,
 ) -> dict[str, Any]:
     """Return what the process is granted. Raises RecipeError for memory of no card."""
     size = size_of("other_memory", other_memory) or 0
@@ -125,7 +131,12 @@ def on_host(report: Report) -> str:
     return f", and {size / GiB:.1f} GiB of host memory are free"
 
 
-def finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
+def finish(
+    report: Report,
+    card: Gpu | None,
+    as_json: bool,
+    whole: Any = None,
+) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card.
 
     Exit as both mean.

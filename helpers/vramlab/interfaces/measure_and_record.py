@@ -74,7 +74,8 @@ def simulated_beside(report: Report) -> str:
     """Say what `simulate` says of a measured report: ", simulated 5.120 GiB (+0.02 %)"."""
     from ..simulation.simulate import simulate
 
-    recipe, card = rebuild(Recipe, "recipe", report.recipe or {}), card_of(report.environment)
+    recipe = rebuild(Recipe, "recipe", report.recipe or {})
+    card = card_of(report.environment)
     try:
         with rules_of(report.environment["torch"]):
             said = simulate(recipe, report.target, card).allocated

@@ -75,7 +75,8 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     fields = fields_of(OPTIONS, given)
     sharding = fields.get("sharding", {})
     if 3 not in STAGES.get(
-        sharding.get("engine"), (3,)
+        sharding.get("engine"),
+        (3,),
     ):  # the default stage is none of this engine's
         sharding.setdefault("stage", 0)
     if fields.get("trainer", "transformers") != "transformers" and "quantization" in fields:
@@ -124,7 +125,9 @@ def recipe_of_arguments(
     trainer = fields.setdefault("trainer", TRAINERS[kind])
     if trainer not in (TRAINERS[kind], "sft"):
         raise RecipeError(
-            "trainer", trainer, f"{TRL[trainer]} takes no {kind}: say a {CONFIGS[trainer]}"
+            "trainer",
+            trainer,
+            f"{TRL[trainer]} takes no {kind}: say a {CONFIGS[trainer]}",
         )
     for one, other in SAME:
         if one in values and other in values and (values[one] or None) != (values[other] or None):
@@ -136,7 +139,8 @@ def recipe_of_arguments(
     foreign = undeclared(values, kind)
     with needing(kind):
         arguments = _made(
-            TRAINERS[kind], {name: n for name, n in values.items() if name not in foreign}
+            TRAINERS[kind],
+            {name: n for name, n in values.items() if name not in foreign},
         )
         if TRAINERS[kind] != trainer == "sft":  # SFTTrainer makes an SFTConfig of them
             arguments = _made(trainer, arguments.to_dict())
@@ -168,7 +172,9 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:  # whatever their checks come upon
         raise RecipeError(
-            "training_arguments", said, f"{kind.__name__} refuses it: {reason(error)}"
+            "training_arguments",
+            said,
+            f"{kind.__name__} refuses it: {reason(error)}",
         ) from error
     arguments.tf32 = tf32
     return arguments
@@ -187,7 +193,9 @@ def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = 
         rows = [strict_json(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise RecipeError(
-            "lengths", str(path), f"it must be a JSONL file ({str(error).rstrip('.')})"
+            "lengths",
+            str(path),
+            f"it must be a JSONL file ({str(error).rstrip('.')})",
         ) from error
     values = [
         next((row[name] for name in LENGTHS if name in row), row) if isinstance(row, dict) else row
@@ -196,7 +204,9 @@ def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = 
     texts = [value for value in values if isinstance(value, dict)]
     if texts and tokens is None:
         raise RecipeError(
-            "lengths", ", ".join(texts[0]), "each sample must say its " + " or ".join(LENGTHS)
+            "lengths",
+            ", ".join(texts[0]),
+            "each sample must say its " + " or ".join(LENGTHS),
         )
     counted = iter(tokens(texts) if tokens and texts else ())
     sizes: list[Any] = [next(counted) if isinstance(value, dict) else value for value in values]

@@ -108,11 +108,16 @@ def run(
         left = sorted((one for one in left if one[0]["allocated"]), key=lambda one: one[0]["rank"])
         if snapshot and left:
             write_atomically(
-                snapshot, max(left, key=lambda one: one[0]["allocated"])[1].read_bytes()
+                snapshot,
+                max(left, key=lambda one: one[0]["allocated"])[1].read_bytes(),
             )
         reports = [_report(preloaded, shlex.join(command), card, status) for preloaded, _ in left]
         return ScriptRun(
-            shlex.join(command), card, status, reports, [_history(path) for _, path in left]
+            shlex.join(command),
+            card,
+            status,
+            reports,
+            [_history(path) for _, path in left],
         )
 
 
@@ -144,7 +149,12 @@ def killed(status: int) -> str:
     return f"the command was killed by signal {number} ({name}){why}"
 
 
-def _report(process_facts: dict[str, Any], command: str, card: Gpu, status: int) -> Report:
+def _report(
+    process_facts: dict[str, Any],
+    command: str,
+    card: Gpu,
+    status: int,
+) -> Report:
     """Return the report of one process.
 
     What no Trainer's watched step explains is "unexplained".

@@ -60,6 +60,7 @@ class Notes:
             first, _ = notes[0]
             others = ", ".join(str(line_of(statement)) for statement, _ in notes[1:12])
             self.refuse(
-                first, f"is one of {len(notes)} lines that no recipe says, as are lines {others}"
+                first,
+                f"is one of {len(notes)} lines that no recipe says, as are lines {others}",
             )
         return [f"without line {min(texts.values())}: {'; '.join(texts)}" for _, texts in notes]

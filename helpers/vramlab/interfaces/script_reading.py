@@ -46,7 +46,8 @@ class CallReader:
                 nodes |= self._words(whole)
             else:
                 self.lines.refuse(
-                    call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}"
+                    call,
+                    f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}",
                 )
         return nodes
 
@@ -92,7 +93,11 @@ class CallReader:
         self.lines.note(node, why, f"{name}={self.lines.text(node)}")
 
     def _values(
-        self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()
+        self,
+        call: ast.Call,
+        known: Any,
+        quiet: Any = (),
+        positions: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return the constants that a configuration's call is given, with notes on the others."""
         constants = {}

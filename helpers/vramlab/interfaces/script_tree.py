@@ -59,7 +59,9 @@ class Tree:
             self.module = ast.parse(read_text(path, MOST_SCRIPT))
         except (RecursionError, MemoryError) as error:
             raise RecipeError(
-                "script", str(path), "it must be a Python file (it is nested too deeply)"
+                "script",
+                str(path),
+                "it must be a Python file (it is nested too deeply)",
             ) from error
         except (OSError, ValueError, SyntaxError) as error:
             why = str(error).rstrip(".")
@@ -108,7 +110,8 @@ class Tree:
                 each: ast.expr | None = None
                 if value is not None and not isinstance(value, ast.Tuple | ast.List):
                     each = ast.copy_location(
-                        ast.Subscript(value, ast.Constant(index), ast.Load()), value
+                        ast.Subscript(value, ast.Constant(index), ast.Load()),
+                        value,
                     )
                     self.parents[each] = statement
                 elif value is not None and len(value.elts) == len(target.elts):
@@ -201,7 +204,8 @@ class Tree:
     def dead(self, node: ast.AST) -> bool | None:
         """Whether a node is in a branch that does not run; None where only running would tell."""
         is_dead: bool | None = False
-        child, parent = node, self.parents.get(node)
+        child = node
+        parent = self.parents.get(node)
         while parent is not None and not isinstance(parent, SCOPES):
             if isinstance(parent, ast.If) and child is not parent.test:
                 said = self.decide(parent.test)

@@ -27,12 +27,15 @@ def words_of(text: str) -> list[str]:
         return [text] if os.path.isfile(text) else shlex.split(text)
     except ValueError as error:
         raise RecipeError(
-            "recipe", text, f"it must be words as a shell takes them ({error})"
+            "recipe",
+            text,
+            f"it must be words as a shell takes them ({error})",
         ) from None
 
 
 def said(
-    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+    words: list[str],
+    options: Callable[[list[str]], dict[str, Any]],
 ) -> tuple[Recipe | Report, list[str]]:
     """Return what words say, and notes on what of it is left out.
 
@@ -50,10 +53,13 @@ def said(
 
 
 def _recipe_said(
-    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+    words: list[str],
+    options: Callable[[list[str]], dict[str, Any]],
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe of MODEL and options, and notes, as `said` does."""
-    rest, script, arguments = list(words), None, None
+    rest = list(words)
+    script = None
+    arguments = None
     for word in words:
         if word.endswith(".py"):
             script = Path(word)
@@ -90,6 +96,8 @@ def _object(path: str) -> dict[str, Any]:
     content = read_json_file("file", path)
     if not isinstance(content, dict):
         raise RecipeError(
-            "file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments"
+            "file",
+            path,
+            "it must hold a JSON object: a report, a recipe or a TrainingArguments",
         )
     return content

@@ -170,7 +170,10 @@ LOADS: dict[str, Callable[[], None]] = {
 
 
 def steps(
-    before: Sensors, recipe: dict[str, Any], expandable: bool, repeats: int
+    before: Sensors,
+    recipe: dict[str, Any],
+    expandable: bool,
+    repeats: int,
 ) -> dict[str, Any]:
     """Time `repeats` steps, then read the sensors during some more.
 
@@ -243,7 +246,8 @@ def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
     for _ in range(MOST_DOUBLINGS):
-        if found := failed_step(trained):
+        found = failed_step(trained)
+        if found:
             return found
         gc.collect()
         torch.cuda.empty_cache()
@@ -291,7 +295,8 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     import_libraries(trained)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    dtype, asked = weight_dtype(trained), trained.quantization
+    dtype = weight_dtype(trained)
+    asked = trained.quantization
     assert asked is not None  # the list of pieces has none without
     config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -305,7 +310,10 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, dtype=dtype, device_map={"": 0}
+            folder,
+            quantization_config=config,
+            dtype=dtype,
+            device_map={"": 0},
         )
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -320,7 +328,10 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def generation(
-    before: Sensors, recipe: dict[str, Any], prompt: int, new_tokens: int
+    before: Sensors,
+    recipe: dict[str, Any],
+    prompt: int,
+    new_tokens: int,
 ) -> dict[str, Any]:
     """Answer a batch of prompts, of so many tokens with so many more."""
     model = rebuild(Recipe, "recipe", recipe)

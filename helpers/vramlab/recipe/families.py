@@ -66,7 +66,13 @@ class Stack:
     first: int = 0  # number of the first layer
 
     @classmethod
-    def of(cls, prefix: str, count: int, text: str, first: int = 0) -> "Stack":
+    def of(
+        cls,
+        prefix: str,
+        count: int,
+        text: str,
+        first: int = 0,
+    ) -> "Stack":
         """Read "role=module role:sizes=module …"."""
         parts = {}
         sizes = {}

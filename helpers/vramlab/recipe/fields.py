@@ -121,8 +121,12 @@ class RecipeFields:
 
     @property
     def reads_values(self) -> bool:
-        """Whether sizes in the model follow from values of a micro-batch: lengths, or images."""
-        return self.is_ragged or self.shape.family in READERS
+        """Whether sizes in the model follow from values of a micro-batch.
+
+        They are lengths, images or, of a part of the tokens, positions and labels.
+        """
+        in_parts = bool(self.sharding and self.sharding.cp_size > 1)
+        return self.is_ragged or self.shape.family in READERS or in_parts
 
     @property
     def joins(self) -> bool:

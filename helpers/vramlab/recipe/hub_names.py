@@ -42,7 +42,8 @@ def shared_entry(name: str, spellings: Mapping[str, Any]) -> tuple[Any, dict[str
     """
     name_stems = list(stems(name))
     for stem in name_stems:
-        if listed := KNOWN["names"].get(stem):
+        listed = KNOWN["names"].get(stem)
+        if listed:
             return spellings[listed["entry"]], listed.get("differs", {})
     for stem in name_stems:
         if stem in spellings:

@@ -85,7 +85,12 @@ def _processor(shape: Sizes, max_pixels: int | None) -> Any:
 
 
 @lru_cache(maxsize=128)
-def _tokens(shape: Sizes, max_pixels: int | None, height: int, width: int) -> int:
+def _tokens(
+    shape: Sizes,
+    max_pixels: int | None,
+    height: int,
+    width: int,
+) -> int:
     """Return the tokens of one image."""
     reader = READERS[shape.family]
     if reader["tokens"]:

@@ -43,6 +43,8 @@ OF_ENGINE = {
     "micro_batches": "pipeline",
     "wrap": "fsdp",
     "reshard_root": "fsdp",
+    "dp_replicate_size": "fsdp",
+    "cp_size": "fsdp",
     "memory_efficient_linear": "deepspeed",
 }
 AT_STAGE_3 = ("reshard_root", "memory_efficient_linear")
@@ -130,6 +132,8 @@ class Sharding:
     memory_efficient_linear: bool = knob(True)
     schedule: str = knob("1f1b", choices=("gpipe", "1f1b"))
     micro_batches: int = knob(1, most=2**16)
+    dp_replicate_size: int = knob(1, most=2**20)
+    cp_size: int = knob(1, most=2**20)
 
     def __post_init__(self) -> None:
         check(self, "sharding.")
@@ -140,6 +144,15 @@ class Sharding:
         last = self.world_size - 1
         allowed = f"ranks of {self.world_size} go from 0 to {last}"
         yield "rank", self.rank > last, allowed
+        copies = self.dp_replicate_size
+        allowed = f"copies of the model divide the {self.world_size} ranks into equal groups of 2 "
+        allowed += "at least"
+        is_uneven = self.world_size % copies or self.world_size == copies
+        yield "dp_replicate_size", copies > 1 and is_uneven, allowed
+        allowed = f"as many have one sample's tokens: it must divide the {self.shards} ranks that "
+        yield "cp_size", self.shards % self.cp_size, allowed + "divide the model"
+        allowed = "accelerate divides each of several copies among 2 groups of so many at least"
+        yield "cp_size", copies > 1 and self.shards == self.cp_size > 1, allowed
         stages = STAGES[self.engine]
         known = " or ".join(map(str, stages))
         yield "stage", self.stage not in stages, f"{engine} has stage {known}"
@@ -157,12 +170,35 @@ class Sharding:
             allowed = "only stage 3 gathers weights for each pass: leave it out"
             yield name, is_changed and self.stage != 3, allowed
 
+    @property
+    def shards(self) -> int:
+        """The number of ranks that divide one copy of the model."""
+        return self.world_size // self.dp_replicate_size
+
+    @property
+    def shard(self) -> int:
+        """The rank's index among those."""
+        return self.rank % self.shards
+
+    @property
+    def parallelism(self) -> dict[str, int]:
+        """The arguments of accelerate's `ParallelismConfig`; {} where it needs none."""
+        sizes = {"dp_replicate_size": self.dp_replicate_size, "cp_size": self.cp_size}
+        if self.dp_replicate_size == self.cp_size == 1:
+            return {}
+        return {**sizes, "dp_shard_size": self.shards // self.cp_size}
+
     def words(self) -> str:
         """Return its part of `str(recipe)`."""
+        ranks = str(self.world_size)
+        if self.dp_replicate_size > 1:
+            ranks = f"{self.shards} × {self.dp_replicate_size} copies"
+        if self.cp_size > 1:
+            ranks += f" · context over {self.cp_size}"
         offload = f" · {self.offload} offloaded" if self.offload else ""
         root = " · root resharded" if self.reshard_root else ""
         linear = "" if self.memory_efficient_linear else " · plain linear layers"
-        return f"{self.engine} stage {self.stage} × {self.world_size}{offload}{root}{linear}"
+        return f"{self.engine} stage {self.stage} × {ranks}{offload}{root}{linear}"
 
 
 @documented

@@ -80,6 +80,8 @@ LATER_OF_PARTS = {
     "experts": None,
     "reshard_root": False,
     "memory_efficient_linear": True,
+    "dp_replicate_size": 1,
+    "cp_size": 1,
 }
 
 

@@ -220,7 +220,12 @@ LOSSES = (
 SHORTENED = (aten.im2col.default, aten.col2im.default, aten.unique_consecutive.default)
 
 
-def keep_storage(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping, result: Any) -> None:
+def keep_storage(
+    func: torch._ops.OpOverload,
+    args: Sequence,
+    kwargs: Mapping,
+    result: Any,
+) -> None:
     """Give the fake `result` of `func` the storage that a real one keeps.
 
     `resize_` never gives memory back: elements' losses are written into a loss before it becomes

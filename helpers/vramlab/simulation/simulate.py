@@ -133,8 +133,16 @@ def check_target(target: str) -> None:
 
 
 def _of_recipe(
-    recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, room: Room | None
+    recipe: Recipe,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    full: bool,
+    room: Room | None,
 ) -> Report:
+    if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
+        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
+        raise RecipeError("target", target, rest)
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
@@ -156,7 +164,11 @@ def _of_recipe(
 
 
 def _of_module(
-    step: ModuleStep, target: str, card: Gpu | None, steps: int, room: Room | None
+    step: ModuleStep,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    room: Room | None,
 ) -> Report:
     """Return the report of any module, which holds fake tensors while it runs."""
     step.check()

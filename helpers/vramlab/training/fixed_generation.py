@@ -130,7 +130,9 @@ class Started:
         """Make `made` tokens of all."""
         with fixed_length(made, on_step), torch.no_grad():
             self.model.generate(
-                **{**self.inputs, **self.longer}, max_new_tokens=self.new_tokens, **self.arguments
+                **{**self.inputs, **self.longer},
+                max_new_tokens=self.new_tokens,
+                **self.arguments,
             )
 
 

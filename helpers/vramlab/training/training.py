@@ -313,8 +313,12 @@ def _run_micro_batches(training: Training, on_phase: Callable[[str], None]) -> N
     for micro in range(count):
         batch = batches[micro % len(batches)]
         is_last = micro == training.accumulation - 1
-        with training.engine.micro_batch(training, last=is_last), training.around:
-            _micro_batch(training, batch, on_phase, first=micro == 0)
+        with (
+            training.engine.micro_batch(training, last=is_last),
+            training.around,
+            training.engine.part_of(training, batch) as part,
+        ):
+            _micro_batch(training, part, on_phase, first=micro == 0)
 
 
 def _micro_batch(

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from vramlab.training.engine import Training
 
 WRAPPINGS = ("no sharding", "one unit", "a unit each")
-LAYERS, WIDTH, ROWS = 100, 256, 8
+LAYERS = 100
+WIDTH = 256
+ROWS = 8
 
 
 def hundred(wrapping: str) -> dict[str, Any]:
@@ -96,7 +98,8 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
         with counting:
             train_step(training, lambda phase: begun.append((phase, so_far())))
         del training  # DDP's reducer has to go before the process group (pytorch issue 56297)
-        found: dict[str, Counter] = {}
-        for (phase, before), (_, after) in zip(begun, [*begun[1:], ("", so_far())], strict=True):
-            found[phase] = found.get(phase, Counter()) + (after - before)
-    return found
+        sent: dict[str, Counter] = {}
+        following = [*begun[1:], ("", so_far())]
+        for (phase, before), (_, after) in zip(begun, following, strict=True):
+            sent[phase] = sent.get(phase, Counter()) + (after - before)
+    return sent

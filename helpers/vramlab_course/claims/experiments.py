@@ -119,8 +119,12 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
 def _nf4(numbers: int) -> int:
     """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks
     of 256; their offset, 256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
+    codes = -(-numbers // 2)
     scales = -(-numbers // 64)
-    return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 + 4 * 256 + 4 * 16
+    scales_of_scales = 4 * -(-scales // 256)
+    offset = 4
+    levels = 4 * 256 + 4 * 16
+    return codes + scales + scales_of_scales + offset + levels
 
 
 # --- reports
@@ -169,7 +173,10 @@ def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: An
     an A100.
     """
     return reports(
-        {"before": start, "after": {**start, **changes}}, gpu=CARD, common={"of": "usual"}, **how
+        {"before": start, "after": {**start, **changes}},
+        gpu=CARD,
+        common={"of": "usual"},
+        **how,
     )
 
 
@@ -194,7 +201,9 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
         raise RecordError("Waits for a record with a speed.")
     before, after = (report.speed.tokens_per_second for report in records)
     return Facts(
-        {"ratio": before / after}, "recorded", f"{made[1]} on {records[1].environment.get('gpu')}"
+        {"ratio": before / after},
+        "recorded",
+        f"{made[1]} on {records[1].environment.get('gpu')}",
     )
 
 
@@ -215,7 +224,10 @@ def recorded_report(recipe: Recipe, gpu: str | None = None, target: str = "cuda"
 
 @cache
 def witness(
-    recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda"
+    recipe: Recipe,
+    by: str = "predict",
+    gpu: str | None = None,
+    target: str = "cuda",
 ) -> Report:
     """The prediction or simulation of `recipe`, each once."""
     return (
@@ -227,13 +239,14 @@ def report_facts(report: Report) -> dict[str, Any]:
     """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole
     run's in bytes.
     """
-    facts: dict[str, Any] = {
-        name: {moment: _split(getattr(phase, moment)) for moment in ("peak", "end")}
-        for name, phase in report.phases.items()
-    }
+    facts: dict[str, Any] = {}
+    for name, phase in report.phases.items():
+        facts[name] = {"peak": _split(phase.peak), "end": _split(phase.end)}
     facts["N"] = facts["load"]["end"]["parameters"]
     facts.update(
-        peak=report.peak.total, reserved=_ends(report.reserved), process=_ends(report.process)
+        peak=report.peak.total,
+        reserved=_ends(report.reserved),
+        process=_ends(report.process),
     )
     return facts
 
@@ -259,7 +272,8 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
     """Questions to the planner by name: whether any recipe fits (`fits`), and its model's
     `parameters`.
     """
-    names, said = {}, []
+    names = {}
+    said = []
     for name, question in questions.items():
         asked = {"offload": False, **common, **question}
         frozen = {
@@ -282,7 +296,8 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
     limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
     names = {}
     for name, cure in runs.items():
-        expandable, lengths = cure.startswith("expandable"), cure.removeprefix("expandable ")
+        expandable = cure.startswith("expandable")
+        lengths = cure.removeprefix("expandable ")
         try:
             followed = chapter_07.run(lengths, limit, expandable)
         except AllocatorError:
@@ -332,7 +347,8 @@ def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
 
 
 def two_ranks(
-    ways: Mapping[str, Mapping[str, Any]] = {}, wrappings: Mapping[str, str] = {}
+    ways: Mapping[str, Mapping[str, Any]] = {},
+    wrappings: Mapping[str, str] = {},
 ) -> Facts:
     """What one of two real ranks sends in a step of the base model, phase by phase, in units of its
     parameters (Ψ); and of a hundred linear layers wrapped in FSDP units, what is gathered at a

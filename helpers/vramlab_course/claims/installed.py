@@ -95,6 +95,9 @@ def _item(thing: Any, item: str) -> tuple[bool, Any]:
 def _in_a_new_process(name: str) -> Any:
     code = f"import json, {name.partition('.')[0]}; print(json.dumps({name}))"
     said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     return json.loads(said)

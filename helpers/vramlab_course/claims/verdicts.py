@@ -17,13 +17,11 @@ from vramlab.report.report import Interval
 
 from .expressions import evaluate, stored
 
-HOLDS, UNDER, NOT, WAS, WAITS = (
-    "holds",
-    "holds under",
-    "does not hold",
-    "was so until",
-    "waits for a GPU record",
-)
+HOLDS = "holds"
+UNDER = "holds under"
+NOT = "does not hold"
+WAS = "was so until"
+WAITS = "waits for a GPU record"
 UNSEEN = "not seen here"  # of "can be so": cases in which it is not so do not refute it
 RULES = ("equals", "at least", "within", "is")
 OWN = ("quoted", "until", "value")  # what a case may say otherwise than its claim
@@ -112,7 +110,8 @@ class Claim:
         from .experiments import EXPERIMENTS
 
         if self.source not in stored("sources") or not re.fullmatch(
-            r"[a-z0-9]+(-[a-z0-9]+)+", self.name
+            r"[a-z0-9]+(-[a-z0-9]+)+",
+            self.name,
         ):
             raise ClaimError(
                 f"claim {self.name!r}: a name is a source and words, like 'lecture-sgd'."
@@ -151,15 +150,16 @@ class Claim:
     @property
     def each(self) -> dict[str, Case]:
         """The cases by name, with what they share filled in."""
-        return {
-            name: Case(
-                {**self.given, **{key: value for key, value in case.items() if key not in OWN}},
+        cases = {}
+        for name, case in self.cases.items():
+            own = {key: value for key, value in case.items() if key not in OWN}
+            cases[name] = Case(
+                {**self.given, **own},
                 case.get("quoted", self.quoted),
                 case.get("value", self.value),
                 case.get("until", self.until),
             )
-            for name, case in self.cases.items()
-        }
+        return cases
 
     @property
     def said(self) -> str:
@@ -229,11 +229,12 @@ class Verdict:
         if len(self.holding) in (0, len(self.findings)):
             return self.outcome
         start = UNDER if self.outcome == UNDER else f"{HOLDS}, for instance under"
-        untils = {
-            until: [c for c, u in self.outdated.items() if u == until]
-            for until in self.outdated.values()
-        }
-        was = "".join(f"; {', '.join(cases)}: {WAS} {until}" for until, cases in untils.items())
+        cases_of: dict[str, list[str]] = {}
+        for case, until in self.outdated.items():
+            cases_of.setdefault(until, []).append(case)
+        was = ""
+        for until, cases in cases_of.items():
+            was += f"; {', '.join(cases)}: {WAS} {until}"
         return f"{start} {'; '.join(self.holding)}{was}"
 
     def waits_for(self, case: str) -> str:
@@ -264,25 +265,27 @@ class Ledger(tuple):
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Claim with its sources, what they say, what was found and the verdict, for each."""
-        return [(f"{v.claim.by}: {v.claim.said}", quoted(v.claim), v.found, v.text) for v in self]
+        rows = []
+        for verdict in self:
+            claim = verdict.claim
+            rows.append((f"{claim.by}: {claim.said}", quoted(claim), verdict.found, verdict.text))
+        return rows
 
     def __str__(self) -> str:
         wrapped = partial(textwrap.fill, width=112, subsequent_indent="    ")
-        lines = [
-            (claim, f"  says {says}; {found}", f"  → {verdict}")
-            for claim, says, found, verdict in self.rows()
-        ]
-        return "\n".join(wrapped(line) for entry in lines for line in entry)
+        lines = []
+        for claim, says, found, verdict in self.rows():
+            lines += [claim, f"  says {says}; {found}", f"  → {verdict}"]
+        return "\n".join(map(wrapped, lines))
 
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
         head = ["what they say | figure | what we found | verdict", "--- | ---: | --- | ---"]
-        rows = [
-            (claim, says, found.replace("; ", "<br>"), f"**{v}**")
-            for claim, says, found, v in self.rows()
-        ]
-        lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+        lines = []
+        for claim, says, found, verdict in self.rows():
+            cells = (claim, says, found.replace("; ", "<br>"), f"**{verdict}**")
+            lines.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
         return "\n".join(f"| {line} |" for line in head + lines)
 
 
@@ -341,7 +344,8 @@ def judge(claim: Claim) -> Verdict:
             )
             findings[name] = Finding(value, facts.witness, facts.configuration)
         except (RecordError, MissingExtra) as error:
-            findings[name], missing[name] = None, str(error)
+            findings[name] = None
+            missing[name] = str(error)
         except (VramLabError, TypeError) as error:
             raise ClaimError(f"claim {claim.name}, {name}: {error}") from error
     return Verdict(claim, findings, missing)

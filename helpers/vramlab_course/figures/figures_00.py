@@ -14,7 +14,13 @@ NEAR = {"textcoords": "offset points"}
 
 
 @style.styled()
-def two_steps(first: Report, second: Report, room: int, title: str, about: str):
+def two_steps(
+    first: Report,
+    second: Report,
+    room: int,
+    title: str,
+    about: str,
+):
     """Return a figure of what is alive in two steps, one after the other, and where the second
     exceeds `room` bytes.
     """
@@ -29,7 +35,11 @@ def two_steps(first: Report, second: Report, room: int, title: str, about: str):
         ax.fill_between(x, 0, held, where=[size > 0 for size in held], **look)
         top = max(total)
         ax.annotate(
-            f"{top:.1f} GiB", (x[total.index(top)], top), (7, -9), **NEAR, fontweight="bold"
+            f"{top:.1f} GiB",
+            (x[total.index(top)], top),
+            (7, -9),
+            **NEAR,
+            fontweight="bold",
         )
         rows.append((str(n + 1), f"{held[0]:.2f}", f"{top:.2f}"))
     limit = room / GiB
@@ -110,19 +120,26 @@ def _part(group: TensorGroup, vocabulary: int) -> str:
 def whole(parts: Mapping[str, int], title: str, about: str):
     """Return a figure of all parts as bars, the largest on top, with their sum in the table."""
     total = sum(parts.values())
-    sized = {name: (f"{size / GiB:.2f}", f"{size / total:.0%}") for name, size in parts.items()}
-    rows = [("part", "GiB", "share"), *((name, *said) for name, said in sized.items())]
+    rows = [("part", "GiB", "share")]
+    sized = {}
+    words = []
+    for name, size in parts.items():
+        sized[name] = f"{size / GiB:.2f}"
+        rows.append((name, sized[name], f"{size / total:.0%}"))
+        words.append(f"{name}: {sized[name]} GiB")
     rows.append(("together", f"{total / GiB:.2f}", "100%"))
-    alt = f"Bars. {title}. {'; '.join(f'{name}: {said[0]} GiB' for name, said in sized.items())}."
+    alt = f"Bars. {title}. {'; '.join(words)}."
     looks = style.look([*STAYS.values(), "activations"])
     named = set()
     with canvas(title, alt, about, rows) as ax:
         for y, (name, size) in enumerate(parts.items()):
             category = STAYS.get(name, "activations")
             label = "" if category in named else "activations and temporaries"
+            if name in STAYS:
+                label = name
             named.add(category)
-            ax.barh(y, size / GiB, label=name if name in STAYS else label, **looks[category])
-            ax.annotate(sized[name][0], (size / GiB, y), (4, 0), **NEAR, va="center")
+            ax.barh(y, size / GiB, label=label, **looks[category])
+            ax.annotate(sized[name], (size / GiB, y), (4, 0), **NEAR, va="center")
         widest = max(parts.values()) / GiB
         ax.set(xlabel="GiB", ylim=(len(parts) - 0.5, -0.5), xlim=(0, 1.12 * widest))
         ax.set_yticks(range(len(parts)), list(parts))

@@ -66,7 +66,8 @@ def bell(table: Sequence[float], deviations: float):
     """Draw the share of normal numbers between neighbouring codes; 1 is so many standard
     deviations.
     """
-    normal, rows = NormalDist(0, 1 / deviations), [("from", "to", "share of the numbers")]
+    normal = NormalDist(0, 1 / deviations)
+    rows = [("from", "to", "share of the numbers")]
     title = "Between two NF4 levels lies about the same share of the numbers"
     said = (
         f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Dotted lines halfway "
@@ -76,13 +77,17 @@ def bell(table: Sequence[float], deviations: float):
     about = f"derived: normal numbers, 1 is {deviations:.2f} deviations; dotted: the next code"
     with canvas(title, said, about, rows) as ax:
         for i, (a, b) in enumerate(itertools.pairwise(table)):
-            rows.append((f"{a:+.4f}", f"{b:+.4f}", f"{normal.cdf(b) - normal.cdf(a):.1%}"))
+            share = normal.cdf(b) - normal.cdf(a)
+            rows.append((f"{a:+.4f}", f"{b:+.4f}", f"{share:.1%}"))
             x = [a + (b - a) * k / 20 for k in range(21)]
-            ax.fill_between(x, [normal.pdf(n) for n in x], color=(SKY, PALE)[i % 2], linewidth=0)
+            height = [normal.pdf(n) for n in x]
+            colour = (SKY, PALE)[i % 2]
+            ax.fill_between(x, height, color=colour, linewidth=0)
         borders = [(a + b) / 2 for a, b in itertools.pairwise(table)]
         heights = [normal.pdf(border) for border in borders]
         ax.vlines(borders, 0, heights, colors=INK, linestyles=":", linewidth=1)
-        for y, codes in ((-0.06, table), (-0.14, [k / 7 for k in range(-7, 8)])):
+        even = [k / 7 for k in range(-7, 8)]
+        for y, codes in ((-0.06, table), (-0.14, even)):
             ax.plot(codes, [y] * len(codes), "|", color=INK, markersize=15, markeredgewidth=2)
         ax.set_yticks([-0.06, -0.14], ["NF4", "int4"])
         ax.set(xlabel="number / absolute maximum of its block", ylim=(-0.2, None))
@@ -96,16 +101,24 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
     """
     ways = sorted(stores.items(), key=lambda way: way[1][1])
     rows = [("matrices in", "bits a number", "more bits per byte")]
-    rows += [(name, f"{bits:g}", f"{round(cost, 1) + 0.0:.1f} %") for name, (bits, cost) in ways]
-    said = f"Dots on a logarithmic axis. {'; '.join(f'{row[0]}: {row[2]}' for row in rows[1:])}."
+    costs_said = []
+    labels = []
+    for name, (bits, cost) in ways:
+        percent = f"{round(cost, 1) + 0.0:.1f} %"
+        rows.append((name, f"{bits:g}", percent))
+        costs_said.append(f"{name}: {percent}")
+        labels.append(f"{name}: {bits:g} bits")
+    said = f"Dots on a logarithmic axis. {'; '.join(costs_said)}."
     about = "measured: base model, all matrices rounded, 12,000 bytes of programs"
     looks = {"one scale": ("^", RED), "blocks": ("o", BLUE), "no scale": ("s", INK)}
     with canvas(title, said, about, rows) as ax:
         for y, (name, (_, cost)) in enumerate(ways):
-            kind, place = next((k for k in looks if k in name), "no scale"), (max(cost, 0.1), y)
-            ax.plot(*place, looks[kind][0], color=looks[kind][1], markersize=9, label=kind)
+            kind = next((k for k in looks if k in name), "no scale")
+            place = (max(cost, 0.1), y)
+            marker, colour = looks[kind]
+            ax.plot(*place, marker, color=colour, markersize=9, label=kind)
             ax.annotate(rows[y + 1][2], place, (9, 0), textcoords="offset points", va="center")
-        ax.set_yticks(range(len(ways)), [f"{name}: {bits:g} bits" for name, (bits, _) in ways])
+        ax.set_yticks(range(len(ways)), labels)
         ax.set(
             xscale="log",
             xlim=(0.085, 300),

@@ -36,7 +36,12 @@ def layer(sizes: Sequence[int], title: str, about: str):
         for y, ((part, _), size) in enumerate(zip(KEPT, sizes, strict=True)):
             ax.barh(y, size, color=COLOURS[part])
             ax.annotate(
-                f"{size:,}", (size, y), (4, 0), textcoords="offset points", va="center", fontsize=8
+                f"{size:,}",
+                (size, y),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
             )
         for part in PARTS:
             at = [y for y, (own, _) in enumerate(KEPT) if own == part]

@@ -32,11 +32,13 @@ def who_holds_what(
     about = f"derived: {world_size} ranks; a frame is all: P parameters, G gradients, S states"
     widths = [len(PARTS) * size / sum(sizes) for size in sizes]
     figure, ax = style.start(title, about)
-    ranks, share = range(world_size), 1 / world_size
+    ranks = range(world_size)
+    share = 1 / world_size
     rows = [("way", *(f"{part} on one rank" for part in PARTS))]
     for row, way in enumerate(ways):
         divided = WAYS[way]
-        low, cut = -1.3 * row, [part in divided or isinstance(divided, str) for part in PARTS]
+        low = -1.3 * row
+        cut = [part in divided or isinstance(divided, str) for part in PARTS]
         for i, look in enumerate(style.look(PARTS).values()):
             width = widths[i]
             left = [3.9 * rank + sum(widths[:i]) + 0.08 * i for rank in ranks]

@@ -6,7 +6,11 @@ from types import SimpleNamespace
 from vramlab import GiB
 from vramlab.interfaces.plot import canvas, style
 
-BLUE, RED, GREEN, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#DDDDDD", "#CFE8F7"
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+GREY = "#DDDDDD"
+PALE = "#CFE8F7"
 TARGETS = {
     "all-linear": "all linear",
     "gate_proj, up_proj, down_proj": "feed-forward",
@@ -16,7 +20,8 @@ TARGETS = {
 
 def flow(inputs: int, outputs: int, r: int):
     """Draw how x goes through the frozen matrix and, beside it, through A and B."""
-    frozen, trained = inputs * outputs, r * (inputs + outputs)
+    frozen = inputs * outputs
+    trained = r * (inputs + outputs)
     title = (
         f"Two thin matrices are trained: {100 * trained / frozen:.1f} % of the frozen one's numbers"
     )
@@ -26,7 +31,9 @@ def flow(inputs: int, outputs: int, r: int):
         f"B makes {outputs:,} of these, times α / r. Both ways are added to y."
     )
     with canvas(
-        title, said, f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r}"
+        title,
+        said,
+        f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r}",
     ) as ax:
         boxes = (
             (0.5, 1, 1.1, f"x\n{inputs:,}\na token", "white"),
@@ -79,10 +86,16 @@ def over_length(
     )
     with canvas(title, said, about, rows) as ax:
         for (name, peaks), (colour, mark, dash) in zip(
-            predicted.items(), style.LINES, strict=False
+            predicted.items(),
+            style.LINES,
+            strict=False,
         ):
             ax.plot(
-                [*peaks], [size / GiB for size in peaks.values()], dash, color=colour, label=name
+                [*peaks],
+                [size / GiB for size in peaks.values()],
+                dash,
+                color=colour,
+                label=name,
             )
             marks = simulated[name]
             ax.plot(
@@ -125,10 +138,20 @@ def compared(sweep: SimpleNamespace, title: str):
         for row, run in enumerate(runs):
             bits = run.seeds["documentation"]
             ax.plot(
-                bits, [row] * len(bits), "o", color=BLUE if run.r else RED, markersize=6, alpha=0.6
+                bits,
+                [row] * len(bits),
+                "o",
+                color=BLUE if run.r else RED,
+                markersize=6,
+                alpha=0.6,
             )
             ax.plot(
-                [run.documentation], [row], "|", color=style.INK, markersize=20, markeredgewidth=2
+                [run.documentation],
+                [row],
+                "|",
+                color=style.INK,
+                markersize=20,
+                markeredgewidth=2,
             )
         ax.axvline(base["documentation"], color=style.INK, linestyle=":")
         ax.text(base["documentation"], len(runs) - 0.4, "untuned ", ha="right", va="center")

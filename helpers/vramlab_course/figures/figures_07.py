@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 # Labels of a loop and their colours; PyTorch itself labels the first, under another name.
 WAITING = "waiting for data"
-BLUE, RED, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+GREY = "#999999"
 COLOURS = {WAITING: GREY, "forward": BLUE, "backward": RED, "update": GREEN}
-OPERATORS, KERNELS = "operators", "GPU kernels"
+OPERATORS = "operators"
+KERNELS = "GPU kernels"
 BANDS = (BLUE, RED, GREEN, "#CC79A7", "#E69F00", "#BBBBBB")
 NEAR = {"textcoords": "offset points"}
 Span = tuple[float, float]
@@ -112,9 +116,8 @@ def trace(seen: Trace, title: str, subtitle: str):
         for label, colour in COLOURS.items():
             bars = [(start - seen.start, length) for start, length in seen.labels[label]]
             ax.broken_barh(bars, (-0.3, 0.6), facecolor=colour, label=label)
-            rows.append(
-                (label, f"{sum(length for _, length in bars):.2f}", f"{seen.share(label):.0%}")
-            )
+            seconds = sum(length for _, length in bars)
+            rows.append((label, f"{seconds:.2f}", f"{seen.share(label):.0%}"))
         for y, spans in enumerate(seen.lanes.values(), 1):
             bars = [(start - seen.start, length) for start, length in spans]
             ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=style.INK)
@@ -146,15 +149,18 @@ def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
 
 
 def layer_times(
-    line: Mapping[int, float], measured: Mapping[int, float], title: str, subtitle: str
+    line: Mapping[int, float],
+    measured: Mapping[int, float],
+    title: str,
+    subtitle: str,
 ):
     """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones
     as dots.
     """
     rows = [("tokens", "least, ms", "measured, ms")]
-    rows += [
-        (f"{n:,}", f"{1e3 * line[n]:.2f}", f"{1e3 * took:.2f}") for n, took in measured.items()
-    ]
+    for tokens, took in measured.items():
+        least = line[tokens]
+        rows.append((f"{tokens:,}", f"{1e3 * least:.2f}", f"{1e3 * took:.2f}"))
     alt = (
         "A line of the least time is flat for few tokens and then rises. The measured dots lie "
         "on or above it."
@@ -208,7 +214,13 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
     return style.finish(figure, rows, alt, say_rows=True)
 
 
-def segments(held: "Segments", request: int, title: str, subtitle: str, count: int = 14):
+def segments(
+    held: "Segments",
+    request: int,
+    title: str,
+    subtitle: str,
+    count: int = 14,
+):
     """Return a figure of the largest segments, their blocks in use filled, and the `request` of
     bytes above them.
     """
@@ -240,11 +252,18 @@ def segments(held: "Segments", request: int, title: str, subtitle: str, count: i
     return ax.figure
 
 
-def climb(run: Followed, lengths: list[int], room: int, title: str, subtitle: str):
+def climb(
+    run: Followed,
+    lengths: list[int],
+    room: int,
+    title: str,
+    subtitle: str,
+):
     """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's
     `room` in bytes.
     """
-    steps, held = range(1, len(lengths) + 1), [size / GiB for size in run.between]
+    steps = range(1, len(lengths) + 1)
+    held = [size / GiB for size in run.between]
     peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
     alt = (
         "Allocated goes up and down. Reserved only rises, at the samples longer than all "

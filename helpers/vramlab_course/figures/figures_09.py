@@ -11,7 +11,10 @@ Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and
 
 
 def stage_order(
-    schedule: str, stage: int, stages: int, micro_batches: int
+    schedule: str,
+    stage: int,
+    stages: int,
+    micro_batches: int,
 ) -> list[tuple[str, int]]:
     """Return the passes of a stage in order, as ("forward" or "backward", micro-batch).
 
@@ -22,7 +25,9 @@ def stage_order(
     ahead = micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
     order = [("forward", m) for m in range(ahead)]
     for m in range(micro_batches):
-        order += [("backward", m), *([("forward", ahead + m)] if ahead + m < micro_batches else [])]
+        order.append(("backward", m))
+        if ahead + m < micro_batches:
+            order.append(("forward", ahead + m))
     return order
 
 
@@ -35,13 +40,18 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
 
     @cache
     def end(stage: int, kind: str, m: int) -> float:
-        i, sender = orders[stage].index((kind, m)), stage - 1 if kind == "forward" else stage + 1
+        i = orders[stage].index((kind, m))
+        sender = stage - 1 if kind == "forward" else stage + 1
         waits = [end(stage, *orders[stage][i - 1])] if i else []
         if 0 <= sender < stages:
             waits += [end(sender, kind, m)]
         return max(waits, default=0) + SECONDS[kind]
 
-    return {(stage, *one): end(stage, *one) for stage, order in enumerate(orders) for one in order}
+    ends = {}
+    for stage, order in enumerate(orders):
+        for kind, m in order:
+            ends[stage, kind, m] = end(stage, kind, m)
+    return ends
 
 
 def bubble(ends: dict[tuple[int, str, int], float]) -> float:
@@ -49,7 +59,8 @@ def bubble(ends: dict[tuple[int, str, int], float]) -> float:
     schedules.
     """
     busy = sum(SECONDS[kind] for _, kind, _ in ends)
-    return 1 - busy / (max(ends.values()) * (1 + max(stage for stage, *_ in ends)))
+    stages = 1 + max(stage for stage, *_ in ends)
+    return 1 - busy / (max(ends.values()) * stages)
 
 
 def most_held(order: list[tuple[str, int]]) -> int:
@@ -79,13 +90,14 @@ def pipeline(
         orders = [made(stage, stages, micro_batches) for stage in range(stages)]
         ends = pipeline_ends(orders)
         for kind, time in SECONDS.items():
-            placed = [
-                (stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind
-            ]
-            at, starts = (
-                [stages - 0.5 - stage for stage, *_ in placed],
-                [start for *_, start in placed],
-            )
+            at = []
+            starts = []
+            numbers = []
+            for (stage, one, m), end in ends.items():
+                if one == kind:
+                    at.append(stages - 0.5 - stage)
+                    starts.append(end - time)
+                    numbers.append(m + 1)
             look = {
                 "color": colours[kind],
                 "edgecolor": style.INK,
@@ -93,10 +105,11 @@ def pipeline(
                 "label": labels[kind],
             }
             done = ax.barh(at, time, 0.84, starts, **look)
-            ax.bar_label(done, [m + 1 for _, m, _ in placed], label_type="center", fontsize=8)
+            ax.bar_label(done, numbers, label_type="center", fontsize=8)
         ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
         ax.set_yticks(
-            [stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)]
+            [stages - 0.5 - s for s in range(stages)],
+            [f"stage {s}" for s in range(stages)],
         )
         ax.grid(visible=False)
         held = most_held(orders[0])

@@ -15,13 +15,18 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
     others.
     """
     figure, ax = style.start(title, "a DGX-1 by its matrix; double lines are two links bonded")
-    angle = {gpu: pi * (0.5 + (2 * i + 1) / len(ring)) for i, gpu in enumerate(ring)}
-    place = {gpu: (1.35 * cos(a), sin(a)) for gpu, a in angle.items()}
-    along = {frozenset(pair) for pair in zip(ring, [*ring[1:], ring[0]], strict=True)}
+    place = {}
+    for i, gpu in enumerate(ring):
+        angle = pi * (0.5 + (2 * i + 1) / len(ring))
+        place[gpu] = (1.35 * cos(angle), sin(angle))
+    following = [*ring[1:], ring[0]]
+    along = {frozenset(pair) for pair in zip(ring, following, strict=True)}
     rows = [("pair", "NVLinks", "in the ring")]
     for a, b in combinations(ring, 2):
-        links, around = topology.nvlinks(a, b), frozenset((a, b)) in along
-        (x1, y1), (x2, y2) = place[a], place[b]
+        links = topology.nvlinks(a, b)
+        around = frozenset((a, b)) in along
+        x1, y1 = place[a]
+        x2, y2 = place[b]
         away = 0.014 / hypot(x2 - x1, y2 - y1)  # of two lines from their middle
         look = {
             "color": "#0072B2" if around else "#888888",
@@ -36,13 +41,21 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
             }
         sides = (-away, away) if links > 1 else (0,)
         for side in sides:
-            dx, dy = side * (y1 - y2), side * (x2 - x1)
-            ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=2 * around + bool(links), **look)
+            dx = side * (y1 - y2)
+            dy = side * (x2 - x1)
+            order = 2 * around + bool(links)
+            ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=order, **look)
         rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))
     for gpu, (x, y) in place.items():
         ax.plot(x, y, "o", markersize=30, color="white", markeredgecolor=style.INK, zorder=5)
         ax.text(
-            x, y, gpu.removeprefix("GPU"), ha="center", va="center", fontweight="bold", zorder=6
+            x,
+            y,
+            gpu.removeprefix("GPU"),
+            ha="center",
+            va="center",
+            fontweight="bold",
+            zorder=6,
         )
     ax.axvline(0, color="#888888", linestyle="--", linewidth=0.8, zorder=0)
     for x, node in ((-0.75, 0), (0.75, 1)):

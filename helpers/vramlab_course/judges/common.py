@@ -38,20 +38,26 @@ def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
 
 
 def largest_batch(
-    model: str, gpu: str, seq_len: int, part: str = "value", named: bool = True
+    model: str,
+    gpu: str,
+    seq_len: int,
+    part: str = "value",
+    named: bool = True,
 ) -> int:
     """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the
     card; 0 for none.
 
     Without `named`, predict does not know the card: a mistake that readers make.
     """
-    total, recipe = find_gpu(gpu).total, Recipe(model, 1, seq_len, "fp16-mixed")
+    total = find_gpu(gpu).total
+    recipe = Recipe(model, 1, seq_len, "fp16-mixed")
 
     def fits(batch: int) -> bool:
         report = predict(recipe.replace(batch_size=batch), gpu=gpu if named else None)
         return (report.peak.total if part == "peak" else getattr(report.process, part)) <= total
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -65,18 +71,22 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
     for count, workers in SPLITS:
         samples = list(range(count))
         parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
-        if wrong := _wrong_shards(samples, parts):
+        wrong = _wrong_shards(samples, parts)
+        if wrong:
             return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
     return Feedback(True, "Right: none twice, none missing, whatever the number of workers.")
 
 
 def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
-    seen, workers = [sample for part in parts for sample in part], len(parts)
+    seen = [sample for part in parts for sample in part]
+    workers = len(parts)
     if len(seen) == len(samples) * workers and samples and workers > 1:
         return f"every worker gives all samples: each comes {workers} times"
-    if twice := sorted({sample for sample in seen if seen.count(sample) > 1}):
+    twice = sorted({sample for sample in seen if seen.count(sample) > 1})
+    if twice:
         return f"sample {twice[0]} comes more than once"
-    if missing := sorted(set(samples) - set(seen)):
+    missing = sorted(set(samples) - set(seen))
+    if missing:
         return f"sample {missing[0]} never comes"
     uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
     return "one worker does far more than another" if uneven else ""
@@ -95,7 +105,11 @@ def random_tensor(*shape: int, low: int | None = None, high: int = 2):
 
 
 def same_tensor(
-    answer: Any, reference: Callable, cases: Callable, mistakes: Sequence, right: str
+    answer: Any,
+    reference: Callable,
+    cases: Callable,
+    mistakes: Sequence,
+    right: str,
 ) -> Feedback:
     """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of
     function and text.
@@ -107,7 +121,8 @@ def same_tensor(
             name: value.clone() if hasattr(value, "clone") else value
             for name, value in case.items()
         }
-        returned, expected = called(answer, *given.values()), reference(**case)
+        returned = called(answer, *given.values())
+        expected = reference(**case)
         if not isinstance(returned, torch.Tensor) or returned.shape != expected.shape:
             size = " × ".join(map(str, expected.shape))
             return Feedback(
@@ -122,7 +137,8 @@ def same_tensor(
         ]
         if changed:
             return Feedback(
-                False, f"Your function changes the {changed[0]} that it was given: make a new one."
+                False,
+                f"Your function changes the {changed[0]} that it was given: make a new one.",
             )
         if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
             wrong = ((function(**case), text) for function, text in mistakes)
@@ -160,15 +176,18 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
     returned = answer(model, batches)
     if not isinstance(returned, list) or len(returned) != len(batches):
         return Feedback(
-            False, f"A list of {len(batches)} tensors was expected for {len(batches)} batches."
+            False,
+            f"A list of {len(batches)} tensors was expected for {len(batches)} batches.",
         )
     for tensor, ids in zip(returned, batches, strict=True):
         right = model(ids)[:, -1]
         if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
             return Feedback(False, "The numbers are not those of each batch's last token.")
-        if (held := tensor.untyped_storage().nbytes()) > tensor.nbytes:
+        held = tensor.untyped_storage().nbytes()
+        if held > tensor.nbytes:
             return Feedback(
-                False, f"Each element keeps {held // tensor.nbytes} times its own bytes alive."
+                False,
+                f"Each element keeps {held // tensor.nbytes} times its own bytes alive.",
             )
         if tensor.grad_fn:
             return Feedback(
@@ -187,7 +206,9 @@ def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
     for lr, *widths in ((0.1, 4, 6, 3), (0.02, 5, 5, 5, 5)):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-        model, x, most = torch.nn.Sequential(*layers), torch.randn(8, widths[0]), 0
+        model = torch.nn.Sequential(*layers)
+        x = torch.randn(8, widths[0])
+        most = 0
         plain = copy.deepcopy(model)
 
         def count(_, model=model):
@@ -206,7 +227,8 @@ def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
             if not all(p.allclose(q, atol=1e-6) for p, q in pairs):
                 return Feedback(
-                    False, f"After step {step + 1} the weights are not those of SGD with lr={lr}."
+                    False,
+                    f"After step {step + 1} the weights are not those of SGD with lr={lr}.",
                 )
         if any(p.grad is not None for p in model.parameters()):
             return Feedback(False, "After backward there are still gradients.")

@@ -13,7 +13,9 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from ..answers import NOT_ANSWERED, Feedback, kind_of
 from ..base_model import bits_per_byte, held_out, load_base_model
 
-BITS, COST = 4.5, 0.0032  # of the project: bits a number, and how much more bits per byte
+# Of the project.
+BITS = 4.5  # a number
+COST = 0.0032  # how much more bits per byte
 
 
 def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
@@ -29,18 +31,22 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
     ):
         network = torch.nn.Linear(2, 1, bias=False)
         gradient = torch.tensor([[large, 4 / 3 * large]])
-        before, network.weight.grad = network.weight.detach().clone(), gradient * scale
+        before = network.weight.detach().clone()
+        network.weight.grad = gradient * scale
         if broken is not None:
             network.weight.grad[0, 0] = broken
         decay = 0.0 if broken is None else 0.1
         returned = answer(
-            network, torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay), scale
+            network,
+            torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay),
+            scale,
         )
         moved = before - network.weight.detach()
         if broken is not None:
             if not torch.equal(network.weight.detach(), before):
                 return Feedback(
-                    False, f"A gradient is {broken}, and the weights were changed all the same."
+                    False,
+                    f"A gradient is {broken}, and the weights were changed all the same.",
                 )
             if returned != scale / 2:
                 return Feedback(
@@ -65,7 +71,8 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
     """Whether `answer(numbers)` rounds fp32 to one of the two bf16 neighbours, in proportion."""
     for value in (1.001, -3.3, 0.0007, 2.0):
         numbers = torch.full((200_000,), value)
-        if (rounded := answer(numbers.clone())) is None:
+        rounded = answer(numbers.clone())
+        if rounded is None:
             return NOT_ANSWERED
         if not isinstance(rounded, torch.Tensor) or rounded.shape != numbers.shape:
             return Feedback(False, "A tensor of the same shape was expected.")
@@ -76,7 +83,8 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
             return Feedback(False, f"For {value} it goes further than to the two neighbours.")
         if abs(rounded.double().mean().item() - numbers[0].item()) > step / 100:
             return Feedback(
-                False, f"For {value} the mean of many is {rounded.double().mean():.6g}."
+                False,
+                f"For {value} the mean of many is {rounded.double().mean():.6g}.",
             )
     return Feedback(True, "Right: a thousand updates of 0.001 now come to about 1.")
 
@@ -90,14 +98,18 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
     for seed, shape in enumerate(((64, 128), (96, 640))):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + seed
         packed, state = quantize_4bit(
-            weight, blocksize=64, quant_type="nf4", compress_statistics=True
+            weight,
+            blocksize=64,
+            quant_type="nf4",
+            compress_statistics=True,
         )
         inner = SimpleNamespace(code=state.state2.code, absmax=state.state2.absmax, blocksize=256)
         named = {
             name: getattr(state, name)
             for name in ("shape", "code", "absmax", "offset", "blocksize")
         }
-        if (returned := answer(packed, SimpleNamespace(**named, state2=inner))) is None:
+        returned = answer(packed, SimpleNamespace(**named, state2=inner))
+        if returned is None:
             return NOT_ANSWERED
         right = dequantize_4bit(packed, state)
         if not isinstance(returned, torch.Tensor) or returned.shape != right.shape:
@@ -105,14 +117,16 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
         if not returned.allclose(right, atol=1e-6):
             off = (returned - right).abs().max() / right.abs().max()
             return Feedback(
-                False, f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number."
+                False,
+                f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number.",
             )
     return Feedback(True, "Right: that is all that a 4-bit layer does before its matrix product.")
 
 
 @cache
 def _base() -> tuple[Any, list[str], float]:
-    model, texts = load_base_model(), held_out(12_000)
+    model = load_base_model()
+    texts = held_out(12_000)
     return model, texts, bits_per_byte(model, texts, stride=256)
 
 
@@ -135,12 +149,15 @@ def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]
         cost = bits_per_byte(model, texts, stride=256) / before - 1
     finally:
         model.load_state_dict(trained, strict=False)
-    if same := next(
-        (name for name, (restored, _) in kept.items() if torch.equal(restored, matrices[name])), ""
-    ):
-        return Feedback(False, f"{same} comes back unchanged, so nothing was rounded.")
-    total = sum(weight.numel() for weight in matrices.values())
-    bits = sum(bits * matrices[name].numel() for name, (_, bits) in kept.items()) / total
+    total = 0
+    all_bits = 0.0
+    for name, (restored, bits_a_number) in kept.items():
+        weight = matrices[name]
+        if torch.equal(restored, weight):
+            return Feedback(False, f"{name} comes back unchanged, so nothing was rounded.")
+        total += weight.numel()
+        all_bits += bits_a_number * weight.numel()
+    bits = all_bits / total
     said = f"{bits:.2f} bits a number cost {cost:.2%}"
     if bits > BITS or not cost <= COST:
         return Feedback(False, f"{said}; at most {BITS} bits and {COST:.2%} were asked for.")

@@ -36,8 +36,9 @@ def by_rows(model: nn.Module, parts: Sequence[tuple]) -> float:
     """A right answer to 03.1."""
     model.zero_grad()
     loss = 0.0
+    rows = sum(len(x) for x, _ in parts)
     for x, y in parts:
-        part = F.mse_loss(model(x), y) * len(x) / sum(len(x) for x, _ in parts)
+        part = F.mse_loss(model(x), y) * len(x) / rows
         part.backward()
         loss += part.item()
     return loss
@@ -71,15 +72,22 @@ def accumulated(answer: Any) -> Feedback:
         if returned is None or returned is ...:
             return NOT_ANSWERED
         found = torch.cat([p.grad.flatten() for p in model.parameters()])
-        if said := _wrong_sum(found, exact, returned, mean.item(), rows, sizes):
+        said = _wrong_sum(found, exact, returned, mean.item(), rows, sizes)
+        if said:
             return _wrong(f"Micro-batches of {', '.join(map(str, sizes))} rows: {said}.")
     return Feedback(
-        True, "Right: the gradients of one large batch, whatever the sizes of its parts."
+        True,
+        "Right: the gradients of one large batch, whatever the sizes of its parts.",
     )
 
 
 def _wrong_sum(
-    gradient, exact, returned: Any, mean: float, rows: list[int], sizes: Sequence[int]
+    gradient,
+    exact,
+    returned: Any,
+    mean: float,
+    rows: list[int],
+    sizes: Sequence[int],
 ) -> str:
     if rows and max(rows) > max(sizes):
         return (
@@ -129,16 +137,14 @@ def recomputed(answer: Any) -> Feedback:
         if not result.requires_grad:
             return _wrong(case + "the result has no gradient, so nothing would be trained.")
         result.sum().backward()
-        pairs = zip(weights, gradients, strict=True)
-        if any(p.grad is None or not torch.allclose(p.grad, g, atol=1e-5) for p, g in pairs):
-            return _wrong(case + "the weights' gradients are missing or wrong.")
-        segments = [
-            list(range(start, min(start + every, count))) for start in range(0, count, every)
-        ]
+        for p, gradient in zip(weights, gradients, strict=True):
+            if p.grad is None or not torch.allclose(p.grad, gradient, atol=1e-5):
+                return _wrong(case + "the weights' gradients are missing or wrong.")
+        expected: list[int] = []
+        for start in reversed(range(0, count, every)):
+            expected += range(start, min(start + every, count))
         again = ran[len(forward) :]
-        if forward != list(range(count)) or again != [
-            i for segment in reversed(segments) for i in segment
-        ]:
+        if forward != list(range(count)) or again != expected:
             return _wrong(
                 f"{case}the layers that ran again in backward are {again or 'none'}, in this order."
             )
@@ -157,29 +163,35 @@ def packed(answer: Any) -> Feedback:
         rows = answer(list(lengths), size)
         if rows is None or rows is ...:
             return NOT_ANSWERED
-        rows, few = [list(row) for row in rows], len(best_fit(lengths, size))
-        dealt, what = (
-            sorted(i for row in rows for i in row),
-            f"{len(lengths)} samples in rows of {size}: ",
-        )
+        rows = [list(row) for row in rows]
+        few = len(best_fit(lengths, size))
+        dealt = sorted(i for row in rows for i in row)
+        what = f"{len(lengths)} samples in rows of {size}: "
         if dealt != list(range(len(lengths))):
             return _wrong(what + "not every index from 0 stands in exactly one row.")
-        if over := [row for row in rows if sum(lengths[i] for i in row) > size]:
-            return _wrong(f"{what}row {over[0]} has {sum(lengths[i] for i in over[0])} tokens.")
+        for row in rows:
+            tokens = _tokens(row, lengths)
+            if tokens > size:
+                return _wrong(f"{what}row {row} has {tokens} tokens.")
         if len(rows) > few:
             return _wrong(
                 f"{what}{len(rows)} rows, and {few} are enough. Which sample is hardest to place?"
             )
     return Feedback(
-        True, "Right: TRL's packing (strategy 'bfd') deals samples to rows in this way."
+        True,
+        "Right: TRL's packing (strategy 'bfd') deals samples to rows in this way.",
     )
+
+
+def _tokens(row: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in row)
 
 
 def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[list[int]]:
     """Rows of indices by best fit, the longest sample first where `ordered`."""
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i] if ordered else i):
-        room = [(size - sum(lengths[i] for i in row), row) for row in rows]
+        room = [(size - _tokens(row, lengths), row) for row in rows]
         fitting = [(left, row) for left, row in room if left >= lengths[index]]
         if fitting:
             min(fitting, key=lambda pair: pair[0])[1].append(index)
@@ -195,7 +207,13 @@ class Rows(TorchDispatchMode):
         super().__init__()
         self.most = 0
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        operator,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         result = operator(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
@@ -275,12 +293,19 @@ def again(answer: Any) -> dict[str, Any]:
         if "does not require grad" not in str(error):
             raise
         recorded = False
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in (x, *weights)]
-    off = [float((mine - right).abs().max()) for mine, right in zip(found, exact, strict=True)]
+    off = []
+    for tensor, right in zip((x, *weights), exact, strict=True):
+        mine = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        off.append(float((mine - right).abs().max()))
     return {"x": off[0], "weights": max(off[1:]), "runs": len(ran), "recorded": recorded}
 
 
-def in_chunks(x: torch.Tensor, weight: torch.Tensor, words: torch.Tensor, rows: int) -> Any:
+def in_chunks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    words: torch.Tensor,
+    rows: int,
+) -> Any:
     """A right answer to 03.5."""
 
     def some(x, weight, words):
@@ -310,7 +335,8 @@ def one_by_one(answer: Any) -> Feedback:
         returned = answer(x, weight, words, 4)
     if returned is None or returned is ...:
         return NOT_ANSWERED
-    if said := _wrong_scores(returned, exact, seen.most, saved):
+    said = _wrong_scores(returned, exact, seen.most, saved)
+    if said:
         return _wrong(said)
     with Rows() as seen:
         gradients = torch.autograd.grad((scale * returned).sum(), (x, weight))
@@ -321,7 +347,12 @@ def one_by_one(answer: Any) -> Feedback:
     return Feedback(True, "Right: this is how DPO and GRPO score tokens without all logits.")
 
 
-def _wrong_scores(returned: Any, exact: torch.Tensor, rows: int, saved: list[int]) -> str:
+def _wrong_scores(
+    returned: Any,
+    exact: torch.Tensor,
+    rows: int,
+    saved: list[int],
+) -> str:
     """What is wrong with `returned` before backward, "" if nothing."""
     if not isinstance(returned, torch.Tensor) or returned.shape != exact.shape:
         return "A tensor with a number for each row of x was expected."

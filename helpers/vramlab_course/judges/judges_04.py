@@ -93,7 +93,9 @@ def gathered(answer: Any) -> SimpleNamespace:
     if not (isinstance(answer, type) and issubclass(answer, torch.autograd.Function)):
         raise BrokenPiece("A class was expected, a torch.autograd.Function.")
     torch.manual_seed(0)
-    weight, x, slope = torch.randn(6, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 6)
+    weight = torch.randn(6, 4)
+    x = torch.randn(2, 5, 4)
+    slope = torch.randn(2, 5, 6)
 
     def work(rank: int, world: int) -> dict[str, Any]:
         shard = weight.chunk(world)[rank].clone().requires_grad_()
@@ -201,7 +203,8 @@ class Recorded(list):
 
 def _ring(answer: Callable) -> str | None:
     for chunks in RINGS:
-        ranks, n = [Recorded(each) for each in chunks], len(chunks)
+        ranks = [Recorded(each) for each in chunks]
+        n = len(chunks)
         for number, rank in enumerate(ranks):
             rank.before = ranks[number - 1]
         answer(ranks)
@@ -228,7 +231,10 @@ def all_reduced(ranks: list[list[float]]) -> None:
     """All-reduce in place by a ring: first each chunk's sum goes round, then its result."""
     n = len(ranks)
     for step in range(2 * (n - 1)):
-        sent = [((rank - step) % n, ranks[rank][(rank - step) % n]) for rank in range(n)]
+        sent = []
+        for rank in range(n):
+            chunk = (rank - step) % n
+            sent.append((chunk, ranks[rank][chunk]))
         for rank, (chunk, value) in enumerate(sent):
             after = ranks[(rank + 1) % n]
             after[chunk] = after[chunk] + value if step < n - 1 else value
@@ -255,7 +261,12 @@ def _clips(answer: Callable) -> str | None:
         gradient = torch.tensor(whole)
         wanted = gradient * min(1.0, largest / gradient.norm().item())
 
-        def work(rank: int, world: int, gradient=gradient, largest=largest) -> Any:
+        def work(
+            rank: int,
+            world: int,
+            gradient=gradient,
+            largest=largest,
+        ) -> Any:
             return answer(gradient.chunk(world)[rank].clone(), largest)
 
         shards = on_ranks(work, seconds=20)
@@ -380,10 +391,12 @@ def _averaged(answer: Callable) -> str | None:
 
 
 clips_judged = judged(
-    _clips, "a norm is a sum over all shards, so the ranks have to add up their squares."
+    _clips,
+    "a norm is a sum over all shards, so the ranks have to add up their squares.",
 )
 learns_judged = judged(
-    _learns, "fully_shard gives the model other parameters, and the optimizer has to see those."
+    _learns,
+    "fully_shard gives the model other parameters, and the optimizer has to see those.",
 )
 ring_judged = judged(_ring, "each rank sends 2 (N − 1) / N of the whole, however many there are.")
 averaged_judged = judged(_averaged, "every token counts the same, wherever it was read.")

@@ -28,7 +28,8 @@ MOST_PADDING = 1.2  # tokens computed for each real one
 
 def covered(intervals: Sequence[tuple[float, float]]) -> float:
     """Length of the union of intervals (start, end)."""
-    total, done = 0.0, float("-inf")
+    total = 0.0
+    done = float("-inf")
     for start, end in sorted(intervals):
         total += max(0, end - max(start, done))
         done = max(done, end)
@@ -61,13 +62,13 @@ def _parts(answer: Callable) -> str | None:
         if parts[0] is None or parts[0] is ...:
             return None
         parts = [list(part) for part in parts]
-        given, where = (
-            [sample for part in parts for sample in part],
-            f"with {count} samples, {ranks} ranks and {workers} workers each",
-        )
-        if twice := [sample for sample in samples if given.count(sample) > 1]:
+        given = [sample for part in parts for sample in part]
+        where = f"with {count} samples, {ranks} ranks and {workers} workers each"
+        twice = [sample for sample in samples if given.count(sample) > 1]
+        if twice:
             return f"Sample {twice[0]} comes {given.count(twice[0])} times {where}."
-        if missing := set(samples) - set(given):
+        missing = set(samples) - set(given)
+        if missing:
             return f"Sample {min(missing)} never comes {where}."
         if max(map(len, parts)) - min(map(len, parts)) > 1:
             return (
@@ -89,7 +90,11 @@ class _Meter(TorchDispatchMode):
         self.limit = limit
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         old = {
             t.untyped_storage()._cdata
@@ -113,7 +118,9 @@ class _Meter(TorchDispatchMode):
 
 
 def trained(
-    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
 ) -> tuple[list[float], float]:
     """What exercise 07.3's loop has to do: keeps numbers only."""
     history = []
@@ -128,10 +135,13 @@ def trained(
 
 
 def leaky(
-    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
 ) -> tuple[list, Any]:
     """Exercise 07.3's loop as it is given."""
-    history, last = [], []
+    history = []
+    last = []
     for batch in batches:
         output = model(batch)
         loss = (output - batch).square().mean()
@@ -144,7 +154,9 @@ def leaky(
 
 
 def half_repaired(
-    model: torch.nn.Module, optimizer: Any, batches: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
 ) -> tuple[list, float]:
     """Numbers come back, and the outputs of all steps are still kept while it runs."""
     history, last = leaky(model, optimizer, batches)
@@ -154,10 +166,8 @@ def half_repaired(
 def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Meter]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
-    batches, optimizer = (
-        list(torch.randn(count, 64, 32)),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
+    batches = list(torch.randn(count, 64, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = _Meter()
     with meter:
         result = loop(model, optimizer, batches)
@@ -227,14 +237,24 @@ def _state(model: torch.nn.Module) -> tuple[bool, list[bool]]:
     ]
 
 
-def counted(model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: float) -> float:
+def counted(
+    model: torch.nn.Module,
+    batch: torch.Tensor,
+    seconds: float,
+    peak: float,
+) -> float:
     """Exercise 07.4's function as it is given: what runs, recomputation included."""
     with FlopCounterMode(display=False) as counter:
         model(input_ids=batch, labels=batch).loss.backward()
     return counter.get_total_flops() / seconds / peak
 
 
-def utilisation(model: torch.nn.Module, batch: torch.Tensor, seconds: float, peak: float) -> float:
+def utilisation(
+    model: torch.nn.Module,
+    batch: torch.Tensor,
+    seconds: float,
+    peak: float,
+) -> float:
     """The operations that a step needs over what the card could do in these seconds."""
     model.eval()  # in which nothing is checkpointed; the model has no dropout
     found = counted(model, batch, seconds, peak)
@@ -360,7 +380,8 @@ def in_batch(number: int, size: int) -> Callable[[Any], torch.Tensor]:
 
 def served(kind: type, requests: Sequence[Any]) -> Any:
     """An allocator of this kind after requests: (name, bytes) to allocate, a name to free."""
-    allocator, blocks = kind(), {}
+    allocator = kind()
+    blocks = {}
     for request in requests:
         if isinstance(request, str):
             allocator.free(blocks.pop(request))
@@ -377,7 +398,8 @@ def _texts(seed: int, count: int) -> list[int]:
 
 def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[int]:
     """Bytes reserved after each step: three tensors that grow with the padded tokens."""
-    allocator, reserved = Allocator(), []
+    allocator = Allocator()
+    reserved = []
     for batch in order:
         tokens = len(batch) * max(lengths[i] for i in batch)
         for block in [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]:
@@ -386,27 +408,39 @@ def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[in
     return reserved
 
 
+def _as_lists(batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(batch) for batch in batches]
+
+
+def _longest(batch: Sequence[int], lengths: Sequence[int]) -> int:
+    return max(lengths[index] for index in batch)
+
+
 def _calm(answer: Callable) -> str | None:
     for seed, count, size in ((0, 96, 8), (1, 210, 6), (2, 64, 4)):
         lengths = _texts(seed, count)
         orders = [answer(list(lengths), size, draw) for draw in (5, 5, 6)]
         if orders[0] is None or orders[0] is ...:
             return None
-        first, again, other = ([list(batch) for batch in order] for order in orders)
+        first, again, other = map(_as_lists, orders)
         if sorted(i for batch in first for i in batch) != list(range(count)):
             return "Each sample has to come once: the batches hold positions in `lengths`."
         if sorted(map(len, first))[1:] != [size] * (len(first) - 1):
             return f"Batches of {size} samples were expected; only one may have fewer."
         if first != again or first == other:
             return "The same seed has to give the same batches, another seed others."
-        padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in first) / sum(lengths)
+        computed = 0
+        for batch in first:
+            computed += len(batch) * _longest(batch, lengths)
+        padded = computed / sum(lengths)
         if padded > MOST_PADDING:
             return (
                 f"{padded:.2f} tokens are computed for each real one, and {MOST_PADDING} are "
                 f"allowed."
             )
-        longest = [max(lengths[i] for i in batch) for batch in first[1:]]
-        rises = sum(a < b for a, b in pairwise(longest)) / (len(longest) - 1)
+        longest = [_longest(batch, lengths) for batch in first[1:]]
+        pairs = list(pairwise(longest))
+        rises = sum(a < b for a, b in pairs) / len(pairs)
         if not 0.2 < rises < 0.8:
             return (
                 "Long and short batches have to come in a mixed order, or the model learns "
@@ -424,11 +458,14 @@ def _calm(answer: Callable) -> str | None:
 parts_judged = judged(_parts, "every sample once, whatever the number of processes.")
 repair_judged = judged(_repaired, "the same training, and nothing stays.")
 mfu_judged = judged(
-    _utilised, "what the model needs counts, however often the machine computes it."
+    _utilised,
+    "what the model needs counts, however often the machine computes it.",
 )
 retry_judged = judged(
-    _smaller, "the exception holds the failed step's tensors until its block is left."
+    _smaller,
+    "the exception holds the failed step's tensors until its block is left.",
 )
 batches_judged = judged(
-    _calm, "little padding, mixed lengths, and reserved stays where the first step put it."
+    _calm,
+    "little padding, mixed lengths, and reserved stays where the first step put it.",
 )

@@ -23,13 +23,22 @@ def front(points: Sequence[tuple]) -> list[tuple]:
     """The points that no other beats: less memory at no less speed, or more speed at no more
     memory.
     """
-    return [
-        p for p in set(points) if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)
-    ]
+    unbeaten = []
+    for point in set(points):
+        memory, speed, *_ = point
+        others = [other for other in points if other != point]
+        if not any(other[0] <= memory and other[1] >= speed for other in others):
+            unbeaten.append(point)
+    return unbeaten
 
 
 @cache
-def best_seconds(model: str, gpu: str, seq_len: int, global_batch: int) -> float | None:
+def best_seconds(
+    model: str,
+    gpu: str,
+    seq_len: int,
+    global_batch: int,
+) -> float | None:
     """Seconds of a step of the fastest recipe that is safe; None where none is."""
     strict = dict(tier="safe", expandable_segments=False, offload=False, packing=True, liger=False)
     strict["attention"] = ("sdpa", "eager")
@@ -47,14 +56,15 @@ def planned(answer: Callable[..., Any]) -> Feedback:
         returned = answer(*asked)
         if returned is ... or (returned is None and asked is ASKED[0]):
             return NOT_ANSWERED
-        best, what = best_seconds(*asked), f"{model}, {gpu}: "
-        if wrong := (
-            _wrong(returned, asked, best)
-            if returned
-            else "there is a recipe that is safe."
-            if best
-            else ""
-        ):
+        best = best_seconds(*asked)
+        what = f"{model}, {gpu}: "
+        if returned:
+            wrong = _wrong(returned, asked, best)
+        elif best:
+            wrong = "there is a recipe that is safe."
+        else:
+            wrong = ""
+        if wrong:
             return Feedback(False, what + wrong)
     return Feedback(True, "Right: a planner. Ask it for your own model and card.")
 
@@ -75,7 +85,8 @@ def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
             "or none."
         )
     card = find_gpu(gpu)
-    if why := card.why_not(recipe.precision):
+    why = card.why_not(recipe.precision)
+    if why:
         return f"{why}."
     over = predict(recipe, gpu=card).process.high - usable_memory(card)
     if over > 0:

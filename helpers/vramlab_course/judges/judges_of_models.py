@@ -47,7 +47,8 @@ def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]
     base = {parameter.data_ptr() for parameter in layer.base.parameters()}
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        lambda tensor: kept.append(tensor) or tensor,
+        lambda tensor: tensor,
     ):
         layer(x.clone().requires_grad_())  # as it is in a model, where backward goes on below
     return {tuple(tensor.shape) for tensor in kept if tensor.data_ptr() not in base}
@@ -64,7 +65,8 @@ def kept_by_product(product: type[torch.autograd.Function]) -> int:
         return unpacked
 
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+        lambda tensor: saved.append(tensor) or tensor,
+        lambda tensor: tensor,
     ):
         output = product.apply(random_tensor(3, 8).requires_grad_(), SimpleNamespace(weight=weight))
     alive = sum(reference() is not None for reference in made)
@@ -86,19 +88,16 @@ def adapted_model(answer: Callable) -> Feedback:
 
     ids = torch.arange(64).view(1, 64)
     for model, r, alpha in zip(small_models(), (4, 3), (8, 12), strict=True):
-        start, expected = (
-            model(ids).logits,
-            sum(r * sum(layer.weight.shape) for layer in _inner(model)),
-        )
+        start = model(ids).logits
+        expected = sum(r * sum(layer.weight.shape) for layer in _inner(model))
         theirs = get_peft_model(
-            copy.deepcopy(model), LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear")
+            copy.deepcopy(model),
+            LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"),
         )
         ours = called(answer, model, r, alpha)
         trained = [p for p in ours.parameters() if p.requires_grad]
-        trained_numbers, same = (
-            sum(p.numel() for p in trained),
-            torch.allclose(ours(ids).logits, start, atol=1e-5),
-        )
+        trained_numbers = sum(p.numel() for p in trained)
+        same = torch.allclose(ours(ids).logits, start, atol=1e-5)
         zeros = sum(not p.any() for p in trained)
         for parameter in (*trained, *(p for p in theirs.parameters() if p.requires_grad)):
             parameter.data = random_tensor(*parameter.shape) / 8
@@ -109,10 +108,13 @@ def adapted_model(answer: Callable) -> Feedback:
             "one half of the new matrices begins at zero, the other at random": 2 * zeros
             != len(trained),
             "with the same A and B its logits are not PEFT's": not torch.allclose(
-                ours(ids).logits, theirs(ids).logits, atol=1e-3
+                ours(ids).logits,
+                theirs(ids).logits,
+                atol=1e-3,
             ),
         }
-        if text := next((text for text, is_so in wrong.items() if is_so), ""):
+        text = next((text for text, is_so in wrong.items() if is_so), "")
+        if text:
             return Feedback(False, f"{model.config.model_type}, r={r}, alpha={alpha}: {text}.")
     return Feedback(True, "Right: it is PEFT's model.")
 
@@ -120,11 +122,13 @@ def adapted_model(answer: Callable) -> Feedback:
 def four_bit_model(answer: Callable) -> Feedback:
     """Whether `answer(model)` puts 4-bit layers in the place of all linear layers but the head."""
     for model in (*small_models(), load_base_model()):
-        if wrong := _wrong_model(answer, model, model.config.model_type):
+        wrong = _wrong_model(answer, model, model.config.model_type)
+        if wrong:
             return Feedback(False, wrong)
     bits = bits_per_byte(answer(model), finetuning_texts("held_out", limit=4000))
     return Feedback(
-        True, f"Right: with your layers the base model needs {bits:.3f} bits per byte of prose."
+        True,
+        f"Right: with your layers the base model needs {bits:.3f} bits per byte of prose.",
     )
 
 
@@ -132,7 +136,8 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     """What is wrong with `answer(model)`, or ""."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    expected, whole = copy.deepcopy(model), sum(p.numel() for p in model.parameters())
+    expected = copy.deepcopy(model)
+    whole = sum(p.numel() for p in model.parameters())
     inner = _inner(expected)
     shapes = {tuple(layer.weight.shape) for layer in inner}
     for layer in inner:
@@ -143,11 +148,16 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     head = model.get_output_embeddings()
     left = _inner(model)
     trained = [place for place, p in model.named_parameters() if p.requires_grad]
-    held = sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
-    most = 4 * whole - (4 - 4.5 / 8) * sum(layer.weight.numel() for layer in inner)
-    embeds, kept = model.get_input_embeddings()(ids).detach().requires_grad_(), []
+    tensors = (*model.parameters(), *model.buffers())
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    held = sum(sizes.values())
+    rounded = sum(layer.weight.numel() for layer in inner)
+    most = 4 * whole - (4 - 4.5 / 8) * rounded
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+        lambda t: kept.append(tuple(t.shape)) or t,
+        lambda t: t,
     ):
         logits = model(inputs_embeds=embeds, use_cache=False).logits
     alike = torch.allclose(logits, expected(input_ids=ids).logits, atol=1e-3)

@@ -299,7 +299,7 @@ def changes(given: str) -> str:
 def _moved(recipe: Recipe, changed: Recipe) -> dict:
     """The controls whose options differ between two recipes, with what they say of the second."""
     found = {}
-    for option in CONTROLS.keys() & OPTIONS.keys():
+    for option in [option for option in CONTROLS if option in OPTIONS]:
         path, _ = OPTIONS[option]
         before = _option(recipe, path)
         after = _option(changed, path)
@@ -326,7 +326,8 @@ def largest(given: str) -> str:
     """
     state = BEGIN | json.loads(given)
     found = {}
-    for name in LARGEST.keys() - set(_idle(state)):
+    idle_now = _idle(state)
+    for name in [name for name in LARGEST if name not in idle_now]:
         reason = _limit(state, name)
         safe = _largest(state, name, ("safe",))
         found[name] = {
