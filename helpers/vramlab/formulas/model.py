@@ -96,8 +96,9 @@ class Model:
         x, named = self.embeddings.run()
         # Handed on in a list, so that no name here keeps a layer's input alive.
         states = [x]
+        needs = x.needs
         del x
-        engine.leave(EMBEDDING)
+        engine.leave(EMBEDDING, needs)
 
         kinds = self.layout.kinds or (SLIDING,)
         # All layers of a kind share one mask.

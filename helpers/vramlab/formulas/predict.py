@@ -196,12 +196,6 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
         notes.append(f"{rank}: buffers of NCCL are in the process, not in the peak")
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
-    # Nothing calls a head whose weight TRL multiplies. FSDP gathers it with what is called, but
-    # where PEFT's wrapper hides the last norm from accelerate nothing of its unit is.
-    in_units = sharding and sharding.engine == "fsdp" and recipe.trainer == "sft"
-    if in_units and recipe.lora and not recipe.shape.tied:
-        frozen = "SFTTrainer's loss gathers the frozen head by itself under FSDP"
-        notes.append(f"{frozen}, which the formulas do not know: ask simulate")
     notes += lora_modules.notes(recipe)
     if recipe.torch_compile:
         notes.append("torch_compile: activations and temporaries are those of the eager step")
