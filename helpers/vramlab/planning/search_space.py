@@ -98,10 +98,12 @@ def _options(
     if method == "qlora":
         # Prepared shards would have two dtypes in one unit.
         prepares = (True, False) if question.gpus == 1 else (False,)
-        pairs = itertools.product(prepares, (False, True))
-        bases = [Quantization("nf4", double, prepare=prepare) for prepare, double in pairs]
-        if has_experts(question.plain.shape) and question.gpus == 1:
-            bases += [dataclasses.replace(base, experts="loading") for base in bases]
+        pairs = list(itertools.product(prepares, (False, True)))
+        packs = has_experts(question.plain.shape) and question.gpus == 1
+        ways = itertools.product((None, "loading") if packs else (None,), pairs)
+        bases = []
+        for experts, (prepare, double) in ways:
+            bases.append(Quantization("nf4", double, prepare=prepare, experts=experts))
     return {
         "use_liger_kernel": (True, False) if question.liger_is_possible() else (False,),
         "trainer": question.trainers(),

@@ -178,10 +178,11 @@ def is_fused_expert(name: str, parameter: torch.Tensor) -> bool:
 
 def quantize_expert(module: torch.nn.Module, name: str, quantization: Quantization) -> None:
     """Quantize the parameter `name` of `module` as bitsandbytes does outside of linear layers."""
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from bitsandbytes.nn import parametrize
 
     make_code_table()
-    replace_parameter_4bit(
+    replace: Any = parametrize.replace_parameter_4bit
+    replace(
         module,
         name,
         compress_statistics=quantization.double,
