@@ -7,8 +7,9 @@ from math import ceil
 import pytest
 import torch
 from vramlab_course import exercises
-from vramlab_course.chapters.chapter_10 import LOOPS, nbytes, sampled, saved_for_backward
+from vramlab_course.chapters.chapter_10 import nbytes, saved_for_backward
 from vramlab_course.exercises import judge
+from vramlab_course.judges.judges_10 import LOOPS, sampled
 
 FOUND = exercises.chapter("10")
 

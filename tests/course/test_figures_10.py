@@ -2,7 +2,7 @@
 
 import pytest
 from vramlab import GiB, LoRA, Recipe, predict
-from vramlab_course.chapters.figures_10 import LENGTHS, growth
+from vramlab_course.figures.figures_10 import LENGTHS, growth
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 

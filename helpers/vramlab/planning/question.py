@@ -66,33 +66,134 @@ class Question:
     GpuError, one sentence that names the wrong argument.
     """
 
+    # What is trained, on what.
     model: Any
     gpu: FilledIn[str | Gpu | None, Gpu] = UNNAMED
-    gpus: int = knob(1, most=1024)
-    global_batch: int = knob(16)
+    gpus: int = knob(
+        1,
+        most=1024,
+        help="How many of them.",
+        option=True,
+    )
+    global_batch: int = knob(
+        16,
+        help="Samples in one optimizer step, over all GPUs.",
+        option=True,
+    )
     seq_len: int | None = same_knob(Recipe, "seq_len")
-    method: str = knob("any", choices=("any", *METHODS))
-    precisions: tuple[str, ...] | None = knob(None, choices=PRECISIONS, many=True)
-    optims: tuple[str, ...] = knob(OPTIMS, choices=OPTIMIZERS, many=True)
-    attention: tuple[str, ...] = knob(ATTENTION, choices=ATTENTION, many=True)
-    checkpointing: tuple[bool, ...] = knob((False, True), choices=(False, True), many=True)
-    engines: tuple[str, ...] = knob(ENGINES, choices=ENGINES, many=True)
-    offload: bool = knob(True)
-    liger: bool = knob(True)
-    lora: LoRA = knob(RANK)
+    # What may be tried.
+    method: str = knob(
+        "any",
+        choices=("any", *METHODS),
+        help="Full training or adapters.",
+        option=True,
+    )
+    precisions: tuple[str, ...] | None = knob(
+        None,
+        choices=PRECISIONS,
+        many=True,
+        help="To try; None for those that the card computes in and that are safe.",
+        option="precision",
+    )
+    optims: tuple[str, ...] = knob(
+        OPTIMS,
+        choices=OPTIMIZERS,
+        many=True,
+        help="To try.",
+        option="optim",
+    )
+    attention: tuple[str, ...] = knob(
+        ATTENTION,
+        choices=ATTENTION,
+        many=True,
+        help="To try.",
+        option="attn_implementation",
+    )
+    checkpointing: tuple[bool, ...] = knob(
+        (False, True),
+        choices=(False, True),
+        many=True,
+        help="To try.",
+    )
+    engines: tuple[str, ...] = knob(
+        ENGINES,
+        choices=ENGINES,
+        many=True,
+        help="To try.",
+        option="engine",
+    )
+    offload: bool = knob(
+        True,
+        help="Whether optimizer and parameters may go to the host.",
+        option=True,
+    )
+    liger: bool = knob(
+        True,
+        help=(
+            "Whether a fused loss may be used, which makes no logits: Liger's kernels "
+            "(liger-kernel has to be installed), or TRL's SFTTrainer where they do not run."
+        ),
+        option=True,
+    )
+    # What is the same in all that is tried.
+    lora: LoRA = knob(
+        RANK,
+        help="Rank and targets of adapters.",
+    )
     peft: Peft | None = same_knob(Recipe, "peft")
-    rollouts: Rollouts | None = knob(None)
+    rollouts: Rollouts | None = knob(
+        None,
+        help="What trainer grpo and rloo sample.",
+    )
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
-    memory: FilledIn[str | int | None, int | None] = knob(None)
-    host_memory: FilledIn[str | int | None, int | None] = knob(None)
-    other_memory: FilledIn[str | int | None, int] = knob(None)
-    tier: str | None = knob(None, choices=tuple(TIERS))
-    expandable_segments: bool = knob(True)
-    lengths: tuple[int, ...] | None = knob(None)
-    packing: bool = knob(False)
-    link: float | None = knob(None)
+    # What room there is, and how sure it has to be.
+    memory: FilledIn[str | int | None, int | None] = knob(
+        None,
+        help="Usable memory of one card, in place of the table's: 24GiB, or bytes.",
+        option=True,
+    )
+    host_memory: FilledIn[str | int | None, int | None] = knob(
+        None,
+        help=(
+            "Memory of the host for all ranks to load, offload or page to: 64GiB, or bytes; by "
+            "itself any."
+        ),
+        option=True,
+    )
+    other_memory: FilledIn[str | int | None, int] = knob(
+        None,
+        help=(
+            "Memory of the card that a display or other processes hold: 1GiB, or bytes; by itself "
+            "what NVML says of this machine's."
+        ),
+        option=True,
+    )
+    tier: str | None = knob(
+        None,
+        choices=tuple(TIERS),
+        help="How sure it must be that it fits; by itself the surest that there is.",
+        option=True,
+    )
+    expandable_segments: bool = knob(
+        True,
+        help="Whether the allocator has expandable segments, which fragment less.",
+        option=True,
+    )
+    lengths: tuple[int, ...] | None = knob(
+        None,
+        help="Tokens of each sample of the data set.",
+    )
+    packing: bool = knob(
+        False,
+        help="Fill rows of seq_len tokens with several samples.",
+        option=True,
+    )
+    link: float | None = knob(
+        None,
+        help="Bytes per second between GPUs, in place of the table's.",
+    )
 
     def __post_init__(self) -> None:
         # Sizes first, for the card may be found by its memory.
