@@ -41,7 +41,7 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
     if recipe.trainer != "sft":
         lora = recipe.lora
         if lora:
-            lora = dataclasses.replace(lora, lora_dropout=0.0)
+            lora = unchecked(lora, lora_dropout=0.0)
         changed = unchecked(
             recipe,
             batch_size=recipe.sequences,

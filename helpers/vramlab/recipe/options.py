@@ -363,6 +363,8 @@ class Loop:
         """Return its part of `str(recipe)`."""
         if self == LOOPS["trainer"]:
             return ""
+        if self == IN_BACKWARD:
+            return "updates in the backward pass"
         is_named = self == LOOPS.get(self.name)
         return f"{self.name} loop" + ("" if is_named else " (changed)")
 
@@ -396,3 +398,5 @@ LOOPS = {
         optimizer_in_backward=True,
     ),
 }
+# The Trainer's, whose weights are updated as their gradients come, as a program of `plan` does it.
+IN_BACKWARD = Loop(max_grad_norm=None, optimizer_in_backward=True)
