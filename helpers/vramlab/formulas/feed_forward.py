@@ -4,7 +4,7 @@ from math import prod
 
 from ..recipe.shapes import Shape
 from . import liger_kernels
-from .ledger import Tensor
+from .graph import Tensor
 from .numerics import INT64
 from .operators import Operators
 from .self_attention import Modules

@@ -15,7 +15,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
-from .ledger import CAST, Tensor
+from .graph import CAST, Tensor
 from .numerics import BOOL, INT64
 from .operators import Operators
 from .tensor_sizes import FP32
