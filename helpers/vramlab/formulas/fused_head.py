@@ -15,7 +15,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
-from .ledger import CAST, Tensor
+from .graph import CAST, Tensor
 from .numerics import BOOL, INT64
 from .operators import Operators
 from .tensor_sizes import FP32
@@ -41,7 +41,7 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
     if recipe.trainer != "sft":
         lora = recipe.lora
         if lora:
-            lora = dataclasses.replace(lora, lora_dropout=0.0)
+            lora = unchecked(lora, lora_dropout=0.0)
         changed = unchecked(
             recipe,
             batch_size=recipe.sequences,

@@ -144,12 +144,12 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
 
     kernels = liger.kernels(recipe)
-    # No formula says how ranks divide the heads of TRL and Liger.
-    known = recipe.trainer in ("transformers", "sft") and not kernels
-    of_libraries = sharding and not known
-    names = "TRL's trainers but 'sft', and Liger's kernels,"
-    allowed = f"the formulas know {names} on one device only: ask simulate"
-    yield "sharding", of_libraries, allowed
+    # Of these heads FSDP still holds a whole gradient when it reduces the embedding's.
+    is_otherwise = kernels or recipe.trainer == "reward"
+    untold_head = is_otherwise and sharding and sharding.engine == "fsdp" and not recipe.adapters
+    heads = "the heads of RewardTrainer and of Liger's kernels"
+    allowed = f"the formulas do not know what FSDP keeps of {heads}: ask simulate"
+    yield "sharding", untold_head, allowed
 
     # Liger has kernels for the family, of which the table says nothing.
     untold = kernels and liger.FAMILIES[shape.family] is None
