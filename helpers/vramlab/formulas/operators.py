@@ -209,6 +209,15 @@ class Operators(Elementwise):
         del update
         return self.to(y, width)
 
+    def unpacked(self, weight: Parameter) -> Tensor:
+        """Unpack a weight outside of 4-bit layers (`bitsandbytes.nn.parametrize`)."""
+        numerics = self.numerics
+        scales: list[Tensor] = []
+        if numerics.nested:
+            numbers = ceil(prod(weight.shape) / BLOCK)
+            scales.append(self.ledger.tensor("dequantize_4bit", (numbers,), FP32))
+        return self.ledger.tensor("dequantize_4bit", weight.shape, numerics.unpacked)
+
     def in_4_bits(self, x: Tensor, weight: Tensor, bias: Parameter | None) -> Tensor:
         """Unpack the weight whole for each product, forward with more than a few rows and backward.
 

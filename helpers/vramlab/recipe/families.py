@@ -176,6 +176,8 @@ class Family:
     # Parts of weights' names to what they sort as in the published file, in whose order loading
     # takes them (`transformers.conversion_mapping`): Mixtral's w1 and w3 are before w2.
     stored_as: Mapping[str, str] = field(default_factory=dict)
+    # that file has experts as the model has them; others have each expert's matrices apart
+    stored_fused: bool = False
 
 
 SEPARATE = "q=self_attn.q_proj k=self_attn.k_proj v=self_attn.v_proj out=self_attn.o_proj"

@@ -77,6 +77,7 @@ ALWAYS_SHOWN = ("batch_size", "precision", "optim")  # in a notebook
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 LATER_OF_PARTS = {
     **dict.fromkeys(LATER_OF_LORA),
+    "experts": None,
     "reshard_root": False,
     "memory_efficient_linear": True,
     "dp_replicate_size": 1,
@@ -217,6 +218,24 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
+        if quantization and quantization.experts:
+            yield from self._expert_refusals()
+
+    def _expert_refusals(self) -> Refusals:
+        """Return where fused experts are not put in 4 bits."""
+        name = "quantization.experts"
+        allowed = f"{self.shape.name} has no fused experts: leave it out"
+        yield name, not lora_modules.has_experts(self.shape), allowed
+        # ParamWrapper._remove_parametrizations leaves _LoraFactorsProxy, and requires_grad_ of the
+        # codes fails in the next pass
+        targets = self.lora and self.lora.target_parameters
+        allowed = (
+            "PEFT 0.21 fails in the second step with adapters on packed experts: adapt linear "
+        )
+        yield name, targets, allowed + "layers"
+        engine = self.sharding and self.sharding.engine
+        allowed = "packed experts are modelled where weights are whole: one device, or 'ddp'"
+        yield name, engine and engine != "ddp", allowed
 
     def _backward_refusals(self) -> Refusals:
         """Return what updates in the backward pass exclude."""
