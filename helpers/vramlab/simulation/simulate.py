@@ -41,6 +41,7 @@ from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
+from .compiled import TRIED, check_compiled, compiled_step
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
@@ -135,7 +136,7 @@ def check_target(target: str) -> None:
 def _of_recipe(
     recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, room: Room | None
 ) -> Report:
-    notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+    notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
@@ -197,7 +198,7 @@ def trace(
     micro-batches. `History.notes` says where layers do not repeat.
     """
     notes = []
-    if not full:
+    if not full and not recipe.torch_compile:
         try:
             # with a fused loss the first product of backward is in the last layer, which then
             # differs from the others
@@ -387,6 +388,8 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
+    if recipe.torch_compile and not evaluation:
+        check_compiled(recipe)
     load_libraries(recipe)
     engine = engine_of(recipe)
     offloads = recipe.activation_offloading and target == "cuda"
@@ -426,6 +429,8 @@ def _run(
             shortcut: AbstractContextManager[Any] = nullcontext()
             if recipe.rollouts and not full:
                 shortcut = skipped(training, tracker, recipe.rollouts)
+            if recipe.torch_compile and not evaluation:
+                shortcut = compiled_step(training, card, kernels)
             with shortcut:
                 return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
