@@ -14,7 +14,7 @@ import sys
 from error_summary import summary
 from vramlab import Recipe, RecipeError, predict, simulate
 from vramlab.hardware.overhead import rules_of
-from vramlab.interfaces.measure import card_of
+from vramlab.interfaces.measure_and_record import card_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import Report, environment
 

@@ -24,7 +24,7 @@ from vramlab import MiB, Recipe, RecipeError, find_gpu, predict, simulate
 from vramlab.hardware.contexts import LESS, context_on, readings
 from vramlab.hardware.gpu import gpu_names
 from vramlab.hardware.overhead import rules_of
-from vramlab.interfaces.measure import card_of
+from vramlab.interfaces.measure_and_record import card_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import TIERS, Interval, Report
 from vramlab.simulation.as_run import simulate_as_run

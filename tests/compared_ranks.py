@@ -26,7 +26,7 @@ from vramlab.training.engine import Training
 from vramlab.training.engines.pipeline import Pipeline
 from vramlab.training.training import train_step
 from vramlab_course.collectives import Collectives, Traffic
-from vramlab_course.ranks import alone, build_on_rank
+from vramlab_course.training_on_rank import alone, build_on_rank
 
 STEADY = (
     2  # steps before collectives are counted: in the second, DDP sends all ranks its new buckets

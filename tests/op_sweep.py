@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._pytree import tree_leaves, tree_map
+from vramlab.simulation.fake_operators import keep_storage
 from vramlab.simulation.fakes import fake_world
-from vramlab.simulation.operators import keep_storage
 from vramlab.tracking.fake_tracker import FakeTracker
 from vramlab.tracking.tensors import tensors_in
 from vramlab.tracking.tracker import Tracker

@@ -2,7 +2,7 @@
 to compare.
 
 What is allocated is held against fake ranks (`differing`), what is learned against one process that
-trains all rows (`learned` of `ranks.alone`).
+trains all rows (`learned` of `training_on_rank.alone`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.training import build
-from vramlab_course import ranks
+from vramlab_course import training_on_rank
 from vramlab_course.collectives import Collectives
 
 
@@ -147,7 +147,7 @@ def followed(recipe: Recipe) -> dict[str, Any]:
     rows = (
         recipe.trainer in ("transformers", "sft") and not recipe.is_ragged
     )  # which a global batch is made of
-    training = ranks.build_on_rank(recipe, "cpu") if rows else build(recipe, "cpu")
+    training = training_on_rank.build_on_rank(recipe, "cpu") if rows else build(recipe, "cpu")
     tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     return allocated(History(tracker.log, tracker.marks))
 
@@ -206,7 +206,7 @@ def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
     "sizes" has the bytes of every collective of the last step by kind. A recipe without sharding is
     a process's alone.
     """
-    training = ranks.build_on_rank(recipe, "cpu")
+    training = training_on_rank.build_on_rank(recipe, "cpu")
     for module in training.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # ranks would drop other channels than one process
@@ -221,7 +221,7 @@ def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
                     )
 
     for step in range(steps):
-        ranks.fill_batch(training, recipe, "cpu", step)
+        training_on_rank.fill_batch(training, recipe, "cpu", step)
         counting.sizes.clear()
         with counting:
             losses.append(losses_of_step(training, on_phase))
@@ -234,7 +234,7 @@ def assert_learned_alike(recipe: Recipe, found: list[dict[str, Any]]) -> None:
     """Ranks that have divided the rows learn what one process does of all, up to the order in which
     fp32 is summed.
     """
-    one = learned(ranks.alone(recipe), len(found[0]["losses"]))
+    one = learned(training_on_rank.alone(recipe), len(found[0]["losses"]))
     for expected, *losses in zip(one["losses"], *(rank["losses"] for rank in found), strict=True):
         assert [sum(each) / len(found) for each in zip(*losses, strict=True)] == pytest.approx(
             expected, rel=1e-4

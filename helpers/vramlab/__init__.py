@@ -25,8 +25,8 @@ _PUBLIC = {
     "report.report": "Bytes GiB MiB Phase Report format_bytes",
     "report.compare": "compare diff",
     "formulas.predict": "predict",
-    "formulas.run": "predict_run",
-    "simulation.generation": "simulate_generation",
+    "formulas.whole_run": "predict_run",
+    "simulation.simulate_generation": "simulate_generation",
     "simulation.simulate": "simulate simulate_evaluation",
     "measurement.measure": "measure_generation",
     "measurement.records": "find_record",
@@ -39,7 +39,7 @@ _PUBLIC = {
     "interfaces.callback": "WatchCallback",
     "interfaces.doctor": "doctor environment_stamp",
     "interfaces.explain": "assert_fits explain",
-    "interfaces.measure": "measure record run_card",
+    "interfaces.measure_and_record": "measure record run_card",
     "interfaces.watch": "watch",
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -48,13 +48,13 @@ __all__ = sorted(_HOME)
 if TYPE_CHECKING:
     from .base.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .formulas.predict import predict
-    from .formulas.run import predict_run
+    from .formulas.whole_run import predict_run
     from .hardware.gpu import find_gpu, gpu_names
     from .interfaces import plot
     from .interfaces.callback import WatchCallback
     from .interfaces.doctor import doctor, environment_stamp
     from .interfaces.explain import assert_fits, explain
-    from .interfaces.measure import measure, record, run_card
+    from .interfaces.measure_and_record import measure, record, run_card
     from .interfaces.watch import watch
     from .measurement.measure import measure_generation
     from .measurement.records import find_record
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare, diff
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
-    from .simulation.generation import simulate_generation
     from .simulation.simulate import simulate, simulate_evaluation
+    from .simulation.simulate_generation import simulate_generation
     from .training.repeated_keys import repeat_shared_keys
 
 

@@ -27,7 +27,8 @@ def main() -> None:
     status = 0
     try:
         _prepare_output()
-        if why := _refusal():
+        why = _refusal()
+        if why:
             sys.exit(why)
         from .interfaces.cli import app
 

@@ -59,6 +59,12 @@ class Unclear(Exception):
     """An answer of the wrong kind; the message says why."""
 
 
+class BrokenPiece(Unclear):
+    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
+    result.
+    """
+
+
 class Check:
     """Takes any answer and returns a Feedback; no answer makes it raise.
 
@@ -73,7 +79,8 @@ class Check:
             return Feedback(False, str(error))
         except Exception as error:  # the answer is of another kind
             return Feedback(
-                False, f"This answer cannot be checked ({type(error).__name__}: {error})."
+                False,
+                f"This answer cannot be checked ({type(error).__name__}: {error}).",
             )
 
     def feedback(self, answer: Any) -> Feedback:
@@ -114,15 +121,13 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
-        references, found = (
-            self.expand(self.reference),
-            answer if isinstance(answer, Numbers) else self.read(answer),
-        )
-        missing = [name for name in references if found.get(name) is None or found[name] is ...]
+        references = self.expand(self.reference)
+        given = answer if isinstance(answer, Numbers) else self.read(answer)
+        missing = [name for name in references if given.get(name) is None or given[name] is ...]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
             return partly if len(missing) < len(references) else NOT_ANSWERED
-        numbers = {name: _number(found[name], f"{name}: " if name else "") for name in references}
+        numbers = {name: _number(given[name], f"{name}: " if name else "") for name in references}
 
         def same(others: Mapping[str, float], factor: float = 1) -> bool:
             return all(
@@ -137,7 +142,8 @@ class Number(Check):
         if same(references):
             return Feedback(True, f"Right: {self.right}" if self.right else "Right.")
         mistakes = (mistake.text for mistake in self.mistakes if same(self.expand(mistake.wrong)))
-        if text := next(mistakes, "") or recognised(references):
+        text = next(mistakes, "") or recognised(references)
+        if text:
             return Feedback(False, text)
         wrong = [name for name, reference in references.items() if not same({name: reference})]
         first = {wrong[0]: references[wrong[0]]}
@@ -152,20 +158,21 @@ class Number(Check):
 
     def problems(self) -> list[str]:
         references = self.expand(self.reference)
-        found = [] if self(references).right else ["the check rejects its own reference"]
+        complaints = [] if self(references).right else ["the check rejects its own reference"]
         for mistake in self.mistakes:
             wrong = self.expand(mistake.wrong)
-            if unknown := wrong.keys() - references:
-                found.append(
+            unknown = wrong.keys() - references
+            if unknown:
+                complaints.append(
                     f"a mistake speaks of {', '.join(unknown)}, which the reference does not have"
                 )
                 continue
             verdict = self(Numbers({**references, **wrong}))
             if verdict.right:
-                found.append(f"the check accepts the mistake {mistake.text!r}")
+                complaints.append(f"the check accepts the mistake {mistake.text!r}")
             elif verdict.text != mistake.text:
-                found.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
-        return found
+                complaints.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
+        return complaints
 
 
 @dataclass(frozen=True)
@@ -208,11 +215,11 @@ class Function(Number):
             )
 
     def expand(self, thing: Any) -> Numbers:
-        named = {
-            ", ".join(f"{name}={value!r}" for name, value in case.items()): case
-            for case in self.cases
-        }
-        return Numbers({name: thing(**case) for name, case in named.items()})
+        numbers = Numbers()
+        for case in self.cases:
+            words = [f"{name}={value!r}" for name, value in case.items()]
+            numbers[", ".join(words)] = thing(**case)
+        return numbers
 
     def read(self, answer: Any) -> Mapping[str, Any]:
         if not callable(answer):
@@ -252,12 +259,12 @@ class Choice(Check):
 
     def problems(self) -> list[str]:
         reference = _value(self.reference)
-        found = (
+        complaints = (
             []
             if reference in self.options
             else [f"the reference {reference!r} is none of the options"]
         )
-        return found + ["there is only one option to choose"] * (len(self.options) < 2)
+        return complaints + ["there is only one option to choose"] * (len(self.options) < 2)
 
 
 @dataclass(frozen=True)
@@ -280,24 +287,26 @@ class Judge(Check):
         return self.judge(answer)
 
     def problems(self) -> list[str]:
-        rights, wrongs = _value(self.rights), _value(self.wrongs)
-        found = (
-            []
-            if (rights and len(wrongs) > 1) or not (rights or wrongs)
-            else ["it needs an answer to accept and two to reject"]
-        )
-        found += [
-            f"the check rejects {answer!r}: {self(answer)}"
-            for answer in rights
-            if not self(answer).right
-        ]
-        found += [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
-        said = [self(answer).text for answer in wrongs]
-        return found + [
-            f"no wrong answer is told {r!r}"
-            for r in self.reasons
-            if not any(r in text for text in said)
-        ]
+        rights = _value(self.rights)
+        wrongs = _value(self.wrongs)
+        complaints = []
+        has_enough = rights and len(wrongs) > 1
+        if not has_enough and (rights or wrongs):
+            complaints.append("it needs an answer to accept and two to reject")
+        for answer in rights:
+            verdict = self(answer)
+            if not verdict.right:
+                complaints.append(f"the check rejects {answer!r}: {verdict}")
+        said = []
+        for answer in wrongs:
+            verdict = self(answer)
+            said.append(verdict.text)
+            if verdict.right:
+                complaints.append(f"the check accepts {answer!r}")
+        for reason in self.reasons:
+            if not any(reason in text for text in said):
+                complaints.append(f"no wrong answer is told {reason!r}")
+        return complaints
 
 
 def _value(thing: Any) -> Any:

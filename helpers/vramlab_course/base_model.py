@@ -129,7 +129,8 @@ def _texts(name: str, limit: int | None) -> list[str]:
     texts = list(json.loads((base_model_folder() / name).read_text(encoding="utf-8")).values())
     if limit is None:
         return texts
-    kept, room = [], limit
+    kept = []
+    room = limit
     for text in texts:
         piece = text.encode()[:room].decode(errors="ignore")
         if piece:
@@ -185,21 +186,28 @@ def bits_per_byte(
     if not 1 <= stride <= context:
         raise RecipeError("stride", stride, f"it must be between 1 and the context, {context}")
     windows = _windows(tokenizer or load_base_tokenizer(), texts, context, stride)
-    device, training, nats = next(model.parameters()).device, model.training, 0.0
+    device = next(model.parameters()).device
+    training = model.training
+    nats = 0.0
     model.eval()
     with torch.no_grad():
         for first in range(0, len(windows), batch_size):
             ids, labels = _padded(windows[first : first + batch_size])
             logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
             nats += torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels[:, 1:].flatten().to(device), reduction="sum"
+                logits.flatten(0, 1),
+                labels[:, 1:].flatten().to(device),
+                reduction="sum",
             ).item()
     model.train(training)
     return nats / math.log(2) / sum(len(text.encode()) for text in texts)
 
 
 def _windows(
-    tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str], context: int, stride: int
+    tokenizer: "PreTrainedTokenizerFast",
+    texts: Sequence[str],
+    context: int,
+    stride: int,
 ) -> list[tuple[list[int], int]]:
     """Windows of at most `context` tokens, longest first, each with how many of them at its end are
     to be predicted.
@@ -225,5 +233,6 @@ def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torc
     labels = torch.full_like(ids, -100)
     for row, (tokens, new) in enumerate(batch):
         ids[row, : len(tokens)] = torch.tensor(tokens)
-        labels[row, len(tokens) - new : len(tokens)] = torch.tensor(tokens[len(tokens) - new :])
+        first = len(tokens) - new
+        labels[row, first : len(tokens)] = torch.tensor(tokens[first:])
     return ids, labels

@@ -23,8 +23,8 @@ from typing import Any
 
 from vramlab.base.data import data_path
 
-from .answers import Check, Feedback
-from .exercise_data import BrokenPiece, read_blanks
+from .answers import BrokenPiece, Check, Feedback
+from .exercise_data import read_blanks
 from .exercises import ExerciseError, is_empty, wrapped
 
 _hints_given: dict[str, int] = {}
@@ -159,13 +159,13 @@ def _guarded(answer: Any) -> Any:
     @functools.wraps(answer)
     def call(*arguments: Any, **named: Any) -> Any:
         try:
-            found = answer(*arguments, **named)
+            returned = answer(*arguments, **named)
         except Exception as error:
             raise BrokenPiece(
                 f"Your {answer.__name__} fails with {type(error).__name__}: {error}."
             ) from None
-        if found is None:
+        if returned is None:
             raise BrokenPiece(f"Your {answer.__name__} returns nothing.")
-        return found
+        return returned
 
     return call

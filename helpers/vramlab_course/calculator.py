@@ -8,18 +8,23 @@ from typing import Any
 
 from vramlab.base.errors import RecipeError
 from vramlab.formulas.predict import predict
-from vramlab.hardware.gpu import Gpu, find_gpu, gpu_names
+from vramlab.hardware.gpu import Gpu, find_gpu, gpu_names, usable_memory
 from vramlab.interfaces import plot
-from vramlab.interfaces.options import OPTIONS, recipe_of
 from vramlab.interfaces.plot.splits import label_of, used
+from vramlab.interfaces.recipe_options import OPTIONS, recipe_of
 from vramlab.recipe.knobs import python_arguments
 from vramlab.recipe.recipe import Recipe
 from vramlab.recipe.shapes import model_names, read_shape
-from vramlab.report.report import Report, format_bytes, in_unit, text_table
+from vramlab.report.report import GiB, Report, format_bytes, in_unit, text_table
 
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out
 SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
-LABELS = {"model": "Model", "gpu": "GPU", "expandable_segments": "Expandable segments"}
+LABELS = {
+    "model": "Model",
+    "gpu": "GPU",
+    "free_memory": "Of it free, GiB",
+    "expandable_segments": "Expandable segments",
+}
 LABELS |= {option: knob.label for option, (_, knob) in OPTIONS.items() if knob.label}
 # The first control of each part of a recipe: while it is unset, the part's other controls change
 # nothing.
@@ -45,6 +50,7 @@ def _values(option: str) -> tuple:
 CONTROLS = {
     "model": tuple(model_names()),
     "gpu": tuple(gpu_names()),
+    "free_memory": (UNSET, 4, 6, 8, 10, 12, 14, 16, 20, 22, 24, 32, 40, 48, 80, 96, 140),
     "expandable_segments": (False, True),
 }
 CONTROLS |= {option: _values(option) for option in LABELS if option in OPTIONS}
@@ -57,12 +63,12 @@ START = {name: values[0] if values else "" for name, values in CONTROLS.items()}
 
 def idle(state: Mapping[str, Any]) -> set[str]:
     """Return the controls that change nothing while the others are as in `state`."""
-    found = {"seq_len"} if read_shape(state["model"]).image_tokens else set()
+    without_effect = {"seq_len"} if read_shape(state["model"]).image_tokens else set()
     for option in CONTROLS.keys() & OPTIONS.keys():
         switch = SWITCHES.get(OPTIONS[option][0][0], option)
         if switch != option and state[switch] == UNSET:
-            found |= {option}
-    return found
+            without_effect |= {option}
+    return without_effect
 
 
 def recipe_in(state: Mapping[str, Any]) -> Recipe:
@@ -82,11 +88,37 @@ def predicted(state: Mapping[str, Any]) -> tuple[Recipe, Gpu, Report]:
     card = find_gpu(state["gpu"])
     recipe = recipe_in(state)
     card.require(recipe.precision)
-    report = predict(recipe, gpu=card, expandable_segments=state["expandable_segments"])
+    report = predict(
+        recipe,
+        gpu=card,
+        other_memory=other_memory(state, card),
+        expandable_segments=state["expandable_segments"],
+    )
     return recipe, card, report
 
 
-def code_of(recipe: Recipe, gpu: str, expandable_segments: bool = False) -> str:
+def other_memory(state: Mapping[str, Any], card: Gpu) -> int:
+    """Return the bytes of the card that others hold: all but what the state says is free.
+
+    Raises RecipeError where so much is not free on the card.
+    """
+    free = state["free_memory"]
+    if free == UNSET:
+        return 0
+    usable = usable_memory(card)
+    most = in_unit(usable, "GiB")
+    if not isinstance(free, int | float) or not 0 < free * GiB <= usable:
+        rest = f"it must be a number of GiB, at most the {most} that {card.name} has"
+        raise RecipeError("free_memory", free, rest)
+    return usable - int(free * GiB)
+
+
+def code_of(
+    recipe: Recipe,
+    gpu: str,
+    expandable_segments: bool = False,
+    other_memory: int = 0,
+) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
     always = (
         "batch_size",
@@ -101,11 +133,13 @@ def code_of(recipe: Recipe, gpu: str, expandable_segments: bool = False) -> str:
         for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding")
         if f"{name}(" in text
     ]
-    rest = ", expandable_segments=True" if expandable_segments else ""
-    return (
-        f"from vramlab import {', '.join(names)}, predict\n\n{text}print(predict(recipe, "
-        f"gpu={gpu!r}{rest}))"
-    )
+    arguments = ["recipe", f"gpu={gpu!r}"]
+    if other_memory:
+        arguments.append(f"other_memory={other_memory}")
+    if expandable_segments:
+        arguments.append("expandable_segments=True")
+    imports = f"from vramlab import {', '.join(names)}, predict"
+    return f"{imports}\n\n{text}print(predict({', '.join(arguments)}))"
 
 
 class Calculator:
@@ -123,7 +157,8 @@ class Calculator:
     """
 
     def __init__(self, **state: Any):
-        self.state, self._widgets = dict(START), {}
+        self.state = dict(START)
+        self._widgets = {}
         self.change(**state)
         if self.error:
             raise self.error
@@ -132,7 +167,8 @@ class Calculator:
         """Set controls by name; what cannot be trained leaves the last valid picture and says why
         in `error`.
         """
-        if unknown := ", ".join(sorted(state.keys() - CONTROLS.keys())):
+        unknown = ", ".join(sorted(state.keys() - CONTROLS.keys()))
+        if unknown:
             raise ValueError(
                 f"the calculator has no control {unknown}; it has {', '.join(CONTROLS)}."
             )
@@ -141,7 +177,8 @@ class Calculator:
         if not self._widgets:
             self._take(state)
         for name in state.keys() & self._widgets.keys():
-            widget, value = self._widgets[name], state[name]
+            widget = self._widgets[name]
+            value = state[name]
             if CONTROLS[name] and value not in widget.options:
                 widget.options = (*widget.options, value)
             widget.value = value  # which moves the picture
@@ -161,7 +198,9 @@ class Calculator:
 
     def __str__(self) -> str:
         """The recipe or what is wrong, the peak, whether the card can hold it, notes, a table."""
-        report, split, total = self.report, dict(self.report.peak.items()), self.report.peak.total
+        report = self.report
+        split = dict(self.report.peak.items())
+        total = self.report.peak.total
         part, size = max(split.items(), key=lambda item: item[1])
         lines = [
             f"{self.error} The picture is still that of: {self.recipe}."
@@ -197,7 +236,8 @@ class Calculator:
         self._picture = ipywidgets.Output()
         self._draw()
         columns = ipywidgets.Layout(
-            grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))", max_width="1000px"
+            grid_template_columns="repeat(auto-fit, minmax(320px, 1fr))",
+            max_width="1000px",
         )
         return ipywidgets.VBox(
             [ipywidgets.GridBox(list(self._widgets.values()), layout=columns), self._picture]
@@ -211,7 +251,8 @@ class Calculator:
         """Put the picture on the page, and disable the controls that change nothing."""
         import matplotlib.pyplot as plt
 
-        figure, self._picture.outputs = self.figure(), ()
+        figure = self.figure()
+        self._picture.outputs = ()
         self._picture.append_display_data(
             figure
         )  # and no print or display, which would reach the cell's own output

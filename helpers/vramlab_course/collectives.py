@@ -51,7 +51,8 @@ def _kind(operator: str) -> tuple[str, int | None] | None:
     for short, long in C10D_NAMES.items():
         name = name.replace(short, long)
     kind = next(
-        (kind for kind in (*KINDS, "send", "recv") if name.lstrip("_i").startswith(kind)), None
+        (kind for kind in (*KINDS, "send", "recv") if name.lstrip("_i").startswith(kind)),
+        None,
     )
     if kind is None or namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -80,16 +81,25 @@ class Collectives(TorchDispatchMode):
         self.seen: dict[str, Traffic] = {}
         self.sizes: dict[str, list[int]] = defaultdict(list)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         from torch.distributed.tensor import DTensor
 
         if any(kind is DTensor for kind in types):
             return NotImplemented  # the operators that it is made of come here next
         result = func(*args, **(kwargs or {}))
-        if found := _kind(func.name().split(".")[0]):
+        found = _kind(func.name().split(".")[0])
+        if found:
             kind, payload = found
             self.add(
-                kind, _bytes(result if payload is None else args[payload]), group_of(args).size()
+                kind,
+                _bytes(result if payload is None else args[payload]),
+                group_of(args).size(),
             )
         return result
 

@@ -35,8 +35,18 @@ from typing import Any
 
 import vramlab
 
-from .answers import Check, Choice, Feedback, Function, Judge, Mistake, Number, Table, Unclear
-from .judges import same_tensor
+from .answers import (
+    BrokenPiece,
+    Check,
+    Choice,
+    Feedback,
+    Function,
+    Judge,
+    Mistake,
+    Number,
+    Table,
+)
+from .judges.common import same_tensor
 
 IMPORTS = {"vramlab": vramlab.__all__, "math": ["ceil", "floor", "log2", "sqrt"]}
 RECIPE_NAMES = {
@@ -57,12 +67,6 @@ RECIPE_NAMES = {
 IS_RECIPE = ("isinstance(answer, Recipe)", "A Recipe was expected, not a {kind}.")
 
 
-class BrokenPiece(Unclear):
-    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
-    result.
-    """
-
-
 class UnknownName(NameError):
     """A name that is neither defined nor imported."""
 
@@ -79,7 +83,8 @@ class Names(dict):
         values: Mapping[str, Any] = {},
     ):
         super().__init__(values)
-        self.definitions, self.outer = definitions, outer
+        self.definitions = definitions
+        self.outer = outer
 
     def __missing__(self, name: str) -> Any:
         if name not in self.definitions:
@@ -196,7 +201,10 @@ def _function(entry: Mapping[str, Any], names: Names) -> Function:
     mistakes = [Mistake(names.function(wrong), text) for wrong, text in entry["mistakes"]]
     cases = [names.evaluate(case) for case in entry["cases"]]
     return Function(
-        names.function(entry["answer"]), cases=cases, mistakes=mistakes, **_options(entry)
+        names.function(entry["answer"]),
+        cases=cases,
+        mistakes=mistakes,
+        **_options(entry),
     )
 
 
@@ -214,7 +222,8 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
     def function(expression: str) -> Callable[..., Any]:
         by_name = names.function(expression)
         return lambda *given, **named: by_name(
-            **dict(zip(parameters, given, strict=False)), **named
+            **dict(zip(parameters, given, strict=False)),
+            **named,
         )
 
     reference = function(entry["answer"])
@@ -226,12 +235,16 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
     }
     judge = partial(same_tensor, reference=reference, **told)
     return Judge(
-        judge, [reference], [wrong for wrong, _ in mistakes], [text for _, text in mistakes]
+        judge,
+        [reference],
+        [wrong for wrong, _ in mistakes],
+        [text for _, text in mistakes],
     )
 
 
 def _tried(
-    entry: Mapping[str, Any], names: Names
+    entry: Mapping[str, Any],
+    names: Names,
 ) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
     """Makers of the answers that a check must accept, and of those it must reject."""
     return tuple(

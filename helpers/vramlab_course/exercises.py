@@ -82,7 +82,8 @@ def chapter(number: str) -> dict[str, Exercise]:
     if not path.exists():
         raise ExerciseError(f"Chapter {number} has no exercises.")
     exercises = {name: Exercise(name, **entry) for name, entry in read_exercises(path).items()}
-    if stray := [name for name in exercises if not name.startswith(number + ".")]:
+    stray = [name for name in exercises if not name.startswith(number + ".")]
+    if stray:
         raise ValueError(
             f"{path.name}: the names of its exercises start with {number + '.'!r}, not "
             f"{stray[0]!r}."
@@ -141,7 +142,8 @@ def certificate(number: str, name: str) -> bool:
     It is made and stays here: nothing is sent anywhere. Returns whether all have passed.
     """
     asked = list(chapter(number))
-    if missing := [each for each in asked if each not in _passed]:
+    missing = [each for each in asked if each not in _passed]
+    if missing:
         print(
             wrapped(
                 f"Chapter {number}: of {len(asked)} checks these have not passed in this "
@@ -185,9 +187,15 @@ def is_empty(answer: Any) -> bool:
 
 
 def _boxed(head: str, text: str) -> str:
-    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH - 4) or [""]]
-    body = [f"│ {line.ljust(WIDTH - 4)} │" for line in lines]
-    return "\n".join([f"╭─{head}{'─' * (WIDTH - 3 - len(head))}╮", *body, f"╰{'─' * (WIDTH - 2)}╯"])
+    inside = WIDTH - 4
+    body = []
+    for part in text.splitlines():
+        lines = textwrap.wrap(part, inside) or [""]
+        body += [f"│ {line.ljust(inside)} │" for line in lines]
+    rest = "─" * (WIDTH - 3 - len(head))
+    top = f"╭─{head}{rest}╮"
+    bottom = f"╰{'─' * (WIDTH - 2)}╯"
+    return "\n".join([top, *body, bottom])
 
 
 def wrapped(text: str) -> str:

@@ -34,7 +34,8 @@ class ExpandablePool(Pool):
         """Unmap every page that lies wholly in a free block; return the sizes of the holes made."""
         made = []
         for start, end in list(self.free.items()):
-            first, last = -(-start // self.page) * self.page, end // self.page * self.page
+            first = -(-start // self.page) * self.page
+            last = end // self.page * self.page
             if first < last:
                 made.append(last - first)
                 self.remove(start)
@@ -51,14 +52,16 @@ class ExpandablePool(Pool):
         """As without expandable segments, but a block that can grow counts with its hole, so that
         it is taken last.
         """
-        best, least = None, 0
+        best = None
+        least = 0
         for have in self.sizes[bisect_left(self.sizes, size) :]:
             for start in self.buckets[have]:
                 end = start + have
                 grown = self.holes.get(end, end) - start
                 if best is not None and grown >= least:
                     return best
-                best, least = start, grown
+                best = start
+                least = grown
         return best
 
     def _run(self, size: int) -> tuple[int, list[tuple[int, int]]]:
@@ -88,7 +91,8 @@ class ExpandablePool(Pool):
         allocator.reserve(_total(pages))
         allocator.mallocs += len(pages) - 1
         for at, end in pages:
-            if (behind := self.holes.pop(at)) > end:
+            behind = self.holes.pop(at)
+            if behind > end:
                 self.holes[end] = behind
             self.give((at, end))
         return start, self.remove(start)

@@ -33,7 +33,11 @@ def adapted(
 
 
 def batches(
-    texts: Sequence[str], steps: int, batch_size: int, context: int, seed: int = 0
+    texts: Sequence[str],
+    steps: int,
+    batch_size: int,
+    context: int,
+    seed: int = 0,
 ) -> "Iterator[torch.Tensor]":
     """`steps` tensors of `batch_size` × `context` tokens, cut at offsets that depend on the seed
     alone.
@@ -45,7 +49,8 @@ def batches(
         [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]] for text in texts
     ]
     tokens = torch.tensor([token for row in rows for token in row])
-    offsets, generator = torch.arange(context), torch.Generator().manual_seed(seed)
+    offsets = torch.arange(context)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         yield tokens[
             torch.randint(len(tokens) - context, (batch_size, 1), generator=generator) + offsets
@@ -74,10 +79,15 @@ def finetune(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     warm = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
-    )
-    losses, training = [], model.training
+
+    def share_of_rate(step: int) -> float:
+        rising = (step + 1) / warm
+        falling = (steps - step) / max(1, steps - warm)
+        return min(rising, falling)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
+    losses = []
+    training = model.training
     model.train()
     for batch in batches(texts, steps, batch_size, context, seed):
         batch = batch.to(device)
@@ -104,7 +114,8 @@ def recorded_sweep() -> SimpleNamespace:
     and each seed's; `where`: hardware, versions, date, recipe; `run(r, targets)`: one of the runs.
     """
     facts = _record("quality")
-    base, runs = facts.pop("base"), [SimpleNamespace(**run) for run in facts.pop("runs")]
+    base = facts.pop("base")
+    runs = [SimpleNamespace(**run) for run in facts.pop("runs")]
 
     def run(r: int | None, targets: str | None = None) -> SimpleNamespace:
         targets = targets or ("all" if r is None else "all-linear")

@@ -89,7 +89,8 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
     todo = [distinct[0], *distinct]  # the first step makes the optimizer's states
     with fake_world("cuda", None) as (_, kernels):
         training = build(recipe.replace(seq_len=todo[0]), "cpu", target="cuda")
-        tracker, coming = make_tracker(training, None, kernels), iter(todo[1:])
+        tracker = make_tracker(training, None, kernels)
+        coming = iter(todo[1:])
 
         def next_batch() -> None:
             if tracker.phase == "step" and (length := next(coming, None)):  # the update is done
@@ -97,7 +98,8 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
 
         run_tracked(training, tracker, len(todo), "cuda", next_batch)
     ends = [position for position, phase in tracker.marks if phase == "between_steps"]
-    steps, backward = {}, {}
+    steps = {}
+    backward = {}
     for length, (start, end) in zip(distinct, pairwise(ends), strict=True):
         middle = next(
             at for at, phase in tracker.marks if phase == "backward" and start < at <= end
@@ -110,9 +112,8 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
 
 def _closed(log: Log) -> list[int]:
     """Positions of the events of storages that are both born and freed within `log`."""
-    born, freed = (
-        {id(storage) for size, storage, _ in log if (size > 0) is birth} for birth in (True, False)
-    )
+    born = {id(storage) for size, storage, _ in log if size > 0}
+    freed = {id(storage) for size, storage, _ in log if size <= 0}
     closed = born & freed
     return [position for position, event in enumerate(log) if id(event[1]) in closed]
 
@@ -130,8 +131,13 @@ def follow(
     does, "before backward". Raises AllocatorError when the allocator's limit is too low.
     """
     allocator = allocator or Allocator()
-    blocks, allocated, reserved = {}, [], []
-    ends, between, mallocs, given_back = [], [], [], []
+    blocks = {}
+    allocated = []
+    reserved = []
+    ends = []
+    between = []
+    mallocs = []
+    given_back = []
     for length in (None, *lengths):
         log = requests.load if length is None else requests.steps[length]
         empty_at = (

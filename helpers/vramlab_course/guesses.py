@@ -17,7 +17,9 @@ from numbers import Real
 from .exercises import wrapped
 from .live import live
 
-CLOSE, NEAR = 1.25, 2.0  # factors between a guess and what was found
+# Factors between a guess and what was found.
+CLOSE = 1.25
+NEAR = 2.0
 
 _guesses: dict[str, "Guess"] = {}
 

@@ -28,7 +28,10 @@ class Snapshot(snapshot.Snapshot):
     """
 
     def __init__(
-        self, content: Mapping[str, Any], device: int | None = 0, source: str = "measured"
+        self,
+        content: Mapping[str, Any],
+        device: int | None = 0,
+        source: str = "measured",
     ):
         super().__init__(content, device)
         self.source = source
@@ -109,7 +112,9 @@ def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, A
     """A tracker's log in the form of `torch.cuda.memory._snapshot()`; the model of the allocator
     gives addresses.
     """
-    allocator, blocks, events = Allocator(), {}, []
+    allocator = Allocator()
+    blocks = {}
+    events = []
     for size, storage, _ in log:
         if size > 0:
             before = allocator.reserved

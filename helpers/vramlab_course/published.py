@@ -53,11 +53,11 @@ def runs() -> list[Run]:
     """All published runs, in the order of the file."""
     stored = json.loads(data_path("published_runs.json").read_text(encoding="utf-8"))
     loops = {name: Loop(**source["loop"]) for name, source in stored["sources"].items()}
-    found = []
+    published = []
     for run in stored["runs"]:
         fields = run["recipe"]
         model = stored["models"].get(fields["model"], fields["model"])
-        found.append(
+        published.append(
             Run(
                 source=run["source"],
                 gpu=run["gpu"],
@@ -73,7 +73,7 @@ def runs() -> list[Run]:
                 f"{run['transformers']}, {run['date']}",
             )
         )
-    return found
+    return published
 
 
 def results() -> dict:
@@ -96,10 +96,15 @@ def scatter_error(
     Each name in `pairs` has a marker. `band` is drawn as good enough: 0.01 is ±1 %. `names` label
     the axes.
     """
-    sizes = {name: [(a / GiB, b / GiB) for a, b in group] for name, group in pairs.items()}
-    errors = {name: [a / b - 1 for a, b in group] for name, group in sizes.items()}
-    every = [n for group in sizes.values() for pair in group for n in pair]
-    off = [abs(error) for group in errors.values() for error in group]
+    sizes = {}
+    errors = {}
+    every = []
+    off = []
+    for name, group in pairs.items():
+        sizes[name] = [(a / GiB, b / GiB) for a, b in group]
+        errors[name] = [a / b - 1 for a, b in sizes[name]]
+        every += [size for pair in sizes[name] for size in pair]
+        off += map(abs, errors[name])
     within = sum(error <= band for error in off)
     summary = (
         f"{within} of {len(off)} within ±{band:.0%} · median {statistics.median(off):.2%} "
@@ -108,14 +113,17 @@ def scatter_error(
 
     figure, (above, below) = style.start(title, summary, rows=2, sharex=True, height_ratios=(3, 2))
     ends = [min(every) / 1.3, max(every) * 1.3]
-    low, high = ([end * (1 + side) for end in ends] for side in (-band, band))
+    low = [end * (1 - band) for end in ends]
+    high = [end * (1 + band) for end in ends]
     above.fill_between(ends, low, high, color="#CCCCCC", linewidth=0, label=f"±{band:.0%}")
     above.plot(ends, ends, color=style.INK, linewidth=0.8)
     below.axhspan(-band * 100, band * 100, color="#CCCCCC", linewidth=0)
     below.axhline(0, color=style.INK, linewidth=0.8)
     rows = [("GiB", *names, "error")]
     for (name, group), (colour, marker, _) in zip(
-        sizes.items(), itertools.cycle(style.LINES), strict=False
+        sizes.items(),
+        itertools.cycle(style.LINES),
+        strict=False,
     ):
         look = {
             "marker": marker,
@@ -128,7 +136,8 @@ def scatter_error(
         y, x = zip(*group, strict=True)
         above.plot(x, y, label=name, **look)
         below.plot(x, [error * 100 for error in errors[name]], **look)
-        for i, (pair, error) in enumerate(zip(pairs[name], errors[name], strict=True), 1):
+        together = zip(pairs[name], errors[name], strict=True)
+        for i, (pair, error) in enumerate(together, 1):
             rows.append((f"{name}: {i}", *map(in_unit, pair), f"{error:+.2%}"))
     for axis, scale in ((above.xaxis, above.set_xscale), (above.yaxis, above.set_yscale)):
         scale("log", base=2)
@@ -138,5 +147,7 @@ def scatter_error(
     below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, GiB", ylabel="error, %")
     span = f"{min(every):.3g} to {max(every):.3g} GiB"
     return style.finish(
-        figure, rows, f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}."
+        figure,
+        rows,
+        f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}.",
     )

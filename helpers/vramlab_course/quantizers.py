@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from .numerics import NumericsError
+from .number_formats import NumericsError
 
 # 1 − (1/32 + 1/30)/2, halfway between the outermost of 16 and of 15 equally likely bins (Yoshida
 # 2023, arXiv 2306.06965). bitsandbytes (`create_normal_map`) has these seven digits.
@@ -38,7 +38,8 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """The numbers that the codes stand for, in fp32 and the original's shape."""
-        codes, scales = self.codes.flatten(), self.scales
+        codes = self.codes.flatten()
+        scales = self.scales
         numbers = self.table[codes.long()] if self.table is not None else codes.float()
         if self.block_size is not None:
             scales = scales.repeat_interleave(self.block_size)[: len(codes)]
@@ -55,7 +56,8 @@ def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Qua
     size = numbers.numel() if block_size is None else block_size
     scales = _maxima(numbers, size) / top
     spread = scales.repeat_interleave(size)[: numbers.numel()].reshape(numbers.shape)
-    codes = torch.round(numbers / torch.where(spread > 0, spread, 1)).clamp(-top, top)
+    steps = torch.where(spread > 0, spread, 1)
+    codes = torch.round(numbers / steps).clamp(-top, top)
     return Quantized(codes.int(), scales if block_size is not None else scales[0], block_size)
 
 
@@ -66,18 +68,19 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Qu
     A number halfway between two takes the lower one. Raises NumericsError for an empty tensor,
     numbers that are not finite, and a table that does not ascend within ±1.
     """
-    if len(table) < 2 or not bool((table[1:] > table[:-1]).all()) or float(table.abs().max()) > 1:
+    if len(table) < 2 or not _ascends(table) or float(table.abs().max()) > 1:
         raise NumericsError("A table has two or more ascending numbers from −1 to 1.")
     _check(numbers, (len(table) - 1).bit_length())
     size = numbers.numel() if block_size is None else block_size
     maxima = _maxima(numbers, size)
     # Like bitsandbytes: multiply whole blocks by the reciprocal, divide the last, shorter one. It
     # decides ties.
-    flat, whole = numbers.flatten().float(), numbers.numel() // size * size
+    flat = numbers.flatten().float()
+    whole = numbers.numel() // size * size
     inverse = 1 / maxima.clamp(min=1e-38)
     scaled = flat * inverse.repeat_interleave(size)[: len(flat)]
     scaled[whole:] = flat[whole:] / maxima[-1].clamp(min=1e-38)
-    codes = torch.bucketize(scaled.clamp(-1, 1), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    codes = _nearest(scaled.clamp(-1, 1), table)
     return Quantized(
         codes.reshape(numbers.shape),
         maxima if block_size is not None else maxima[0],
@@ -97,11 +100,11 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
     ordered = numbers.flatten().sort().values
     middles = (torch.arange(2**bits) + 0.5) / 2**bits * len(ordered)
     table = ordered[middles.long().clamp(max=len(ordered) - 1)]
-    if not bool((table[1:] > table[:-1]).all()):
+    if not _ascends(table):
         raise NumericsError(
             f"There are fewer than {2**bits} different numbers at the quantiles: use fewer bits."
         )
-    codes = torch.bucketize(numbers, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    codes = _nearest(numbers, table)
     return Quantized(codes, torch.tensor(1.0), table=table)
 
 
@@ -114,9 +117,12 @@ def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
     fp32, as bitsandbytes has them.
     """
     half = 2 ** (bits - 1)
-    above = [NormalDist().inv_cdf(p) for p in torch.linspace(offset, 0.5, half + 1).tolist()[:-1]]
-    below = [-NormalDist().inv_cdf(p) for p in torch.linspace(offset, 0.5, half).tolist()[:-1]]
-    table = torch.tensor(sorted([*above, 0.0, *below]))
+    *above, _ = torch.linspace(offset, 0.5, half + 1).tolist()
+    *below, _ = torch.linspace(offset, 0.5, half).tolist()
+    quantile_of = NormalDist().inv_cdf
+    numbers = [quantile_of(p) for p in above]
+    numbers += [-quantile_of(p) for p in below]
+    table = torch.tensor(sorted([*numbers, 0.0]))
     return table / table[-1]
 
 
@@ -130,7 +136,19 @@ def _maxima(numbers: Tensor, size: int) -> Tensor:
             f"block size is {size!r}, but allowed is a whole number of at least 1, or None."
         )
     flat = numbers.flatten().float().abs()
-    return torch.nn.functional.pad(flat, (0, -len(flat) % size)).reshape(-1, size).amax(1)
+    lacking = -len(flat) % size
+    whole = torch.nn.functional.pad(flat, (0, lacking))
+    return whole.reshape(-1, size).amax(1)
+
+
+def _ascends(table: Tensor) -> bool:
+    return bool((table[1:] > table[:-1]).all())
+
+
+def _nearest(numbers: Tensor, table: Tensor) -> Tensor:
+    """The code of the nearest number of the table, of two the lower one."""
+    borders = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(numbers, borders).to(torch.uint8)
 
 
 def _check(numbers: Tensor, bits: int) -> None:

@@ -21,7 +21,8 @@ def best_seconds(work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     wait, clock = (
         (torch.cuda.synchronize, time.perf_counter) if cuda else (lambda: None, time.thread_time)
     )
-    threads, best = torch.get_num_threads(), dict.fromkeys(work, float("inf"))
+    threads = torch.get_num_threads()
+    best = dict.fromkeys(work, float("inf"))
     torch.set_num_threads(1)
     try:
         for run in work.values():

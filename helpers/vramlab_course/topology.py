@@ -52,12 +52,12 @@ class TopologyError(VramLabError, ValueError):
 
 def kind(code: str) -> str:
     """The entry of PATHS for a code of the matrix: "NV" for "NV18". Raises TopologyError."""
-    found = "NV" if NVLINK_CODE.fullmatch(code) else code
-    if found not in PATHS or code == "NV":
+    path = "NV" if NVLINK_CODE.fullmatch(code) else code
+    if path not in PATHS or code == "NV":
         raise TopologyError(
             f"The matrix says {code!r}, but paths are X, NV#, PIX, PXB, PHB, NODE and SYS."
         )
-    return found
+    return path
 
 
 def _rank(code: str) -> tuple[int, int]:
@@ -94,24 +94,24 @@ class Topology:
 
     def islands(self) -> list[list[str]]:
         """GPUs in groups that reach each other over NVLink alone, directly or through others."""
-        left, found = self.gpus, []
+        left = self.gpus
+        groups = []
         while left:
             group = [left.pop(0)]
             for member in group:
                 joined = [other for other in left if self.nvlinks(member, other)]
                 group += joined
                 left = [other for other in left if other not in joined]
-            found.append(sorted(group, key=self.devices.index))
-        return found
+            groups.append(sorted(group, key=self.devices.index))
+        return groups
 
     def __str__(self) -> str:
         """Each kind of path between GPUs, how many pairs have it, and what it means."""
         codes = [self.codes[pair] for pair in combinations(self.gpus, 2)]
         rows = [("path", "pairs", "meaning")]
         for code in sorted(set(codes), key=_rank):
-            rows.append(
-                (code, str(codes.count(code)), PATHS[kind(code)].replace("#", str(_links(code))))
-            )
+            meaning = PATHS[kind(code)].replace("#", str(_links(code)))
+            rows.append((code, str(codes.count(code)), meaning))
         return text_table(rows) if codes else f"{len(self.gpus)} GPU: no path to speak of"
 
 
@@ -134,7 +134,8 @@ def parse_topology(text: str) -> Topology:
         for row in map(str.split, reversed(lines[head + 1 :]))
         if row and row[0] in columns
     }
-    if missing := [name for name in columns if name not in rows]:
+    missing = [name for name in columns if name not in rows]
+    if missing:
         raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
     codes = {}
     for name in columns:
@@ -162,7 +163,10 @@ def read_topology() -> Topology:
         )
     try:
         run = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TopologyError(f"nvidia-smi topo -m does not answer ({error}).") from None
@@ -188,7 +192,11 @@ def bytes_sent(method: str, size: int, world_size: int) -> float:
 
 
 def run_seconds(
-    steps: int, compute: float, sent: float, bandwidth: float, hidden: float = 0.0
+    steps: int,
+    compute: float,
+    sent: float,
+    bandwidth: float,
+    hidden: float = 0.0,
 ) -> float:
     """Seconds of a run whose steps compute for `compute` s and overlap `hidden` s of it with
     sending `sent` bytes.

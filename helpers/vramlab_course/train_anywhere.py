@@ -117,7 +117,8 @@ def arguments() -> argparse.Namespace:
 @contextlib.contextmanager
 def process_group() -> Iterator[tuple[torch.device, int, int]]:
     """Give (device, rank, world size), under torchrun or for a single process."""
-    cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
+    cuda = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
     if cuda:
         torch.cuda.set_device(local)
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -134,11 +135,9 @@ def process_group() -> Iterator[tuple[torch.device, int, int]]:
 
 def tokens_of(given: argparse.Namespace) -> torch.Tensor:
     """All text as one row of tokens. Every rank reads the same files in the same order."""
-    tokenizer, ids, room = (
-        AutoTokenizer.from_pretrained(given.model),
-        [],
-        int(given.megabytes * 1e6),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    ids = []
+    room = int(given.megabytes * 1e6)
     for path in sorted(given.text.rglob(given.pattern)):
         if room <= 0 or not path.is_file():
             continue
@@ -154,7 +153,11 @@ def tokens_of(given: argparse.Namespace) -> torch.Tensor:
 
 
 def rows_of(
-    tokens: torch.Tensor, step: int, given: argparse.Namespace, rank: int, world: int
+    tokens: torch.Tensor,
+    step: int,
+    given: argparse.Namespace,
+    rank: int,
+    world: int,
 ) -> torch.Tensor:
     """This rank's rows of the global batch, which depends only on seed and step."""
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
@@ -167,7 +170,8 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(given.seed)
     if given.from_scratch:
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(given.model), dtype=torch.float32
+            AutoConfig.from_pretrained(given.model),
+            dtype=torch.float32,
         )
     else:
         model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
@@ -178,7 +182,8 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         return model
     if given.sharding == "ddp":
         return DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
         )
     half = (
         torch.bfloat16 if given.precision == "bf16" else None
@@ -191,12 +196,18 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     return model
 
 
-def train_step(model, optimizer, rows: torch.Tensor, given: argparse.Namespace) -> torch.Tensor:
+def train_step(
+    model,
+    optimizer,
+    rows: torch.Tensor,
+    given: argparse.Namespace,
+) -> torch.Tensor:
     """Run one optimizer step on this rank's rows; returns their mean loss."""
     parts = rows.split(given.micro_batch or len(rows))
     total = torch.zeros((), device=rows.device)
     autocasts = given.precision == "bf16" and not hasattr(
-        model, "set_requires_gradient_sync"
+        model,
+        "set_requires_gradient_sync",
     )  # FSDP has its own way
     for number, part in enumerate(parts):
         last = number == len(parts) - 1  # gradients are averaged over ranks once, after the last
@@ -224,10 +235,17 @@ def newest(folder: Path | None) -> Path | None:
     return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
-def save(model, optimizer, step: int, folder: Path, rank: int) -> None:
+def save(
+    model,
+    optimizer,
+    step: int,
+    folder: Path,
+    rank: int,
+) -> None:
     """Write this rank's shards; rank 0 renames the folder once all are there."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    part, whole = folder / f"step-{step}.part", folder / f"step-{step}"
+    part = folder / f"step-{step}.part"
+    whole = folder / f"step-{step}"
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
     if rank == 0:
         part.rename(whole)
@@ -239,12 +257,20 @@ def load(model, optimizer, folder: Path) -> int:
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
     )
     return int(folder.name[5:])
 
 
-def train(given: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
+def train(
+    given: argparse.Namespace,
+    device: torch.device,
+    rank: int,
+    world: int,
+) -> None:
     """Train from the newest checkpoint, or from the start, to step `given.steps`."""
     if given.model is None or not (given.model / "config.json").exists():
         raise SystemExit(
@@ -252,7 +278,8 @@ def train(given: argparse.Namespace, device: torch.device, rank: int, world: int
         )
     if given.batch_size % world:
         raise SystemExit(f"--batch-size {given.batch_size} cannot be divided among {world} ranks.")
-    tokens, model = tokens_of(given), build(given, device)
+    tokens = tokens_of(given)
+    model = build(given, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0)
     found = newest(given.checkpoint)
     start = load(model, optimizer, found) if found else 0
@@ -262,7 +289,10 @@ def train(given: argparse.Namespace, device: torch.device, rank: int, world: int
             given.seed + step * world + rank
         )  # of dropout: also the same after a restart
         loss = train_step(
-            model, optimizer, rows_of(tokens, step, given, rank, world).to(device), given
+            model,
+            optimizer,
+            rows_of(tokens, step, given, rank, world).to(device),
+            given,
         )
         if world > 1:
             dist.all_reduce(loss, op=dist.ReduceOp.SUM)
@@ -279,7 +309,8 @@ def train(given: argparse.Namespace, device: torch.device, rank: int, world: int
             save(model, optimizer, step + 1, given.checkpoint, rank)
     if given.export:
         whole = get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            model,
+            options=StateDictOptions(full_state_dict=True, cpu_offload=True),
         )
         if rank == 0:
             getattr(model, "module", model).save_pretrained(given.export, state_dict=whole)

@@ -23,7 +23,9 @@ BROUGHT = {
     "numpy": "transformers",
     "safetensors": "transformers",
     "IPython": "jupyterlab",
+    "anyio": "mcp",
     "jinja2": "torch",
+    "mcp_types": "mcp",
     "triton": "liger-kernel",
 }  # by which of the extra's
 HIDDEN = """

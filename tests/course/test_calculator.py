@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vramlab import LoRA, Quantization, Recipe, Sharding, find_gpu, predict
 from vramlab.base.errors import RecipeError
 from vramlab.hardware.gpu import GpuError
-from vramlab.interfaces.options import OPTIONS
+from vramlab.interfaces.recipe_options import OPTIONS
 from vramlab.report.report import GiB
 from vramlab_course import calculator
 from vramlab_course.calculator import CONTROLS, LABELS, START, UNSET, Calculator
@@ -129,7 +129,8 @@ def test_a_bad_beginning_is_refused():
     with pytest.raises(RecipeError, match="quantized weights cannot be trained"):
         Calculator(quantization="nf4")
     with pytest.raises(
-        ValueError, match="no control rank; it has model, gpu, expandable_segments, batch_size"
+        ValueError,
+        match="no control rank; it has model, gpu, free_memory, expandable_segments, batch",
     ):
         Calculator(rank=8)
     with pytest.raises(RecipeError, match=r"sharding.stage.* is 4, but allowed are 0, 1, 2, 3"):
@@ -238,7 +239,7 @@ def test_a_page_gets_controls_and_everything_else_the_text(no_figure_stays):
 
 
 def test_every_labelled_option_has_a_control_that_starts_with_something_it_offers():
-    assert set(CONTROLS) - {"model", "gpu", "expandable_segments"} == {
+    assert set(CONTROLS) - {"model", "gpu", "free_memory", "expandable_segments"} == {
         option for option, (_, knob) in OPTIONS.items() if knob.label
     }
     assert all(START[name] in values for name, values in CONTROLS.items() if values)

@@ -10,7 +10,7 @@ import settings
 import torch
 from vramlab_course.base_model import load_base_model
 from vramlab_course.chapters.chapter_01 import continued
-from vramlab_course.numerics import E2M1, E4M3FN
+from vramlab_course.number_formats import E2M1, E4M3FN
 from vramlab_course.quantizers import NF4, blockwise
 
 

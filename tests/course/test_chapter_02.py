@@ -3,7 +3,7 @@
 import pytest
 import torch
 from vramlab_course.base_model import load_base_model
-from vramlab_course.chapters import figures_02
+from vramlab_course.figures import figures_02
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from vramlab import Recipe, Sharding, simulate
 from vramlab_course.base_model import base_model_path, load_base_model
-from vramlab_course.chapters import chapter_04, judges_04
+from vramlab_course.chapters import chapter_04
 from vramlab_course.chapters.chapter_04 import (
     RankFailed,
     all_gather,
@@ -16,6 +16,7 @@ from vramlab_course.chapters.chapter_04 import (
     on_ranks,
     reduce_scatter,
 )
+from vramlab_course.judges import judges_04
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -10,7 +10,7 @@ import torch
 import vramlab
 from vramlab import GiB, MiB, Recipe
 from vramlab.interfaces.messages import read_message
-from vramlab_course.chapters import chapter_08, figures_08
+from vramlab_course.chapters import chapter_08
 from vramlab_course.chapters.chapter_08 import (
     answers,
     chat,
@@ -19,6 +19,7 @@ from vramlab_course.chapters.chapter_08 import (
     run,
     small_card,
 )
+from vramlab_course.figures import figures_08
 
 TEMPLATE = (
     "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}<|endoftext|>{% endfor %}"

@@ -32,7 +32,7 @@ from vramlab_course.claims import (
     trained,
 )
 from vramlab_course.claims.expressions import ExpressionError, Facts, evaluate
-from vramlab_course.claims.ledger import HOLDS, NOT, ON_A_PAGE, UNDER, UNSEEN, WAITS, WAS
+from vramlab_course.claims.verdicts import HOLDS, NOT, ON_A_PAGE, UNDER, UNSEEN, WAITS, WAS
 from vramlab_course.finetuning import recorded_sweep
 from vramlab_course.fragmentation import requests_of
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from vramlab import LoRA, Recipe
 from vramlab_course import exercises
 from vramlab_course.exercises import judge
-from vramlab_course.judges_03 import best_fit, by_rows, by_segments, in_chunks
+from vramlab_course.judges.judges_03 import best_fit, by_rows, by_segments, in_chunks
 
 FOUND = exercises.chapter("03")
 LONG = Recipe(

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from vramlab_course import exercises
-from vramlab_course.chapters import judges_04
 from vramlab_course.exercises import judge
+from vramlab_course.judges import judges_04
 
 FOUND = exercises.chapter("04")
 

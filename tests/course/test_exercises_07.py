@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from vramlab_course import exercises
-from vramlab_course.chapters import judges_07
 from vramlab_course.exercises import judge
+from vramlab_course.judges import judges_07
 
 FOUND = exercises.chapter("07")
 

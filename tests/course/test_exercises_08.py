@@ -7,8 +7,9 @@ import itertools
 import pytest
 from vramlab import Quantization, Recipe, find_gpu, predict, step_time
 from vramlab.planning.question import RANK, usable_memory
-from vramlab_course import exercises, judges_08
+from vramlab_course import exercises
 from vramlab_course.exercises import judge
+from vramlab_course.judges import judges_08
 
 FOUND = exercises.chapter("08")
 

@@ -2,8 +2,8 @@
 
 import pytest
 from vramlab import plot
-from vramlab_course.chapters import figures_01
-from vramlab_course.numerics import FORMATS
+from vramlab_course.figures import figures_01
+from vramlab_course.number_formats import FORMATS
 from vramlab_course.quantizers import NF4
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")

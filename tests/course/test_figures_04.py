@@ -1,7 +1,7 @@
 """Chapter 04's picture of a world of ranks."""
 
 import pytest
-from vramlab_course.chapters.figures_04 import who_holds_what
+from vramlab_course.figures.figures_04 import who_holds_what
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 

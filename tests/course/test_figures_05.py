@@ -2,7 +2,7 @@
 
 import pytest
 from vramlab import GiB
-from vramlab_course.chapters import figures_05
+from vramlab_course.figures import figures_05
 from vramlab_course.finetuning import recorded_sweep
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")

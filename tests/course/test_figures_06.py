@@ -1,7 +1,7 @@
 """Chapter 06's drawing shows the numbers that it is given."""
 
 import pytest
-from vramlab_course.chapters import figures_06
+from vramlab_course.figures import figures_06
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 

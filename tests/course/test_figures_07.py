@@ -8,7 +8,7 @@ import pytest
 from vramlab.interfaces.plot import table
 from vramlab.report.report import GiB, MiB
 from vramlab_course import blank
-from vramlab_course.chapters import figures_07
+from vramlab_course.figures import figures_07
 from vramlab_course.fragmentation import Followed
 from vramlab_course.memory_history import Snapshot
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vramlab_course.chapters.figures_09 import (
+from vramlab_course.figures.figures_09 import (
     SECONDS,
     bubble,
     most_held,

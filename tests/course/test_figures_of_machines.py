@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vramlab import GiB, Recipe, find_gpu, simulate
 from vramlab.report.report import Bytes
-from vramlab_course.chapters import figures_00, figures_11
+from vramlab_course.figures import figures_00, figures_11
 from vramlab_course.topology import parse_topology
 
 SQUARE = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vramlab_course.numerics import (
+from vramlab_course.number_formats import (
     BF16,
     E2M1,
     E4M3FN,

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from tiny_models import config
 from vramlab import Recipe, RecipeError, predict, predict_run
-from vramlab.formulas.run import _dealt
+from vramlab.formulas.whole_run import _dealt
 from vramlab.training.models import build_model
 
 LENGTHS = [7, 64, 9, 30, 12, 50, 64, 3, 40, 21, 33, 8, 15, 27, 64, 64, 5, 18, 44, 10, 11]

@@ -12,7 +12,7 @@ from sharded_grid import grid, simulated
 from test_predict_grid import error
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.base.errors import RecipeError
-from vramlab.formulas import fsdp as units
+from vramlab.formulas import fsdp_memory as units
 from vramlab.formulas.predict import predict
 from vramlab.recipe.options import Sharding
 from vramlab.simulation.simulate import simulate

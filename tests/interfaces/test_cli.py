@@ -14,14 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 import vramlab
-import vramlab.formulas.run
+import vramlab.formulas.whole_run
 import vramlab.planning.plan  # before a test puts something in the place of predict
 from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.base.errors import MeasurementError, RecordError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.interfaces.cli import app
-from vramlab.interfaces.options import OPTIONS
+from vramlab.interfaces.recipe_options import OPTIONS
 from vramlab.planning.question import Question
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
 from vramlab.report.report import Bytes, GiB, Interval, Phase, Report
@@ -46,11 +46,15 @@ def stand_in(monkeypatch):
     same name.
     """
 
-    rooms = {"predict": "formulas", "simulate": "simulation", "measure": "interfaces"}
+    homes = {
+        "predict": "formulas.predict",
+        "simulate": "simulation.simulate",
+        "measure": "interfaces.measure_and_record",
+    }
 
     def put(name, function):
         module = SimpleNamespace(**{name: function})
-        monkeypatch.setitem(sys.modules, f"vramlab.{rooms[name]}.{name}", module)
+        monkeypatch.setitem(sys.modules, f"vramlab.{homes[name]}", module)
 
     return put
 
@@ -517,20 +521,23 @@ def test_record_hands_everything_on(monkeypatch):
         def __str__(self):
             return "1 recipe missing"
 
-    from vramlab.interfaces import measure
+    from vramlab.interfaces import measure_and_record
 
     def recorded(*given, **options):
         options.pop("progress")("12.0 s  gpt2")
         asked.append((given, options))
         return Done()
 
-    monkeypatch.setattr(measure, "_record", recorded)
+    monkeypatch.setattr(measure_and_record, "_record", recorded)
     result = run("record")
     assert (result.exit_code, result.stdout) == (0, "12.0 s  gpt2\n1 recipe missing\n")
     words = ["a.json", "b.json", "--minutes", "2.5", "--dry-run", "--folder", "x", "--json"]
     shown = json.loads(run("record", *words).stdout)
     assert [Recipe(**fields) for fields in shown] == [Recipe("gpt2")]
-    given = {"estimate": measure.peak_bytes, "beside": measure.simulated_beside}
+    given = {
+        "estimate": measure_and_record.peak_bytes,
+        "beside": measure_and_record.simulated_beside,
+    }
     assert asked == [
         ((None,), {"minutes": 8, "folder": None, "dry_run": False, **given}),
         (

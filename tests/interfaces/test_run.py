@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from vramlab import Recipe, Sharding, simulate
 from vramlab.hardware.gpu import find_gpu, source_of
 from vramlab.hardware.snapshot import UNKNOWN, user_line
-from vramlab.interfaces import in_script, run
+from vramlab.interfaces import in_script, run_command
 from vramlab.interfaces.cli import app
 from vramlab.measurement import stand_in
 from vramlab.measurement.stand_in import StandInError, libraries, require, variables
@@ -91,7 +91,7 @@ def test_a_card_is_said_to_the_stand_in():
 
 
 FRAMES = [{"filename": "/site-packages/torch/nn.py", "line": 1, "name": "forward"}]
-FRAMES += [{"filename": f"{Path(run.__file__).parent}/watch.py", "line": 2, "name": "seen"}]
+FRAMES += [{"filename": f"{Path(run_command.__file__).parent}/watch.py", "line": 2, "name": "seen"}]
 FRAMES += [
     {"filename": "/home/x/train.py", "line": 7, "name": "step", "text": "loss = model(batch)"}
 ]
@@ -119,7 +119,7 @@ def left(tmp_path, monkeypatch):
     """`left(status, *processes)`: the words of a command whose processes leave that, and its exit
     status.
     """
-    monkeypatch.setattr(run, "libraries", lambda: [tmp_path / "libcuda.so.1"])
+    monkeypatch.setattr(run_command, "libraries", lambda: [tmp_path / "libcuda.so.1"])
     files = [tmp_path / name for name in ("script.py", "left.json", "history.pickle")]
     files[0].write_text(SCRIPT)
     files[2].write_bytes(pickle.dumps({"segments": [], "device_traces": [EVENTS]}))
@@ -229,12 +229,12 @@ def test_what_is_changed_in_libraries_is_there():
 def test_a_killed_child_is_said_to_be_killed(left):
     result = CliRunner().invoke(app, left(137, {}))
     assert result.exit_code == 137
-    assert result.stdout.splitlines()[2] == run.killed(137)
+    assert result.stdout.splitlines()[2] == run_command.killed(137)
     assert (
         "killed by signal 9 (SIGKILL); mostly Linux's, because the machine's own memory ran out"
-        in run.killed(137)
+        in run_command.killed(137)
     )
-    assert [run.killed(status) for status in (0, 1, 130)] == ["", "", ""]
+    assert [run_command.killed(status) for status in (0, 1, 130)] == ["", "", ""]
 
 
 def loop(steps):
@@ -346,7 +346,7 @@ def test_a_trainers_script_holds_what_simulate_says(folder):
 
     (folder / "config.json").write_text(json.dumps(config("llama")))
     (folder / "train.py").write_text(TRAINER)
-    found = run.run([sys.executable, "train.py"], find_gpu("T4"))
+    found = run_command.run([sys.executable, "train.py"], find_gpu("T4"))
     (report,) = found.reports
     recipe = Recipe(
         str(folder / "config.json"),
@@ -381,7 +381,7 @@ def test_ranks_hold_what_simulate_says(folder):
         "--nproc_per_node=2",
         "ddp.py",
     ]
-    found = run.run(command, find_gpu("T4"), 2)
+    found = run_command.run(command, find_gpu("T4"), 2)
     two = Sharding(stage=0, world_size=2, engine="ddp")
     simulated = simulate(
         Recipe(str(folder / "config.json"), 4, 256, loop="plain", sharding=two), gpu="T4"
@@ -393,12 +393,12 @@ def test_ranks_hold_what_simulate_says(folder):
 @pytest.mark.slow
 def test_memory_runs_out_in_pytorchs_words(folder, capfd):
     (folder / "full.py").write_text(FULL)
-    found = run.run([sys.executable, "full.py"], find_gpu("T4"))
+    found = run_command.run([sys.executable, "full.py"], find_gpu("T4"))
     said = capfd.readouterr().err
     assert found.status == 1 and found.reports[0].status == "oom"
     assert (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a "
         "total capacity" in said
     )
-    assert run.run([sys.executable, "full.py"], find_gpu("RTX 4090")).status == 0
+    assert run_command.run([sys.executable, "full.py"], find_gpu("RTX 4090")).status == 0
     assert os.environ.get("LD_PRELOAD", "") == ""

@@ -681,7 +681,7 @@ def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypa
 
 
 def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path):
-    from vramlab.interfaces.measure import peak_bytes
+    from vramlab.interfaces.measure_and_record import peak_bytes
     from vramlab.measurement.record import record
 
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}

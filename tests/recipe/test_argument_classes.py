@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from vramlab.base.errors import RecipeError
-from vramlab.interfaces.options import recipe_of_arguments
+from vramlab.interfaces.recipe_options import recipe_of_arguments
 from vramlab.recipe import argument_classes as classes
 from vramlab.recipe.arguments import CLASSIFIED
 from vramlab.recipe.options import GENERATING, Rollouts

@@ -225,7 +225,7 @@ def test_every_optimizer_of_the_trainer_is_modelled_or_refused():
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
     """Each name in the table is an argument of the real optimizer, and is handed over."""
-    from vramlab.training.optimizers import make_optimizer
+    from vramlab.training.make_optimizer import make_optimizer
 
     given = ",".join(
         f"{name}={0 if name == 'dampening' else 1}" for name in MODELLED[optim].arguments

@@ -12,12 +12,12 @@ from vramlab.base.data import data_path
 from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.overhead import rules_of
-from vramlab.interfaces.measure import card_of
+from vramlab.interfaces.measure_and_record import card_of
 from vramlab.measurement.records import load
 from vramlab.report.report import KiB, MiB, Report
 from vramlab.tracking.history import BEYOND
 from vramlab_course.claims import judge, load_claims
-from vramlab_course.claims.ledger import UNDER
+from vramlab_course.claims.verdicts import UNDER
 
 FILES = sorted(data_path("measurements").glob("*.json"))
 # Without a bias no version of cuBLASLt matters (`simulate.make_tracker`), so the installed torch

@@ -25,7 +25,7 @@ from vramlab import (
     simulate,
     simulate_generation,
 )
-from vramlab.interfaces.measure import simulated_beside
+from vramlab.interfaces.measure_and_record import simulated_beside
 from vramlab.measurement import share as sharing
 from vramlab.measurement.records import VERSIONS, add, load, save
 from vramlab.measurement.share import CARD

@@ -21,6 +21,7 @@ import web_calculator
 from typer.testing import CliRunner
 from vramlab import find_gpu, model_names, predict
 from vramlab.base.errors import RecipeError
+from vramlab.hardware.gpu import usable_memory
 from vramlab.interfaces.cli import app
 from vramlab_course.calculator import CONTROLS, START, UNSET, recipe_in
 
@@ -61,10 +62,21 @@ def draws(number: int, seed: int) -> list[dict]:
 
 
 def expected(state: dict) -> dict:
+    card = find_gpu(state["gpu"])
+    held = 0
+    if state["free_memory"] != UNSET:
+        held = usable_memory(card) - (state["free_memory"] << 30)
     try:
         recipe = recipe_in(state)
-        find_gpu(state["gpu"]).require(recipe.precision)  # as the command line does
-        report = predict(recipe, gpu=state["gpu"], expandable_segments=state["expandable_segments"])
+        card.require(recipe.precision)  # as the command line does
+        if held < 0:
+            raise RecipeError("free_memory", state["free_memory"], "it must be a number of GiB")
+        report = predict(
+            recipe,
+            gpu=card,
+            other_memory=held,
+            expandable_segments=state["expandable_segments"],
+        )
     except RecipeError as error:
         return {"error": error.allowed}
     need = report.process
@@ -211,6 +223,85 @@ def test_the_first_page_answers_in_fp16_where_a_card_has_no_bf16():
     assert all(answers["RTX 4090"][4] == {} for answers in needs.values())
 
 
+def test_what_others_hold_leaves_less_and_the_command_says_it():
+    state = begin(free_memory=20)
+    answer = asked(bridge.answer, state)
+    assert answer["card"] == ["RTX 4090", 20 << 30] and answer["tier"] == "tight"
+    assert asked(bridge.answer, begin())["tier"] == "likely"
+    words = shlex.split(answer["command"].replace("\\\n", " "))
+    said = CliRunner().invoke(app, [*words[1:], "--json"])
+    assert json.loads(said.stdout)["usable"] == 20 << 30, said.output
+    names: dict = {"print": lambda report: names.update(report=report)}
+    exec(answer["code"], names)
+    assert names["report"].usable == 20 << 30
+    for wrong in (24, 0, "much"):
+        answer = asked(bridge.answer, begin(free_memory=wrong))
+        assert "at most the 23.510 that RTX 4090 has" in answer["error"]
+        assert answer["control"] == "free_memory"
+        first, *_ = asked(bridge.repairs, begin(free_memory=wrong), "")
+        assert "error" not in asked(bridge.answer, begin(free_memory=wrong) | first)
+
+
+def test_each_card_is_answered_as_when_it_is_chosen():
+    rows = asked(bridge.cards, begin(free_memory=20))
+    assert {row["card"] for row in rows} == set(CONTROLS["gpu"])
+    assert [row["memory"] for row in rows] == sorted(row["memory"] for row in rows)
+    for row in rows[:: len(rows) // 4]:
+        chosen = asked(bridge.answer, begin() | row["change"])
+        wanted = {name: chosen.get(name) for name in ("tier", "process", "speed")}
+        assert {name: row.get(name) for name in wanted} == wanted, row
+    by_name = {row["card"]: row for row in rows}
+    half = by_name["T4"]["change"]
+    assert half["precision"] == "fp16-mixed" and "precision" not in by_name["A100 40GB"]["change"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_r": UNSET, "dtype": UNSET, "optim": "adamw_torch"}])
+def test_a_change_saves_what_the_answer_after_it_says(changes):
+    state = begin(**changes)
+    before = asked(bridge.answer, state)["peak"]
+    rows = asked(bridge.changes, state)
+    assert len(rows) > 2
+    for row in rows:
+        after = asked(bridge.answer, state | row["change"])
+        assert before - after["peak"] == row["saves"] > 0, row
+    assert any(row["change"].get("quantization") == "nf4" for row in rows)
+    assert "error" in asked(bridge.changes, begin(stage=1))
+
+
+def test_the_largest_that_fits_does_and_the_next_does_not():
+    state = begin(model="qwen3-0.6b")
+    found = asked(bridge.largest, state)
+    for name, unit in (("batch_size", 1), ("seq_len", 64)):
+        safe, likely = found[name]["safe"], found[name]["likely"]
+        assert unit <= safe <= likely
+        tiers = [
+            asked(bridge.answer, state | {name: value}).get("tier")
+            for value in (safe, safe + unit, likely, likely + unit)
+        ]
+        assert tiers[0] == "safe" != tiers[1] and tiers[2] in ("safe", "likely"), tiers
+        assert tiers[3] not in ("safe", "likely")
+    short = asked(bridge.largest, begin(model="gpt2", seq_len=512))["seq_len"]
+    assert short == {"safe": 1024, "likely": 1024, "limit": "gpt2 has 1024 positions"}
+    none = asked(bridge.largest, begin(model="llama-3.1-70b"))["batch_size"]
+    assert (none["safe"], none["likely"]) == (None, None)
+
+
+@pytest.mark.parametrize("gpu", ["RTX 4090", "T4"])
+@pytest.mark.parametrize("name", bridge.PRESETS)
+def test_each_preset_has_an_answer_and_keeps_model_card_and_length(name, gpu):
+    state = begin(model="qwen3-4b", gpu=gpu, seq_len=1024, stage=1, packing=True)
+    wanted = asked(bridge.preset, state, name)
+    answer = asked(bridge.answer, wanted)
+    assert "error" not in answer, answer
+    assert (wanted["model"], wanted["gpu"], wanted["seq_len"]) == ("qwen3-4b", gpu, 1024)
+    assert wanted["stage"] == UNSET and wanted["packing"] is False
+
+
+def test_a_name_of_the_hub_is_a_model_of_the_list():
+    assert json.loads(bridge.named(" Qwen/Qwen2.5-7B-Instruct ")) == {"model": "qwen2.5-7b"}
+    assert "foo/bar" in json.loads(bridge.named("foo/bar"))["error"]
+
+
 def test_random_states_are_mended_by_one_click():
     rng = random.Random(4)
     wrong = 0
@@ -312,8 +403,7 @@ def address(tmp_path_factory):
     place = shutil.copytree(
         web_calculator.ROOT / "site" / "static" / "calculator", folder / "calculator"
     )
-    web_calculator.write_archive(place / "vramlab.zip")
-    shutil.copytree(pyodide, place / "pyodide")
+    web_calculator.lay_out(place, pyodide)
     (folder / "index.html").write_text(SHELL, encoding="utf-8")
     (folder / "favicon.ico").write_bytes(b"")
     handler = functools.partial(Quiet, directory=str(folder))
@@ -339,7 +429,9 @@ def page(request):
     address = request.getfixturevalue("address")
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
+        phone = {"width": 390, "height": 844}
+        context = browser.new_context(viewport=phone, color_scheme="dark")
+        page = context.new_page()
         page.set_default_timeout(PATIENCE)
         wrong: list[str] = []
         page.on(
@@ -445,9 +537,114 @@ def test_a_stage_wakes_its_engine_and_a_click_mends_it(page):
     assert loops.count() and "no: SFTTrainer has" in loops.first.text_content()
 
 
+def test_the_first_answer_stands_before_python_and_a_bar_says_how_far_it_is(page):
+    fresh = page.context.new_page()
+    fresh.set_default_timeout(PATIENCE)
+    held: list = []
+    fresh.route("**/python_stdlib.zip", lambda route: held.append(route))
+    fresh.goto(page.url.partition("#")[0])
+    fresh.wait_for_selector("#calculator[data-answer]")
+    answer = json.loads(fresh.locator("#calculator").get_attribute("data-answer"))
+    same(answer, bridge.BEGIN)
+    bar = fresh.locator("#calculator progress")
+    assert bar.is_visible() and fresh.locator("#calculator[data-settled]").count() == 0
+    assert "MB, once" in fresh.locator("[data-part=loading]").inner_text()
+    fresh.locator("#calculator-batch_size").fill("2")  # turned before Python is there
+    assert "comes with Python" in fresh.locator("[data-part=said]").inner_text()
+    (route,) = held
+    route.continue_()
+    fresh.wait_for_selector("#calculator[data-settled]")
+    same(
+        json.loads(fresh.locator("#calculator").get_attribute("data-answer")),
+        begin(batch_size=2),
+    )
+    assert bar.count() == 0
+    fresh.close()
+
+
+def test_a_link_has_the_own_configuration_and_the_pinned_answer_in_it(page):
+    entry = json.loads((web_calculator.ROOT / "data" / "models" / "gpt2.json").read_text())
+    config = entry["config"] | {"n_layer": 5}
+    settle(page, "location.hash = 'model=gpt2&seq_len=512'")
+    page.evaluate("calculator.querySelectorAll('details').forEach((part) => (part.open = true))")
+    page.locator("#calculator-config").fill(json.dumps(config, indent=1))
+    page.get_by_role("button", name="Pin as A").click()
+    page.evaluate("delete calculator.dataset.settled")
+    page.get_by_role("button", name="Use it").click()
+    page.wait_for_function("JSON.parse(calculator.dataset.state).model === 'my-model'")
+    page.wait_for_selector("#calculator[data-settled]")
+    answer = json.loads(page.locator("#calculator").get_attribute("data-answer"))
+    assert "against A" in page.locator("[data-part=said]").inner_text()
+    assert "Model gpt2 → my-model" in page.locator("[data-part=more]").inner_text()
+    assert "config=" in page.url and "pinned=" in page.url
+    link = page.url
+    fresh = page.context.new_page()
+    fresh.set_default_timeout(PATIENCE)
+    fresh.goto(link)
+    fresh.wait_for_selector("#calculator[data-settled]")
+    assert json.loads(fresh.locator("#calculator").get_attribute("data-answer")) == answer
+    assert "Model gpt2 → my-model" in fresh.locator("[data-part=more]").inner_text()
+    fresh.close()
+    page.get_by_role("button", name="Unpin A").click()
+
+
+def test_open_panels_follow_and_a_click_takes_what_they_offer(page):
+    settle(page, "location.hash = 'model=qwen3-4b'")
+    page.evaluate("calculator.querySelectorAll('details').forEach((part) => (part.open = true))")
+    settle(page, "location.hash = 'model=qwen3-4b&seq_len=1024'")
+    rows = page.locator("[data-part=cards] tbody tr")
+    assert rows.count() == len(CONTROLS["gpu"])
+    found = asked(bridge.largest, begin(model="qwen3-4b", seq_len=1024))["batch_size"]["safe"]
+    page.evaluate("delete calculator.dataset.settled")
+    page.locator("[data-part=largest] button").nth(0).click()
+    page.wait_for_selector("#calculator[data-settled]")
+    assert page.locator("#calculator-batch_size").input_value() == str(found)
+    page.evaluate("delete calculator.dataset.settled")
+    page.locator("[data-part=cards]").get_by_role("button", name="T4", exact=True).click()
+    page.wait_for_selector("#calculator[data-settled]")
+    assert "T4: " in page.locator("[data-part=said]").inner_text()
+    assert "precision=fp16-mixed" in page.url
+    page.evaluate("delete calculator.dataset.settled")
+    page.get_by_role("button", name="QLoRA", exact=True).click()
+    page.wait_for_selector("#calculator[data-settled]")
+    assert "quantization=nf4" in page.url and "steps: " in page.locator(".epoch").inner_text()
+
+
+def test_a_long_list_is_searched_and_a_name_of_the_hub_is_found(page):
+    settle(page, "location.hash = ''")
+    search = page.get_by_role("searchbox", name="Model: find")
+    search.fill("qwen3 4b")
+    kept = page.locator("#calculator-model option").all_text_contents()
+    assert "qwen3-4b" in kept and len(kept) < 8
+    search.fill("")
+    page.evaluate("calculator.querySelectorAll('details').forEach((part) => (part.open = true))")
+    page.evaluate("delete calculator.dataset.settled")
+    page.locator("#calculator-named").fill("Qwen/Qwen2.5-7B-Instruct")
+    page.locator("#calculator-named").press("Enter")
+    page.wait_for_selector("#calculator[data-settled]")
+    assert "model=qwen2.5-7b" in page.url
+
+
+def test_the_answer_stays_one_line_on_a_phone_and_covers_no_control(page):
+    settle(page, "location.hash = 'seq_len=1024'")
+    box = page.locator("#calculator .answer").bounding_box()
+    assert box["height"] < 48
+    hidden = page.evaluate(
+        """() => [...calculator.querySelectorAll("form select, form input")]
+        .filter((part) => !part.disabled && part.checkVisibility())
+        .map((part) => {
+          scrollTo(0, document.body.scrollHeight);
+          part.focus();
+          const below = calculator.querySelector(".answer").getBoundingClientRect().bottom;
+          return [part.id, part.getBoundingClientRect().top - below];
+        }).filter(([, room]) => room < 0)"""
+    )
+    assert hidden == []
+
+
 def test_an_address_answers_for_what_it_says_or_not_at_all(page):
     for address, said in (
-        ("model=my-model", "config.json of my-model is missing"),
+        ("model=nobodys-model", "config.json of nobodys-model is missing"),
         ("gpu=RTX+9999", "RTX 9999"),
         ("seq_len=0", "whole number"),
     ):

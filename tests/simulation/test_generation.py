@@ -14,11 +14,11 @@ from vramlab import Generation, Recipe, RecipeError, Sharding, simulate_generati
 from vramlab.base.data import data_path
 from vramlab.hardware.overhead import rules_of
 from vramlab.recipe.shapes import read_shape
-from vramlab.simulation.generation import trace_generation
+from vramlab.simulation.simulate_generation import trace_generation
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import claim_cache, claim_model, run_tracked_generation
 from vramlab.tracking.tracker import Tracker
-from vramlab.training.generation import build_generation, layers_of
+from vramlab.training.fixed_generation import build_generation, layers_of
 from vramlab.training.models import build_model
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64, "intermediate_size": 32}

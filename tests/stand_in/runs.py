@@ -29,7 +29,7 @@ from vramlab.measurement.records import write_atomically
 from vramlab.measurement.worker import import_libraries
 from vramlab.recipe.evaluation import Evaluation
 from vramlab.training.engines import engine_of
-from vramlab.training.evaluation import evaluate
+from vramlab.training.evaluation_loop import evaluate
 from vramlab.training.models import build_model, weight_dtype
 from vramlab.training.process_group import one_rank_of
 from vramlab.training.training import build, make_batch, train_step

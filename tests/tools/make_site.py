@@ -98,9 +98,11 @@ def assemble(
     (source / "llms.txt").write_text(llms, encoding="utf-8")
     shutil.copy(settings.ROOT / "data" / "schema.json", source / "static" / "schema.json")
     site_evidence.open_graph(source / "static" / "open_graph.png")
-    web_calculator.write_archive(source / "static" / "calculator" / "vramlab.zip")
+    calculator = source / "static" / "calculator"
     if pyodide:
-        shutil.copytree(pyodide, source / "static" / "calculator" / "pyodide")
+        web_calculator.lay_out(calculator, pyodide)
+    else:
+        web_calculator.write_archive(calculator / "vramlab.zip")
 
 
 def for_the_site(

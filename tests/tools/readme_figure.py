@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
-from vramlab.interfaces.measure import card_of
+from vramlab.interfaces.measure_and_record import card_of
 from vramlab.interfaces.plot.splits import shared_title
 from vramlab_course.chapters import cheat_sheet
 from vramlab_course.published import results, runs, scatter_error

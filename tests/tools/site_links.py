@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import nbformat
 import settings
-from vramlab_course.claims.ledger import Claim
+from vramlab_course.claims.verdicts import Claim
 
 LEFT_ALONE = r"```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|\$\$.*?\$\$|\$[^$\n]*\$|<[^>\n]*>|^#.*?$"
 MENTION = re.compile(

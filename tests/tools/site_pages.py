@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 from vramlab.base.text import markdown as plain
 from vramlab_course.claims import Verdict
-from vramlab_course.claims.ledger import (
+from vramlab_course.claims.verdicts import (
     HOLDS,
     NOT,
     UNDER,

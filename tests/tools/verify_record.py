@@ -36,7 +36,7 @@ from vramlab.base.files import read_text
 from vramlab.base.text import markdown
 from vramlab.hardware.gpu import Gpu, GpuError, find_gpu
 from vramlab.hardware.overhead import rules_of
-from vramlab.interfaces.measure import card_of
+from vramlab.interfaces.measure_and_record import card_of
 from vramlab.measurement.facts import Fact
 from vramlab.measurement.measure import operations
 from vramlab.measurement.records import VERSIONS, load, read_records

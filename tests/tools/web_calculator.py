@@ -2,14 +2,19 @@
 archive, and usual answers.
 """
 
+import gzip
 import hashlib
 import io
 import json
+import shutil
+import subprocess
 import sys
 import tarfile
+import tempfile
 import urllib.request
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 from settings import ROOT
 from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, predict, read_shape
@@ -101,6 +106,53 @@ def write_archive(path: Path) -> None:
         archive.write(ROOT / "site" / "static" / "calculator" / "bridge.py", "bridge.py")
 
 
+def lay_out(place: Path, pyodide: Path) -> None:
+    """Complete the calculator's folder: the archive, Pyodide's files, and what the page shows at
+    once.
+    """
+    write_archive(place / "vramlab.zip")
+    shutil.copytree(pyodide, place / "pyodide")
+    write_start(place)
+
+
+ASK = """
+import sys
+sys.path[:0] = ["helpers", "."]
+import bridge
+print(bridge.page(), bridge.answer("{}"), sep="\\n")
+"""
+
+
+def write_start(place: Path) -> None:
+    """Write start.json: the page's controls, the answer to its beginning, and sizes.
+
+    Asked of the archive itself, which has fewer models than the catalogue. `bytes` is what
+    `worker.js` counts while it loads, `transfer` what a server sends compressed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        zipfile.ZipFile(place / "vramlab.zip").extractall(folder)
+        words = [sys.executable, "-I", "-S", "-c", ASK]
+        asked = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    page, answer = asked.stdout.splitlines()
+    files = [place / "vramlab.zip", *(place / "pyodide" / name for name in FILES)]
+    counted = [file for file in files if file.suffix != ".mjs"]
+    start = json.loads(page) | {
+        "answer": json.loads(answer),
+        "bytes": sum(file.stat().st_size for file in counted),
+        "transfer": sum(len(gzip.compress(file.read_bytes(), 6)) for file in files),
+    }
+    text = json.dumps(start, separators=(",", ":"))
+    (place / "start.json").write_text(text, encoding="utf-8")
+
+
+def the_bridge() -> ModuleType:
+    """The page's bridge, imported here."""
+    sys.path.insert(0, str(ROOT / "site" / "static" / "calculator"))
+    import bridge
+
+    return bridge
+
+
 WAYS = {  # of the first page's short form: what differs from where the calculator begins
     "QLoRA": {"quantization": "nf4", "dtype": UNSET},
     "LoRA": {},
@@ -124,9 +176,7 @@ def quick_answers() -> str:
     """The first page's short form as MyST: answers for some models, ways and cards, said by the
     calculator's code.
     """
-    sys.path.insert(0, str(ROOT / "site" / "static" / "calculator"))
-    import bridge
-
+    bridge = the_bridge()
     known = {name: find_gpu(name).total for name in CARDS}
     needs = {
         model: {
@@ -148,7 +198,7 @@ def quick_answers() -> str:
     )
 
 
-def _answer(bridge, state: dict) -> list:
+def _answer(bridge: ModuleType, state: dict) -> list:
     """Return what the process takes in GiB (lower end, likely, upper end), the tier, and changes.
 
     On a card that lacks bf16 the changes say fp16.

@@ -17,7 +17,7 @@ from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation.simulate import simulate
 from vramlab.training.engines import engine_of
 from vramlab.training.models import build_model
-from vramlab_course.ranks import alone
+from vramlab_course.training_on_rank import alone
 
 ODD = {"n_embd": 66, "vocab_size": 1001, "n_positions": 37}  # nothing divides it
 ACCUMULATING, HALF = {"gradient_accumulation_steps": 2}, {"precision": "bf16-mixed"}

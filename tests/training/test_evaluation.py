@@ -23,7 +23,7 @@ from vramlab.simulation.simulate import _run
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import claim_model, run_tracked
 from vramlab.tracking.tracker import Tracker
-from vramlab.training.evaluation import evaluate
+from vramlab.training.evaluation_loop import evaluate
 from vramlab.training.models import build_model
 from vramlab.training.training import build, make_batch
 

@@ -10,7 +10,7 @@ from tiny_models import config
 from vramlab import LoRA, Quantization, Recipe, Sharding, predict, simulate
 from vramlab.recipe.shapes import Shape
 from vramlab.report.report import GiB
-from vramlab.simulation.loading import loading_peak
+from vramlab.simulation.quantized_loading import loading_peak
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.models import build_model
 

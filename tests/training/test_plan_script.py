@@ -14,6 +14,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import vramlab
@@ -119,6 +120,13 @@ WORDS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _same_environment():
+    """What a program sets for its process ends with the test."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
     """A folder with a tiny Llama and the course's tokenizer."""
@@ -187,9 +195,10 @@ def test_a_program_with_repeated_keys_trains(base, tmp_path):
     recipe, files = written(base, tmp_path, **asked)
     assert (
         recipe.attn_implementation == "sdpa_repeated"
-        and "    repeat_shared_keys()" in files[0].read_text()
+        and 'AttentionInterface.register("sdpa_repeated", repeated)' in files[0].read_text()
     )
-    run_script(tmp_path, steps=STEPS[:1])
+    (seen,) = run_script(tmp_path, "--watch", steps=STEPS[:1])
+    assert differing_dtypes(seen, simulated(recipe, 2)) == {}
 
 
 def test_ligers_kernels_are_on_where_there_is_a_card(base, tmp_path):
@@ -290,7 +299,7 @@ def test_a_package_that_is_not_installed_is_not_pinned(tmp_path, monkeypatch):
     def absent(name):
         raise metadata.PackageNotFoundError(name)
 
-    assert "git+" in written("gpt2", tmp_path)[1][0].read_text()
+    assert "With vramlab beside them" in written("gpt2", tmp_path)[1][0].read_text()
     monkeypatch.setattr(metadata, "version", absent)
     text = written("gpt2", tmp_path)[1][0].read_text()
     assert "git+" not in text and f"Written by vramlab {vramlab.__version__}." in text
@@ -318,12 +327,14 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
         (
             "transformers",
             {"prompt": "a", "answer": "b"},
-            "the columns prompt, answer, and a sample needs text, or messages.",
+            "train.jsonl has no column text: it has prompt, answer, and a sample needs text, or "
+            "messages.",
         ),
         (
             "dpo",
             {"prompt": "a", "chosen": "b"},
-            "needs prompt and chosen and rejected, or chosen and rejected.",
+            "train.jsonl has no column rejected: it has prompt, chosen, and a sample needs "
+            "prompt and chosen and rejected, or chosen and rejected.",
         ),
     ],
 )
@@ -332,10 +343,10 @@ def test_a_column_that_is_missing_is_named(trainer, row, needed, base, tmp_path)
     (tmp_path / "train.jsonl").write_text(json.dumps(row))
     asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
     with pytest.raises(SystemExit, match=re.escape(needed)):
-        runpy.run_path(str(tmp_path / "train.py"))["samples"](asked, None)
+        runpy.run_path(str(tmp_path / "train.py"))["read"](asked, None)
 
 
-def test_the_first_ctrl_c_saves_a_checkpoint_to_go_on_from(base, tmp_path, monkeypatch):
+def test_the_first_ctrl_c_saves_a_checkpoint_to_go_on_from(base, tmp_path, monkeypatch, capsys):
     from transformers import Trainer
 
     written(base, tmp_path, method="lora")
@@ -347,57 +358,105 @@ def test_the_first_ctrl_c_saves_a_checkpoint_to_go_on_from(base, tmp_path, monke
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "training_step", interrupted)
-    run_script(tmp_path, steps=(4,))
+    with pytest.raises(SystemExit, match=r"^130$"):
+        run_script(tmp_path, steps=(4,))
+    assert "stopped after step 2: the same command goes on" in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").exists()
     assert not (tmp_path / "out" / "checkpoint-3").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_program_ends_with_how_to_use_what_it_trained(base, tmp_path, capsys):
+def test_a_program_ends_with_answers_and_how_to_use_what_it_trained(base, tmp_path, capsys):
     written(base, tmp_path, method="lora")
-    run_script(tmp_path, steps=(1,))
+    run_script(tmp_path, steps=(10,))
     shown = capsys.readouterr().out
-    (line,) = [line for line in shown.splitlines() if line.startswith("To use it: ")]
-    assert line == 'To use it: peft.AutoPeftModelForCausalLM.from_pretrained("out")'
-    import peft
+    for word in ("asked:  ", "before: ", "after:  "):
+        assert shown.count(f"\n{word}") == 3
+    code = shown.partition("To use it:")[2].replace("and as a model without adapters:", "")
+    names: dict = {}
+    exec(code.replace('"out', f'"{tmp_path}/out'), names)
+    assert names["model"].get_input_embeddings() is not None
+    assert (tmp_path / "out-merged" / "model.safetensors").exists()
+    assert not (tmp_path / "out-merged" / "adapter_model.safetensors").exists()
+    logged = [row for row in state(tmp_path, 10)["log_history"] if "loss" in row]
+    assert logged and all(row["tokens_per_second"] > 0 for row in logged)
 
-    whole = eval(
-        line.removeprefix("To use it: ").replace('"out"', repr(str(tmp_path / "out"))),
-        {"peft": peft},
-    )
-    assert whole.merge_and_unload().get_input_embeddings() is not None
+
+CHAT = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ eos_token }}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+# As those that leave out earlier thoughts
+FORGETS = CHAT.replace(
+    "turn.content",
+    "turn.content if loop.last or turn.role == 'user' else turn.content[:4]",
+)
 
 
-def test_a_chat_gets_no_special_tokens_but_its_templates(base, tmp_path):
+def labels_of(base, folder, template) -> tuple:
+    """The tokenizer, and the one row of ids and labels that a program makes of a chat."""
     from transformers import AutoTokenizer
 
-    written(base, tmp_path, method="full", precisions="fp32")
     tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = (
-        "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
-    )
-    turns = [{"role": role, "content": "for each word"} for role in ("user", "assistant")]
-    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 2))
-    asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
-    (row,) = runpy.run_path(str(tmp_path / "train.py"))["samples"](asked, tokenizer)["train"]
-    assert tokenizer.decode(row["input_ids"]) == f"for each word{tokenizer.eos_token}" * 2
+    tokenizer.chat_template = template
+    roles = ("user", "assistant", "user", "assistant")
+    turns = [{"role": role, "content": f"for each {role}"} for role in roles]
+    (folder / "train.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 2))
+    asked = SimpleNamespace(data=str(folder / "train.jsonl"), seed=0)
+    program = runpy.run_path(str(folder / "train.py"))
+    (row,) = program["samples"](asked, tokenizer, program["read"](asked, tokenizer))["train"]
+    return tokenizer, row
+
+
+@pytest.mark.parametrize("trainer", ["transformers", "sft"])
+@pytest.mark.parametrize(("template", "answers"), [(CHAT, 2), (FORGETS, 1)])
+def test_of_a_chat_the_assistants_answers_count(trainer, template, answers, base, tmp_path):
+    written(base, tmp_path, method="full", precisions="fp32", trainer=trainer, seq_len=128)
+    tokenizer, row = labels_of(base, tmp_path, template)
+    counted = [token for token in row["labels"] if token != -100]
+    assert tokenizer.decode(counted) == f"for each assistant{tokenizer.eos_token}" * answers
+    pairs = zip(row["labels"], row["input_ids"], strict=True)
+    assert all(label in (-100, token) for label, token in pairs)
+
+
+def test_of_texts_all_counts_and_chats_need_a_template(base, tmp_path):
+    written(base, tmp_path, method="full", precisions="fp32")
+    program = runpy.run_path(str(tmp_path / "train.py"))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0, model="base")
+    data = program["read"](asked, tokenizer)
+    row = program["samples"](asked, tokenizer, data)["train"][0]
     assert row["labels"] == row["input_ids"]
+    tokenizer.chat_template = None
+    with pytest.raises(SystemExit, match="has no chat template: take a model that has one"):
+        labels_of_chat = {"messages": [{"role": "user", "content": "for each"}]}
+        (tmp_path / "train.jsonl").write_text(json.dumps(labels_of_chat))
+        program["read"](asked, tokenizer)
 
 
 def test_the_program_trains_on_one_card_where_there_are_more(base, tmp_path, monkeypatch):
-    from transformers import Trainer, TrainingArguments
-
-    def two_cards(arguments, made=TrainingArguments.__post_init__):
-        made(arguments)
-        arguments._n_gpu = 2
-
     written(base, tmp_path, method="full", precisions="fp32")
-    monkeypatch.setattr(TrainingArguments, "__post_init__", two_cards)
-    monkeypatch.setattr(
-        Trainer, "__init__", lambda trainer, args, **_: sys.exit(f"on {args.n_gpu}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    runpy.run_path(str(tmp_path / "train.py"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+@pytest.mark.slow  # a process that loads all libraries
+def test_the_program_trains_without_vramlab(base, tmp_path):
+    """In a process of its own, in which vramlab cannot be imported."""
+    written(base, tmp_path, method="lora")
+    hidden = tmp_path / "hidden" / "vramlab"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('not here')")
+    done = subprocess.run(
+        [sys.executable, "train.py", "--data", "train.jsonl", "--max-steps", "1"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(hidden.parent)},
+        capture_output=True,
+        text=True,
     )
-    with pytest.raises(SystemExit, match=r"^on 1$"):
-        run_script(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 # --- ranks

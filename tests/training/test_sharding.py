@@ -132,7 +132,7 @@ def counted_twice(recipe: dict[str, Any]) -> dict[str, Any]:
     from vramlab.training.process_group import real_rank
     from vramlab.training.training import train_step
     from vramlab_course.collectives import Collectives
-    from vramlab_course.ranks import build_on_rank
+    from vramlab_course.training_on_rank import build_on_rank
 
     with real_rank("cpu") as rank:
         here = Recipe(**recipe)

@@ -19,8 +19,8 @@ from vramlab.formulas.predict import predict
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
-from vramlab_course.chapters.units_04 import WRAPPINGS
-from vramlab_course.ranks import alone
+from vramlab_course.chapters.fsdp_units import WRAPPINGS
+from vramlab_course.training_on_rank import alone
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
 FSDP3, FSDP2 = {"stage": 3, "engine": "fsdp"}, {"stage": 2, "engine": "fsdp"}
@@ -435,7 +435,7 @@ def test_wrapping_a_plain_module(launcher):
     or two.
     """
     found = [
-        launcher.run("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping})
+        launcher.run("vramlab_course.chapters.fsdp_units:hundred", {"wrapping": wrapping})
         for wrapping in WRAPPINGS
     ]
     for plain, one, each in zip(*found, strict=True):

@@ -18,7 +18,7 @@ from vramlab.recipe.from_transformers import make
 from vramlab.recipe.recipe import Recipe, Sharding
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.training.engines.pipeline import keep_stage
-from vramlab_course.ranks import alone
+from vramlab_course.training_on_rank import alone
 
 EIGHT_HEADS = {"hidden_size": 128, "num_attention_heads": 8}
 WHOLE = {

@@ -91,6 +91,9 @@ EXTRAS = {
     "IPython": "lab",
     "ipywidgets": "lab",
     "latex2mathml": "lab",
+    "anyio": "mcp",
+    "mcp": "mcp",
+    "mcp_types": "mcp",
 }
 
 

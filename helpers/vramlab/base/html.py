@@ -12,11 +12,15 @@ from html import escape
 from .text import printable
 
 BAR = 24  # letters of the longest bar
-FULL, EMPTY = "█", "░"
+FULL = "█"
+EMPTY = "░"
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", notes: Iterable[str] = ()
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str = "",
+    notes: Iterable[str] = (),
 ) -> str:
     """Return a table; the first column is left-aligned, and all texts are escaped."""
     lines = ["<table>"]

@@ -17,9 +17,9 @@ from ..hardware.overhead import torch_release
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from . import model_states
-from .deepspeed import DeepSpeedEngine
-from .engine import ROOT, Engine
-from .fsdp import FsdpEngine
+from .deepspeed_memory import DeepSpeedEngine
+from .engine_memory import ROOT, Engine
+from .fsdp_memory import FsdpEngine
 from .fused_head import reference_recipe
 from .ledger import Ledger, Tensor
 from .memory import NEVER, Entry

@@ -61,7 +61,14 @@ class AttentionKernels:
             return self._unpadded(q, k, v)
         return self._fused(q, k, v, mask, joined=self.rows.joined)
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, joined: int) -> Tensor:
+    def _fused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        joined: int,
+    ) -> Tensor:
         """Attend with one kernel, or with PyTorch's own fallback.
 
         `joined`: sequences in a row, 0 if rows are samples.
@@ -109,7 +116,13 @@ class AttentionKernels:
             return m.copy(y)
         return y
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    def _kernel(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> str:
         """Return which kernel runs: "flash", "efficient" or "math"."""
         numerics = self.operators.numerics
         if numerics.attention == "flash_attention_2":
@@ -186,7 +199,13 @@ class AttentionKernels:
             extra=prod(x.shape) * x.width,
         )
 
-    def _math(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _math(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
         """Attend in fp32 with `_scaled_dot_product_attention_math`.
 
         Autocast is off inside it (attention.cpp).

@@ -46,27 +46,33 @@ def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
     if alive is None:
         alive = {}
     # The cached groups serve other recipes, so they are copied.
-    found = dict(held)
+    blocks = dict(held)
     for (size, category, shape, width, op), (count, where) in alive.items():
         dtype = dtype_of(width, op, half)
-        found[size, category, shape, dtype, op] = [count, where, (size,)]
+        blocks[size, category, shape, dtype, op] = [count, where, (size,)]
     if recipe.sharding:
-        return _of_rank(found, peak)
-    return found
+        return _of_rank(blocks, peak)
+    return blocks
 
 
 # All recipes of a sweep over batches share them.
 @lru_cache(maxsize=512)
-def _held(shape: Shape, form: Format, half: str, copied: bool, gradients: bool) -> Groups:
+def _held(
+    shape: Shape,
+    form: Format,
+    half: str,
+    copied: bool,
+    gradients: bool,
+) -> Groups:
     """Group the blocks of model states, with `gradients` or without; `copied`: of two models."""
-    found: Groups = {}
+    states: Groups = {}
     copies = 2 if copied else 1
     for row in model_states.cached_table(shape, form):
         dtype = half if row.width == HALF else "float32"
         stored = "uint8" if row.quantized else dtype
         about = ("parameters", row.shape, stored, "loaded")
         _add(
-            found,
+            states,
             about,
             row.blocks,
             row.name,
@@ -75,7 +81,7 @@ def _held(shape: Shape, form: Format, half: str, copied: bool, gradients: bool) 
         if row.states:
             about = ("optimizer_states", row.shape, dtype, form.optim)
             _add(
-                found,
+                states,
                 about,
                 row.states,
                 row.name,
@@ -84,24 +90,24 @@ def _held(shape: Shape, form: Format, half: str, copied: bool, gradients: bool) 
         if row.trained and gradients:
             about = ("gradients", row.shape, dtype, "backward")
             _add(
-                found,
+                states,
                 about,
                 (row.size,),
                 row.name,
                 row.count,
             )
-    return found
+    return states
 
 
 def _add(
-    found: Groups,
+    groups: Groups,
     about: tuple,
     sizes: tuple[int, ...],
     where: str,
     count: int,
 ) -> None:
     """Add `count` tensors of the blocks `sizes` to the group of equal ones."""
-    group = found.setdefault((sum(sizes), *about), [0, where, sizes])
+    group = groups.setdefault((sum(sizes), *about), [0, where, sizes])
     group[0] += count
 
 
@@ -110,7 +116,7 @@ def _of_rank(whole: Groups, peak: Bytes) -> Groups:
     totals: Counter[str] = Counter()
     for (size, category, *_), (count, *_) in whole.items():
         totals[category] += count * size
-    found: Groups = {}
+    scaled_groups: Groups = {}
     for (_, category, *about), (count, where, sizes) in whole.items():
         if totals[category] == 0:
             continue
@@ -119,36 +125,36 @@ def _of_rank(whole: Groups, peak: Bytes) -> Groups:
         if share:
             scaled = tuple(int(size * share) for size in sizes)
             _add(
-                found,
+                scaled_groups,
                 (category, *about),
                 scaled,
                 where,
                 count,
             )
-    return found
+    return scaled_groups
 
 
-def largest(found: Groups) -> list[TensorGroup]:
+def largest(blocks: Groups) -> list[TensorGroup]:
     """List the groups that take the most bytes together."""
 
     def together(key: tuple) -> int:
         size, *_ = key
-        count, *_ = found[key]
+        count, *_ = blocks[key]
         return size * count
 
     listed = []
-    for key in sorted(found, key=together, reverse=True)[:LISTED]:
-        count, where, _ = found[key]
+    for key in sorted(blocks, key=together, reverse=True)[:LISTED]:
+        count, where, _ = blocks[key]
         size, category, shape, dtype, op = key
         listed.append(TensorGroup(size, category, shape, dtype, op, where, count))
     return listed
 
 
-def counts(found: Groups, peak: Bytes) -> dict[int, int]:
+def counts(alive: Groups, peak: Bytes) -> dict[int, int]:
     """Count the blocks alive at the peak by size."""
     blocks: defaultdict[int, int] = defaultdict(int)
     held = 0
-    for count, _, sizes in found.values():
+    for count, _, sizes in alive.values():
         for size in sizes:
             blocks[size] += count
             held += size * count

@@ -3,7 +3,7 @@
 from math import prod
 
 from ..recipe.shapes import Shape
-from . import liger
+from . import liger_kernels
 from .ledger import Tensor
 from .numerics import INT64
 from .operators import Operators
@@ -44,7 +44,7 @@ class FeedForward:
         if m.numerics.liger & {"swiglu", "geglu"}:
             gate = m.linear(x, at["gate"])
             up = m.linear(x, at["up"])
-            return liger.gated(m, gate, up)
+            return liger_kernels.gated(m, gate, up)
         gate = m.activation(m.linear(x, at["gate"]), self.shape.activation)
         up = m.linear(x, at["up"])
         return m.mul(gate, up)

@@ -145,7 +145,12 @@ def log_probabilities(
     )
 
 
-def _labelled(m: Operators, x: Tensor, mask: Tensor, labelled: int) -> Tensor:
+def _labelled(
+    m: Operators,
+    x: Tensor,
+    mask: Tensor,
+    labelled: int,
+) -> Tensor:
     """Take the hidden states of the tokens that have a label."""
     b, tokens, hidden_size = x.shape
     sliced = m.slice(x, (b, tokens - 1, hidden_size))
@@ -168,7 +173,13 @@ class _Copies(NamedTuple):
     columns: list[int]
 
     @classmethod
-    def of(cls, m: Operators, x: Tensor, weight: Parameter, labelled: int) -> "_Copies":
+    def of(
+        cls,
+        m: Operators,
+        x: Tensor,
+        weight: Parameter,
+        labelled: int,
+    ) -> "_Copies":
         """Return those of the head's products."""
         if not labelled:  # the token of each sample is its first: no tile is computed
             return cls([0], [0])

@@ -5,8 +5,8 @@ from math import prod
 from ..recipe.liger import HEAD
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
-from . import liger
-from .engine import TAIL, Engine
+from . import liger_kernels
+from .engine_memory import TAIL, Engine
 from .fused_head import log_probabilities
 from .ledger import CAST, Tensor
 from .norms import Norms
@@ -21,7 +21,13 @@ POOLER = "bert.pooler.dense"
 class Head:
     """The head of `recipe`'s model, and its loss."""
 
-    def __init__(self, operators: Operators, norms: Norms, engine: Engine, recipe: Recipe):
+    def __init__(
+        self,
+        operators: Operators,
+        norms: Norms,
+        engine: Engine,
+        recipe: Recipe,
+    ):
         self.operators = operators
         self.norms = norms
         self.engine = engine
@@ -52,7 +58,7 @@ class Head:
             self.engine.leave(TAIL)
             return loss, loss
         if HEAD in m.numerics.liger:
-            loss = liger.head_loss(m, x, m.parameters[f"{shape.head}.weight"])
+            loss = liger_kernels.head_loss(m, x, m.parameters[f"{shape.head}.weight"])
             return loss, loss
         logits = m.linear(x, shape.head)
         self.engine.leave(TAIL)

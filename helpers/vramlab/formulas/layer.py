@@ -89,7 +89,13 @@ class Layer:
             return x
         return self.norms.apply(x, at[role])
 
-    def _sum(self, x: Tensor, y: Tensor, at: Modules, role: str) -> Tensor:
+    def _sum(
+        self,
+        x: Tensor,
+        y: Tensor,
+        at: Modules,
+        role: str,
+    ) -> Tensor:
         """Add dropout(y) to x; apply the norm `role` in a model with norms after the sums."""
         m = self.operators
         if self.scaled:

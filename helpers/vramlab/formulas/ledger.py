@@ -373,7 +373,9 @@ class Ledger(Memory):
         return out
 
     def _saved(
-        self, block: Block | None, saves: Sequence[Tensor | bool]
+        self,
+        block: Block | None,
+        saves: Sequence[Tensor | bool],
     ) -> "Saved | Replay | None":
         """Return what a node keeps: blocks of `saves`, or the checkpoint that makes them again."""
         if not saves:

@@ -14,7 +14,7 @@ from ..recipe.families import Stack
 from ..recipe.recipe import Recipe
 from .attention import AttentionKernels
 from .embeddings import Embeddings
-from .engine import EMBEDDING, ROOT, TAIL, Engine
+from .engine_memory import EMBEDDING, ROOT, TAIL, Engine
 from .feed_forward import FeedForward
 from .head import Head
 from .layer import Layer

@@ -325,11 +325,11 @@ def first_layers(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[i
     kept: set[int | None] = {None}
     for start in accumulate(counts, initial=0):
         kept.update(range(start, start + layers))
-    found = []
+    weights = []
     for weight in shape.weights():
         if weight.layer in kept:
-            found.append((weight.name, starred_name(weight.name), weight.shape))
-    return tuple(found)
+            weights.append((weight.name, starred_name(weight.name), weight.shape))
+    return tuple(weights)
 
 
 def parameter_bytes(recipe: Recipe) -> int:

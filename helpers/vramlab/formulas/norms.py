@@ -1,7 +1,7 @@
 """LayerNorm and the families' RMSNorms: what each saves for the backward pass."""
 
 from ..recipe.shapes import Shape
-from . import liger
+from . import liger_kernels
 from .ledger import Tensor
 from .operators import Operators
 from .tensor_sizes import FP32
@@ -19,7 +19,7 @@ class Norms:
         if self.shape.norm == "layernorm":
             return self.layer_norm(x, name)
         if "rms_norm" in self.operators.numerics.liger:
-            return liger.rms_norm(self.operators, self.shape.family, x, name)
+            return liger_kernels.rms_norm(self.operators, self.shape.family, x, name)
         return self.rms_norm(x, name)
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:

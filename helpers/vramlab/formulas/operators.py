@@ -387,7 +387,13 @@ class Operators:
         ledger.where = outer
         return y
 
-    def adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: bool) -> Tensor:
+    def adapted(
+        self,
+        x: Tensor,
+        base: list[Tensor],
+        name: str,
+        quantized: bool,
+    ) -> Tensor:
         """Add B(A(dropout(x))) · α/r to a layer's result, which is in the list `base`.
 
         It saves x in the adapter's dtype, and r numbers a token (peft, lora.Linear).

@@ -113,7 +113,7 @@ def _modules(shape: Shape) -> list[Module]:
     """List the modules in the order in which they run forward."""
     persistent = HIDDEN["stage3_param_persistence_threshold"](shape.hidden_size)
     part = "front"
-    found: dict[str, tuple[str, Weights]] = {}
+    weights_of: dict[str, tuple[str, Weights]] = {}
     for weight in shape.weights():
         if weight.layer is not None:
             part = "backward"
@@ -124,16 +124,16 @@ def _modules(shape: Shape) -> list[Module]:
         for name, inner in zip(names, [*names[1:], ""], strict=True):
             # A list of modules is not called.
             if not inner.rpartition(".")[2].isdigit():
-                found.setdefault(name, (part, {}))
+                weights_of.setdefault(name, (part, {}))
         size = prod(weight.shape)
         if size > persistent:
-            _, weights = found[names[-1]]
+            _, weights = weights_of[names[-1]]
             weights[weight.name] = size
     if shape.tied:
-        embedding = next(weights for _, weights in found.values() if weights)
-        found.setdefault(shape.head, ("head", embedding))
+        embedding = next(weights for _, weights in weights_of.values() if weights)
+        weights_of.setdefault(shape.head, ("head", embedding))
     modules = []
-    for name, (part, weights) in found.items():
+    for name, (part, weights) in weights_of.items():
         modules.append(Module(_layer(name), part, weights))
     return modules
 

@@ -49,7 +49,11 @@ def _first_of(parameters: dict[str, Parameter], rows: int) -> str | None:
 
 @lru_cache(maxsize=512)
 def _settings(
-    shape: Shape, dtype: str, quantization: Quantization | None, lora: LoRA | None, layers: int
+    shape: Shape,
+    dtype: str,
+    quantization: Quantization | None,
+    lora: LoRA | None,
+    layers: int,
 ) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of each, adapters last."""
     # Any optimizer does: only widths and what is trained are read.

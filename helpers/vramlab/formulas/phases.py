@@ -93,10 +93,10 @@ class Phases:
 
     def _cause(self, phase: str) -> Cause | None:
         """Return what stands last before the peak of the account's forward or backward."""
-        found = self.account.cause(phase)
-        if found is None:
+        cause = self.account.cause(phase)
+        if cause is None:
             return None
-        direction, where, entry = found
+        direction, where, entry = cause
         dtype = dtype_of(entry.width, entry.op, half_of(self.recipe))
         return Cause(
             direction=direction,

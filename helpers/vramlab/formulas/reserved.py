@@ -23,7 +23,9 @@ from ..report.report import Interval
 # is above four fifths of the 601 that are not sharded, 71 to 95 % of each card's or source's: cards
 # between it and the upper end hold nine in ten. The upper ends are above all, also of the 76 that
 # are sharded, whose units come and go in segments of other sizes (2.54 times).
-TYPICAL, WORST, WORST_SHARDED = 1.18, 1.5, 2.6
+TYPICAL = 1.18
+WORST = 1.5
+WORST_SHARDED = 2.6
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 """A layer's attention: projections, rotary positions, a cache, attention itself, the way back."""
 
 from ..recipe.shapes import Shape
-from . import liger
+from . import liger_kernels
 from .attention import AttentionKernels
 from .ledger import Tensor
 from .norms import Norms
@@ -32,7 +32,13 @@ class SelfAttention:
         self.layout = shape.known_layout
         self.caches = caches
 
-    def run(self, at: Modules, x: Tensor, mask: Tensor | None, table: Table | None) -> Tensor:
+    def run(
+        self,
+        at: Modules,
+        x: Tensor,
+        mask: Tensor | None,
+        table: Table | None,
+    ) -> Tensor:
         """Project, rotate and cache where the model does, attend, and project back."""
         if "kv_a" in at:
             assert table is not None  # all such models have rotary positions
@@ -57,7 +63,7 @@ class SelfAttention:
             q, k, v = self._separate(at, x)
         if table and "rope" in m.numerics.liger:
             # One kernel turns both where they lie.
-            q, k = liger.turned(m, q, k)
+            q, k = liger_kernels.turned(m, q, k)
         elif table:
             q, k = [self._turned(x, table) for x in (q, k)]
         if self.caches is not None:
@@ -144,7 +150,13 @@ class SelfAttention:
         partial = dims < self.shape.head_dim or self.layout.joined_rotary
         return self._rotary(x, table, dims, partial)
 
-    def _rotary(self, x: Tensor, table: Table, dims: int, partial: bool) -> Tensor:
+    def _rotary(
+        self,
+        x: Tensor,
+        table: Table,
+        dims: int,
+        partial: bool,
+    ) -> Tensor:
         """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021).
 
         It saves cos and sin only. `partial`: the family joins rotated and other channels, even if

@@ -19,9 +19,9 @@ from math import ceil, prod
 from ..hardware.overhead import rounded
 from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
-from . import fsdp, model_states
-from .deepspeed import deepspeed_bytes
-from .engine import sharding_of
+from . import fsdp_memory, model_states
+from .deepspeed_memory import deepspeed_bytes
+from .engine_memory import sharding_of
 from .model_states import ParameterRow, RankBytes, Settings, tensors_in_order
 from .reserved import internal_fragmentation, pack
 from .step import step_temporaries
@@ -153,12 +153,12 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     """Return what the recipe's rank has of the tensors of `row`."""
     sharding = sharding_of(recipe)
     ranks = sharding.world_size
-    shape = fsdp.own(row.shape, ranks, sharding.rank)
+    shape = fsdp_memory.own(row.shape, ranks, sharding.rank)
     if row.quantized:
         numbers, *scales = row.blocks
         blocks = (rounded(ceil(numbers / ranks)), *scales)  # the quantization state is not divided
     else:
-        blocks = (rounded(fsdp.padded(row.shape, ranks) * row.width),)
+        blocks = (rounded(fsdp_memory.padded(row.shape, ranks) * row.width),)
     states: tuple[int, ...] = ()
     if row.trained:
         states = state_sizes(
@@ -179,8 +179,8 @@ def _unit_gradients(recipe: Recipe) -> list[int]:
     units: Counter[str] = Counter()  # with * for the number of a layer, all layers together
     for row in model_states.parameter_table(recipe):
         if row.trained:
-            shard = fsdp.padded(row.shape, ranks) * row.width
-            units[fsdp.unit_of(row.name, recipe)] += shard * row.count
+            shard = fsdp_memory.padded(row.shape, ranks) * row.width
+            units[fsdp_memory.unit_of(row.name, recipe)] += shard * row.count
     sizes = []
     for key, size in units.items():
         # A unit's gradients are one flat tensor, rounded as a whole.

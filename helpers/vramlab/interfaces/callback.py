@@ -21,7 +21,8 @@ from .watch import watch
 # steps; all of them hold more than all of as many before: then it is looked which lines leave
 # storages
 WINDOW = 5
-FOLLOWED, LOOKS = 3, 3  # steps that are followed then, and how often in a run
+FOLLOWED = 3  # steps that are followed then
+LOOKS = 3  # how often in a run
 LEAST = 64 * KiB  # a step: less is no leak to warn of
 
 
@@ -81,7 +82,8 @@ class WatchCallback(TrainerCallback):
             )
         handler = sys._getframe(1).f_locals.get("self")
         if isinstance(
-            handler, CallbackHandler
+            handler,
+            CallbackHandler,
         ):  # to add to what reporters log, this one comes before them
             handler.callbacks.sort(key=lambda each: each is not self)
 
@@ -164,7 +166,8 @@ class WatchCallback(TrainerCallback):
         """Warn of the lines of which each step followed has left storages."""
         self.close()
         self._since = len(self.held)
-        if found := recorder.leaks(self._ends, LEAST):
+        found = recorder.leaks(self._ends, LEAST)
+        if found:
             self.leaks = found
             why = "memory grows with every step; what one step leaves, by the line that made it:"
             warnings.warn(f"{why}\n{found}", stacklevel=2)

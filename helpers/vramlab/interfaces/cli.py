@@ -29,7 +29,8 @@ from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..training.quiet import no_collection
 from . import cli_of_machines
-from .answers import (
+from .command_options import JSON, flag_of, number, option, takes
+from .command_output import (
     DOES_NOT_FIT,
     STOPPED,
     WRONG,
@@ -44,10 +45,9 @@ from .answers import (
     say,
     standard_input,
 )
-from .command_options import JSON, flag_of, number, option, takes
 from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
 from .no_such_option import instead
-from .options import (
+from .recipe_options import (
     OPTIONS,
     Options,
     fields_of,
@@ -116,11 +116,15 @@ EXPLAINED += (
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(
-    str | None, "An older version whose ways are known, such as 4.48.", "--transformers"
+    str | None,
+    "An older version whose ways are known, such as 4.48.",
+    "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
 Pretrained = option(
-    bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained"
+    bool,
+    "Download the model's tokenizer for the text of --dataset.",
+    "--pretrained",
 )
 OtherMemory = option(
     str | None,
@@ -128,7 +132,9 @@ OtherMemory = option(
     "--other-memory",
 )
 Expandable = option(
-    bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments"
+    bool,
+    "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    "--expandable-segments",
 )
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
@@ -171,7 +177,8 @@ def predict(
     lengths: option(Path | None, LENGTHS + ": a whole run.", "--lengths", "--dataset") = None,
     pretrained: Pretrained = False,
     train_sampling_strategy: option(
-        str | None, "With --lengths, as in TrainingArguments: random if left out."
+        str | None,
+        "With --lengths, as in TrainingArguments: random if left out.",
     ) = None,
     gpu: GpuName = None,
     other_memory: OtherMemory = None,
@@ -179,7 +186,7 @@ def predict(
     as_json: JSON = False,
 ) -> None:
     from ..formulas.predict import predict
-    from ..formulas.run import predict_run
+    from ..formulas.whole_run import predict_run
 
     card = asked_card(gpu, recipe)
     granted = granted_to(card, other_memory, expandable_segments)
@@ -247,7 +254,7 @@ def generate(
     as_json: JSON = False,
 ) -> None:
     with no_collection(before=False):
-        from ..simulation.generation import simulate_generation
+        from ..simulation.simulate_generation import simulate_generation
 
     recipe, generation = asked
     card = asked_card(gpu, recipe)
@@ -263,7 +270,7 @@ def measure(
     repeats: option(int, "Timed steps after warm-up.", parser=number) = 5,
     as_json: JSON = False,
 ) -> None:
-    from .measure import measure
+    from .measure_and_record import measure
 
     finish(measure(recipe, repeats=repeats), None, as_json)
 
@@ -288,26 +295,29 @@ def plan(
     if is_size(gpu):
         if asked.get("memory") is not None:
             raise RecipeError(
-                "gpu", gpu, "it is a size, and --memory says one too: name a card, or leave it out"
+                "gpu",
+                gpu,
+                "it is a size, and --memory says one too: name a card, or leave it out",
             )
         asked["memory"] = gpu
         gpu = None
     if dataset:
         asked["lengths"] = read_lengths(
-            dataset, functools.partial(tokens_of, asked["model"], pretrained)
+            dataset,
+            functools.partial(tokens_of, asked["model"], pretrained),
         )
     if confirm and is_watched() and not as_json:
         at_once = plan(gpu=gpu, confirm=False, **asked)
         if at_once.choices:
             say(f"{at_once.table()}\nby formula; each is being simulated …\n")
-    found = plan(gpu=gpu, confirm=confirm, **asked)
-    say(as_text(found.to_dict()) if as_json else str(found))
-    if write and found.choices:
+    planned = plan(gpu=gpu, confirm=confirm, **asked)
+    say(as_text(planned.to_dict()) if as_json else str(planned))
+    if write and planned.choices:
         there = write.exists()
-        files = ", ".join(map(str, found.write(write)))
-        more = "; --method takes another" if len(found.choices) > 1 else ""
-        say(f"{'replaced' if there else 'wrote'} {files}: {found.best.method}{more}", err=True)
-    if not found.choices:
+        files = ", ".join(map(str, planned.write(write)))
+        more = "; --method takes another" if len(planned.choices) > 1 else ""
+        say(f"{'replaced' if there else 'wrote'} {files}: {planned.best.method}{more}", err=True)
+    if not planned.choices:
         raise typer.Exit(DOES_NOT_FIT)
 
 
@@ -342,7 +352,8 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = said(words or [], _predict_options), []
+        what, notes = said(words or [], _predict_options)
+        rest = []
     recipe: Any = None
     assumed = False
     if rest:
@@ -369,21 +380,24 @@ def run_script(
     ],
     gpus: option(int, "How many such cards there are.", min=1) = 1,
     steps: option(
-        int | None, "End each process after so many optimizer steps; 3 show all phases.", min=1
+        int | None,
+        "End each process after so many optimizer steps; 3 show all phases.",
+        min=1,
     ) = None,
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
 ) -> None:
-    from .run import run
+    from .run_command import run
 
     check_written(report=report, snapshot=snapshot)
-    found = run(command, find_gpu(gpu), gpus, snapshot, steps)
-    say(str(found))
-    if report and found.reports:
+    seen = run(command, find_gpu(gpu), gpus, snapshot, steps)
+    say(str(seen))
+    if report and seen.reports:
         write_atomically(
-            report, max(found.reports, key=lambda one: one.allocated or 0).to_json(indent=2)
+            report,
+            max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2),
         )
-    raise typer.Exit(found.status)
+    raise typer.Exit(seen.status)
 
 
 @app.command(
@@ -412,7 +426,8 @@ def diff(
     "architecture."
 )
 def models(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "",
+    as_json: JSON = False,
 ) -> None:
     from . import lists
 
@@ -422,7 +437,8 @@ def models(
 
 @app.command(help="The cards that have a name: memory and rates.")
 def gpus(
-    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "", as_json: JSON = False
+    filtered: Annotated[str, typer.Argument(metavar="FILTER")] = "",
+    as_json: JSON = False,
 ) -> None:
     from . import lists
 
@@ -447,6 +463,18 @@ def schema(command: Annotated[str | None, typer.Argument(metavar="COMMAND")] = N
 )
 def skill() -> None:
     typer.echo(read_text(data_path("SKILL.md")), nl=False)
+
+
+@app.command(
+    "mcp",
+    help="plan, predict, simulate, explain, diff, models and gpus as tools of the Model Context "
+    "Protocol, over standard streams: what an agent starts.",
+)
+def serve_tools() -> None:
+    from .mcp_server import serve
+
+    commands: Any = typer.main.get_command(app)
+    serve(commands.commands)
 
 
 def _predict_options(rest: list[str]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .answers import FAILED, as_text, say
 from .command_options import JSON, option
+from .command_output import FAILED, as_text, say
 
 
 def add_to(app: typer.Typer) -> None:
@@ -39,11 +39,15 @@ def record(
     folder: option(Path | None, "Where records lie; the course's when left out.") = None,
     as_json: option(bool, "Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
-    from .measure import record
+    from .measure_and_record import record
 
     progress = functools.partial(say, err=as_json)
     outcome = record(
-        paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=progress
+        paths or None,
+        minutes=minutes,
+        folder=folder,
+        dry_run=dry_run,
+        progress=progress,
     )
     say(
         json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1)
@@ -60,10 +64,12 @@ def card(
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
     compare: option(
-        bool, "Print what simulate says beside each report, which takes time.", "--compare"
+        bool,
+        "Print what simulate says beside each report, which takes time.",
+        "--compare",
     ) = False,
 ) -> None:
-    from .measure import run_card
+    from .measure_and_record import run_card
 
     run = run_card(paths or None, minutes, folder, dry_run, progress=say, compare=compare)
     if dry_run:
@@ -78,7 +84,8 @@ def share(
     ] = None,
     folder: option(Path, "Where to write what may be sent.") = Path("."),
     browse: option(
-        bool, "Open the page that takes it. Nothing is sent before you say so there."
+        bool,
+        "Open the page that takes it. Nothing is sent before you say so there.",
     ) = True,
 ) -> None:
     from ..measurement.share import share

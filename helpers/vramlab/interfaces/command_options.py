@@ -15,7 +15,7 @@ from ..base.text import printable
 from ..recipe import hub_names
 from ..recipe.knobs import Knob
 from ..recipe.shapes import read_shape
-from .options import GENERATION, OPTIONS, Options
+from .recipe_options import GENERATION, OPTIONS, Options
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
@@ -82,7 +82,8 @@ def shared_name(model: str) -> str:
 
 
 def takes(
-    known: Options, make: Callable[[str, dict[str, Any]], Any]
+    known: Options,
+    make: Callable[[str, dict[str, Any]], Any],
 ) -> Callable[[Callable], Callable]:
     """Give `command(made, …)` the argument MODEL and the `known` options.
 
@@ -94,7 +95,8 @@ def takes(
         def run(model: str, download: bool = False, **values: Any) -> None:
             if download:
                 hub_names.download(model)
-            if shared := shared_name(model):
+            shared = shared_name(model)
+            if shared:
                 typer.echo(printable(f"note: {shared}"), err=True)
             command(make(model, {name: values.pop(name) for name in known}), **values)
 
@@ -106,7 +108,9 @@ def takes(
         ]
         parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
         fetch = option(
-            bool, "Read MODEL's config.json from the hub, and no other file.", "--download"
+            bool,
+            "Read MODEL's config.json from the hub, and no other file.",
+            "--download",
         )
         parameters.append(
             Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False)
@@ -126,7 +130,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
     """An option as typer wants it; lists and a part's options are None where they are not given."""
     text = ": ".join(
         filter(
-            None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]
+            None,
+            [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))],
         )
     )
     dashed = name.replace("_", "-")

@@ -14,10 +14,10 @@ from ..base.errors import RecipeError, needing
 from ..base.files import read_text
 from ..recipe.argument_classes import DECLARED
 from ..recipe.recipe import Recipe
-from .answers import say
 from .axolotl_file import read_axolotl
+from .command_output import say
 from .configuration_file import Configuration, known_settings
-from .options import OPTIONS, fields_of, recipe_of, recipe_of_arguments, said_options
+from .recipe_options import OPTIONS, fields_of, recipe_of, recipe_of_arguments, said_options
 from .trl_file import OF_TRL, read_llama_factory, read_trl
 
 AXOLOTL = "axolotl"

@@ -20,7 +20,9 @@ from ..hardware.nvml import all_sensors, nvml_snapshot
 from ..report.report import GiB, encode, environment, format_bytes, installed
 
 MARKER = "machine: "
-OK, WARN, MISSING = "ok", "warn", "missing"
+OK = "ok"
+WARN = "warn"
+MISSING = "missing"
 RAM_NEEDED = 4 * GiB
 HOSTED = {  # by the start of a variable of the environment
     "COLAB_": "Runtime > Change runtime type > T4 GPU, then run again from the top; ",
@@ -55,7 +57,8 @@ class Doctor:
 
     def __str__(self) -> str:
         """A line per check: name, state, what was found, and under it what to do."""
-        width, lines = max(len(c.name) for c in self.checks), []
+        width = max(len(c.name) for c in self.checks)
+        lines = []
         for c in self.checks:
             lines.append(f"{c.name:<{width}}  {c.status:<7}  {c.value}".rstrip())
             if c.advice:
@@ -68,15 +71,15 @@ def doctor() -> Doctor:
 
     Loads torch only where a GPU may be.
     """
-    found: list[Check] = []
+    checks: list[Check] = []
     for name, look in LOOKS.items():
         try:
-            found += look()
+            checks += look()
         except Exception as error:
-            found.append(
+            checks.append(
                 Check(name, WARN, "could not be checked", f"{type(error).__name__}: {error}")
             )
-    return Doctor(tuple(found))
+    return Doctor(tuple(checks))
 
 
 def environment_stamp() -> str:
@@ -113,7 +116,12 @@ def requirements(extra: str = "course") -> list[tuple[str, str]]:
     return [(r.name, str(r.specifier)) for r in needed]
 
 
-def judged(name: str, value: str, trouble: str = "", required: bool = False) -> Check:
+def judged(
+    name: str,
+    value: str,
+    trouble: str = "",
+    required: bool = False,
+) -> Check:
     """Return a check that warns where `trouble` says what to do."""
     return Check(name, WARN if trouble else OK, value, trouble, required)
 
@@ -124,7 +132,8 @@ def packages() -> Iterator[Check]:
     yield Check("python", OK, platform.python_version(), required=True)
     own = {name for name, _ in requirements("")}
     for name, specifier in requirements():
-        if (version := installed(name)) is None:
+        version = installed(name)
+        if version is None:
             advice = f"pip install '{name}{specifier}'"
             if name not in own:
                 advice += " where simulate, measure or the course want it; predict does not"
@@ -171,7 +180,8 @@ def may_have_gpu() -> bool:
 
 def gpus() -> Iterator[Check]:
     try:
-        if loaded := "torch" in sys.modules or may_have_gpu():
+        loaded = "torch" in sys.modules or may_have_gpu()
+        if loaded:
             import torch
 
             cuda = torch.version.cuda
@@ -195,7 +205,8 @@ def gpus() -> Iterator[Check]:
         return
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)
-        memory, have = format_bytes(seen.total_memory, digits=2), f"{seen.major}.{seen.minor}"
+        memory = format_bytes(seen.total_memory, digits=2)
+        have = f"{seen.major}.{seen.minor}"
         yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
     for form in ("bf16", "tf32", "fp8"):
         gpu = current_device().gpu
@@ -217,7 +228,8 @@ def _no_gpu(cuda: str | None) -> Check:
             else "torch is a CPU build: install one for CUDA (pytorch.org/get-started)"
         )
         return judged("GPU", f"{seen.name}, but torch cannot use it", advice)
-    if hidden := _hidden():
+    hidden = _hidden()
+    if hidden:
         return judged("GPU", f"none{hidden}", "unset the variable, then start Python again")
     where = (
         menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ)
@@ -266,7 +278,9 @@ def machine() -> Iterator[Check]:
         else ""
     )
     yield judged(
-        "RAM", f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}", advice
+        "RAM",
+        f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}",
+        advice,
     )
 
 

@@ -104,7 +104,11 @@ def _of_recipe(run: Run) -> Explanation:
 
 
 def _of_both(
-    message: Message, recipe: Recipe, assumed: bool, card: Gpu | None, granted: dict[str, Any]
+    message: Message,
+    recipe: Recipe,
+    assumed: bool,
+    card: Gpu | None,
+    granted: dict[str, Any],
 ) -> Explanation:
     """Return what message and recipe say together, with one figure for what is missing."""
     taken = ""

@@ -36,11 +36,11 @@ def sized(n: int) -> str:
 
 def missing_of(message: Message) -> int | None:
     """Return the bytes that the request lacks, None where the message does not say."""
-    found = message.bytes
-    if "lack" not in found:
+    sizes = message.bytes
+    if "lack" not in sizes:
         return None
-    in_one_piece = found["lack"] - found.get("unallocated", 0)
-    return max(in_one_piece, 0) or max(found["lack"], 0)
+    in_one_piece = sizes["lack"] - sizes.get("unallocated", 0)
+    return max(in_one_piece, 0) or max(sizes["lack"], 0)
 
 
 def of_message(message: Message, alone: bool) -> list[str]:
@@ -73,47 +73,47 @@ def _holder(one: Holder) -> str:
 
 
 def _of_host(message: Message) -> list[str]:
-    found = message.bytes
+    sizes = message.bytes
     parts = [f"the machine's memory ran out: {message.who}"]
-    if "asked" in found:
-        parts.append(f"{sized(found['asked'])} asked for")
-    if "process" in found:
-        parts.append(f"the process held {sized(found['process'])}")
-    if "used" in found and "total" in found:
-        parts.append(f"{sized(found['used'])} of the machine's {sized(found['total'])} were used")
+    if "asked" in sizes:
+        parts.append(f"{sized(sizes['asked'])} asked for")
+    if "process" in sizes:
+        parts.append(f"the process held {sized(sizes['process'])}")
+    if "used" in sizes and "total" in sizes:
+        parts.append(f"{sized(sizes['used'])} of the machine's {sized(sizes['total'])} were used")
     lines = [", ".join(parts)]
-    if "allocated" in found:
+    if "allocated" in sizes:
         lines.append(
-            f"the card was not full for that: PyTorch held {sized(found['allocated'])} there"
+            f"the card was not full for that: PyTorch held {sized(sizes['allocated'])} there"
         )
     return [*lines, HOST_REMEDY]
 
 
 def _of_card(message: Message, alone: bool) -> list[str]:
-    found = message.bytes
+    sizes = message.bytes
     said = [
-        words.format(sized(found[name])) for name, words in WORDS["asked"].items() if name in found
+        words.format(sized(sizes[name])) for name, words in WORDS["asked"].items() if name in sizes
     ]
     lines = [", ".join(said)]
     for name, words in WORDS["holders"].items():
-        if found.get(name):
-            lines.append(f"{sized(found[name])} held by {words}")
-    if found.get("allocated", 0) > found.get("total", found.get("allocated", 0)):
+        if sizes.get(name):
+            lines.append(f"{sized(sizes[name])} held by {words}")
+    if sizes.get("allocated", 0) > sizes.get("total", sizes.get("allocated", 0)):
         lines.append(
             "more than the card has: Windows lends it the host's memory, at the speed of PCIe"
         )
-    if "lack" not in found:
+    if "lack" not in sizes:
         return [*lines, CARD_REMEDY] if alone else lines
-    return lines + _verdict(found, missing_of(message) or 0, alone)
+    return lines + _verdict(sizes, missing_of(message) or 0, alone)
 
 
-def _verdict(found: dict[str, int], missing: int, alone: bool) -> list[str]:
-    lack = found["lack"]
-    scattered = found.get("unallocated", 0)
-    held = scattered + found.get("allocated", 0)
+def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
+    lack = sizes["lack"]
+    scattered = sizes.get("unallocated", 0)
+    held = scattered + sizes.get("allocated", 0)
     lines = []
-    others = found.get("others", 0)
-    if others >= max(lack, found.get("total", 0) // 100) and found["free"] < found["asked"]:
+    others = sizes.get("others", 0)
+    if others >= max(lack, sizes.get("total", 0) // 100) and sizes["free"] < sizes["asked"]:
         text = (
             "another process is on the card: without it the request would have had room "
             "(nvidia-smi lists them)"

@@ -135,9 +135,9 @@ class Run:
 
     def contradictions(self, message: Message) -> list[str]:
         """Return what recipe and message say of each other that cannot both be."""
-        found = message.bytes
+        sizes = message.bytes
         said: list[str] = []
-        held = found.get("allocated") if message.kind == "card" else None
+        held = sizes.get("allocated") if message.kind == "card" else None
         if held is not None:
             peak = self.report.peak.total
             loaded = self.report.phases["load"].end.total
@@ -151,7 +151,7 @@ class Run:
                     "in the process"
                 )
                 said.append(text)
-            elif loaded > (1 + TOLERANCE) * (held + found["asked"]):
+            elif loaded > (1 + TOLERANCE) * (held + sizes["asked"]):
                 text = (
                     f"the recipe's weights take {sized(loaded)}, but {sized(held)} were allocated: "
                 )
@@ -159,7 +159,7 @@ class Run:
                     "it died while they were loading, or they are in fewer bits or on several cards"
                 )
                 said.append(text)
-        total = found.get("total")
+        total = sizes.get("total")
         is_card = message.kind == "card"
         if is_card and total and self.card and abs(self.card.total - total) > 4 * TOLERANCE * total:
             has = sized(self.card.total)

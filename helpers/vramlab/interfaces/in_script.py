@@ -56,7 +56,8 @@ def install() -> None:
     """Wait for the script to load torch and transformers."""
     zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
     sys.meta_path.insert(
-        0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero})
+        0,
+        AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero}),
     )
 
 
@@ -73,7 +74,9 @@ def follow(torch: ModuleType) -> None:
         tensor
     )  # it draws until no value lies outside
     history = functools.partial(
-        torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python"
+        torch.cuda.memory._record_memory_history,
+        max_entries=EVENTS,
+        stacks="python",
     )
     torch.cuda._lazy_call(history)
     peaks = {"allocated": 0, "reserved": 0}
@@ -174,7 +177,9 @@ class LoopWatch:
             from .watch import watch
 
             self.running = watch(
-                self.model, optimizer, title=f"step 2 of the loop: {type(self.model).__name__}"
+                self.model,
+                optimizer,
+                title=f"step 2 of the loop: {type(self.model).__name__}",
             )
             self.running.__enter__()
 
@@ -241,7 +246,12 @@ def watch_trainers(module: ModuleType) -> None:
     module.Trainer.__init__ = __init__
 
 
-def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], process: int) -> None:
+def leave(
+    torch: ModuleType,
+    peaks: dict[str, int],
+    look: Callable[[], None],
+    process: int,
+) -> None:
     """Write peaks, the last Trainer's watched report and the allocator's history to the folder."""
     folder = os.environ.get(FOLDER)
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():
@@ -251,11 +261,11 @@ def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], pr
         if isinstance(loop, LoopWatch) and loop.ready:
             loop.end()
     report = next((seen.report for seen in reversed(watched) if seen.report), None)
-    found = {
+    process_facts = {
         **peaks,
         "rank": int(os.environ.get("RANK", 0)),
         "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
         "report": report and report.to_dict(),
     }
     torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{process}.pickle"))
-    Path(folder, f"{process}.json").write_text(json.dumps(found))
+    Path(folder, f"{process}.json").write_text(json.dumps(process_facts))

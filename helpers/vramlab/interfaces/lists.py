@@ -10,7 +10,7 @@ from ..report.report import GiB, text_table
 
 def models(filtered: str = "") -> list[dict[str, Any]]:
     """Return the models with `filtered` in a name or the architecture; sizes are bytes."""
-    found = []
+    facts = []
     for name in model_names():
         entry = catalogue()[name]
         others = [other for other, said in KNOWN["names"].items() if said["entry"] == name]
@@ -22,8 +22,8 @@ def models(filtered: str = "") -> list[dict[str, Any]]:
                 "also": [*entry.get("aliases", ()), *others],
             }
             fact |= {"task": entry["task"], "parameters": entry["parameters"]}
-            found.append(fact | {"bytes_in_16_bits": 2 * entry["parameters"]})
-    return found
+            facts.append(fact | {"bytes_in_16_bits": 2 * entry["parameters"]})
+    return facts
 
 
 def models_table(found: list[dict[str, Any]]) -> str:
@@ -38,7 +38,7 @@ def models_table(found: list[dict[str, Any]]) -> str:
 
 def gpus(filtered: str = "") -> list[dict[str, Any]]:
     """Return the cards whose name has `filtered` in it: memory in bytes, rates a second."""
-    found = []
+    facts = []
     for name in gpu_names():
         if filtered.lower() not in name.lower():
             continue
@@ -46,10 +46,10 @@ def gpus(filtered: str = "") -> list[dict[str, Any]]:
         fact = {"name": name, "total": card.total, "total_known": card.total_known}
         fact |= {"usable": usable_memory(card), "bandwidth": card.bandwidth, "flops": card.peak}
         capability = ".".join(map(str, card.compute_capability))
-        found.append(
+        facts.append(
             fact | {"nvlink": card.nvlink, "watts": card.tdp, "compute_capability": capability}
         )
-    return found
+    return facts
 
 
 def gpus_table(found: list[dict[str, Any]]) -> str:

@@ -90,44 +90,44 @@ def _of_card(line: str) -> Message | None:
     if not starts:
         return None
     said = line[starts[-1].start() :]
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, wordings in patterns.items():
         for wording in wordings:
             match = re.search(wording, said, re.IGNORECASE)
-            if match and name not in found:
-                found[name] = _size(match)
-    if "reserved" in found:
-        reserved = found.pop("reserved")
-        found.setdefault("unallocated", max(reserved - found.get("allocated", 0), 0))
-    _find_process(said, found)
-    _complete(found)
+            if match and name not in sizes:
+                sizes[name] = _size(match)
+    if "reserved" in sizes:
+        reserved = sizes.pop("reserved")
+        sizes.setdefault("unallocated", max(reserved - sizes.get("allocated", 0), 0))
+    _find_process(said, sizes)
+    _complete(sizes)
     unit = starts[-1].group(2)
     printed = SIZES[unit] / 200 if unit != "bytes" else 0.0  # half of the second digit
-    return Message("card", found, precision=printed)
+    return Message("card", sizes, precision=printed)
 
 
-def _find_process(said: str, found: dict[str, int]) -> None:
-    """Put into `found` what this process has, which NVML may list under a foreign number."""
-    total = found.get("total", 0)
-    if total and found.get("process", 0) > NONSENSE * total:
-        del found["process"]
-    if "process" not in found and "total" in found:
-        held = found.get("allocated", 0) + found.get("unallocated", 0)
+def _find_process(said: str, sizes: dict[str, int]) -> None:
+    """Put into `sizes` what this process has, which NVML may list under a foreign number."""
+    total = sizes.get("total", 0)
+    if total and sizes.get("process", 0) > NONSENSE * total:
+        del sizes["process"]
+    if "process" not in sizes and "total" in sizes:
+        held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
         listed = [_size(match) for match in re.finditer(WORDS["another"], said)]
         large = [size for size in listed if held <= size <= total]
         if len(large) == 1:
-            found["process"] = large[0]
+            sizes["process"] = large[0]
 
 
-def _complete(found: dict[str, int]) -> None:
-    """Put into `found` what follows from the message's own figures."""
-    held = found.get("allocated", 0) + found.get("unallocated", 0)
-    if found.keys() >= {"process", "total", "free"}:
-        found["context"] = max(found["process"] - held, 0)
-        found["others"] = max(found["total"] - found["free"] - found["process"], 0)
-    if "free" in found:
-        most = found.get("allowed", held + found["free"]) - held
-        found["lack"] = found["asked"] - max(min(found["free"], most), 0)
+def _complete(sizes: dict[str, int]) -> None:
+    """Put into `sizes` what follows from the message's own figures."""
+    held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
+    if sizes.keys() >= {"process", "total", "free"}:
+        sizes["context"] = max(sizes["process"] - held, 0)
+        sizes["others"] = max(sizes["total"] - sizes["free"] - sizes["process"], 0)
+    if "free" in sizes:
+        most = sizes.get("allowed", held + sizes["free"]) - held
+        sizes["lack"] = sizes["asked"] - max(min(sizes["free"], most), 0)
 
 
 def _of_host(text: str) -> Message | None:
@@ -135,18 +135,18 @@ def _of_host(text: str) -> Message | None:
     for entry in WORDS["host"]:
         if not re.search(entry["pattern"], text, re.MULTILINE):
             continue
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, pattern in entry["sizes"].items():
             matches = list(re.finditer(pattern, text))
             if matches:
-                found[name] = _size(matches[-1])
-        _add_deepspeed(text, found)
-        return Message("host", found, entry["who"])
+                sizes[name] = _size(matches[-1])
+        _add_deepspeed(text, sizes)
+        return Message("host", sizes, entry["who"])
     return None
 
 
-def _add_deepspeed(text: str, found: dict[str, int]) -> None:
-    """Put the last line of DeepSpeed's see_memory_usage into `found`.
+def _add_deepspeed(text: str, sizes: dict[str, int]) -> None:
+    """Put the last line of DeepSpeed's see_memory_usage into `sizes`.
 
     The machine's total follows from its percentage.
     """
@@ -154,10 +154,10 @@ def _add_deepspeed(text: str, found: dict[str, int]) -> None:
     for name in ("used", "allocated", "reserved"):
         matches = list(re.finditer(patterns[name], text))
         if matches:
-            found.setdefault(name, _size(matches[-1]))
+            sizes.setdefault(name, _size(matches[-1]))
     shares = re.findall(patterns["percent"], text)
     if shares and float(shares[-1]):
-        found.setdefault("total", int(found["used"] / float(shares[-1]) * 100))
+        sizes.setdefault("total", int(sizes["used"] / float(shares[-1]) * 100))
 
 
 def _holders(text: str) -> list[Holder]:

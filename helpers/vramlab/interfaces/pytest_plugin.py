@@ -19,13 +19,16 @@ UPDATE = "--update-memory-budgets"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("vramlab").addoption(
-        UPDATE, action="store_true", help="Write the budgets of memory_budget."
+        UPDATE,
+        action="store_true",
+        help="Write the budgets of memory_budget.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns"
+        "markers",
+        "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns",
     )
 
 
@@ -48,7 +51,8 @@ def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     Its peak must not be above the budget that the file has for this test.
     """
-    path, name = request.path.with_suffix(".budgets.json"), request.node.nodeid.partition("::")[2]
+    path = request.path.with_suffix(".budgets.json")
+    name = request.node.nodeid.partition("::")[2]
 
     def check(what: Any, **given: Any) -> None:
         from .explain import report_of

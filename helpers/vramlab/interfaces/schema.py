@@ -8,7 +8,7 @@ import typing
 from types import NoneType, UnionType
 from typing import Any
 
-from ..formulas.run import Run
+from ..formulas.whole_run import Run
 from ..planning.plan import Plan
 from ..recipe.recipe import Recipe
 from ..report.compare import Comparison

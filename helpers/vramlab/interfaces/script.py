@@ -15,7 +15,7 @@ from ..recipe.families import TASKS
 from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
-from .options import recipe_of_arguments
+from .recipe_options import recipe_of_arguments
 from .script_imports import account_for_imports
 from .script_lines import CASTS
 from .script_names import WORDS
@@ -62,7 +62,9 @@ def read_script(path: Path) -> Script:
 
 
 def recipe_of_script(
-    path: Path, model: str = "", given: Mapping[str, Any] | None = None
+    path: Path,
+    model: str = "",
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe of a script, and notes on what of the script it leaves out.
 
@@ -77,7 +79,8 @@ def recipe_of_script(
             f"explain MODEL {path.name}"
         )
         raise RecipeError("model", None, rest)
-    shape, patched = read_shape(model), fields.pop("liger_family", None)
+    shape = read_shape(model)
+    patched = fields.pop("liger_family", None)
     if patched not in (None, shape.family):
         notes.append(f"without Liger's kernels for {patched}: {model} is a {shape.family}")
         script.arguments.pop("use_liger_kernel")
@@ -104,7 +107,8 @@ class _Reader(CallReader):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.fields, self.arguments = self.lines.fields, self.lines.arguments
+        self.fields = self.lines.fields
+        self.arguments = self.lines.arguments
         self.model: str | None = None
 
     def read(self) -> Script:
@@ -131,17 +135,18 @@ class _Reader(CallReader):
 
         Of the script's own it is the one that this is made from.
         """
-        found = [
+        calls = [
             call
             for call in self.tree.calls
             if self.lines.is_trainer(call) and not self.tree.dead(call)
         ]
-        if not found:
+        if not calls:
             self.lines.refuse(None, f"none of {', '.join(KINDS)} is called in it")
-        call, *others = found
+        call, *others = calls
         if others:
             self.lines.refuse(others[0], "is a second Trainer")
-        name, whole = self.tree.name(call), self.tree.dotted(call.func)
+        name = self.tree.name(call)
+        whole = self.tree.dotted(call.func)
         if name in self.tree.classes:
             own = self.tree.classes[name]
             for line in own.body:
@@ -149,11 +154,13 @@ class _Reader(CallReader):
                 says_nothing = isinstance(line, ast.Pass) or is_text
                 if not says_nothing and getattr(line, "name", "") not in WORDS["trainer_overrides"]:
                     self.lines.refuse(
-                        line, f"replaces what {name} does in a step, which no recipe says"
+                        line,
+                        f"replaces what {name} does in a step, which no recipe says",
                     )
             for other in own.bases[1:]:
                 self.lines.refuse(
-                    other, f"is a second class that {name} is made from, which no recipe says"
+                    other,
+                    f"is a second class that {name} is made from, which no recipe says",
                 )
             whole = self.tree.dotted(own.bases[0]) or ast.unparse(own.bases[0])
             name = whole.rpartition(".")[2]
@@ -175,17 +182,17 @@ class _Reader(CallReader):
             None,
         )
         words = {word.arg: word.value for word in call.keywords} if call else {}
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name in ("precision", "seq_len", "lengths"):
             if name in words:
-                found[name] = self._value(name, words[name])
+                fields[name] = self._value(name, words[name])
         if "sharding" in words:
             sharding = self._only(words["sharding"], "the sharding")
-            found["sharding"] = {
+            fields["sharding"] = {
                 word.arg: self._value(word.arg or "", word.value)
                 for word in getattr(sharding, "keywords", [])
             }
-        self.fields |= {name: value for name, value in found.items() if value is not None}
+        self.fields |= {name: value for name, value in fields.items() if value is not None}
 
     def _read_arguments(self, node: ast.expr | None, trainer: str) -> str:
         """Take the constants of the Trainer's arguments and return their class."""
@@ -221,10 +228,8 @@ class _Reader(CallReader):
         if not isinstance(call, ast.Call):
             self.lines.refuse(node or self.lines.trainer, "does not say how the model is loaded")
         self.lines.understood.add(call)
-        name, method = (
-            self.tree.name(call),
-            isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func),
-        )
+        name = self.tree.name(call)
+        method = isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func)
         if name == "get_peft_model":
             self._give_adapters(call)
         elif name == "prepare_model_for_kbit_training":
@@ -244,7 +249,8 @@ class _Reader(CallReader):
         cast = words.pop("autocast_adapter_dtype", None)
         if cast is not None and self.fields.get("lora") is not None:
             self.fields["lora"]["autocast_adapter_dtype"] = self._value(
-                "autocast_adapter_dtype", cast
+                "autocast_adapter_dtype",
+                cast,
             )
         for name, node in words.items():
             self._note(name, node)
@@ -273,7 +279,8 @@ class _Reader(CallReader):
         It switches checkpointing on too, unless it is told not to.
         """
         words = self._words(
-            call, ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs")
+            call,
+            ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
         )
         self._load(words.get("model"))
         if not self.fields.get("quantization"):
@@ -292,14 +299,16 @@ class _Reader(CallReader):
         """Take what `from_pretrained` or `from_config` says of the model."""
         made_by: ast.expr = getattr(call.func, "value", call.func)
         _, _, owner = (self.tree.dotted(made_by) or ast.unparse(made_by)).rpartition(".")
-        liger, head = "AutoLigerKernel", re.search(r"(For[A-Z]\w+|LMHeadModel)$", owner)
+        liger = "AutoLigerKernel"
+        head = re.search(r"(For[A-Z]\w+|LMHeadModel)$", owner)
         if not head or head[0] not in HEADS or re.search("Peft|Unsloth|AutoAWQ|AutoGPTQ", owner):
             self.lines.refuse(call, "loads a model in a way that no recipe says")
         if owner.startswith(liger):
             self.arguments["use_liger_kernel"] = True
         self.fields["task"] = HEADS[head[0]]
         words = self._words(
-            call, ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",)
+            call,
+            ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",),
         )
         for name, node in words.items():
             self._loading_word(name, node)
@@ -360,9 +369,11 @@ class _Reader(CallReader):
             return
         if not isinstance(call, ast.Call) or self.tree.name(call) != "BitsAndBytesConfig":
             self.lines.refuse(
-                node, "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits"
+                node,
+                "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits",
             )
-        own, refused = "bnb_4bit_", CLASSIFIED["refused_in"]["BitsAndBytesConfig"]
+        own = "bnb_4bit_"
+        refused = CLASSIFIED["refused_in"]["BitsAndBytesConfig"]
         names = {
             f"{own}quant_type",
             f"{own}use_double_quant",
@@ -373,12 +384,15 @@ class _Reader(CallReader):
         said = self._values(call, names, ("bnb_4bit_quant_storage",))
         check_table(said, refused)
         if said.get("load_in_4bit"):
-            found = {
+            in_four_bits = {
                 "quant_type": said.get(f"{own}quant_type", "fp4"),
                 "double": said.get(f"{own}use_double_quant", False),
             }
             compute = said.get(f"{own}compute_dtype", "float32")
-            self.fields["quantization"] = found | {"compute_dtype": compute, "prepare": False}
+            self.fields["quantization"] = in_four_bits | {
+                "compute_dtype": compute,
+                "prepare": False,
+            }
 
     def _trainer_word(self, name: str, node: ast.expr) -> None:
         """Account for an argument of the Trainer beside its model and arguments."""

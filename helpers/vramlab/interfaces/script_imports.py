@@ -19,7 +19,8 @@ def account_for_imports(lines: Lines) -> None:
 def _account_for_import(lines: Lines, node: ast.Import | ast.ImportFrom) -> None:
     modules = [getattr(node, "module", None) or "", *(name.name for name in node.names)]
     for module in modules:
-        if why := WORDS["refused_imports"].get(module.partition(".")[0]):
+        why = WORDS["refused_imports"].get(module.partition(".")[0])
+        if why:
             lines.refuse(node, f"is not modelled: {why}")
     if modules[-1] == "*" and not lines.names.is_of_modules(modules[0]):
         lines.note(node, "whose names are not known")

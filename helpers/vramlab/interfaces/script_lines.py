@@ -12,7 +12,7 @@ from typing import Any
 
 from ..recipe.argument_classes import OWN
 from ..recipe.arguments import CLASSIFIED
-from ..recipe.options import DTYPES
+from ..recipe.options import DTYPES, REPEATED
 from .script_names import WORDS, Names
 from .script_notes import Notes
 from .script_tree import FUNCTIONS, Tree, start_of
@@ -77,7 +77,8 @@ class Lines(Notes):
         if isinstance(node, ast.Attribute) and not self.tree.dotted(node):
             whole = self.kind(node.value)
             return {"trainer": {"model": "model", "args": "args"}.get(node.attr, "")}.get(
-                whole, whole
+                whole,
+                whole,
             )
         if isinstance(node, ast.Subscript | ast.Starred | ast.Await):
             return self.kind(node.value)
@@ -91,7 +92,8 @@ class Lines(Notes):
         return "data" if isinstance(node, ast.Name) and node.id in self.tree.classes else ""
 
     def _kind_of_call(self, call: ast.Call) -> str:
-        whole, name = self.tree.dotted(call.func), self.tree.name(call)
+        whole = self.tree.dotted(call.func)
+        name = self.tree.name(call)
         if name in ("from_pretrained", "from_config") and isinstance(call.func, ast.Attribute):
             owner = self.tree.dotted(call.func.value) or ast.unparse(call.func.value)
             owner = owner.rpartition(".")[2]
@@ -181,7 +183,8 @@ class Lines(Notes):
             self.note(node)
 
     def _account_for_definition(
-        self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        self,
+        node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
     ) -> None:
         """Note what a class or function is made from or wrapped in, where that is not read."""
         for decorator in node.decorator_list:
@@ -201,7 +204,8 @@ class Lines(Notes):
         That is read, on what gives neither model nor Trainer.
         """
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        whole, name = self.tree.dotted(called), self.text(called).rpartition(".")[2]
+        whole = self.tree.dotted(called)
+        name = self.text(called).rpartition(".")[2]
         if whole or name in WORDS["builtins"]:
             return self.names.is_harmless_name(whole, name)
         if isinstance(called, ast.Attribute):
@@ -219,7 +223,7 @@ class Lines(Notes):
         Those after it, and those of functions that prepare data or evaluate.
         """
         after: set[ast.AST] = set()
-        found: set[ast.AST] = set()
+        outside: set[ast.AST] = set()
         for call in self.tree.calls:
             method = ""
             owner: ast.expr | None = None
@@ -234,18 +238,24 @@ class Lines(Notes):
             if method in HANDED_OVER and self.kind(owner) != "model":
                 values += [*call.args, *(word.value for word in call.keywords)]
                 given = next(
-                    (word.value for word in call.keywords if word.arg == "fn_kwargs"), None
+                    (word.value for word in call.keywords if word.arg == "fn_kwargs"),
+                    None,
                 )
                 if given is not None and any(self.kind(one) == "model" for one in ast.walk(given)):
                     self.note(call)
+            if method == "register" and call.args and self.text(call.args[0]) == repr(REPEATED):
+                # As a program of plan does: the recipe says so by its attn_implementation.
+                self.understood.add(call)
+                values += call.args
             for value in values:
                 function = self.tree.functions.get(getattr(value, "id", ""), value)
                 if isinstance(function, (*FUNCTIONS, ast.Lambda)):
-                    found.update(ast.walk(function))
-        return after, found
+                    outside.update(ast.walk(function))
+        return after, outside
 
     def _account_for_call(self, call: ast.Call) -> None:
-        name, whole = self.tree.name(call), self.tree.dotted(call.func)
+        name = self.tree.name(call)
+        whole = self.tree.dotted(call.func)
         owner = call.func.value if isinstance(call.func, ast.Attribute) and not whole else None
         why = WORDS["refused"].get(name) or WORDS["refused"].get(
             whole.rpartition(".")[0].rpartition(".")[2]
@@ -256,14 +266,17 @@ class Lines(Notes):
             self._account_for_method(call, owner, name)
         elif name == "setattr" and len(call.args) == 3:
             attribute = ast.Attribute(
-                call.args[0], getattr(call.args[1], "value", "?"), ast.Store()
+                call.args[0],
+                getattr(call.args[1], "value", "?"),
+                ast.Store(),
             )
             self._account_for_target(attribute, call, call.args[2])
         elif re.fullmatch(r"apply_liger_kernel_to_\w+", name):
             self._take_liger(call, name)
         elif name == "set_float32_matmul_precision":
             self.arguments.setdefault(
-                "tf32", getattr(call.args[0], "value", "") in ("high", "medium")
+                "tf32",
+                getattr(call.args[0], "value", "") in ("high", "medium"),
             )
         elif not self._is_known_call(call, whole, name):
             self.note(call)
@@ -302,7 +315,8 @@ class Lines(Notes):
 
     def _is_harmless_function(self, node: ast.expr) -> bool:
         """Whether an argument is no function, or one that changes nothing of what it is given."""
-        whole, name = self.tree.dotted(node), self.text(node).rpartition(".")[2]
+        whole = self.tree.dotted(node)
+        name = self.text(node).rpartition(".")[2]
         read = isinstance(node, ast.Lambda | ast.Constant) or (
             not whole and name in self.tree.functions
         )
@@ -324,7 +338,8 @@ class Lines(Notes):
 
     def _account_for_method(self, call: ast.Call, owner: ast.expr, name: str) -> None:
         """A method of a model, a Trainer, its arguments, a tokenizer, data, or the unknown."""
-        kind, certain = self.kind(owner), self.tree.dead(call) is False and call not in self.of_data
+        kind = self.kind(owner)
+        certain = self.tree.dead(call) is False and call not in self.of_data
         if kind == "model" and certain and name in CHECKPOINTING:
             self.checkpoint(
                 next((word.value for word in call.keywords), None) or next(iter(call.args), None)
@@ -390,7 +405,10 @@ class Lines(Notes):
         self.fields["liger_family"] = name.removeprefix("apply_liger_kernel_to_")
 
     def _account_for_target(
-        self, target: ast.expr, node: ast.AST, value: ast.expr | None = None
+        self,
+        target: ast.expr,
+        node: ast.AST,
+        value: ast.expr | None = None,
     ) -> None:
         """An attribute or an element that is assigned to."""
         value = value if value is not None else getattr(node, "value", None)
@@ -398,7 +416,8 @@ class Lines(Notes):
             for one in target.elts:
                 self._account_for_target(one, node)
         elif isinstance(target, ast.Subscript):
-            where, key = ast.unparse(target.value), getattr(target.slice, "value", "")
+            where = ast.unparse(target.value)
+            key = getattr(target.slice, "value", "")
             known = isinstance(key, str) and key.startswith(tuple(WORDS["environment"]))
             if self.kind(target.value) in ("model", "args", "config", "trainer") or (
                 where.endswith("environ") and not known
@@ -408,9 +427,14 @@ class Lines(Notes):
             self._account_for_attribute(target, node, value)
 
     def _account_for_attribute(
-        self, target: ast.Attribute, node: ast.AST, value: ast.expr | None
+        self,
+        target: ast.Attribute,
+        node: ast.AST,
+        value: ast.expr | None,
     ) -> None:
-        name, whole, kind = target.attr, self.tree.dotted(target), self.kind(target.value)
+        name = target.attr
+        whole = self.tree.dotted(target)
+        kind = self.kind(target.value)
         if name == "requires_grad":
             self.refuse(node, "is not modelled, as it changes which weights are trained")
         if kind == "args":

@@ -55,11 +55,12 @@ class Notes:
 
         Raises RecipeError where they are too many for an answer.
         """
-        found = sorted(self.notes.items(), key=lambda pair: start_of(pair[0]))
-        if len(found) > MOST_NOTES:
-            first, _ = found[0]
-            others = ", ".join(str(line_of(statement)) for statement, _ in found[1:12])
+        notes = sorted(self.notes.items(), key=lambda pair: start_of(pair[0]))
+        if len(notes) > MOST_NOTES:
+            first, _ = notes[0]
+            others = ", ".join(str(line_of(statement)) for statement, _ in notes[1:12])
             self.refuse(
-                first, f"is one of {len(found)} lines that no recipe says, as are lines {others}"
+                first,
+                f"is one of {len(notes)} lines that no recipe says, as are lines {others}",
             )
-        return [f"without line {min(texts.values())}: {'; '.join(texts)}" for _, texts in found]
+        return [f"without line {min(texts.values())}: {'; '.join(texts)}" for _, texts in notes]

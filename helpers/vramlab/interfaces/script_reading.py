@@ -30,10 +30,10 @@ class CallReader:
             isinstance(arg, ast.Starred) for arg in call.args
         ):
             self.lines.refuse(call, "has arguments without a name, which are not read")
-        found = dict(zip(positions, call.args, strict=False))
+        nodes = dict(zip(positions, call.args, strict=False))
         for word in call.keywords:
             if word.arg:
-                found[word.arg] = word.value
+                nodes[word.arg] = word.value
                 continue
             held = self.tree.sources(word.value)
             whole = held[0] if len(held) == 1 and not self.tree.is_written(held[0]) else None
@@ -41,14 +41,15 @@ class CallReader:
                 isinstance(key, ast.Constant) for key in whole.keys
             ):
                 keys: list[Any] = [getattr(key, "value", None) for key in whole.keys]
-                found |= dict(zip(keys, whole.values, strict=True))
+                nodes |= dict(zip(keys, whole.values, strict=True))
             elif isinstance(whole, ast.Call) and self.tree.name(whole) == "dict" and not whole.args:
-                found |= self._words(whole)
+                nodes |= self._words(whole)
             else:
                 self.lines.refuse(
-                    call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}"
+                    call,
+                    f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}",
                 )
-        return found
+        return nodes
 
     def _account_for_library(self, call: ast.Call) -> None:
         """Note a class of a name that is known which another library has.
@@ -92,10 +93,14 @@ class CallReader:
         self.lines.note(node, why, f"{name}={self.lines.text(node)}")
 
     def _values(
-        self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()
+        self,
+        call: ast.Call,
+        known: Any,
+        quiet: Any = (),
+        positions: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return the constants that a configuration's call is given, with notes on the others."""
-        found = {}
+        constants = {}
         for name, node in self._words(call, positions).items():
             if name in quiet:
                 self.lines.understood.update(ast.walk(node))
@@ -104,7 +109,7 @@ class CallReader:
                 self._note(name, node, f"which {self.tree.name(call)} does not have")
                 continue
             try:
-                found[name] = self.tree.value(node)
+                constants[name] = self.tree.value(node)
             except Unread:
                 self._note(name, node, UNTOLD)
-        return found
+        return constants

@@ -59,7 +59,9 @@ class Tree:
             self.module = ast.parse(read_text(path, MOST_SCRIPT))
         except (RecursionError, MemoryError) as error:
             raise RecipeError(
-                "script", str(path), "it must be a Python file (it is nested too deeply)"
+                "script",
+                str(path),
+                "it must be a Python file (it is nested too deeply)",
             ) from error
         except (OSError, ValueError, SyntaxError) as error:
             why = str(error).rstrip(".")
@@ -108,7 +110,8 @@ class Tree:
                 each: ast.expr | None = None
                 if value is not None and not isinstance(value, ast.Tuple | ast.List):
                     each = ast.copy_location(
-                        ast.Subscript(value, ast.Constant(index), ast.Load()), value
+                        ast.Subscript(value, ast.Constant(index), ast.Load()),
+                        value,
                     )
                     self.parents[each] = statement
                 elif value is not None and len(value.elts) == len(target.elts):
@@ -127,18 +130,18 @@ class Tree:
         }
         calls = [node for node in self.calls if getattr(node.func, "id", None) == function.name]
         for index, one in enumerate([*names, *said.kwonlyargs]):
-            found = self.bindings.setdefault((function, one.arg), [])
+            bindings = self.bindings.setdefault((function, one.arg), [])
             for call in calls:
                 keywords = {word.arg: word.value for word in call.keywords}
                 place = call.args[index] if index < len(call.args) and index < len(names) else None
                 starred = None in keywords or any(isinstance(arg, ast.Starred) for arg in call.args)
                 value = None if starred else place or keywords.get(one.arg, defaults.get(one.arg))
-                found.append(Binding(value, function))
+                bindings.append(Binding(value, function))
             if (
                 not calls
             ):  # a method is called by others, with what they have; a function by Fire, say
                 is_method = isinstance(self.parents.get(function), ast.ClassDef)
-                found.append(Binding(None if is_method else defaults.get(one.arg), function))
+                bindings.append(Binding(None if is_method else defaults.get(one.arg), function))
 
     @cached_property
     def names(self) -> set[str]:
@@ -153,7 +156,7 @@ class Tree:
     @cached_property
     def options(self) -> dict[str, ast.expr | None]:
         """Defaults of command line options and classes' fields, by attribute."""
-        found: dict[str, list[ast.expr | None]] = {}
+        defaults: dict[str, list[ast.expr | None]] = {}
         for call in self.calls:
             if self.name(call) == "add_argument":
                 words = {word.arg: word.value for word in call.keywords}
@@ -166,15 +169,15 @@ class Tree:
                 if isinstance(named, ast.Constant):
                     said += [named.value]
                 for name in said:
-                    found.setdefault(name.lstrip("-").replace("-", "_"), []).append(default)
+                    defaults.setdefault(name.lstrip("-").replace("-", "_"), []).append(default)
         for node in self.classes.values():
             for target, value in (pair for line in node.body for pair in _targets(line)):
                 if isinstance(target, ast.Name):
-                    found.setdefault(target.id, []).append(value)
+                    defaults.setdefault(target.id, []).append(value)
         for target, _ in (pair for node in self.nodes for pair in _targets(node)):
-            if isinstance(target, ast.Attribute) and target.attr in found:
-                found[target.attr].append(None)
-        return {name: values[0] if len(values) == 1 else None for name, values in found.items()}
+            if isinstance(target, ast.Attribute) and target.attr in defaults:
+                defaults[target.attr].append(None)
+        return {name: values[0] if len(values) == 1 else None for name, values in defaults.items()}
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The function, class or module that a node stands in."""
@@ -200,18 +203,19 @@ class Tree:
 
     def dead(self, node: ast.AST) -> bool | None:
         """Whether a node is in a branch that does not run; None where only running would tell."""
-        found: bool | None = False
-        child, parent = node, self.parents.get(node)
+        is_dead: bool | None = False
+        child = node
+        parent = self.parents.get(node)
         while parent is not None and not isinstance(parent, SCOPES):
             if isinstance(parent, ast.If) and child is not parent.test:
                 said = self.decide(parent.test)
                 if said is not None and said != (child in parent.body):
                     return True
-                found = None if said is None else found
+                is_dead = None if said is None else is_dead
             if isinstance(parent, ast.ExceptHandler | ast.match_case):
-                found = None
+                is_dead = None
             child, parent = parent, self.parents.get(parent)
-        return found
+        return is_dead
 
     def decide(self, test: ast.expr) -> bool | None:
         """Whether a condition holds, None where only running would tell.
@@ -235,18 +239,18 @@ class Tree:
 
     def following(self, statement: ast.AST) -> set[ast.AST]:
         """Nodes of the statements that follow in the same blocks, unless they train again."""
-        found: set[ast.AST] = set()
+        nodes: set[ast.AST] = set()
         while isinstance(statement, ast.stmt) and not isinstance(statement, SCOPES):
             parent = self.parents[statement]
             for _, block in ast.iter_fields(parent):
                 if isinstance(block, list) and statement in block:
                     rest = block[block.index(statement) + 1 :]
-                    found.update(node for one in rest for node in ast.walk(one))
+                    nodes.update(node for one in rest for node in ast.walk(one))
             if not isinstance(parent, ast.With | ast.Try | ast.If):
                 break
             statement = parent
-        trains = (isinstance(node, ast.Call) and self.name(node) == "train" for node in found)
-        return set() if any(trains) else found
+        trains = (isinstance(node, ast.Call) and self.name(node) == "train" for node in nodes)
+        return set() if any(trains) else nodes
 
     def sources(self, node: ast.expr | None, depth: int = MOST_DEPTH) -> list[ast.expr | None]:
         """What an expression may stand for.
@@ -307,13 +311,13 @@ class Tree:
 
     def returns(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
         """What a function's return statements give, of those that may run."""
-        found = []
+        values = []
         for node in ast.walk(function):
             if not isinstance(node, ast.Return) or not node.value:
                 continue
             if self.scope(node) is function and not self.dead(node):
-                found.append(node.value)
-        return found
+                values.append(node.value)
+        return values
 
     def _is_option(self, node: ast.Attribute) -> bool:
         """Whether an attribute is one of the parsed command line, or a class's field."""
@@ -346,12 +350,12 @@ class Tree:
             if scope is self.module:
                 return []
             scope = self.scope(scope)
-        found = [each for each in self.bindings[scope, use.id] if not self._never(each)]
+        bindings = [each for each in self.bindings[scope, use.id] if not self._never(each)]
         if scope is inner:
-            before = [each for each in found if self._is_before(each.statement, use)]
+            before = [each for each in bindings if self._is_before(each.statement, use)]
             certain = [index for index, each in enumerate(before) if not self._uncertain(each, use)]
-            found = before[certain[-1] :] if certain else before or found
-        return [each.value for each in found]
+            bindings = before[certain[-1] :] if certain else before or bindings
+        return [each.value for each in bindings]
 
     def _never(self, binding: Binding) -> bool:
         return not isinstance(binding.statement, FUNCTIONS) and self.dead(binding.statement) is True

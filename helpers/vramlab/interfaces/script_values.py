@@ -102,7 +102,8 @@ class Constants:
         if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
             raise Unread("a format")
         return self.value(
-            getattr(node, "value", node) if isinstance(node, ast.FormattedValue) else node, depth
+            getattr(node, "value", node) if isinstance(node, ast.FormattedValue) else node,
+            depth,
         )
 
     def _computed(self, node: ast.expr | None, depth: int) -> Any:

@@ -59,11 +59,14 @@ class watch:
             )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise VramLabError(f"watch {SCRIPTED}: watch the module that was scripted or traced")
-        if (lazy := lazy_parameter(model)) is not None:
+        lazy = lazy_parameter(model)
+        if lazy is not None:
             raise VramLabError(
                 f"watch needs every size, and {lazy!r} is lazy: call the module once before"
             )
-        self.model, self.batch, self.title = model, batch, title or type(model).__name__
+        self.model = model
+        self.batch = batch
+        self.title = title or type(model).__name__
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self.target = "cuda" if self._device == "cuda" else "cpu"
         self.tracker: Tracker | None = None
@@ -86,7 +89,8 @@ class watch:
         self._followed.meets = True
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
-        self._backwards, self._stepped = 0, False
+        self._backwards = 0
+        self._stepped = False
         claim_model(self._followed, self.model)
         claim_states(self._followed, self._optimizers, self.target)
         self._followed.claim(tensors_in(self.batch), "inputs")
@@ -123,7 +127,11 @@ class watch:
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
         report = to_report(
-            self.history, source_of(self.target), None, self.target, title=self.title
+            self.history,
+            source_of(self.target),
+            None,
+            self.target,
+            title=self.title,
         )
         report.notes.append(
             "storages of the watched code; the allocator's own peak needs measure()"

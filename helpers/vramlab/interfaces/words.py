@@ -14,7 +14,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import Report
 from .configurations import is_configuration, read_configuration
-from .options import OPTIONS, recipe_of, recipe_of_arguments
+from .recipe_options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
 
@@ -27,12 +27,15 @@ def words_of(text: str) -> list[str]:
         return [text] if os.path.isfile(text) else shlex.split(text)
     except ValueError as error:
         raise RecipeError(
-            "recipe", text, f"it must be words as a shell takes them ({error})"
+            "recipe",
+            text,
+            f"it must be words as a shell takes them ({error})",
         ) from None
 
 
 def said(
-    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+    words: list[str],
+    options: Callable[[list[str]], dict[str, Any]],
 ) -> tuple[Recipe | Report, list[str]]:
     """Return what words say, and notes on what of it is left out.
 
@@ -41,19 +44,22 @@ def said(
     of `predict`.
     """
     if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
-        found = _object(words[0])
-        if "phases" in found:
-            return Report.from_dict(found), []
-        if "model" in found:
-            return rebuild(Recipe, "recipe", found), []
+        content = _object(words[0])
+        if "phases" in content:
+            return Report.from_dict(content), []
+        if "model" in content:
+            return rebuild(Recipe, "recipe", content), []
     return _recipe_said(words, options)
 
 
 def _recipe_said(
-    words: list[str], options: Callable[[list[str]], dict[str, Any]]
+    words: list[str],
+    options: Callable[[list[str]], dict[str, Any]],
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe of MODEL and options, and notes, as `said` does."""
-    rest, script, arguments = list(words), None, None
+    rest = list(words)
+    script = None
+    arguments = None
     for word in words:
         if word.endswith(".py"):
             script = Path(word)
@@ -87,9 +93,11 @@ def _recipe_said(
 
 def _object(path: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raises RecipeError."""
-    found = read_json_file("file", path)
-    if not isinstance(found, dict):
+    content = read_json_file("file", path)
+    if not isinstance(content, dict):
         raise RecipeError(
-            "file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments"
+            "file",
+            path,
+            "it must hold a JSON object: a report, a recipe or a TrainingArguments",
         )
-    return found
+    return content

@@ -164,21 +164,21 @@ class CardRun:
         Return whether that went well, and the result or the reason in words.
         """
         try:
-            found = piece.run(launcher or piece.start(), timeout, self.device)
-            if found.source == "measured" and isinstance(found, Report):
-                save(found, self.file.parent)
+            result = piece.run(launcher or piece.start(), timeout, self.device)
+            if result.source == "measured" and isinstance(result, Report):
+                save(result, self.file.parent)
             else:
-                add(found, self.file)
+                add(result, self.file)
         except (MeasurementError, RecipeError, RecordError, OSError) as error:
             return False, str(error).strip() or type(error).__name__
-        if isinstance(found, Fact):
-            return True, found.words
-        self.reports.append(found)
-        if found.status != "ok":
-            return True, found.status
-        words = format_bytes(found.allocated or 0)
+        if isinstance(result, Fact):
+            return True, result.words
+        self.reports.append(result)
+        if result.status != "ok":
+            return True, result.status
+        words = format_bytes(result.allocated or 0)
         if beside:
-            words += beside(found)
+            words += beside(result)
         return True, words
 
 
@@ -258,16 +258,16 @@ def _is_in(records: RecordFile, piece: Piece) -> bool:
 
 def _seen_of(card: str) -> RecordFile:
     """Return all that the project's records say of cards of that name."""
-    found = RecordFile()
+    seen = RecordFile()
     for path in sorted(measurements_folder().glob("*.json")):
         records = read_records(path)
         for key, report in records.reports.items():
             if report.environment["gpu"] == card:
-                found.reports[key] = report
+                seen.reports[key] = report
         for key, fact in records.facts.items():
             if fact.environment["gpu"] == card:
-                found.facts[key] = fact
-    return found
+                seen.facts[key] = fact
+    return seen
 
 
 def _write(log: Path, text: str) -> None:

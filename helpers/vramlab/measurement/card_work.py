@@ -24,7 +24,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import MiB, format_bytes
 from ..training.engine import Training
-from ..training.generation import build_generation
+from ..training.fixed_generation import build_generation
 from ..training.models import meta_model, weight_dtype
 from ..training.training import build, train_step
 from .facts import Fact
@@ -170,7 +170,10 @@ LOADS: dict[str, Callable[[], None]] = {
 
 
 def steps(
-    before: Sensors, recipe: dict[str, Any], expandable: bool, repeats: int
+    before: Sensors,
+    recipe: dict[str, Any],
+    expandable: bool,
+    repeats: int,
 ) -> dict[str, Any]:
     """Time `repeats` steps, then read the sensors during some more.
 
@@ -228,12 +231,12 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
     finally:
         done.set()
         watcher.join()
-    found: dict[str, Any] = {}
+    readings: dict[str, Any] = {}
     for name in ("power", "clock", "temperature"):
-        found[name] = [value for sensors in read if (value := getattr(sensors, name))]
-    found["power_limit"] = nvml_snapshot().power_limit
-    found["throttle"] = sorted({reason for sensors in read for reason in sensors.throttle or ()})
-    return found
+        readings[name] = [value for sensors in read if (value := getattr(sensors, name))]
+    readings["power_limit"] = nvml_snapshot().power_limit
+    readings["throttle"] = sorted({reason for sensors in read for reason in sensors.throttle or ()})
+    return readings
 
 
 def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +246,8 @@ def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
     for _ in range(MOST_DOUBLINGS):
-        if found := failed_step(trained):
+        found = failed_step(trained)
+        if found:
             return found
         gc.collect()
         torch.cuda.empty_cache()
@@ -257,14 +261,14 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
     {} if both passed.
     """
     torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = {"batch_size": recipe.batch_size}
+    facts: dict[str, Any] = {"batch_size": recipe.batch_size}
     try:
         training = build(recipe, "cuda")
         for step in (1, 2):
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
-            found |= {"step": step, "free": free, "total": total}
-            found |= {
+            facts |= {"step": step, "free": free, "total": total}
+            facts |= {
                 "allocated": torch.cuda.memory_allocated(),
                 "reserved": torch.cuda.memory_reserved(),
             }
@@ -272,13 +276,13 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         message = out_of_memory(error, "cuda")
-        if not message or "step" not in found:
+        if not message or "step" not in facts:
             raise
         peaks = {
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
         }
-        return found | peaks | {"message": message}
+        return facts | peaks | {"message": message}
     return {}
 
 
@@ -291,7 +295,8 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     import_libraries(trained)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    dtype, asked = weight_dtype(trained), trained.quantization
+    dtype = weight_dtype(trained)
+    asked = trained.quantization
     assert asked is not None  # the list of pieces has none without
     config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -305,7 +310,10 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, dtype=dtype, device_map={"": 0}
+            folder,
+            quantization_config=config,
+            dtype=dtype,
+            device_map={"": 0},
         )
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -320,7 +328,10 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def generation(
-    before: Sensors, recipe: dict[str, Any], prompt: int, new_tokens: int
+    before: Sensors,
+    recipe: dict[str, Any],
+    prompt: int,
+    new_tokens: int,
 ) -> dict[str, Any]:
     """Answer a batch of prompts, of so many tokens with so many more."""
     model = rebuild(Recipe, "recipe", recipe)

@@ -17,7 +17,7 @@ from ..report.report import Report, Speed
 from ..tracking.history import History, to_report
 from ..tracking.tracked import run_tracked_generation
 from ..tracking.tracker import Tracker
-from ..training.generation import build_generation
+from ..training.fixed_generation import build_generation
 from .measurement_passes import (
     Stats,
     Truth,
@@ -29,7 +29,12 @@ from .measurement_passes import (
 )
 
 
-def clean_generation(recipe: Recipe, generation: Generation, device: str, before: Sensors) -> Truth:
+def clean_generation(
+    recipe: Recipe,
+    generation: Generation,
+    device: str,
+    before: Sensors,
+) -> Truth:
     """Generate undisturbed, then free everything.
 
     `before`: the sensors before CUDA started.
@@ -66,7 +71,12 @@ def clean_generation(recipe: Recipe, generation: Generation, device: str, before
     return truth
 
 
-def tracked_generation(recipe: Recipe, generation: Generation, device: str, truth: Truth) -> Report:
+def tracked_generation(
+    recipe: Recipe,
+    generation: Generation,
+    device: str,
+    truth: Truth,
+) -> Report:
     """Generate under the tracker to split `truth`.
 
     On CUDA both phases are balanced against the allocator.

@@ -115,7 +115,9 @@ def measure_generation(
     generation.check_model(recipe)
     if new_tokens < 2:
         raise RecipeError(
-            "generation.new_tokens", new_tokens, "the first step is not timed: take 2"
+            "generation.new_tokens",
+            new_tokens,
+            "the first step is not timed: take 2",
         )
     _check_device(device)
     here = current_device()

@@ -142,13 +142,13 @@ def seconds_for(
 
 def pieces_of(paths: Iterable[str | os.PathLike] | None) -> list[Piece]:
     """Return the pieces of some lists, each once, with the highest worth that a list gives it."""
-    found: dict[str, Piece] = {}
+    pieces: dict[str, Piece] = {}
     for path in paths or [CARD_LIST]:
         for piece in read_pieces(Path(path)):
-            other = found.get(piece.key)
+            other = pieces.get(piece.key)
             if other is None or piece.worth > other.worth:
-                found[piece.key] = piece
-    return list(found.values())
+                pieces[piece.key] = piece
+    return list(pieces.values())
 
 
 def read_pieces(path: Path) -> list[Piece]:
@@ -179,13 +179,13 @@ def _read(path: Path, what: str, read: Callable[[Any], list]) -> list:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise RecordError(f"{path.name} is no list of {what}: {why}.") from error
-    found = []
+    pieces = []
     for number, entry in enumerate(entries, 1):
         try:
-            found += read(entry)
+            pieces += read(entry)
         except (RecipeError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path.name}, entry {number}: {error}") from error
-    return found
+    return pieces
 
 
 def _pieces(path: Path, entry: Any) -> list[Piece]:

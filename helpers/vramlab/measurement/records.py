@@ -251,7 +251,7 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     return add(report, folder / file_name(report.environment))
 
 
-def add(found: Report | Fact, path: Path) -> Path:
+def add(result: Report | Fact, path: Path) -> Path:
     """Add one result to the record file at `path`, as `save` does. Return the file.
 
     All its entries have the same source.
@@ -259,15 +259,15 @@ def add(found: Report | Fact, path: Path) -> Path:
     import filelock
 
     # Whatever cannot be recorded is refused before the file is locked.
-    if isinstance(found, Fact):
-        entry: Report | Fact = _as_read(found)
+    if isinstance(result, Fact):
+        entry: Report | Fact = _as_read(result)
     else:
-        entry = _shortened(found)
+        entry = _shortened(result)
     # Other processes may record into the same file, and each writes it as a whole.
     lock_file = path.with_name(f".{path.name}.lock")
     lock = filelock.FileLock(lock_file, timeout=LOCK_SECONDS, mode=0o666)
     with writing(path), lock:
-        records = read_records(path, missing_ok=True, source=found.source)
+        records = read_records(path, missing_ok=True, source=result.source)
         if isinstance(entry, Fact):
             records.facts[entry.key] = entry
         else:

@@ -11,7 +11,7 @@ from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
 from ..hardware.overhead import expandable
 from ..recipe.knobs import knobs
-from ..recipe.options import Quantization
+from ..recipe.options import TRL, Quantization
 from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import Report, format_bytes, unit_for
@@ -124,7 +124,8 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         adapters = {}
     yield adapters, False
     if recipe.adapters or recipe.precision != "fp32":
-        yield {**adapters, "quantization": Quantization("nf4", double=True)}, False
+        base = Quantization("nf4", double=True, prepare=recipe.trainer not in TRL)
+        yield {**adapters, "quantization": base}, False
     if not recipe.lengths and not recipe.shape.image_tokens and recipe.seq_len > 1:
         yield {"seq_len": recipe.seq_len // 2}, False
 

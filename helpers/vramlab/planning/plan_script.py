@@ -39,6 +39,9 @@ ADAPTERS_TIMES = 10  # the learning rate of full training (chapter 05)
 OPTIONAL = ("peft", "trl", "bitsandbytes", "deepspeed", "liger-kernel", "vllm")
 TESTED = ("torch", "transformers", "accelerate", "datasets", *OPTIONAL)
 PER_NODE = 8  # GPUs
+WIDTH = 100  # characters of a line of the program's description
+# Of vramlab, what the check of the memory calls; without vramlab a program trains unchecked.
+CHECKED = ("LoRA", "Quantization", "Recipe", "Sharding", "predict", "simulate")
 
 
 @needing("--write")
@@ -75,18 +78,13 @@ def scripts(
     # argparse would fill it in, and fail at other percent signs
     values["head"] = head.replace("%(prog)", "%[prog]")
     # What the program imports depends on what it calls, so it is written twice.
-    program = _filled(
-        "train.py",
-        values | {"imports": Code()},
-        write=literal,
-    )
-    texts = {
-        name: _filled(
-            "train.py",
-            values | {"imports": _imports(program, values["adapters_class"])},
-            write=literal,
-        )
+    without = values | {"imports": Code(), "checked": Code("Recipe")}
+    named = _names(_filled("train.py", without, write=literal))
+    imports = {
+        "imports": _imports(named, values["adapters_class"]),
+        "checked": Code(", ".join(name for name in CHECKED if name in named)),
     }
+    texts = {name: _filled("train.py", values | imports, write=literal)}
     if beside:
         texts[beside] = json.dumps(config, indent=2) + "\n"
     if ranks > 1:
@@ -102,7 +100,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         rate *= ADAPTERS_TIMES
     pins = textwrap.wrap(
         " ".join(_pins(recipe)),
-        100,
+        WIDTH,
         subsequent_indent=8 * " ",
         break_on_hyphens=False,
     )
@@ -112,8 +110,10 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "own": trainer,
         "longer": Code(trainer["longer"]),
         "trl": TRL.get(recipe.trainer),
-        "words": words(recipe),
+        "words": textwrap.fill(words(recipe), WIDTH, subsequent_indent=4 * " "),
+        "samples": textwrap.fill(trainer["samples"], WIDTH),
         "pins": pins,
+        "address": repository() or "",
         "model": recipe.shape.hub_id or path,
         "model_class": TASKS[recipe.shape.task].auto_class,
         "learning_rate": Code(f"{rate:.0e}".replace("e-0", "e-")),
@@ -207,21 +207,15 @@ def _shell_word(value: Any) -> str:
 
 
 def _pins(recipe: Recipe) -> list[str]:
-    """Return what pip is to install, with the versions that are installed here.
-
-    vramlab itself is named only where it is installed.
-    """
+    """Return what pip is to install, with the versions that are installed here."""
     needed = {name for name in TESTED if name not in OPTIONAL}.union(to_install(recipe))
-    pins = ["psutil"]
+    pins = []
     for name in TESTED:
         if name in needed:
             version = installed(name)
             # PyPI has no local labels such as +cu130.
             public = version.partition("+")[0] if version else ""
             pins.append(f"{name}=={public}" if version else name)
-    address = repository()
-    if address:
-        pins.append(f"git+{address}")
     return pins
 
 
@@ -235,9 +229,13 @@ def words(recipe: Recipe) -> str:
     return f"{text} · padded" if recipe.lengths else text
 
 
-def _imports(program: str, adapters_class: str) -> Code:
-    """Return the imports of what the program calls."""
-    named = {node.id for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Name)}
+def _names(program: str) -> set[str]:
+    """Return the names that a program uses."""
+    return {node.id for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Name)}
+
+
+def _imports(named: set[str], adapters_class: str) -> Code:
+    """Return the imports of what a program calls, which uses the names `named`."""
     lines = []
     for module, names in PROGRAMS["imports"].items():
         known = names.split()

@@ -188,7 +188,10 @@ def _computed(
 
 
 def _with_waits(
-    computed: dict[str, float], waited: dict[str, Range], which: int, factor: float
+    computed: dict[str, float],
+    waited: dict[str, Range],
+    which: int,
+    factor: float,
 ) -> dict[str, float]:
     """Return all parts, those computed times `factor`.
 

@@ -244,7 +244,12 @@ def _keep_per_layer(config: dict[str, Any], kept: list[int], depth: Any) -> None
         config["num_kv_shared_layers"] = sum(i % depth >= depth - shared for i in kept)
 
 
-def read(name: str, config: Mapping[str, Any], family: Family, task: str) -> dict[str, Any]:
+def read(
+    name: str,
+    config: Mapping[str, Any],
+    family: Family,
+    task: str,
+) -> dict[str, Any]:
     """Return the fields of `Shape` that the configuration says or implies.
 
     Raises RecipeError on impossible sizes.
@@ -296,7 +301,12 @@ def _rotary_dim(config: Mapping[str, Any], family: Family, head_dim: int) -> int
     return int(head_dim * (family.rotary if share is None else share))
 
 
-def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
+def _size(
+    name: str,
+    config: Mapping,
+    size: str,
+    family: Family,
+) -> int | None:
     """Return one size of `config`, None when it may be absent and is."""
     keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])

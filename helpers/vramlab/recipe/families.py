@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..base.data import data_path
-from .sizes import Sizes
+from .model_sizes import Sizes
 
 
 class Task(NamedTuple):
@@ -66,7 +66,13 @@ class Stack:
     first: int = 0  # number of the first layer
 
     @classmethod
-    def of(cls, prefix: str, count: int, text: str, first: int = 0) -> "Stack":
+    def of(
+        cls,
+        prefix: str,
+        count: int,
+        text: str,
+        first: int = 0,
+    ) -> "Stack":
         """Read "role=module role:sizes=module …"."""
         parts = {}
         sizes = {}

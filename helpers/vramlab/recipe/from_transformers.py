@@ -10,7 +10,7 @@ from typing import Any
 from ..base.errors import RecipeError
 from .configuration import READERS, reason
 from .families import TASKS
-from .sizes import Sizes
+from .model_sizes import Sizes
 
 Row = tuple[str, tuple[int, ...], str, int | None]  # the fields of a `Weight`
 Buffer = tuple[str, tuple[int, ...], str]  # name, shape, dtype

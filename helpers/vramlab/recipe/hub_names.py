@@ -40,11 +40,12 @@ def shared_entry(name: str, spellings: Mapping[str, Any]) -> tuple[Any, dict[str
 
     A name with an ending of KNOWN's only is taken for one of the entry without it.
     """
-    found = list(stems(name))
-    for stem in found:
-        if listed := KNOWN["names"].get(stem):
+    name_stems = list(stems(name))
+    for stem in name_stems:
+        listed = KNOWN["names"].get(stem)
+        if listed:
             return spellings[listed["entry"]], listed.get("differs", {})
-    for stem in found:
+    for stem in name_stems:
         if stem in spellings:
             return spellings[stem], {}
     return None

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..base.errors import RecipeError, needing
 from .configuration import READERS, reason
 from .knobs import Refusals
-from .sizes import Sizes
+from .model_sizes import Sizes
 
 MOST_SIDE = 2**14  # pixels
 
@@ -85,7 +85,12 @@ def _processor(shape: Sizes, max_pixels: int | None) -> Any:
 
 
 @lru_cache(maxsize=128)
-def _tokens(shape: Sizes, max_pixels: int | None, height: int, width: int) -> int:
+def _tokens(
+    shape: Sizes,
+    max_pixels: int | None,
+    height: int,
+    width: int,
+) -> int:
     """Return the tokens of one image."""
     reader = READERS[shape.family]
     if reader["tokens"]:

@@ -69,6 +69,8 @@ def room_on(
     whole = usable_memory(card)
     if not 0 <= other_memory < whole:
         raise RecipeError(
-            "other_memory", other_memory, f"it must be less than the {whole} bytes of {card.name}"
+            "other_memory",
+            other_memory,
+            f"it must be less than the {whole} bytes of {card.name}",
         )
     return Room(card, whole - other_memory, context_of(recipe, card), expandable_segments)

@@ -15,7 +15,7 @@ from typing import Any
 from ..base.data import data_path
 from .families import Layout, Stack, layout_of
 from .from_transformers import read_off
-from .sizes import Sizes
+from .model_sizes import Sizes
 
 # Kinds of modules with a weight; other kinds are the tensor itself.
 MODULES = ("linear", "conv1d", "embedding", "norm")

@@ -95,7 +95,8 @@ class Comparison:
         notes = [*self.failed, *self.notes]
         if len(self.labels) > 1:
             notes.insert(
-                0, f"Δ is taken against {self.against}; a plain 0 is equality to the byte."
+                0,
+                f"Δ is taken against {self.against}; a plain 0 is equality to the byte.",
             )
         return html.table(head, rows, self.title, notes)
 

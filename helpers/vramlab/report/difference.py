@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from .byte_counts import TensorGroup, format_bytes, unit_for
 from .report import Report
-from .sizes import TensorGroup, format_bytes, unit_for
 
 
 def cause_notes(a: Report, b: Report) -> Iterator[str]:

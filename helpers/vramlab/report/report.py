@@ -15,8 +15,7 @@ from ..base.errors import ReportError
 from ..base.files import strict_json
 from ..base.text import printable, text_table
 from ..base.versions import installed
-from .json_form import decode, encode, field_error
-from .sizes import (  # noqa: F401 — others take all of them from here
+from .byte_counts import (  # noqa: F401 — others take all of them from here
     CATEGORIES,
     UNITS,
     Bytes,
@@ -31,6 +30,7 @@ from .sizes import (  # noqa: F401 — others take all of them from here
     in_unit,
     unit_for,
 )
+from .json_form import decode, encode, field_error
 
 # Of a training step.
 PHASES = ("load", "forward", "backward", "step", "between_steps")

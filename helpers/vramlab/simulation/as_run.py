@@ -68,7 +68,9 @@ def _as_4_48() -> Iterator[None]:
     with (
         replaced(loss_utils.LOSS_MAPPING, "ForCausalLM", _shifted_loss),
         replaced(
-            F, "scaled_dot_product_attention", _contiguous(plain(F, "scaled_dot_product_attention"))
+            F,
+            "scaled_dot_product_attention",
+            _contiguous(plain(F, "scaled_dot_product_attention")),
         ),
     ):
         yield
@@ -83,7 +85,9 @@ def _as_4_57() -> contextlib.AbstractContextManager:
 
 def _repeated_keys() -> contextlib.AbstractContextManager:
     return replaced(
-        F, "scaled_dot_product_attention", _repeating(plain(F, "scaled_dot_product_attention"))
+        F,
+        "scaled_dot_product_attention",
+        _repeating(plain(F, "scaled_dot_product_attention")),
     )
 
 
@@ -130,7 +134,9 @@ def simulate_as_run(
         return simulate(recipe, **options)
     if as_run not in WAYS:
         raise RecipeError(
-            "as_run", as_run, "known are " + ", ".join(map(repr, WAYS)) + ", and None, as installed"
+            "as_run",
+            as_run,
+            "known are " + ", ".join(map(repr, WAYS)) + ", and None, as installed",
         )
     ways = WAYS[as_run]
     _check(recipe, as_run, ways)
@@ -162,11 +168,14 @@ def of_release(text: str) -> str | None:
 
 def _check(recipe: Recipe, as_run: str, ways: Ways) -> None:
     """Refuse what no real step was compared with."""
-    shape, kind = recipe.shape, recipe.attn_implementation
+    shape = recipe.shape
+    kind = recipe.attn_implementation
     if kind not in ways.kernels:
         known = " and ".join(map(repr, ways.kernels))
         raise RecipeError(
-            "as_run", as_run, f"it is known for attn_implementation {known}, not for {kind!r}"
+            "as_run",
+            as_run,
+            f"it is known for attn_implementation {known}, not for {kind!r}",
         )
     if ways.families and (shape.family not in ways.families or shape.task != "causal-lm"):
         known = ", ".join(ways.families)
@@ -182,7 +191,9 @@ def _check(recipe: Recipe, as_run: str, ways: Ways) -> None:
             )
         if recipe.loop.use_cache is not False and not recipe.gradient_checkpointing:
             raise RecipeError(
-                "as_run", as_run, "it keeps other caches: take a loop with use_cache=False"
+                "as_run",
+                as_run,
+                "it keeps other caches: take a loop with use_cache=False",
             )
 
 
@@ -229,7 +240,11 @@ def _shifted_loss(
     shifted = logits[..., :-1, :].contiguous().view(-1, vocab_size)
     labels = labels[..., 1:].contiguous().view(-1)
     return loss_utils.fixed_cross_entropy(
-        shifted, labels, num_items_in_batch, ignore_index, **kwargs
+        shifted,
+        labels,
+        num_items_in_batch,
+        ignore_index,
+        **kwargs,
     )
 
 

@@ -4,7 +4,7 @@ Fake tensors of device "cuda" need a CUDA build of PyTorch, so the step runs on 
 and PyTorch's dispatcher finds here the kernels that differ, for this thread only
 (`own_kernels.py`): attention, dropout, softmax, RMS norm and autocast's casts (`cuda_autocast.py`).
 What kernels allocate while they run is in `cuda_scratch.py`, results of other sizes in
-`operators.py`.
+`fake_operators.py`.
 """
 
 import contextlib

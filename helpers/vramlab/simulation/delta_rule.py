@@ -25,7 +25,8 @@ def gated_delta_rule(
     does, as that frees tensors.
     """
     initial_dtype = query.dtype
-    if (groups := value.shape[2] // key.shape[2]) > 1:
+    groups = value.shape[2] // key.shape[2]
+    if groups > 1:
         query = query.repeat_interleave(groups, dim=2)
         key = key.repeat_interleave(groups, dim=2)
     repeated = query, key  # the caller held them
@@ -50,7 +51,8 @@ def gated_delta_rule(
     ]
     g = g.reshape(batch_size, heads, -1, chunk_size)
     mask = torch.triu(
-        torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=query.device), diagonal=0
+        torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=query.device),
+        diagonal=0,
     )
 
     g = g.cumsum(dim=-1)
@@ -64,11 +66,18 @@ def gated_delta_rule(
     value = attn @ v_beta
     k_cumdecay = attn @ (k_beta * g.exp().unsqueeze(-1))
     state = torch.zeros(
-        batch_size, heads, key_width, value.shape[-1], dtype=value.dtype, device=value.device
+        batch_size,
+        heads,
+        key_width,
+        value.shape[-1],
+        dtype=value.dtype,
+        device=value.device,
     )
     result = torch.zeros_like(value)
     for i in range(query.shape[2]):
-        q_i, k_i, v_i = query[:, :, i], key[:, :, i], value[:, :, i]
+        q_i = query[:, :, i]
+        k_i = key[:, :, i]
+        v_i = value[:, :, i]
         attn = q_i @ k_i.transpose(-1, -2) * decay_mask[:, :, i]
         v_prime = k_cumdecay[:, :, i] @ state
         v_new = v_i - v_prime

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .operators import rules_of
+from .fake_operators import rules_of
 
 aten = torch.ops.aten
 # Of this process, by target: torch's entries by operator and arguments, None where it makes none.
@@ -52,7 +52,13 @@ class RuledFakeMode(FakeTensorMode):
         self.target = target
         self._rules = rules
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Return the fake result of an operator."""
         rule = self._rules.get(func)
         if rule is None or any(kind is not FakeTensor for kind in types):
@@ -89,7 +95,13 @@ class QuickFakeMode(RuledFakeMode):
 
         self._attributes = attributes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is aten._unsafe_view.default:
             func = aten.view.default  # which torch caches
@@ -107,7 +119,13 @@ class QuickFakeMode(RuledFakeMode):
             self._entries[key] = self._entry(func, args, kwargs, result)
         return result
 
-    def _entry(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    def _entry(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+    ) -> Any:
         """Return what torch would cache of `result`, or None."""
         if not isinstance(result, torch.Tensor | tuple):
             return None

@@ -33,8 +33,8 @@ from ..tracking.tracker import ON_HOST, Event, Mark, Tracker
 from ..training import training as tr
 from ..training.activation_offloading import DEVICE, fake_accelerator
 from ..training.engines import engine_of
-from ..training.evaluation import evaluate
-from ..training.generation import Started
+from ..training.evaluation_loop import evaluate
+from ..training.fixed_generation import Started
 from ..training.process_group import one_rank_of
 from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
@@ -46,9 +46,9 @@ from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
+from .fake_operators import keep_storage
 from .fakes import compiled_late, fake_world
-from .loading import loading_peak, unused_after_loading
-from .operators import keep_storage
+from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import GROUPS, NotRegular, Repetition, cut, find
 from .values import Values, readable_values, reason_at
 
@@ -134,7 +134,12 @@ def check_target(target: str) -> None:
 
 
 def _of_recipe(
-    recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, room: Room | None
+    recipe: Recipe,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    full: bool,
+    room: Room | None,
 ) -> Report:
     notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
@@ -157,7 +162,11 @@ def _of_recipe(
 
 
 def _of_module(
-    step: ModuleStep, target: str, card: Gpu | None, steps: int, room: Room | None
+    step: ModuleStep,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    room: Room | None,
 ) -> Report:
     """Return the report of any module, which holds fake tensors while it runs."""
     step.check()

@@ -45,7 +45,8 @@ class Remembered:
         self._roots = roots
         self._before = []
         for one in _reached(roots):
-            if (held := _read(one)) or (held is not None and not isinstance(one, torch.nn.Module)):
+            held = _read(one)
+            if held or (held is not None and not isinstance(one, torch.nn.Module)):
                 self._before.append(
                     (_again(one), {name: _again(value) for name, value in held.items()})
                 )
@@ -88,7 +89,8 @@ def _again(value: Any) -> Callable[[], Any]:
         original = weakref.ref(value)
         return lambda: alias if original() is None else original()
     if isinstance(
-        value, Globals | CellType | type | FunctionType | CACHED
+        value,
+        Globals | CellType | type | FunctionType | CACHED,
     ) or not _may_have_tensors(value):
         return lambda: value
     try:
@@ -112,7 +114,8 @@ def _fakes_of(one: Any) -> Iterator[str]:
         if isinstance(value, FakeTensor):
             owner = one if isinstance(one, type) else type(one)
             yield {Globals: f"{name}", CellType: "a variable of an outer function"}.get(
-                owner, f"{owner.__name__}.{name}"
+                owner,
+                f"{owner.__name__}.{name}",
             )
 
 

@@ -193,7 +193,13 @@ class Values:
             self._note(f"{what}, and taken as {guess} ({line})")
         return guess
 
-    def run(self, func: Any, args: tuple, kwargs: dict, where: str) -> Any:
+    def run(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict,
+        where: str,
+    ) -> Any:
         """Return the fake result of `func`; with its content, where all arguments' is known."""
         unknown = [tensor for tensor in _tensors((args, kwargs)) if self.of(tensor) is None]
         if func is torch.ops.aten.index.Tensor:

@@ -29,7 +29,14 @@ class Storage:
     ref: weakref.ref | None = None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, size: int, asked: int, op: str, where: str) -> "Storage":
+    def of(
+        cls,
+        tensor: torch.Tensor,
+        size: int,
+        asked: int,
+        op: str,
+        where: str,
+    ) -> "Storage":
         """Return the storage of `tensor`, which operator `op` has made, without a category."""
         shape = tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")

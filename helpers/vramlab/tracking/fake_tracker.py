@@ -31,7 +31,13 @@ class KnownValues(Protocol):
     def stand_ins(self, arguments: tuple) -> tuple:
         """Return an operator's (arguments, keyword arguments) with fakes for real tensors."""
 
-    def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, where: str) -> Any:
+    def run(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple,
+        kwargs: dict,
+        where: str,
+    ) -> Any:
         """Return an operator's result, and remember its values where they are known."""
 
     def read(self, tensor: torch.Tensor, guess: Any, where: str) -> Any:

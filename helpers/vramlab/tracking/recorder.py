@@ -31,7 +31,13 @@ class Recorder(Tracker):
         # addresses of the storages that the running operator was given
         self._given: set[int] = set()
 
-    def dispatch(self, func: Any, types: tuple, args: tuple, kwargs: dict) -> Any:
+    def dispatch(
+        self,
+        func: Any,
+        types: tuple,
+        args: tuple,
+        kwargs: dict,
+    ) -> Any:
         """Run an operator and log what it makes.
 
         What it is given and is not followed was there before, so a view of it is no birth.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..training.engine import Training, makes_fakes
-from ..training.generation import Started, layers_of
+from ..training.fixed_generation import Started, layers_of
 from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step

@@ -71,7 +71,9 @@ def about(func: torch._ops.OpOverload) -> About:
 
 
 def workspaces_taken(
-    sizes: dict[str, int], operator: str, args: Sequence[Any] = ()
+    sizes: dict[str, int],
+    operator: str,
+    args: Sequence[Any] = (),
 ) -> Iterator[int]:
     """Yield the bytes of cuBLAS's workspaces that a phase takes with this operator, once.
 

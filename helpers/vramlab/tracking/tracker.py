@@ -241,7 +241,13 @@ class Tracker(EventLog, TorchDispatchMode):
     ) -> Any:
         return self.dispatch(func, types, args, kwargs or {})
 
-    def dispatch(self, func: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> Any:
+    def dispatch(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple,
+        args: tuple,
+        kwargs: dict,
+    ) -> Any:
         """Run an operator and log what it makes."""
         if any(map(is_wrapper, types)):
             return NotImplemented  # such as DTensor: its own operators come here next
@@ -343,7 +349,13 @@ class Tracker(EventLog, TorchDispatchMode):
             return next(filter(None, map(self.owner, args)), "")
         return ""
 
-    def _record(self, result: Any, op: str, where: str, args: tuple = ()) -> None:
+    def _record(
+        self,
+        result: Any,
+        op: str,
+        where: str,
+        args: tuple = (),
+    ) -> None:
         """Log the storages of a result that are not known yet."""
         if isinstance(result, torch.Tensor):
             if op == "split":

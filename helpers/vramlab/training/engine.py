@@ -138,7 +138,7 @@ class Training:
     # a trainer's own, which samples what is trained on: told as the phases of that begin
     next_batch: Callable[[Callable[[str], None]], Any] | None = None
     sampled: Any = None  # batches that it keeps
-    # called as it samples: `generation.fixed_length`
+    # called as it samples: `fixed_generation.fixed_length`
     on_token: Callable[[int, Any], None] = _ignore_token
     most_tokens: int | None = None  # of a completion that are sampled; None: all
     cycle: int = 1  # steps after which the trainer's work begins anew

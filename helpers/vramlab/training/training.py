@@ -16,12 +16,12 @@ import torch
 from ..base.errors import needing
 from ..recipe.configuration import READERS
 from ..recipe.recipe import Recipe
-from . import regularizers, rollouts, trl_trainers
+from . import regularizers, rollout_trainers, trl_trainers
 from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
 from .engines import engine_of
 from .image_batch import image_batch
+from .make_optimizer import make_optimizer
 from .models import build_model, real_tensors
-from .optimizers import make_optimizer
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -53,7 +53,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
         engine=engine,
     )
     if recipe.rollouts:
-        rollouts.start(training, recipe, bare, build_model)
+        rollout_trainers.start(training, recipe, bare, build_model)
     elif recipe.trainer != "transformers":
         trl_trainers.start(training, recipe, bare, build_model)
     # Trainer.get_batch_samples fetches the whole step's micro-batches first

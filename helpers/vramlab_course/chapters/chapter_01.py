@@ -36,11 +36,14 @@ def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
     torch.manual_seed(1)
-    first, second = torch.randn(16, 32), torch.randn(32, 4)
+    first = torch.randn(16, 32)
+    second = torch.randn(32, 4)
     labels = (torch.tanh(x @ first) @ second).argmax(1)
     torch.manual_seed(0)
     sizes = [16] + [32] * layers
-    hidden = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    hidden: list[nn.Module] = []
+    for inside, outside in itertools.pairwise(sizes):
+        hidden += [nn.Linear(inside, outside), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Linear(32, 4)), x, labels
 
 

@@ -41,13 +41,16 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
 def requests() -> Requests:
     """Requests of a gpt2 of four layers at each of LENGTHS."""
     return requests_of(
-        Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4), LENGTHS
+        Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4),
+        LENGTHS,
     )
 
 
 @cache
 def replayed(
-    empty_cache: str = "", limit: int | None = None, lengths: tuple[int, ...] = ()
+    empty_cache: str = "",
+    limit: int | None = None,
+    lengths: tuple[int, ...] = (),
 ) -> Followed:
     """The steps of `lengths` (LENGTHS) through the allocator's model; see `follow`.
 
@@ -70,7 +73,10 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
     )
     with plot.canvas(title, alt, about, rows) as ax:
         for (name, peak), report, line in zip(
-            rows[1:], runs.values(), ("-", "--", "-."), strict=True
+            rows[1:],
+            runs.values(),
+            ("-", "--", "-."),
+            strict=True,
         ):
             sizes = [
                 m.bytes.total / MiB

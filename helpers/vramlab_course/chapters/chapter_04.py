@@ -31,7 +31,9 @@ class RankFailed(VramLabError):
 
 
 def on_ranks(
-    function: Callable[[int, int], Any], world: int = 2, seconds: float = 300
+    function: Callable[[int, int], Any],
+    world: int = 2,
+    seconds: float = 300,
 ) -> list[Any]:
     """What `function(rank, world)` returns on each of `world` processes, which are the ranks of a
     gloo group.
@@ -50,7 +52,11 @@ def apart(function: Callable[[], Any]) -> Any:
 def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.start_processes(
-            _enter, (work, count, folder, given), count, join=False, start_method="fork"
+            _enter,
+            (work, count, folder, given),
+            count,
+            join=False,
+            start_method="fork",
         )
         try:
             while not processes.join():
@@ -61,7 +67,13 @@ def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
         return [torch.load(f"{folder}/{number}", weights_only=False) for number in range(count)]
 
 
-def _enter(number: int, work: Callable[..., Any], count: int, folder: str, given: tuple) -> None:
+def _enter(
+    number: int,
+    work: Callable[..., Any],
+    count: int,
+    folder: str,
+    given: tuple,
+) -> None:
     torch.set_num_threads(1)
     try:
         found = work(number, count, folder, *given)
@@ -70,12 +82,21 @@ def _enter(number: int, work: Callable[..., Any], count: int, folder: str, given
     torch.save(found, f"{folder}/{number}")
 
 
-def _alone(number: int, count: int, folder: str, function: Callable[[], Any]) -> Any:
+def _alone(
+    number: int,
+    count: int,
+    folder: str,
+    function: Callable[[], Any],
+) -> Any:
     return function()
 
 
 def _rank(
-    rank: int, world: int, folder: str, function: Callable[[int, int], Any], seconds: float
+    rank: int,
+    world: int,
+    folder: str,
+    function: Callable[[int, int], Any],
+    seconds: float,
 ) -> Any:
     at = f"file://{folder}/meeting"
     with one_gloo_thread():
@@ -102,7 +123,9 @@ def all_gather(part: torch.Tensor) -> torch.Tensor:
 
 
 def followed(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: torch.Tensor,
 ) -> Report:
     """The bytes of the second of two steps on `rows`, each storage followed from its birth to its
     end.

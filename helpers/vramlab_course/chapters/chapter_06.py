@@ -9,14 +9,14 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
 
     The fewest samples come first, and of equals the 16-bit base.
     """
-    found = []
+    steps = []
     for path in sorted(measurements_folder().glob(f"{name}-*.json")):
         for report in load(path).values():
             recipe = Recipe(**report.recipe)
             whole = recipe.name == "llama-3.1-8b" and recipe.num_layers is None
             if whole and recipe.lora and report.speed:
-                found.append((recipe, report))
-    return sorted(found, key=_order)
+                steps.append((recipe, report))
+    return sorted(steps, key=_order)
 
 
 def _order(found: tuple[Recipe, Report]) -> tuple[int, bool]:

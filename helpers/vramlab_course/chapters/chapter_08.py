@@ -42,7 +42,8 @@ def run(program: Path, *options: str) -> Report:
     logging.set_verbosity_error()
     os.environ["HF_DATASETS_CACHE"] = str(program.parent / "cache")
     own = sys.argv, vramlab.WatchCallback
-    sys.argv, vramlab.WatchCallback = [str(program), *options, "--watch"], Kept
+    sys.argv = [str(program), *options, "--watch"]
+    vramlab.WatchCallback = Kept
     try:
         with capture_output():
             runpy.run_path(str(program), run_name="__main__")
@@ -103,12 +104,12 @@ def pieces(text: str, most: int = 300) -> list[str]:
     """The text in pieces of whole lines, of `most` characters or one line: the program cuts a
     longer sample.
     """
-    found = [""]
+    cut = [""]
     for line in text.splitlines(keepends=True):
-        if found[-1] and len(found[-1]) + len(line) > most:
-            found.append("")
-        found[-1] += line
-    return found
+        if cut[-1] and len(cut[-1]) + len(line) > most:
+            cut.append("")
+        cut[-1] += line
+    return cut
 
 
 def questions() -> list[list[dict[str, str]]]:
@@ -120,14 +121,18 @@ def questions() -> list[list[dict[str, str]]]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
                 continue
-            if said := ast.get_docstring(node):
+            said = ast.get_docstring(node)
+            if said:
                 asked = f"What does vramlab's `{node.name}` do?"
                 chats.append([_turn("user", asked), _turn("assistant", said.split("\n\n")[0])])
     return chats
 
 
 def answers(
-    model: torch.nn.Module, tokenizer: Any, asked: Sequence[str], tokens: int = 48
+    model: torch.nn.Module,
+    tokenizer: Any,
+    asked: Sequence[str],
+    tokens: int = 48,
 ) -> list[str]:
     """What a chat model answers to each question, its likeliest `tokens` tokens."""
     said = []
@@ -189,7 +194,11 @@ def reachable(model: str) -> bool:
 
 
 def chat(
-    model: str, asked: Sequence[str], folder: Path, method: str = "lora", steps: int = 120
+    model: str,
+    asked: Sequence[str],
+    folder: Path,
+    method: str = "lora",
+    steps: int = 120,
 ) -> Chat:
     """Train `model`, a chat model's name on the hub or its folder, on `questions` by a written
     program; ask it before and after.
@@ -199,25 +208,30 @@ def chat(
     on_card = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(model)
     untrained = AutoModelForCausalLM.from_pretrained(
-        model, dtype="auto", device_map="cuda" if on_card else "cpu"
+        model,
+        dtype="auto",
+        device_map="cuda" if on_card else "cpu",
     )
     before = answers(untrained, tokenizer, asked)
     del untrained
     torch.cuda.empty_cache()
     card = None if on_card else "T4"  # None: this machine's
-    found = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
-    (program,) = found.write(folder / "train_chat.py")
+    planned = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
+    (program,) = planned.write(folder / "train_chat.py")
     data = folder / "chats.jsonl"
     data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))
     words = ["--model", model, "--data", data, "--output", folder / "chat", "--max-steps", steps]
     done = subprocess.run(
-        [sys.executable, program, *map(str, words)], capture_output=True, text=True, check=False
+        [sys.executable, program, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{program.name} failed:\n{done.stderr[-2000:]}")
     trained = merged(folder / "chat", folder / "merged")
     after = answers(trained.to("cuda" if on_card else "cpu"), tokenizer, asked)
-    return Chat(before, after, found, done.stdout, folder / "merged")
+    return Chat(before, after, planned, done.stdout, folder / "merged")
 
 
 def _turn(role: str, content: str) -> dict[str, str]:

@@ -22,9 +22,14 @@ from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import CATEGORIES, GiB, text_table
 
 NF4 = Quantization(
-    "nf4", double=True, prepare=False
+    "nf4",
+    double=True,
+    prepare=False,
 )  # as `plan` advises: no cast of what stays in 16 bits
-LADDER_MODEL, TOKENS, BATCH, LADDER_CARD = "llama-3.1-8b", 1024, 8, "H200"
+LADDER_MODEL = "llama-3.1-8b"
+TOKENS = 1024
+BATCH = 8
+LADDER_CARD = "H200"
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
 # By size: if one fits, so do those before it.
 MODELS = (
@@ -35,7 +40,8 @@ MODELS = (
 METHODS = ("full", "lora", "qlora")
 SAID = {"bf16-true": "bf16", "fp16-true": "fp16"}  # of full training; else weights are fp32
 INDENT = -0.23  # tables begin where the bars' labels do
-PAGE, MARGIN = (8.27, 11.69), 10 / 25.4  # inches
+PAGE = (8.27, 11.69)  # inches
+MARGIN = 10 / 25.4  # inches
 HEAD = ("largest part of the peak", "what to do", "chapter")
 MOVES = (
     (
@@ -73,10 +79,8 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
     """Bytes kept for each parameter by weights, gradients and states, for each way to train
     LADDER_MODEL.
     """
-    rows, eight_bits = (
-        [],
-        2 * (1 + 4 / 256),
-    )  # two states of a byte, and an fp32 scale for 256 of them
+    rows = []
+    eight_bits = 2 * (1 + 4 / 256)  # two states of a byte, and an fp32 scale for 256 of them
     for label, width, states in (
         ("fp32 or mixed, AdamW", 4, 8),
         ("mixed, 8-bit AdamW", 4, eight_bits),
@@ -86,11 +90,12 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
         rows.append((label, {"parameters": width, "gradients": width, "optimizer_states": states}))
     for label, base in (("LoRA r = 16", None), ("QLoRA r = 16", NF4)):
         recipe = Recipe(LADDER_MODEL, precision="bf16-true", lora=RANK, quantization=base)
-        n, found = recipe.shape.num_parameters, parameter_table(recipe)
+        n = recipe.shape.num_parameters
+        table = parameter_table(recipe)
         rows.append((label, {
-            "parameters": sum(row.count * sum(row.blocks) for row in found) / n,
-            "gradients": sum(row.count * row.size for row in found if row.trained) / n,
-            "optimizer_states": sum(row.count * sum(row.states) for row in found) / n,
+            "parameters": sum(row.count * sum(row.blocks) for row in table) / n,
+            "gradients": sum(row.count * row.size for row in table if row.trained) / n,
+            "optimizer_states": sum(row.count * sum(row.states) for row in table) / n,
         }))  # fmt: skip
     return rows
 
@@ -133,11 +138,20 @@ def largest_model(card: str, method: str) -> str:
     """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none;
     of full training also whether its weights are fp32 ("mixed")."""
     number, _, name = card.rpartition(" × ")
-    gpus, low, high, said = int(number or 1), 0, len(MODELS), "–"
+    gpus = int(number or 1)
+    low = 0
+    high = len(MODELS)
+    said = "–"
     while low < high:  # models below `low` fit, from `high` on they do not
         middle = (low + high) // 2
         question = Question(
-            MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method, offload=False
+            MODELS[middle],
+            name,
+            gpus,
+            global_batch=8,
+            seq_len=TOKENS,
+            method=method,
+            offload=False,
         )
         recipe = Search(question).any_fit()
         low, high = (middle + 1, high) if recipe else (low, middle)
@@ -162,15 +176,13 @@ def matrix() -> list[tuple[str, ...]]:
 def as_text() -> str:
     """The numbers of the sheet as text tables."""
     kept = [("bytes a parameter, kept", "weights", "gradients", "states", "sum")]
-    kept += [
-        (label, *(f"{n:.2f}" for n in (*parts.values(), sum(parts.values()))))
-        for label, parts in bytes_rows()
-    ]
+    for label, parts in bytes_rows():
+        numbers = [*parts.values(), sum(parts.values())]
+        kept.append((label, *(f"{n:.2f}" for n in numbers)))
     climbed = [(f"{LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens", "peak, GiB", "time, ×")]
-    climbed += [
-        (label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}")
-        for label, split, time in ladder_rows()
-    ]
+    for label, split, time in ladder_rows():
+        peak = sum(split.values()) / GiB
+        climbed.append((label, f"{peak:.1f}", f"{time:.2f}"))
     titles = (
         "What a parameter keeps",
         "What each switch saves",
@@ -183,16 +195,25 @@ def as_text() -> str:
         text_table(matrix()),
         text_table(_left([HEAD, *MOVES])),
     )
-    text = "\n\n".join(f"{title}\n\n{part}" for title, part in zip(titles, parts, strict=True))
+    chapters = zip(titles, parts, strict=True)
+    text = "\n\n".join(f"{title}\n\n{part}" for title, part in chapters)
     return "\n".join([text, "", *RULES, *LETTERS])
 
 
 def _left(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Align all columns to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        tuple(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    ]
+    widths = _widths(rows)
+    aligned = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        aligned.append(tuple(cell.ljust(width) for cell, width in cells))
+    return aligned
+
+
+def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """Letters of the longest cell of each column."""
+    columns = zip(*rows, strict=True)
+    return [max(map(len, column)) for column in columns]
 
 
 @style.styled()
@@ -201,9 +222,13 @@ def draw():
     import matplotlib.pyplot as plt
 
     figure = plt.figure(
-        FigureClass=style.figure_class(), figsize=PAGE, dpi=style.DPI, layout="constrained"
+        FigureClass=style.figure_class(),
+        figsize=PAGE,
+        dpi=style.DPI,
+        layout="constrained",
     )
-    x, y = MARGIN / PAGE[0], MARGIN / PAGE[1]
+    x = MARGIN / PAGE[0]
+    y = MARGIN / PAGE[1]
     figure.get_layout_engine().set(rect=(x, y + 0.02, 1 - 2 * x, 1 - 2 * y - 0.05))
     figure.heading = "Make it fit: GPU memory of training on one page"
     figure.text(x, 1 - y, figure.heading, fontweight="bold", fontsize=15, va="top")
@@ -225,7 +250,8 @@ def draw():
         16,
     )
     climb.set_xlabel(
-        f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has", fontsize=8
+        f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has",
+        fontsize=8,
     )
     for name, side in (
         ("T4", "right"),
@@ -252,10 +278,18 @@ def draw():
     _title(rules, "5 · Five sentences, and their letters")
     text = "\n".join([*RULES, *LETTERS])
     rules.text(
-        INDENT, 0.95, text, fontsize=7.2, va="top", linespacing=1.8, transform=rules.transAxes
+        INDENT,
+        0.95,
+        text,
+        fontsize=7.2,
+        va="top",
+        linespacing=1.8,
+        transform=rules.transAxes,
     )
     return style.finish(
-        figure, _summary(), "One page with five parts; the text beside it has all of its numbers."
+        figure,
+        _summary(),
+        "One page with five parts; the text beside it has all of its numbers.",
     )
 
 
@@ -285,18 +319,21 @@ def _summary() -> list[tuple[str, ...]]:
 
 
 def _stacks(
-    ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, after: Sequence[str] = ()
+    ax,
+    rows: list[tuple[str, dict[str, float]]],
+    form: str,
+    unit: int,
+    after: Sequence[str] = (),
 ) -> None:
     """Draw horizontal stacked bars with their sums, the first row on top."""
-    names = [
-        name
-        for name in CATEGORIES
-        if any(
-            split.get(name, 0) / unit > 0.003 * max(sum(other.values()) / unit for _, other in rows)
-            for _, split in rows
-        )
-    ]
-    looks, width = style.look(names), max(sum(split.values()) for _, split in rows) / unit
+    splits = [split for _, split in rows]
+    width = max(sum(split.values()) for split in splits) / unit
+    names = []
+    for name in CATEGORIES:
+        largest = max(split.get(name, 0) for split in splits) / unit
+        if largest > 0.003 * width:
+            names.append(name)
+    looks = style.look(names)
     for i, (_, split) in enumerate(rows):
         left = 0.0
         for name in names:
@@ -304,7 +341,9 @@ def _stacks(
             label = name.replace("_", " ") if i == 0 else None
             ax.barh(i, size, left=left, height=0.72, label=label, **looks[name])
             left += size
-        said = form.format(sum(split.values()) / unit) + (after[i] if after else "")
+        said = form.format(sum(split.values()) / unit)
+        if after:
+            said += after[i]
         ax.text(left + 0.01 * width, i, said, va="center", fontsize=8, bbox=style.PATCH)
     ax.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
     ax.invert_yaxis()
@@ -319,7 +358,7 @@ def _table(ax, rows: Sequence[tuple[str, ...]], title: str) -> None:
     """Draw a table of text."""
     ax.set_axis_off()
     _title(ax, title)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = _widths(rows)
     shares = [width / sum(widths) for width in widths]
     drawn = ax.table(
         [list(row) for row in rows],

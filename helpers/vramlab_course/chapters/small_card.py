@@ -19,7 +19,8 @@ class Card(TorchDispatchMode):
 
     def __init__(self, limit: int, model: torch.nn.Module):
         super().__init__()
-        self.limit, self.sizes = limit, {}
+        self.limit = limit
+        self.sizes = {}
         self._hold([*model.parameters(), *model.buffers()])
 
     def _hold(self, values: Any) -> Any:
@@ -32,5 +33,11 @@ class Card(TorchDispatchMode):
             raise torch.OutOfMemoryError(f"more than {format_bytes(self.limit, 'MiB')}")
         return values
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        function,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         return self._hold(function(*args, **(kwargs or {})))

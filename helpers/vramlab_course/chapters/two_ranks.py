@@ -17,7 +17,13 @@ from statistics import median
 from typing import Any
 
 TINY = dict(
-    vocab_size=1000, n_positions=64, n_embd=64, n_head=2, n_layer=2, bos_token_id=0, eos_token_id=0
+    vocab_size=1000,
+    n_positions=64,
+    n_embd=64,
+    n_head=2,
+    n_layer=2,
+    bos_token_id=0,
+    eos_token_id=0,
 )
 
 
@@ -33,7 +39,8 @@ def experiment(steps: int) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.device_count() >= world
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
@@ -44,16 +51,19 @@ def experiment(steps: int) -> dict[str, Any]:
     buckets = count_buckets(ddp)
     torch.manual_seed(int(os.environ["RANK"]))  # each rank reads text of its own
     tokens = torch.randint(
-        ddp.module.config.vocab_size, (4, 1024) if cuda else (1, 32), device=device
+        ddp.module.config.vocab_size,
+        (4, 1024) if cuda else (1, 32),
+        device=device,
     )
     step = timed_step(ddp, tokens)
     step()  # DDP rebuilds its buckets after the first step
     buckets.clear()
     together = [step() for _ in range(steps)]
-    sent, same = sum(buckets) // steps, weights_are_equal(ddp)
+    sent = sum(buckets) // steps
+    same = weights_are_equal(ddp)
     with ddp.no_sync():
         alone = [step() for _ in range(steps)]
-    found = {
+    facts = {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "backend": dist.get_backend(),
         "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
@@ -64,7 +74,7 @@ def experiment(steps: int) -> dict[str, Any]:
         "same": same,
     }
     dist.destroy_process_group()
-    return found
+    return facts
 
 
 def count_buckets(ddp: Any) -> list[int]:

@@ -2,7 +2,7 @@
 are computed.
 """
 
-from .ledger import Claim, ClaimError, Finding, Ledger, Verdict, chapter_page, judge, load_claims
+from .verdicts import Claim, ClaimError, Finding, Ledger, Verdict, chapter_page, judge, load_claims
 
 __all__ = [
     "Claim",

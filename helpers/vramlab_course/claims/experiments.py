@@ -26,7 +26,7 @@ from vramlab.report.report import CATEGORIES, GiB, Interval, MiB, Report, format
 from vramlab.simulation.simulate import simulate
 
 from vramlab_course.base_model import base_model_path
-from vramlab_course.numerics import FORMATS
+from vramlab_course.number_formats import FORMATS
 from vramlab_course.topology import NVLINK, bytes_sent
 
 from ..chapters import chapter_03, chapter_07
@@ -69,11 +69,11 @@ def arithmetic(
 
 def _defined(names: Mapping[str, Any]) -> dict[str, Any]:
     """The ledger's definitions that can be computed from `names`, in their order."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in stored("definitions").items():
         with suppress(ValueError):
-            found[name] = evaluate(text, {**names, **found})
-    return found
+            values[name] = evaluate(text, {**names, **values})
+    return values
 
 
 def card_facts(name: str) -> dict[str, Any]:
@@ -119,8 +119,12 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
 def _nf4(numbers: int) -> int:
     """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks
     of 256; their offset, 256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
+    codes = -(-numbers // 2)
     scales = -(-numbers // 64)
-    return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 + 4 * 256 + 4 * 16
+    scales_of_scales = 4 * -(-scales // 256)
+    offset = 4
+    levels = 4 * 256 + 4 * 16
+    return codes + scales + scales_of_scales + offset + levels
 
 
 # --- reports
@@ -137,29 +141,29 @@ def reports(
     fields in each.
     """
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
-    found = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
+    by_name = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
     if (
-        None in (cards := {report and report.environment["gpu"] for report in found.values()})
+        None in (cards := {report and report.environment["gpu"] for report in by_name.values()})
         or len(cards) > 1
     ):
-        found = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
+        by_name = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
     names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(context_on())}
     names.update(
         {
             name: {**shape_facts(made[name]), **report_facts(report)}
-            for name, report in found.items()
+            for name, report in by_name.items()
         }
     )
     if gpu:
         names["card"] = card_facts(gpu)
     weakest = min(
-        (report.source for report in found.values()),
+        (report.source for report in by_name.values()),
         key=("predicted", "simulated", "recorded").index,
     )
     if weakest == "recorded":
         weakest += f", {cards.pop().removeprefix('NVIDIA ')}"
     said = "; ".join(
-        f"{recipe}: {format_bytes(found[name].peak.total)}" for name, recipe in made.items()
+        f"{recipe}: {format_bytes(by_name[name].peak.total)}" for name, recipe in made.items()
     )
     return Facts({**names, **_defined({**names, **names.get("run", {})})}, weakest, said)
 
@@ -169,7 +173,10 @@ def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: An
     an A100.
     """
     return reports(
-        {"before": start, "after": {**start, **changes}}, gpu=CARD, common={"of": "usual"}, **how
+        {"before": start, "after": {**start, **changes}},
+        gpu=CARD,
+        common={"of": "usual"},
+        **how,
     )
 
 
@@ -180,7 +187,7 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
     """
     made = [make_recipe({"of": "usual", **start, **more}) for more in ({}, changes)]
     try:
-        found = [find_record(recipe) for recipe in made]
+        records = [find_record(recipe) for recipe in made]
     except RecordError:
         world = made[1].sharding.world_size if made[1].sharding else 1
         what = f"{world} GPUs" if world > 1 else "a GPU with CUDA"
@@ -190,11 +197,13 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
             else ""
         )
         raise RecordError(f"Waits for {what}{newer}.") from None
-    if not all(report.speed for report in found):
+    if not all(report.speed for report in records):
         raise RecordError("Waits for a record with a speed.")
-    before, after = (report.speed.tokens_per_second for report in found)
+    before, after = (report.speed.tokens_per_second for report in records)
     return Facts(
-        {"ratio": before / after}, "recorded", f"{made[1]} on {found[1].environment.get('gpu')}"
+        {"ratio": before / after},
+        "recorded",
+        f"{made[1]} on {records[1].environment.get('gpu')}",
     )
 
 
@@ -215,7 +224,10 @@ def recorded_report(recipe: Recipe, gpu: str | None = None, target: str = "cuda"
 
 @cache
 def witness(
-    recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda"
+    recipe: Recipe,
+    by: str = "predict",
+    gpu: str | None = None,
+    target: str = "cuda",
 ) -> Report:
     """The prediction or simulation of `recipe`, each once."""
     return (
@@ -227,13 +239,14 @@ def report_facts(report: Report) -> dict[str, Any]:
     """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole
     run's in bytes.
     """
-    facts: dict[str, Any] = {
-        name: {moment: _split(getattr(phase, moment)) for moment in ("peak", "end")}
-        for name, phase in report.phases.items()
-    }
+    facts: dict[str, Any] = {}
+    for name, phase in report.phases.items():
+        facts[name] = {"peak": _split(phase.peak), "end": _split(phase.end)}
     facts["N"] = facts["load"]["end"]["parameters"]
     facts.update(
-        peak=report.peak.total, reserved=_ends(report.reserved), process=_ends(report.process)
+        peak=report.peak.total,
+        reserved=_ends(report.reserved),
+        process=_ends(report.process),
     )
     return facts
 
@@ -259,18 +272,19 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
     """Questions to the planner by name: whether any recipe fits (`fits`), and its model's
     `parameters`.
     """
-    names, said = {}, []
+    names = {}
+    said = []
     for name, question in questions.items():
         asked = {"offload": False, **common, **question}
         frozen = {
             key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
         }
-        found = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
+        recipe = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
         names[name] = {
-            "fits": found is not None,
-            "parameters": found.shape.num_parameters if found else 0,
+            "fits": recipe is not None,
+            "parameters": recipe.shape.num_parameters if recipe else 0,
         }
-        said.append(f"{name}: {found or 'nothing fits'}")
+        said.append(f"{name}: {recipe or 'nothing fits'}")
     return Facts(names, "predicted", "; ".join(said))
 
 
@@ -282,19 +296,20 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
     limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
     names = {}
     for name, cure in runs.items():
-        expandable, lengths = cure.startswith("expandable"), cure.removeprefix("expandable ")
+        expandable = cure.startswith("expandable")
+        lengths = cure.removeprefix("expandable ")
         try:
-            found = chapter_07.run(lengths, limit, expandable)
+            followed = chapter_07.run(lengths, limit, expandable)
         except AllocatorError:
             names[name] = {"fails": True, "gives_back": True}
             continue
         names[name] = {
             "fails": False,
-            "gives_back": sum(found.given_back[1:])
+            "gives_back": sum(followed.given_back[1:])
             > 0,  # the first step is longer than that of the load
-            "later_calls": sum(found.mallocs[1:]),
-            "flat": len(set(found.between[2:])) == 1,
-            "overhead": found.overhead,
+            "later_calls": sum(followed.mallocs[1:]),
+            "flat": len(set(followed.between[2:])) == 1,
+            "overhead": followed.overhead,
         }
     card = "endless" if endless else format_bytes(limit)
     about = (
@@ -332,7 +347,8 @@ def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
 
 
 def two_ranks(
-    ways: Mapping[str, Mapping[str, Any]] = {}, wrappings: Mapping[str, str] = {}
+    ways: Mapping[str, Mapping[str, Any]] = {},
+    wrappings: Mapping[str, str] = {},
 ) -> Facts:
     """What one of two real ranks sends in a step of the base model, phase by phase, in units of its
     parameters (Ψ); and of a hundred linear layers wrapped in FSDP units, what is gathered at a

@@ -78,7 +78,8 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            a, b = _value(left, names), _value(right, names)
+            a = _value(left, names)
+            b = _value(right, names)
             if isinstance(op, ast.Pow) and abs(b) > LARGEST_POWER:
                 raise ExpressionError(f"a power of {b} is too large.")
             return OPERATORS[type(op)](a, b)

@@ -37,17 +37,17 @@ def installed(
     about = f"{name}, {_version(library)}"
     if fresh:
         return Facts({"exists": True, "value": _in_a_new_process(name)}, "measured", about)
-    exists, found = _find(name)
-    names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(found, takes or {})}
+    exists, thing = _find(name)
+    names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(thing, takes or {})}
     if called is not None and exists:
         with (
             warnings.catch_warnings()
         ):  # transformers renames some arguments, and says so when they are given
             warnings.simplefilter("ignore", FutureWarning)
-            found = found(**called)
+            thing = thing(**called)
     if item and exists:
-        names["has"], found = _item(found, item)
-    names["value"] = getattr(found, "value", found)
+        names["has"], thing = _item(thing, item)
+    names["value"] = getattr(thing, "value", thing)
     return Facts(names, "measured", f"{about}{f', {item}' if item else ''}")
 
 
@@ -63,14 +63,14 @@ def _find(name: str) -> tuple[bool, Any]:
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:length]))
+            thing = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:]:
-            if not hasattr(found, part):
+            if not hasattr(thing, part):
                 return False, None
-            found = getattr(found, part)
-        return True, found
+            thing = getattr(thing, part)
+        return True, thing
     return False, None
 
 
@@ -82,19 +82,22 @@ def _takes(function: Any, arguments: Mapping[str, Any]) -> bool:
     return True
 
 
-def _item(found: Any, item: str) -> tuple[bool, Any]:
+def _item(thing: Any, item: str) -> tuple[bool, Any]:
     """Whether a list, an enum's values or an object's attributes have an item of this name, and
     what it is.
     """
-    if isinstance(found, list | EnumType):
-        return item in [getattr(member, "value", member) for member in found], item
-    return hasattr(found, item), getattr(found, item, None)
+    if isinstance(thing, list | EnumType):
+        return item in [getattr(member, "value", member) for member in thing], item
+    return hasattr(thing, item), getattr(thing, item, None)
 
 
 @cache
 def _in_a_new_process(name: str) -> Any:
     code = f"import json, {name.partition('.')[0]}; print(json.dumps({name}))"
     said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     return json.loads(said)

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,14 +23,14 @@ from vramlab.measurement.launch import Launcher
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.cuda import attention_kernel
 
-from vramlab_course.chapters import units_04
+from vramlab_course.chapters import fsdp_units
 from vramlab_course.quantizers import normal_float
 
 from ..chapters.chapter_03 import saved_bytes
 from ..memory_history import record
 from .expressions import Facts
 
-UNITS = units_04.__name__
+UNITS = fsdp_units.__name__
 
 
 def _versions() -> str:
@@ -52,10 +52,13 @@ def labelled(times: int = 2000) -> Facts:
                 pass
         return time.perf_counter() - start
 
-    label, empty = (lambda: torch.profiler.record_function("forward_pass")), contextlib.nullcontext
+    label = partial(torch.profiler.record_function, "forward_pass")
+    empty = contextlib.nullcontext
     cost = min(seconds(label) for _ in range(5)) / min(seconds(empty) for _ in range(5))
     return Facts(
-        {"cost": cost}, "measured", f"{times:,} labels, the quickest of five rounds, {_versions()}"
+        {"cost": cost},
+        "measured",
+        f"{times:,} labels, the quickest of five rounds, {_versions()}",
     )
 
 
@@ -74,7 +77,8 @@ class Stream(IterableDataset):
     """A stream of numbers; `sharded` deals them out to the workers by `get_worker_info`."""
 
     def __init__(self, samples: int, sharded: bool):
-        self.samples, self.sharded = samples, sharded
+        self.samples = samples
+        self.sharded = sharded
 
     def __iter__(self):
         info = get_worker_info() if self.sharded else None
@@ -93,7 +97,9 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
     )
-    total, owners, batches = 0.0, set(), iter(loader)
+    total = 0.0
+    owners = set()
+    batches = iter(loader)
     for number in range(8):
         start = time.perf_counter()
         owners |= set(next(batches).tolist())
@@ -115,7 +121,10 @@ def loaded(samples: int = 0, sharded: bool = False) -> Facts:
         seen = [
             int(n)
             for n in DataLoader(
-                stream, batch_size=None, num_workers=2, multiprocessing_context="fork"
+                stream,
+                batch_size=None,
+                num_workers=2,
+                multiprocessing_context="fork",
             )
         ]
         times = len(seen) / samples if set(seen) == set(range(samples)) else 0.0
@@ -123,7 +132,8 @@ def loaded(samples: int = 0, sharded: bool = False) -> Facts:
     alone, _ = waited(0)
     tries = (waited(2) for _ in range(3))
     seconds, owners = next(
-        (found for found in tries if found[0] < alone / 2), (alone, {os.getpid()})
+        (found for found in tries if found[0] < alone / 2),
+        (alone, {os.getpid()}),
     )
     names = {
         "hidden": seconds < alone / 2,
@@ -148,7 +158,8 @@ def compiled(layers: int = 4) -> Facts:
 
     torch.compiler.reset()
     network = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
-    x, counts = torch.zeros(1, 8), []
+    x = torch.zeros(1, 8)
+    counts = []
     wrapped_network = torch.compile(network, backend=backend)
     for _ in range(3):
         counts.append(len(graphs))
@@ -172,7 +183,8 @@ def _kept(backend: str) -> float:
     torch.compiler.reset()
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(64, 2, 256, batch_first=True, activation="gelu")
-    own, x = list(layer.parameters()), torch.randn(2, 64, 64)
+    own = list(layer.parameters())
+    x = torch.randn(2, 64, 64)
     eager, small = (
         saved_bytes(lambda m=m: m(x).sum(), own)[0]
         for m in (layer, torch.compile(layer, backend=backend))
@@ -204,7 +216,11 @@ def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts
     if dtype:
         capability = find_gpu(gpu).compute_capability
         kernel = attention_kernel(
-            getattr(torch, dtype), 64, 64, masked=masked, capability=capability
+            getattr(torch, dtype),
+            64,
+            64,
+            masked=masked,
+            capability=capability,
         )
         return Facts(
             {"kernel": kernel},
@@ -264,7 +280,8 @@ def four_bits() -> Facts:
     from bitsandbytes.functional import get_4bit_type, quantize_4bit
 
     weights = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    blocks, scales = weights.reshape(-1, 64), quantize_4bit(weights, quant_type="nf4")[1].absmax
+    blocks = weights.reshape(-1, 64)
+    scales = quantize_4bit(weights, quant_type="nf4")[1].absmax
     packed, state = quantize_4bit(weights, compress_statistics=True, quant_type="nf4")
     names = {
         "apart": float((get_4bit_type("nf4", device="cpu") - normal_float()).abs().max()),
@@ -295,14 +312,16 @@ def sent(recipe: Recipe) -> dict[str, Any]:
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
-    found: dict[str, Any] = {
-        name: {k: phases.get(name, {}).get(k, 0) / psi for k in kinds} for name in names
-    }
-    for phase in [*found.values()]:
+    multiples: dict[str, Any] = {}
+    for name in dict.fromkeys(names):
+        sizes = phases.get(name, {})
+        phase = {kind: sizes.get(kind, 0) / psi for kind in kinds}
         phase["ring"] = sum(phase.values()) + phase["all_reduce"]
-    found["ring"] = sum(phase["ring"] for phase in found.values())
-    found["all"] = sum(size for phase in phases.values() for size in phase.values()) / psi
-    return found
+        multiples[name] = phase
+    multiples["ring"] = sum(phase["ring"] for phase in multiples.values())
+    everything = sum(sum(sizes.values()) for sizes in phases.values())
+    multiples["all"] = everything / psi
+    return multiples
 
 
 @cache
@@ -311,5 +330,5 @@ def wrapped(wrapping: str) -> dict[str, Any]:
     parameters' bytes, and the peak in units of all that an unsharded step holds of weights,
     gradients and AdamW's states."""
     found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
-    whole = units_04.LAYERS * units_04.WIDTH**2 * 4
+    whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
     return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}

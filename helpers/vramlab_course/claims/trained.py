@@ -19,13 +19,15 @@ from vramlab_course.base_model import (
     load_base_model,
 )
 from vramlab_course.finetuning import batches, fresh
-from vramlab_course.numerics import FORMATS, rounded
+from vramlab_course.number_formats import FORMATS, rounded
 from vramlab_course.quantizers import absmax, quantile
 
 from ..chapters.chapter_01 import deep_network, guessing
 from .expressions import Facts
 
-STEPS, BATCH, TOKENS = 8, 4, 64
+STEPS = 8
+BATCH = 4
+TOKENS = 64
 RATES = (1e-4, 1e-3)  # a run without a rate of its own takes the better one
 
 
@@ -54,7 +56,10 @@ def _walk(stored: Any, keys: list[str]) -> Any:
 
 
 def quantized(
-    method: str, bits: int, outlier: bool = False, block_size: int | None = None
+    method: str,
+    bits: int,
+    outlier: bool = False,
+    block_size: int | None = None,
 ) -> Facts:
     """4,096 normal numbers, one of them 100 with an `outlier`, quantized and back: `error`, the
     root of the mean squared difference; `middle` and `edge` of a table by quantiles, the distances
@@ -63,12 +68,17 @@ def quantized(
     if outlier:
         values[2048] = 100.0
     small = absmax(values, bits, block_size) if method == "absmax" else quantile(values, bits)
-    names = {"error": float((small.dequantize() - values).square().mean().sqrt())}
+    off = small.dequantize() - values
+    names = {"error": float(off.square().mean().sqrt())}
     if method == "quantile":
-        table, half = small.table, 2 ** (bits - 1)
-        names.update(middle=float(table[half] - table[half - 1]), edge=float(table[-1] - table[-2]))
+        table = small.table
+        half = 2 ** (bits - 1)
+        names["middle"] = float(table[half] - table[half - 1])
+        names["edge"] = float(table[-1] - table[-2])
     return Facts(
-        names, "measured", f"4,096 normal numbers, {method}, {bits} bits, blocks of {block_size}"
+        names,
+        "measured",
+        f"4,096 normal numbers, {method}, {bits} bits, blocks of {block_size}",
     )
 
 
@@ -87,13 +97,19 @@ def rounded_weights(format: str, limit: int = 8000) -> Facts:
     """`ratio`: the base model's bits per byte with its weights rounded to a format, relative to
     what they were.
     """
-    there, before = _bits(format, limit), _bits(None, limit)
+    there = _bits(format, limit)
+    before = _bits(None, limit)
     said = f"the base model on {limit:,} held-out bytes: {there:.3f} and {before:.3f} bits per byte"
     return Facts({"ratio": there / before}, "measured", said)
 
 
 @cache
-def _loss(dtype: str, scaled: bool, layers: int, steps: int) -> tuple[float, float]:
+def _loss(
+    dtype: str,
+    scaled: bool,
+    layers: int,
+    steps: int,
+) -> tuple[float, float]:
     """(lowest loss of the last ten steps, loss of guessing) of chapter 01's net in autocast."""
     network, x, labels = deep_network(layers)
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
@@ -113,11 +129,13 @@ def _loss(dtype: str, scaled: bool, layers: int, steps: int) -> tuple[float, flo
 def learns(dtype: str, layers: int = 20, steps: int = 150) -> Facts:
     """`plain` and `scaled`: whether chapter 01's network gets a tenth below the loss of guessing,
     without and with loss scaling."""
-    losses = {
-        name: _loss(dtype, on, layers, steps) for name, on in (("plain", False), ("scaled", True))
-    }
-    names = {name: bool(loss < 0.9 * guess) for name, (loss, guess) in losses.items()}
-    said = ", ".join(f"{name} {loss:.2f}" for name, (loss, _) in losses.items())
+    names = {}
+    losses = []
+    for name, is_scaled in (("plain", False), ("scaled", True)):
+        loss, guess = _loss(dtype, is_scaled, layers, steps)
+        names[name] = bool(loss < 0.9 * guess)
+        losses.append(f"{name} {loss:.2f}")
+    said = ", ".join(losses)
     return Facts(
         names,
         "measured",
@@ -181,7 +199,10 @@ def trained(runs: Mapping[str, Mapping[str, Any]]) -> Facts:
 
 
 def accumulated(
-    lengths: list[int], by: str = "micro-batches", layer: str = "", parts: int = 4
+    lengths: list[int],
+    by: str = "micro-batches",
+    layer: str = "",
+    parts: int = 4,
 ) -> Facts:
     """`error`: how far gradients accumulated over `parts` micro-batches are from those of the whole
     batch, relative.
@@ -204,17 +225,21 @@ def accumulated(
         last.zero_grad()
         for part in rows:
             total = F.cross_entropy(
-                last(first(x[part].flatten(0, 1))), tokens[part].flatten(), reduction="sum"
+                last(first(x[part].flatten(0, 1))),
+                tokens[part].flatten(),
+                reduction="sum",
             )
-            count = (tokens[part] != -100).sum() * len(rows) if divide else (tokens != -100).sum()
+            counted = tokens[part] if divide else tokens
+            count = (counted != -100).sum()
+            if divide:
+                count = count * len(rows)
             (total / count).backward()
         return last.weight.grad.clone()
 
     size = len(lengths) // parts
     whole = gradient([slice(None)], divide=False)
-    pieces = gradient(
-        [slice(i * size, (i + 1) * size) for i in range(parts)], divide=by == "micro-batches"
-    )
+    slices = [slice(i * size, (i + 1) * size) for i in range(parts)]
+    pieces = gradient(slices, divide=by == "micro-batches")
     error = ((pieces - whole).norm() / whole.norm()).item()
     kind = "equal" if len(set(lengths)) == 1 else "different"
     return Facts(

@@ -10,9 +10,12 @@ from pathlib import Path
 
 from vramlab import Loop
 from vramlab.base.errors import RecipeError, VramLabError
-from vramlab.hardware.gpu import find_gpu
-from vramlab.interfaces.options import OPTIONS
+from vramlab.hardware.gpu import Gpu, find_gpu, usable_memory
 from vramlab.interfaces.plot.style import LOOK
+from vramlab.interfaces.recipe_options import OPTIONS
+from vramlab.planning.changes import cheapest
+from vramlab.planning.step_time import step_time
+from vramlab.recipe.recipe import Recipe
 from vramlab.recipe.shapes import read_shape
 from vramlab_course.calculator import (
     CONTROLS,
@@ -22,7 +25,9 @@ from vramlab_course.calculator import (
     UNSET,
     code_of,
     idle,
+    other_memory,
     predicted,
+    recipe_in,
 )
 
 MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype",
@@ -39,6 +44,7 @@ BEGIN = START | {
     "trainer": "sft",
 }  # fmt: skip
 NOTHING = {
+    "free_memory": "all",
     "lora_r": "none",
     "quantization": "none",
     "stage": "one GPU",
@@ -47,7 +53,17 @@ NUMBERS = frozenset(
     name
     for name, values in CONTROLS.items()
     if values and name in OPTIONS and OPTIONS[name][1].kind is int and not OPTIONS[name][1].choices
-)
+) | {"free_memory"}
+# Ways to train that a click chooses; model, card, batch and length stay.
+PRESETS = {
+    "Full": {"lora_r": UNSET, "quantization": UNSET, "dtype": UNSET, "trainer": "sft"},
+    "LoRA": {"lora_r": 16, "quantization": UNSET, "dtype": "bfloat16", "trainer": "sft"},
+    "QLoRA": {"lora_r": 16, "quantization": "nf4", "dtype": UNSET, "trainer": "sft"},
+    "DPO with LoRA": {"lora_r": 16, "quantization": UNSET, "dtype": "bfloat16", "trainer": "dpo"},
+}
+PRESETS_KEEP = ("model", "gpu", "free_memory", "expandable_segments", "batch_size", "seq_len")
+MOST_CHANGES = 6
+LARGEST = {"batch_size": (1, 2**17), "seq_len": (64, 2**24)}  # its unit, and where a search ends
 PLAIN = str | int | float | bool | None  # values that a sentence can repeat
 TEXTS = {"lora_target": ("all-linear", "")}  # what a repair may write into a field of text
 MOST_REPAIRS = 3
@@ -70,8 +86,21 @@ def page() -> str:
             "start": BEGIN,
             "cards": cards,
             "look": {k: v[0] for k, v in LOOK.items()},
+            "presets": PRESETS,
         }
     )
+
+
+def preset(given: str, name: str) -> str:
+    """The changes of controls that make a state one of PRESETS, as JSON.
+
+    In fp16 where the card lacks bf16.
+    """
+    state = BEGIN | json.loads(given)
+    kept = {control: state[control] for control in PRESETS_KEEP}
+    wanted = BEGIN | PRESETS[name] | kept
+    wanted |= fp16_for(wanted)
+    return json.dumps({control: wanted[control] for control in CONTROLS})
 
 
 def _needs(name: str) -> str:
@@ -198,11 +227,157 @@ def answer(given: str) -> str:
             "parts": [[name, size] for name, size in report.peak.items() if size],
             "process": [need.low, need.value, need.high], "card": [card.name, report.usable],
             "tier": report.verdict,
-            "idle": _idle(state), "notes": report.notes,
-            "code": code_of(recipe, card.name, expandable),
+            "idle": _idle(state), "notes": report.notes, "speed": _speed(recipe, card),
+            "code": code_of(recipe, card.name, expandable, other_memory(state, card)),
             "command": _command(state, recipe), "arguments": _arguments(recipe),
         }
     )  # fmt: skip
+
+
+def _speed(recipe: Recipe, card: Gpu) -> dict:
+    """Seconds of a step, samples and tokens in it; or why they are not known."""
+    try:
+        time = step_time(recipe, card)
+    except VramLabError as error:
+        return {"error": str(error)}
+    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    samples = recipe.batch_size * recipe.gradient_accumulation_steps * ranks
+    return {
+        "seconds": [time.low, time.seconds, time.high],
+        "samples": samples,
+        "tokens": time.tokens,
+        "basis": time.basis,
+    }
+
+
+def cards(given: str) -> str:
+    """Whether each card of the table can train a state, as JSON: a list, least memory first.
+
+    Each has its name and memory, `change` (fp16 where it lacks bf16), and the answer's tier,
+    process and speed, or `error`.
+    """
+    state = BEGIN | json.loads(given) | {"free_memory": UNSET}
+    rows = []
+    for name in CONTROLS["gpu"]:
+        on_it = state | {"gpu": name}
+        change = {"gpu": name, "free_memory": UNSET} | fp16_for(on_it)
+        row: dict = {"card": name, "memory": usable_memory(find_gpu(name)), "change": change}
+        try:
+            recipe, card, report = _predicted(state | change)
+        except VramLabError as error:
+            row["error"] = _why(error)
+        else:
+            need = report.process
+            row["tier"] = report.verdict
+            row["process"] = [need.low, need.value, need.high]
+            row["speed"] = _speed(recipe, card)
+        rows.append(row)
+    return json.dumps(sorted(rows, key=lambda row: (row["memory"], row["card"])))
+
+
+def changes(given: str) -> str:
+    """The cheapest single changes that take memory off the peak, as JSON: a list.
+
+    First what makes it fit. Each has the controls to `change`, the bytes that it `saves`, the
+    step's `time` over that before or null, and whether it is the `same` training.
+    """
+    state = BEGIN | json.loads(given)
+    try:
+        recipe, card, report = _predicted(state)
+    except VramLabError as error:
+        return json.dumps({"error": _why(error)})
+    missing = max(0, report.process.high - report.usable)
+    rows = []
+    for change in cheapest(recipe, card, missing, count=MOST_CHANGES):
+        moved = _moved(recipe, recipe.replace(**change.fields))
+        if moved and _refusal(state | moved) is None:
+            kind = {"saves": change.saves, "time": change.time, "same": change.same}
+            rows.append({"change": moved, **kind})
+    return json.dumps(rows)
+
+
+def _moved(recipe: Recipe, changed: Recipe) -> dict:
+    """The controls whose options differ between two recipes, with what they say of the second."""
+    found = {}
+    for option in [option for option in CONTROLS if option in OPTIONS]:
+        path, _ = OPTIONS[option]
+        before = _option(recipe, path)
+        after = _option(changed, path)
+        if before != after:
+            found[option] = after
+    return found
+
+
+def _option(recipe: Recipe, path: tuple[str, ...]):
+    """What a recipe's option is, as a control says it."""
+    value = recipe
+    for name in path:
+        value = getattr(value, name, None)
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return UNSET if value is None else value
+
+
+def largest(given: str) -> str:
+    """The largest micro-batch and length that fit, other controls as they are, as JSON.
+
+    By control: `safe` and `likely`, null where even the least does not fit, and `limit`, why no
+    larger one can be trained at all, or null.
+    """
+    state = BEGIN | json.loads(given)
+    found = {}
+    idle_now = _idle(state)
+    for name in [name for name in LARGEST if name not in idle_now]:
+        reason = _limit(state, name)
+        safe = _largest(state, name, ("safe",))
+        found[name] = {
+            "safe": safe,
+            "likely": _largest(state, name, ("safe", "likely")),
+            "limit": reason if safe is not None else None,
+        }
+    return json.dumps(found)
+
+
+def _fits(state: dict, name: str, value: int, tiers: tuple[str, ...]) -> bool:
+    try:
+        _, _, report = _predicted(state | {name: value})
+    except VramLabError:
+        return False
+    return report.verdict in tiers
+
+
+def _largest(state: dict, name: str, tiers: tuple[str, ...]) -> int | None:
+    """The largest multiple of the control's unit that fits, by doubling and then by halves."""
+    unit, end = LARGEST[name]
+    if not _fits(state, name, unit, tiers):
+        return None
+    low = 1
+    while low * unit < end and _fits(state, name, 2 * low * unit, tiers):
+        low *= 2
+    high = 2 * low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(state, name, middle * unit, tiers):
+            low = middle
+        else:
+            high = middle
+    return low * unit
+
+
+def _limit(state: dict, name: str) -> str | None:
+    """Why a value far above the state's cannot be trained at all."""
+    _, end = LARGEST[name]
+    error = _refusal(state | {name: end})
+    return error.allowed if isinstance(error, RecipeError) else None
+
+
+def named(text: str) -> str:
+    """The model of the list that a name of the hub stands for, as JSON; or `error`."""
+    try:
+        model = recipe_in(BEGIN | {"model": text.strip()}).shape.name
+    except VramLabError as error:
+        return json.dumps({"error": _why(error)})
+    return json.dumps({"model": model})
 
 
 def refused(given: str, name: str) -> str:
@@ -293,7 +468,8 @@ def fp16_for(state: dict) -> dict:
 def _single(state: dict, still: set[str]) -> list[dict]:
     """Repairs of one control each, in the controls' order; those in `still` stay."""
     found = []
-    for name in CONTROLS.keys() - {"model", "gpu", "expandable_segments", *_idle(state)} - still:
+    page_only = {"model", "gpu", "free_memory", "expandable_segments"}
+    for name in CONTROLS.keys() - page_only - {*_idle(state)} - still:
         for value in _near(name, state[name]):
             if _refusal(state | {name: value}) is None:
                 found.append({name: value})
@@ -307,7 +483,10 @@ def _near(name: str, now) -> list:
     values = CONTROLS[name] or TEXTS[name]
     others = [value for value in values if value != now]
     if name in NUMBERS:
-        size = now if isinstance(now, int | float) and now > 0 else BEGIN[name]
+        size = now
+        if not isinstance(size, int | float) or size <= 0:
+            begin = BEGIN[name]
+            size = begin if begin != UNSET else max(value for value in values if value != UNSET)
         numbers = [value for value in others if value != UNSET]
         below = sorted((value for value in numbers if value < size), reverse=True)
         above = [value for value in numbers if value >= size]
@@ -355,6 +534,8 @@ def _command(state: dict, recipe) -> str:
             continue
         words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     words += ["--expandable-segments"] if state["expandable_segments"] else []
+    if other := other_memory(state, find_gpu(state["gpu"])):
+        words.append(f"--other-memory {other}")
     return " \\\n  ".join([words[0], *sorted(words[1:]), f"--gpu '{state['gpu']}'"])
 
 

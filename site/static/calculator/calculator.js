@@ -1,183 +1,114 @@
-// The calculator's page: controls made from what vramlab says of them, an answer drawn as a bar, the state in the address.
-const GiB = 2 ** 30;
-const place = document.getElementById("calculator");
-const gib = (bytes, digits = 2) => (bytes / GiB).toFixed(digits);
-const element = (tag, attributes = {}, ...children) => {
-  const svg = ["svg", "g", "rect", "line", "circle", "text", "title"].includes(tag);
-  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
-};
+// The calculator's page: controls made from what vramlab says of them, an answer drawn as a bar, the state in the
+// address. The form and the answer to its beginning come with the page; Python, which answers all else, follows.
+import { differing, pack, read, unpack, write } from "./address.js";
+import { control } from "./controls.js";
+import { button, element, gib, part, place, plain } from "./elements.js";
+import { panels } from "./panels.js";
+import { bars, peakTable } from "./picture.js";
+import { ask, startPython } from "./python.js";
 
-// --- vramlab, in a worker -----------------------------------------------------------------------------------------
-
-let worker, calls = 0;
-const waiting = new Map();
-function ask(call, ...args) {
-  return new Promise((resolve) => {
-    waiting.set(++calls, resolve);
-    worker.postMessage({ id: calls, call, args });
-  });
-}
-
-// --- the state: what differs from the start stands in the address -------------------------------------------------
-
-let page, state;
-function fromAddress() {
-  const said = new URLSearchParams(location.hash.slice(1));
-  state = { ...page.start };
-  for (const { name, kind, values } of page.controls) {
-    if (!said.has(name)) continue;
-    const raw = said.get(name), found = values.find((value) => String(value) === raw);
-    // What is not offered is asked too, and refused with its reason: another answer would be to another question.
-    state[name] = found ?? (kind === "number" && /^\d+$/.test(raw) ? Number(raw) : raw);
-  }
-}
-function toAddress() {
-  const said = new URLSearchParams();
-  for (const { name } of page.controls) if (state[name] !== page.start[name]) said.set(name, state[name]);
-  history.replaceState(null, "", said.size ? `#${said}` : location.pathname + location.search);
-}
-
-// --- controls -----------------------------------------------------------------------------------------------------
-
+let page; // what vramlab says of its controls, and the answer to the beginning
+let state;
+let pinned = null; // a state to compare with, and its answer
+let ownConfig = null; // {name, packed}: the configuration that the page was given
+let ready = false;
+let python; // resolves when Python can be asked
+let moved = ""; // the control that was turned last
+let good = null; // the last state that had an answer
+let drawn = null; // the last answer
+let before = null; // the one before it, to another question
+let last; // the state that is asked about, as text
+let asks; // the panels below
 const inputs = {};
-let moved = "", good = null; // the control that was turned last, the last state that had an answer
-function control({ name, label, help, kind, values, words, needs }) {
-  const id = `calculator-${name}`;
-  const waits = element("small", { hidden: "" }, ` (${needs})`);
-  let input, around;
-  const numbers = values.filter((value) => typeof value === "number");
-  const unset = values.find((value) => typeof value !== "number"); // what an empty field of a number means
-  const set = (value) => {
-    state[name] = value;
-    moved = name;
-    show();
-    update();
-  };
-  if (kind === "select") {
-    input = element("select", { id }, ...words.map((word, i) => element("option", { value: i }, word)));
-    input.addEventListener("input", () => set(values[Number(input.value)]));
-  } else if (kind === "number") {
-    input = element("input", { id, type: "number", min: 1, step: 1, inputmode: "numeric" });
-    if (unset !== undefined) input.placeholder = words[values.indexOf(unset)];
-    input.addEventListener("input", () => set(input.value === "" ? unset ?? "" : Number(input.value)));
-    const next = (sign) => {
-      const now = typeof state[name] === "number" ? state[name] : 0;
-      const others = numbers.filter((value) => sign * (value - now) > 0);
-      return sign > 0 ? others[0] ?? now : others.at(-1) ?? unset ?? now;
-    };
-    const button = (sign, text, said) => {
-      const made = element("button", { type: "button", "aria-label": `${label}: ${said}` }, text);
-      made.addEventListener("click", () => set(next(sign)));
-      return made;
-    };
-    around = element("span", { class: "number" }, button(-1, "−", "less"), input, button(1, "+", "more"));
-  } else {
-    input = element("input", { id, type: "text" });
-    input.addEventListener("change", () => set(input.value));
-  }
-  const show = () => {
-    if (kind === "select") {
-      input.value = values.indexOf(state[name]);
-    } else {
-      const text = state[name] === unset ? "" : String(state[name]);
-      if (kind === "text" || text === "" || Number(input.value) !== state[name]) input.value = text;
-    }
-  };
-  const disable = (is) => {
-    for (const part of [input, ...(around ? around.querySelectorAll("button") : [])]) part.disabled = is;
-    waits.hidden = !is;
-  };
-  // Which values cannot be chosen now, and why: {index: reason}.
-  const refuse = (reasons) => {
-    for (const [i, option] of [...input.options].entries()) {
-      option.disabled = i in reasons;
-      option.textContent = words[i] + (i in reasons ? ` (no: ${reasons[i]})` : "");
-    }
-  };
-  inputs[name] = { input, show, disable, refuse, kind };
-  return element("div", { class: "control", title: help }, element("label", { for: id }, label, waits), around ?? input);
-}
 
 const named = (name) => page.controls.find((control) => control.name === name);
 function word(name, value) {
-  const { values, words } = named(name), at = values.indexOf(value);
+  const { values, words } = named(name);
+  const at = values.indexOf(value);
   return at < 0 ? String(value) || "default" : words[at];
 }
+const changeWords = (change) =>
+  Object.entries(change)
+    .map(([name, value]) => (value === null ? named(name).label : `${named(name).label}: ${word(name, value)}`))
+    .join(", ");
 
-// --- the answer ---------------------------------------------------------------------------------------------------
+// --- the state ------------------------------------------------------------------------------------------------------
 
-let last, drawn, top = 0;
-const steps = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
-function axis(size) {
-  const need = size / GiB;
-  let scale = 1;
-  while (need > 256 * scale) scale *= 10;
-  return (steps.find((step) => step * scale >= need) ?? 256) * scale * GiB;
+function showAll() {
+  for (const { show } of Object.values(inputs)) show();
 }
 
-function bar(answer, before) {
-  const [low, likely, high] = answer.process, [card, limit] = answer.card;
-  const wanted = axis(Math.max(answer.peak, Math.min(high, 2 * answer.peak), limit * 1.02));
-  if (wanted > top || wanted < top / 4) top = wanted; // the axis stays while the bar can still be read on it
-  const x = (bytes) => Math.min((bytes / top) * 100, 100);
-  const svg = element("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-hidden": "true" });
-  let at = 0;
-  if (before) svg.append(element("rect", { class: "ghost", x: 0, y: 1, width: x(before.peak), height: 3 }));
-  for (const [name, size] of answer.parts) {
-    const part = element("rect", { x: x(at), y: 5, width: x(size), height: 14, fill: page.look[name] });
-    part.append(element("title", {}, `${name.replace("_", " ")} ${gib(size, 3)} GiB`));
-    svg.append(part);
-    at += size;
-  }
-  const line = (attributes) => svg.append(element("line", { "vector-effect": "non-scaling-stroke", ...attributes }));
-  line({ class: "interval", x1: x(low), x2: x(high), y1: 23, y2: 23 });
-  for (const bytes of [low, high]) line({ class: "interval", x1: x(bytes), x2: x(bytes), y1: 21.5, y2: 24.5 });
-  line({ class: "likely", x1: x(likely), x2: x(likely), y1: 20.5, y2: 25.5 });
-  line({ class: "card", x1: x(limit), x2: x(limit), y1: 0, y2: 28 });
-  const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => element("span", {}, `${+((top / GiB) * part).toFixed(2)}`));
-  const key = element("p", { class: "key" });
-  for (const [name] of answer.parts) {
-    key.append(element("span", {}, element("i", { style: `background:${page.look[name]}` }), name.replace("_", " ")));
-  }
-  key.append(element("span", {}, element("i", { class: "card" }), `${card}: ${gib(limit)} GiB`));
-  key.append(element("span", {}, element("i", { class: "interval" }), "whole process: at least, likely, at most"));
-  if (before) key.append(element("span", {}, element("i", { class: "ghost" }), "the answer before"));
-  return element("div", { class: "bar" }, svg, element("div", { class: "ticks" }, ...ticks), key);
+function take(change) {
+  Object.assign(state, change);
+  showAll();
+  update();
 }
 
-function table(answer) {
-  const row = (tag, ...cells) => element("tr", {}, ...cells.map((cell, i) => element(i ? tag : "th", i ? {} : { scope: "row" }, cell)));
-  const size = answer.parts.map(([name, bytes]) =>
-    row("td", name.replace("_", " "), gib(bytes, 3), `${((100 * bytes) / answer.peak).toFixed(1)} %`));
-  return element("table", {}, element("caption", {}, "Allocated at the peak"),
-    element("thead", {}, row("th", "part", "GiB", "share")),
-    element("tbody", {}, ...size, row("td", "together", gib(answer.peak, 3), "100.0 %")));
+function turn(name, value) {
+  moved = name;
+  take({ [name]: value });
+}
+
+function toAddress() {
+  const config = ownConfig?.name === state.model ? ownConfig.packed : null;
+  write(state, pinned?.state, config, page);
+}
+
+async function fromAddress() {
+  const said = read(location.hash, page);
+  state = said.state;
+  pinned = said.pinned && { state: said.pinned, answer: null };
+  showAll();
+  if (said.config && !named("model").values.includes(state.model)) {
+    await python;
+    try {
+      await addConfig(ownName(), await unpack(said.config));
+    } catch {
+      part("config").textContent = "The config.json in the address cannot be read: a part of the link may be missing.";
+    }
+  }
+  await update();
+}
+
+// --- the answer -------------------------------------------------------------------------------------------------------
+
+function tell(answer) {
+  const [low, likely, high] = answer.process;
+  const [card, limit] = answer.card;
+  const against = pinned?.answer && !pinned.answer.error ? pinned.answer : before;
+  const change = against ? answer.peak - against.peak : 0;
+  const more = change ? `, ${change > 0 ? "+" : "−"}${gib(Math.abs(change))} GiB${against === before ? "" : " against A"}` : "";
+  const short = element("p", { class: `tier ${answer.tier.split(" ")[0]}` },
+    element("strong", {}, `${card}: ${answer.tier}.`), ` ${gib(likely, 1)} of ${gib(limit, 1)} GiB${more}`);
+  part("said").replaceChildren(short);
+  const differences = pinned ? [...differing(state, { ...page, start: pinned.state }).keys()] : [];
+  part("more").replaceChildren(
+    element("p", {}, `Peak ${gib(answer.peak)} GiB, in phase ${plain(answer.phase)}. The whole process is likely to ` +
+      `take ${gib(likely)} GiB (${gib(low)} to ${gib(high)}) of ${gib(limit)}.`),
+    ...(answer.why ? [element("p", {}, `Why the peak is there: ${answer.why}.`)] : []),
+    ...(pinned?.answer?.error ? [element("p", { class: "note" }, `A has no answer: ${pinned.answer.error}`)] : []),
+    ...(differences.length
+      ? [element("p", {}, `B differs from A: ${differences.map((name) =>
+          `${named(name).label} ${word(name, pinned.state[name])} → ${word(name, state[name])}`).join(", ")}.`)]
+      : []),
+    ...answer.notes.map((note) => element("p", { class: "note" }, `Note: ${note}.`)));
 }
 
 function draw(answer) {
-  const said = place.querySelector("[data-part=said]"), picture = place.querySelector("[data-part=picture]");
   place.dataset.state = JSON.stringify(state);
-  if (answer.error) {
-    said.replaceChildren(element("p", { class: "wrong" }, answer.error));
-    picture.classList.add("old");
-    place.querySelector("form").classList.add("refused");
+  const form = place.querySelector("form");
+  const isWrong = Boolean(answer.error);
+  part("picture").classList.toggle("old", isWrong);
+  part("more").hidden = isWrong;
+  form.classList.toggle("refused", isWrong);
+  if (isWrong) {
+    part("said").replaceChildren(element("p", { class: "wrong" }, answer.error));
   } else {
-    picture.classList.remove("old");
-    place.querySelector("form").classList.remove("refused");
-    const [low, likely, high] = answer.process, [card, limit] = answer.card;
-    const change = drawn ? answer.peak - drawn.peak : 0;
-    const moved = change ? `, ${change > 0 ? "+" : "−"}${gib(Math.abs(change))} GiB` : "";
-    said.replaceChildren(
-      element("p", { class: `tier ${answer.tier.split(" ")[0]}` }, element("strong", {}, `${card}: ${answer.tier}.`)),
-      element("p", {}, `Peak ${gib(answer.peak)} GiB${moved}, in phase ${answer.phase.replace("_", " ")}. The whole process is likely to ` +
-        `take ${gib(likely)} GiB (${gib(low)} to ${gib(high)}) of ${gib(limit)}.`),
-      ...(answer.why ? [element("p", {}, `Why the peak is there: ${answer.why}.`)] : []),
-      ...answer.notes.map((note) => element("p", { class: "note" }, `Note: ${note}.`)));
-    picture.replaceChildren(bar(answer, drawn));
-    place.querySelector("[data-part=table]").replaceChildren(table(answer));
+    if (drawn && drawn.recipe + drawn.card !== answer.recipe + answer.card) before = drawn;
+    tell(answer);
+    const against = pinned?.answer?.error ? null : pinned?.answer;
+    part("picture").replaceChildren(bars(answer, before, against, page.look));
+    part("table").replaceChildren(peakTable(answer));
     for (const name of ["code", "command", "arguments"]) place.querySelector(`[data-code=${name}]`).textContent = answer[name];
     drawn = answer;
   }
@@ -191,32 +122,32 @@ function draw(answer) {
 async function update() {
   toAddress();
   const wanted = (last = JSON.stringify(state));
+  if (!ready) {
+    const isStart = wanted === JSON.stringify(page.start);
+    if (isStart && !pinned) draw(page.answer);
+    else part("said").replaceChildren(element("p", {}, "The answer comes with Python."));
+    await python;
+    if (wanted !== last) return;
+  }
+  if (pinned && !pinned.answer) pinned.answer = await ask("answer", JSON.stringify(pinned.state));
   const answer = await ask("answer", wanted);
   if (wanted !== last) return; // a newer question is on its way
   draw(answer);
   if (!answer.error) good = JSON.parse(wanted);
   await (answer.error ? offer(wanted) : refusals(wanted));
+  if (wanted !== last) return;
+  await asks.refresh();
   if (wanted === last) place.dataset.settled = wanted;
 }
 
 // One click each: changes that make a refused state one that has an answer.
 async function offer(wanted) {
-  for (const { kind, refuse } of Object.values(inputs)) if (kind === "select") refuse({});
+  for (const { refuse } of Object.values(inputs)) refuse({});
   const changes = await ask("repairs", wanted, moved);
   if (wanted !== last || !Array.isArray(changes)) return;
-  const button = (text, change) => {
-    const made = element("button", { type: "button" }, text);
-    made.addEventListener("click", () => {
-      Object.assign(state, change);
-      Object.values(inputs).forEach(({ show }) => show());
-      update();
-    });
-    return made;
-  };
-  const buttons = changes.map((change) =>
-    button(Object.entries(change).map(([name, value]) => `${named(name).label}: ${word(name, value)}`).join(", "), change));
-  if (good) buttons.push(button("Undo", good));
-  place.querySelector("[data-part=said]").append(element("p", { class: "repairs" }, "Mend it: ", ...buttons));
+  const buttons = changes.map((change) => button(changeWords(change), () => take(change)));
+  if (good) buttons.push(button("Undo", () => take(good)));
+  part("said").append(element("p", { class: "repairs" }, "Mend it: ", ...buttons));
 }
 
 // Values that cannot be chosen, control by control, while nobody asks anything else; the many models last.
@@ -229,42 +160,119 @@ async function refusals(wanted) {
   }
 }
 
-// --- a model of one's own -----------------------------------------------------------------------------------------
+// --- to compare, to share, to begin with ------------------------------------------------------------------------------
+
+function shortcuts() {
+  const apply = async (name) => {
+    const wanted = JSON.stringify(state);
+    await python;
+    take(await ask("preset", wanted, name));
+  };
+  const ways = Object.keys(page.presets).map((name) => button(name, () => apply(name)));
+  const pin = button("Pin as A", () => {
+    pinned = pinned ? null : { state: { ...state }, answer: null };
+    pin.textContent = pinned ? "Unpin A" : "Pin as A";
+    update();
+  });
+  if (pinned) pin.textContent = "Unpin A";
+  const copy = button("Copy link", async () => {
+    await navigator.clipboard.writeText(location.href);
+    copy.textContent = "Copied";
+    setTimeout(() => (copy.textContent = "Copy link"), 1500);
+  });
+  return element("div", { class: "shortcuts", role: "group", "aria-label": "Ways to train, and this answer" }, ...ways, pin, copy);
+}
+
+// --- a model of one's own ---------------------------------------------------------------------------------------------
 
 async function addConfig(name, text) {
-  const found = await ask("add_config", name, text), model = page.controls.find(({ name }) => name === "model");
-  place.querySelector("[data-part=config]").textContent = found.error ?? `${found.model} is in use.`;
+  await python;
+  const found = await ask("add_config", name, text);
+  const model = named("model");
+  part("config").textContent = found.error ?? `${found.model} is in use.`;
   if (found.error) return;
   if (!model.values.includes(found.model)) {
     model.values.push(found.model);
     model.words.push(`${found.model} (your config.json)`);
-    inputs.model.input.append(element("option", { value: model.values.length - 1 }, model.words.at(-1)));
   }
-  state.model = found.model;
-  moved = "model";
-  inputs.model.show();
-  update();
+  ownConfig = { name: found.model, packed: await pack(JSON.stringify(JSON.parse(text))) };
+  turn("model", found.model);
 }
+
+// A name of the hub, as it stands there.
+async function addNamed(name) {
+  await python;
+  const found = await ask("named", name);
+  part("config").textContent = found.error ?? `${name} is built as ${found.model}.`;
+  if (!found.error) turn("model", found.model);
+}
+
 // The name that the address asks for, when that is no model which the page has.
 const ownName = () => (named("model").values.includes(state.model) ? "my-model" : state.model);
+
 function own() {
   const area = element("textarea", { rows: 4, id: "calculator-config", spellcheck: "false" });
   const file = element("input", { type: "file", accept: ".json,application/json", "aria-label": "config.json as a file" });
-  const button = element("button", { type: "button" }, "Use it");
-  button.addEventListener("click", () => addConfig(ownName(), area.value));
+  const use = button("Use it", () => addConfig(ownName(), area.value));
   file.addEventListener("change", async () => file.files[0] && addConfig(ownName(), await file.files[0].text()));
-  return element("details", {}, element("summary", {}, "Another model: its config.json"),
-    element("label", { for: "calculator-config" }, "Paste the file that lies beside the weights on the hub. It stays on this page."),
-    area, element("p", {}, button, " or ", file), element("p", { "data-part": "config", role: "status" }));
+  const name = element("input", { type: "text", id: "calculator-named", placeholder: "Qwen/Qwen2.5-7B-Instruct", spellcheck: "false" });
+  name.addEventListener("change", () => name.value.trim() && addNamed(name.value.trim()));
+  return element("details", {}, element("summary", {}, "Another model: its name on the hub, or its config.json"),
+    element("p", {}, element("label", { for: "calculator-named" }, "Name on the hub "), name),
+    element("label", { for: "calculator-config" }, "Or paste the file that lies beside the weights. It stays on this page, and goes into the link that you copy."),
+    area, element("p", {}, use, " or ", file), element("p", { "data-part": "config", role: "status" }));
 }
 
 function code(title, name) {
-  const text = element("pre", { "data-code": name, tabindex: 0 }), copy = element("button", { type: "button" }, "Copy");
-  copy.addEventListener("click", () => navigator.clipboard.writeText(text.textContent));
+  const text = element("pre", { "data-code": name, tabindex: 0 });
+  const copy = button("Copy", () => navigator.clipboard.writeText(text.textContent));
   return element("section", {}, element("h4", {}, title, " ", copy), text);
 }
 
-// --- start --------------------------------------------------------------------------------------------------------
+// --- start ------------------------------------------------------------------------------------------------------------
+
+function lay() {
+  for (const described of page.controls) inputs[described.name] = control(described, () => state, turn);
+  const of = (more) => page.controls.filter((described) => described.more === more).map(({ name }) => inputs[name].whole);
+  asks = panels(take, changeWords, () => [last, drawn && JSON.parse(place.dataset.answer)]);
+  const answer = element("div", { class: "answer" },
+    element("div", { "data-part": "said", role: "status", "aria-live": "polite" }), element("div", { "data-part": "loading" }));
+  const form = element("form", {}, element("div", { class: "controls" }, ...of(false)),
+    element("details", {}, element("summary", {}, "More options: attention, loop, weights' dtype, accumulation, packing, several GPUs"),
+      element("div", { class: "controls" }, ...of(true))), own());
+  form.addEventListener("submit", (event) => event.preventDefault());
+  place.replaceChildren(answer, element("div", { "data-part": "picture" }), shortcuts(), form, element("div", { "data-part": "more" }),
+    ...asks.elements,
+    element("details", {}, element("summary", {}, "The peak in numbers"), element("div", { "data-part": "table" })),
+    element("details", { class: "code" }, element("summary", {}, "As code"), code("Python", "code"), code("Command line", "command"), code("Trainer", "arguments")));
+  // What a key reaches is scrolled to below the answer, which stays in sight.
+  new ResizeObserver(() => {
+    const { height } = answer.getBoundingClientRect();
+    document.documentElement.style.scrollPaddingTop = `${Math.round(height + (parseFloat(getComputedStyle(answer).top) || 0) + 8)}px`;
+  }).observe(answer);
+}
+
+function loading() {
+  const bar = element("progress", { max: page.bytes, value: 0, "aria-label": "Loading Python" });
+  const said = element("span", {}, `Loading Python (${Math.round(page.transfer / 1e6)} MB, once) `);
+  part("loading").replaceChildren(element("p", {}, said, bar));
+  python = startPython((loaded) => {
+    bar.value = loaded;
+    if (loaded >= page.bytes) {
+      said.textContent = "Starting Python ";
+      bar.removeAttribute("value");
+    }
+  }).then(
+    () => {
+      ready = true;
+      part("loading").replaceChildren();
+    },
+    (error) => {
+      part("loading").replaceChildren(element("p", {}, `${error.message}. The table below has usual answers.`));
+      return new Promise(() => {}); // nothing more can be asked
+    },
+  );
+}
 
 async function start() {
   if (location.protocol === "file:") {
@@ -272,25 +280,13 @@ async function start() {
     place.append(element("p", {}, "Opened as a file, without a server, a page may not start Python. The table below has usual answers."));
     return;
   }
-  const wait = element("p", { role: "status" }, "Loading Python (5 MB, once) …");
-  place.append(wait);
-  worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
-  worker.onmessage = ({ data: { id, result } }) => (waiting.get(id)(result), waiting.delete(id));
-  worker.onerror = () => (wait.textContent = "Python did not start here. The table below has usual answers.");
-  page = await ask("page");
-  if (page.error) return void (wait.textContent = `${page.error} The table below has usual answers.`);
-  fromAddress();
-  const main = page.controls.filter(({ more }) => !more).map(control), more = page.controls.filter(({ more }) => more).map(control);
-  wait.replaceWith(
-    element("div", { class: "answer" }, element("div", { "data-part": "said", role: "status", "aria-live": "polite" }), element("div", { "data-part": "picture" })),
-    element("form", {}, element("div", { class: "controls" }, ...main),
-      element("details", {}, element("summary", {}, "More options: attention, loop, weights' dtype, accumulation, packing, several GPUs"), element("div", { class: "controls" }, ...more)), own()),
-    element("details", {}, element("summary", {}, "The peak in numbers"), element("div", { "data-part": "table" })),
-    element("details", { class: "code" }, element("summary", {}, "As code"), code("Python", "code"), code("Command line", "command"), code("Trainer", "arguments")));
-  place.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
-  const showAll = () => Object.values(inputs).forEach(({ show }) => show());
-  showAll();
-  addEventListener("hashchange", () => (fromAddress(), showAll(), update()));
-  await update();
+  page = await (await fetch(new URL("start.json", import.meta.url))).json();
+  const said = read(location.hash, page);
+  state = said.state;
+  pinned = said.pinned && { state: said.pinned, answer: null };
+  lay();
+  loading();
+  addEventListener("hashchange", fromAddress);
+  await fromAddress();
 }
 start();

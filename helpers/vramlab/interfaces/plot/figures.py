@@ -19,12 +19,13 @@ def compare(*reports: Report, unit: str = "GiB", **options: Any) -> Any:
 
     Errors as in `vramlab.compare`, `options` as of `bars`.
     """
-    names, said = (
-        column_labels(reports),
-        {"ylabel": f"peak, {unit}", "subtitle": shared_title(reports)},
-    )
+    names = column_labels(reports)
+    said = {"ylabel": f"peak, {unit}", "subtitle": shared_title(reports)}
     return bars(
-        names, reports, unit=unit, **{"title": "Memory at the peak, by category", **said, **options}
+        names,
+        reports,
+        unit=unit,
+        **{"title": "Memory at the peak, by category", **said, **options},
     )
 
 
@@ -49,7 +50,8 @@ def bars(
         raise ValueError(
             f"bars needs one label per value, not {len(labels)} labels for {len(values)} values."
         )
-    names, splits = [*map(str, labels)], [split_of(value) for value in values]
+    names = [*map(str, labels)]
+    splits = [split_of(value) for value in values]
     figure, ax = style.start(title, subtitle)
     tops = [0.0] * len(splits)
     for heights, look in layers(splits, unit):  # what is over-explained hangs below 0
@@ -73,7 +75,11 @@ def bars(
     }
     for x, (split, top) in enumerate(zip(splits, tops, strict=True)):
         ax.annotate(
-            amount(sum(split.values()), unit), (x, top), (0, 3), textcoords="offset points", **look
+            amount(sum(split.values()), unit),
+            (x, top),
+            (0, 3),
+            textcoords="offset points",
+            **look,
         )
     alt = f"Stacked bars. {', '.join(filter(None, (title, subtitle)))}."
     return style.finish(figure, split_rows(names, splits, unit, ylabel or unit), alt, say_rows=True)
@@ -83,7 +89,8 @@ def _name_bars(ax: Any, names: Sequence[str]) -> None:
     """Write names under the bars, upright where they would touch."""
     room = 64 // len(names)
     lines = [textwrap.fill(name, max(room, 6), break_long_words=False) for name in names]
-    if upright := max(map(len, "\n".join(lines).split("\n"))) > room:
+    upright = max(map(len, "\n".join(lines).split("\n"))) > room
+    if upright:
         lines = [textwrap.fill(name, 20) for name in names]
     ax.set_xticks(range(len(names)), lines, rotation=90 if upright else 0)
     ax.tick_params(axis="x", length=0)
@@ -117,7 +124,8 @@ def fits(
         find_gpu(card)
         for card in (limit if isinstance(limit, list | tuple) else [limit] * len(intervals))
     ]
-    size, (figure, ax) = check_unit(unit), style.start(title, subtitle)
+    size = check_unit(unit)
+    figure, ax = style.start(title, subtitle)
     rows: list[tuple[str, ...]] = [(unit, "at least", "likely", "at most", "card", "fits")]
     dashes = dict(
         zip(
@@ -157,7 +165,12 @@ def fits(
             "bbox": style.PATCH,
         }
         ax.annotate(
-            said[y], (clear / size, y), (5, 0), textcoords="offset points", gid="tier", **look
+            said[y],
+            (clear / size, y),
+            (5, 0),
+            textcoords="offset points",
+            gid="tier",
+            **look,
         )
         bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, room)]
         rows.append((" ".join(name.split()), *bounds[:3], f"{card.name}: {bounds[3]}", tier))
@@ -169,7 +182,9 @@ def fits(
 
 @style.styled()
 def timeline(
-    report: Report, unit: str = "GiB", title: str = "One training step, byte by byte"
+    report: Report,
+    unit: str = "GiB",
+    title: str = "One training step, byte by byte",
 ) -> Any:
     """Return a figure of what is alive after each allocation event of a step, by category.
 
@@ -186,10 +201,13 @@ def timeline(
     best: dict[str, Moment] = {}
     for moment in moments:
         best[moment.phase] = max(
-            best.get(moment.phase, moment), moment, key=lambda m: m.bytes.total
+            best.get(moment.phase, moment),
+            moment,
+            key=lambda m: m.bytes.total,
         )
     high = max(best.values(), key=lambda m: m.bytes.total)
-    x, top = [moment.index for moment in moments], high.bytes.total / check_unit(unit)
+    x = [moment.index for moment in moments]
+    top = high.bytes.total / check_unit(unit)
 
     figure, ax = style.start(title, report.title)
     base = [0.0] * len(x)
@@ -217,7 +235,12 @@ def timeline(
     )
     look = {"ha": side, "color": style.ALARM, "fontweight": "bold", "bbox": style.PATCH}
     ax.annotate(
-        said, (high.index, top), xytext=(shift, 3), textcoords="offset points", gid="peak", **look
+        said,
+        (high.index, top),
+        xytext=(shift, 3),
+        textcoords="offset points",
+        gid="peak",
+        **look,
     )
 
     names = [_tensor(tensor, unit) for tensor in report.largest[:3]]
@@ -227,7 +250,10 @@ def timeline(
     if names:
         heading += f"\n\nlargest at the peak of the run, in {label_of(report.peak_phase)}:\n"
     ax.set_xlabel(
-        "allocation events" + heading + "\n".join(names), loc="left", fontsize=9.5, linespacing=1.3
+        "allocation events" + heading + "\n".join(names),
+        loc="left",
+        fontsize=9.5,
+        linespacing=1.3,
     )
     at_best = [split_of(moment.bytes) for moment in best.values()]
     rows = split_rows([*map(label_of, best)], at_best, unit, f"highest of, {unit}")

@@ -52,20 +52,25 @@ def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[s
 
     "_" keeps the inkless from the legend.
     """
-    size, found = check_unit(unit), []
+    size = check_unit(unit)
+    drawn = []
     ink = 0.005 * max((sum(map(abs, split.values())) for split in splits), default=0)
     for key, look in style.look(used(splits)).items():
         heights = [split.get(key, 0) / size for split in splits]
         seen = max(map(abs, heights)) * size > ink
-        found.append((heights, {"label": "_" * (not seen) + label_of(key), **look}))
-    return found
+        drawn.append((heights, {"label": "_" * (not seen) + label_of(key), **look}))
+    return drawn
 
 
 def split_rows(
-    names: Sequence[str], splits: Sequence[Split], unit: str, corner: str
+    names: Sequence[str],
+    splits: Sequence[Split],
+    unit: str,
+    corner: str,
 ) -> list[tuple[str, ...]]:
     """Return a table: a line per split, a column per key, and the total."""
-    keys, rows = used(splits), []
+    keys = used(splits)
+    rows = []
     for name, split in zip(names, splits, strict=True):
         sizes = [*(split.get(key, 0) for key in keys), sum(split.values())]
         rows.append((name, *(in_unit(n, unit) for n in sizes)))
@@ -73,7 +78,10 @@ def split_rows(
 
 
 def draw_limit(
-    line: Callable[..., Any], card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3))
+    line: Callable[..., Any],
+    card: Gpu | str | None,
+    unit: str,
+    dash: Any = (0, (6, 3)),
 ) -> None:
     """Draw a line where a card is full with `ax.axhline` or another, named in the legend.
 

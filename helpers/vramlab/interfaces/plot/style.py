@@ -16,21 +16,27 @@ from ...report.report import text_table
 # vision; hatches serve grey print. Neighbours in a stack differ in lightness. "rc": matplotlib's
 # settings.
 DATA = json.loads(data_path("figures.json").read_text(encoding="utf-8"))
-LOOK, RC = DATA["categories"], DATA["rc"]
+LOOK = DATA["categories"]
+RC = DATA["rc"]
 LINES = (
     ("#0072B2", "o", "-"),
     ("#D55E00", "s", "--"),
     ("#009E73", "^", "-."),
     ("#CC79A7", "D", ":"),
 )
-INK, FAINT, ALARM, PROCESS = "#222222", "#EEEEEE", "#B00020", "#A9B8C6"
+INK = "#222222"
+FAINT = "#EEEEEE"
+ALARM = "#B00020"
+PROCESS = "#A9B8C6"
 PATCH = {
     "facecolor": "white",
     "edgecolor": "none",
     "pad": 0.8,
 }  # keeps words legible where a line runs through them
 # 6.4 inches at 11 points stay readable where a phone shows the figure 360 pixels wide.
-SIZE, DPI, FONT = (6.4, 4.8), 200, RC["font.family"][0]
+SIZE = (6.4, 4.8)
+DPI = 200
+FONT = RC["font.family"][0]
 
 
 @cache
@@ -82,7 +88,10 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any) -> tu
     import matplotlib.pyplot as plt
 
     figure: Any = plt.figure(
-        FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained"
+        FigureClass=figure_class(),
+        figsize=SIZE,
+        dpi=DPI,
+        layout="constrained",
     )
     figure.heading = heading
     figure.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11.5, parse_math=False)
@@ -96,7 +105,12 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any) -> tu
     return figure, axes[0] if rows == 1 else list(axes)
 
 
-def finish(figure: Any, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False) -> Any:
+def finish(
+    figure: Any,
+    rows: Sequence[tuple[str, ...]],
+    alt: str,
+    say_rows: bool = False,
+) -> Any:
     """Return the figure with a legend below the axes, a table of `rows` and its alt text.
 
     That may say the rows too.
@@ -114,10 +128,8 @@ def finish(figure: Any, rows: Sequence[tuple[str, ...]], alt: str, say_rows: boo
             handlelength=1.8,
             columnspacing=1.4,
         )
-    figure.rows, figure.alt = (
-        list(rows),
-        " ".join((alt + (_in_words(rows) if say_rows else "")).split()),
-    )
+    figure.rows = list(rows)
+    figure.alt = " ".join((alt + (_in_words(rows) if say_rows else "")).split())
     for text in _names(figure):
         text.set_parse_math(False)
     figure.draw_without_rendering()  # makes tick labels in this style
@@ -132,13 +144,13 @@ def _names(figure: Any) -> list[Any]:
     from matplotlib.category import StrCategoryFormatter
     from matplotlib.ticker import FixedFormatter
 
-    found = [text for legend in figure.legends for text in legend.get_texts()]
+    texts = [text for legend in figure.legends for text in legend.get_texts()]
     for ax in figure.axes:
-        found += ax.texts
+        texts += ax.texts
         for axis in (ax.xaxis, ax.yaxis):
             if isinstance(axis.get_major_formatter(), FixedFormatter | StrCategoryFormatter):
-                found += axis.get_ticklabels()
-    return found
+                texts += axis.get_ticklabels()
+    return texts
 
 
 def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
@@ -154,7 +166,10 @@ def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
 
 @contextmanager
 def canvas(
-    heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = ()
+    heading: str,
+    alt: str,
+    subtitle: str = "",
+    rows: Sequence[tuple[str, ...]] = (),
 ) -> Iterator[Any]:
     """Give axes to draw on with matplotlib in this style.
 

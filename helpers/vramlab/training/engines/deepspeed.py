@@ -1,7 +1,7 @@
 """ZeRO stages 0 to 3 by DeepSpeed (`deepspeed.initialize`; Rajbhandari et al. 2020, 2021).
 
 DeepSpeed is an optional extra. `deepspeed_fake_group.py` answers for ranks that do not exist. Sizes
-of what a rank holds are in `formulas/deepspeed.py`.
+of what a rank holds are in `formulas/deepspeed_memory.py`.
 """
 
 import contextlib

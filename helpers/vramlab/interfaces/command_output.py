@@ -1,0 +1,165 @@
+"""What the commands share: how they print, read a card, and end."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..base.errors import RecipeError
+from ..base.files import MOST_TEXT, NOT_OURS, is_ours
+from ..base.text import printable
+from ..hardware.gpu import Gpu, find_gpu, usable_memory
+from ..planning.question import card_with, size_of
+from ..planning.search_space import host_memory
+from ..recipe.recipe import Recipe
+from ..report.report import TIERS, GiB, Interval, Report, format_bytes
+from .recipe_options import fits_card
+
+DOES_NOT_FIT = FAILED = 1
+WRONG = 2
+STOPPED = 130
+
+
+def say(text: Any, err: bool = False) -> None:
+    """Print `text` without what a terminal would obey: it may quote a file of others."""
+    typer.echo(printable(str(text)), err=err)
+
+
+def as_text(answer: dict[str, Any]) -> str:
+    """Return a command's answer as JSON that says the version of its schema."""
+    from .schema import versioned
+
+    return json.dumps(versioned(answer), indent=2)
+
+
+def standard_input() -> str:
+    """Return what is piped in, at most MOST_TEXT bytes of it.
+
+    Raises RecipeError where it is closed.
+    """
+    if sys.stdin is None:
+        raise RecipeError(
+            "message",
+            "-",
+            "standard input is closed: pipe a message in, or name a file",
+        )
+    return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
+
+
+def check_written(**files: Path | None) -> None:
+    """Raise RecipeError at the first of the options `files` that cannot be written.
+
+    That is before anything is computed, and also where it is there already and not of our making.
+    """
+    for name, path in files.items():
+        if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
+            raise RecipeError(
+                name,
+                str(path),
+                "it must be the name of a file in a folder that can be written to",
+            )
+        if path and path.exists() and not is_ours(path):
+            raise RecipeError(name, str(path), NOT_OURS)
+
+
+def asked_card(name: str | None, recipe: Recipe) -> Gpu | None:
+    """Return the GPU asked for; refuse a precision that it lacks."""
+    card = card_of(name) if name is not None else None
+    if card:
+        card.require(recipe.precision)
+    return card
+
+
+def is_watched() -> bool:
+    """Return whether somebody reads what is printed as it comes."""
+    return bool(sys.stdout and sys.stdout.isatty())
+
+
+def is_size(name: str | None) -> bool:
+    """Return whether what was said for a card is a size of memory, such as 24GB."""
+    return bool(name and re.fullmatch(r"\d+(\.\d+)? *([kmgt]i?b)", name.strip().lower()))
+
+
+def card_of(name: str) -> Gpu:
+    """Return the card of a name, or the table's least that has a size of memory, and say it."""
+    if not is_size(name):
+        return find_gpu(name)
+    size = size_of("gpu", name)
+    assert size is not None  # it is one
+    card = card_with(size)
+    say(f"note: {name} is taken as {card.name}, the table's least card of that memory", err=True)
+    return card
+
+
+def granted_to(
+    card: Gpu | None,
+    other_memory: str | None,
+    expandable_segments: bool,
+) -> dict[str, Any]:
+    """Return what the process is granted. Raises RecipeError for memory of no card."""
+    size = size_of("other_memory", other_memory) or 0
+    if size and card is None:
+        raise RecipeError("other_memory", other_memory, "it is of a card's memory: say --gpu too")
+    return {"other_memory": size, "expandable_segments": expandable_segments}
+
+
+def recorded_on(report: Report) -> str:
+    """Return whose figures a record's are: card, versions and date; "" where none was looked up."""
+    seen = report.environment
+    if report.source != "recorded":
+        return ""
+    libraries = ("torch", "transformers", "driver")
+    parts = [f"{name} {seen[name]}" for name in libraries if seen.get(name)]
+    card = seen.get("gpu") or "a CPU"
+    return (
+        f"recorded on {card}, {', '.join(parts)}, {seen.get('date')}: another machine's "
+        f"figures, not this one's"
+    )
+
+
+def on_host(report: Report) -> str:
+    """Return what the verdict supposes of the host's memory; "" for less than a GiB of it."""
+    size = 0
+    if report.recipe and report.verdict in TIERS:
+        size = host_memory(Recipe(**report.recipe))
+    if size < GiB:
+        return ""
+    return f", and {size / GiB:.1f} GiB of host memory are free"
+
+
+def finish(
+    report: Report,
+    card: Gpu | None,
+    as_json: bool,
+    whole: Any = None,
+) -> None:
+    """Print the report, or the `whole` that it is of, and whether it fits the card.
+
+    Exit as both mean.
+
+    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or
+    null where the card lies within the interval.
+    """
+    fits: bool | None = True
+    sentence = ""
+    if card and report.process is not None:
+        report.usable = usable_memory(card) if report.usable is None else report.usable
+        fits = fits_card(report)
+        has = format_bytes(report.usable)
+        needs = Interval.of(report.process)
+        sentence = (
+            f"{report.verdict}: {card.name} has {has}, the process needs {needs}{on_host(report)}"
+        )
+        report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
+        if as_json:
+            report.notes += [sentence]
+    whole = whole or report
+    lines = [recorded_on(report), str(whole), sentence]
+    text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, lines))
+    say(text)
+    if report.status != "ok" or fits is False:
+        raise typer.Exit(DOES_NOT_FIT)

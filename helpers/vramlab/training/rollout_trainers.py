@@ -1,0 +1,250 @@
+"""TRL's GRPOTrainer and RLOOTrainer as far as memory sees them.
+
+It is their own code that samples completions, scores them and computes the loss (trl 1.16,
+`trl/trainer/grpo_trainer.py` and `rloo_trainer.py`). Text, rewards and tokenizers hold none of the
+GPU's memory: they are given here. Each completion has its full length.
+"""
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..recipe.options import TRL, Rollouts
+from ..recipe.recipe import Recipe
+from ..recipe.rollouts import plan_of
+from .engine import AUTOCAST, Model, Training, autocast, autocast_inside
+from .fixed_generation import fixed_length
+from .patched import replaced
+from .trl_trainers import argument_defaults, balances, reference_model, trl_class
+
+TOKEN = 1  # every token of a prompt, and the padding
+BUFFERS = ("prompt", "completion", "advantages")  # of the log that TRL prints
+
+
+class Texts:
+    """A tokenizer whose texts are all of one length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.pad_token_id = TOKEN
+        self.bos_token_id = None
+
+    def __call__(self, text: list[str]) -> dict[str, list]:
+        """Return the token ids of each text."""
+        return {"input_ids": [[TOKEN] * self.length for _ in text]}
+
+    def batch_decode(self, ids: list, **options: Any) -> list[str]:
+        """Return a text for each completion."""
+        return ["" for _ in ids]
+
+
+def start(
+    training: Training,
+    recipe: Recipe,
+    model: Model,
+    build_model: Callable[[Recipe, torch.device], Model],
+) -> None:
+    """Let TRL's trainer of `model` sample the batches of `training` and compute its loss.
+
+    Makes the frozen reference model, if there is one.
+    """
+    rollouts = recipe.rollouts
+    assert rollouts is not None  # the trainer has some
+    trainer: Any = object.__new__(trl_class(TRL[recipe.trainer]))
+    if recipe.has_reference:
+        training.reference = reference_model(training, recipe, build_model)
+    for each in (training.reference, model):
+        if each is not None and training.precision in AUTOCAST:
+            autocast_inside(each, training.device.type, training.precision)
+    vars(trainer).update(_fields(training, recipe, model))
+    plan = plan_of(recipe)
+    training.cycle = plan.steps
+    prompts = [{"prompt": ""} for _ in range(plan.completions)]
+
+    def next_batch(on_phase: Callable[[str], None]) -> Any:
+        trainer._generate = _in_phases(trainer._generate, on_phase)
+        # vLLM is given the weights once a step
+        trainer.state.global_step = trainer._step // recipe.gradient_accumulation_steps
+        tokens = training.most_tokens or rollouts.max_completion_length
+        with _own_process(), fixed_length(tokens, training.on_token):
+            batch = trainer._prepare_inputs(prompts)
+        del trainer._generate
+        trainer._step += 1
+        training.sampled = trainer._buffered_inputs
+        return batch
+
+    def compute_loss(forward: Callable, batch: Any) -> torch.Tensor:
+        with _own_process():
+            return trainer.compute_loss(model, batch)
+
+    training.next_batch = next_batch
+    training.compute_loss = compute_loss
+
+
+def _in_phases(generate: Callable, on_phase: Callable[[str], None]) -> Callable:
+    """Return `generate` as a phase of its own, which the phase "score" follows."""
+
+    def in_phases(prompts: list[str]) -> Any:
+        on_phase("generate")
+        made = generate(prompts)
+        on_phase("score")
+        return made
+
+    return in_phases
+
+
+@contextlib.contextmanager
+def _own_process() -> Iterator[None]:
+    """While entered, TRL asks no process group: accelerate would make one for the process."""
+    from trl.trainer import grpo_trainer, rloo_trainer
+
+    with contextlib.ExitStack() as stack:
+        for module in (grpo_trainer, rloo_trainer):
+            for name in ("gather", "gather_object"):
+                stack.enter_context(replaced(module, name, lambda value: value))
+        yield
+
+
+def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
+    """Return what the trainer's methods read: its arguments, and what its `__init__` makes."""
+    from transformers import GenerationConfig
+    from trl.distributed import DistributedBackend
+
+    rollouts = recipe.rollouts
+    assert rollouts is not None  # the trainer has some
+    said = argument_defaults(recipe) | vars(rollouts)
+    said["pad_to_multiple_of"] = None  # what "auto" is but on Neuron
+    plan = plan_of(recipe)
+    arguments = said | {
+        "per_device_train_batch_size": recipe.batch_size,
+        "gradient_accumulation_steps": recipe.gradient_accumulation_steps,
+        "steps_per_generation": plan.micro_batches // rollouts.num_iterations,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "device": training.device,
+        "report_to": [],
+    }
+    tokenizer = Texts(rollouts.prompt_length)
+    # beyond the vocabulary: nothing ends a completion
+    never = recipe.shape.vocab_size
+    generation = {
+        "max_new_tokens": rollouts.max_completion_length,
+        "do_sample": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": [never],
+    }
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        generation[name] = said[name]
+    generation["cache_implementation"] = said["cache_implementation"]
+    config = model.config.get_text_config()
+    accelerator = _accelerator(training, model)
+    if rollouts.use_vllm:
+        said["vllm_generation"] = _vllm(model, accelerator, rollouts)
+        said["_last_loaded_step"] = -1
+    return said | {
+        "model": model,
+        "model_wrapped": model,
+        "ref_model": training.reference,
+        "args": SimpleNamespace(**arguments),
+        "state": SimpleNamespace(global_step=0, num_input_tokens_seen=0),
+        "accelerator": accelerator,
+        "is_deepspeed_enabled": False,
+        "processing_class": tokenizer,
+        "_tokenizer": tokenizer,
+        "_is_vlm": False,
+        "eos_token_ids": [never],
+        "generation_config": GenerationConfig(**generation, disable_compile=True),
+        "generation_kwargs": generation,
+        "rollout_func": None,
+        "tools": [],
+        "environments": None,
+        "environment_factories": None,
+        "reward_funcs": [_rewards],
+        "reward_func_names": ["reward"],
+        "reward_processing_classes": [None],
+        "reward_weights": torch.ones(1),
+        "epsilon_low": said["epsilon"],
+        "epsilon_high": said["epsilon"],
+        "_entropy_bonus_enabled": False,
+        "aux_loss_enabled": balances(config),
+        "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", 0.0),
+        "current_gradient_accumulation_steps": recipe.gradient_accumulation_steps,
+        "_dist": DistributedBackend(accelerator),
+        "_step": 0,
+        "_buffered_inputs": None,
+        "_metrics": {"train": defaultdict(list)},
+        "_logs": _logs(plan.completions),
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+    }
+
+
+def _vllm(model: Model, accelerator: SimpleNamespace, rollouts: Rollouts) -> Any:
+    """Return TRL's own way to vLLM, which gives it the weights, with completions that are given.
+
+    What vLLM itself holds is no tensor of this process's step.
+    """
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    def take(metadata: list, named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _ in named:
+            pass
+
+    def generate(prompts: list, *others: Any, **more: Any) -> tuple[list, list, list, None]:
+        length = rollouts.max_completion_length
+        ids = [[TOKEN] * length for _ in prompts]
+        logprobs = [[[0.0]] * length for _ in prompts]
+        return prompts, ids, logprobs, None
+
+    own_model = SimpleNamespace(load_weights=lambda named: None)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=own_model))
+    executor = SimpleNamespace(driver_worker=worker)
+    vllm: Any = object.__new__(VLLMGeneration)
+    vars(vllm).update(
+        model=model,
+        accelerator=accelerator,
+        mode=rollouts.vllm_mode,
+        enable_sleep_mode=False,
+        generate=generate,
+        llm=SimpleNamespace(
+            llm_engine=SimpleNamespace(model_executor=executor),
+            reset_prefix_cache=lambda: None,
+        ),
+        vllm_client=SimpleNamespace(update_named_params=take, reset_prefix_cache=lambda: None),
+        _dist=DistributedBackend(accelerator),
+        _weight_metadata=None,
+    )
+    return vllm
+
+
+def _rewards(completions: list[str], **more: Any) -> list[float]:
+    """Return rewards that differ, as those of a group have to."""
+    return [float(number % 2) for number, _ in enumerate(completions)]
+
+
+def _logs(completions: int) -> dict[str, Any]:
+    logs: dict[str, Any] = {name: deque(maxlen=completions) for name in BUFFERS}
+    return logs | {"rewards": defaultdict(deque), "extra": defaultdict(deque)}
+
+
+def _accelerator(training: Training, model: Model) -> SimpleNamespace:
+    """Return what TRL asks of accelerate: one process."""
+    device = training.device
+    return SimpleNamespace(
+        device=device,
+        state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None),
+        process_index=0,
+        num_processes=1,
+        is_main_process=True,
+        sync_gradients=True,
+        autocast=lambda: autocast(device.type, training.precision),
+        gather=lambda value: value,
+        gather_for_metrics=lambda value: value,
+        reduce=lambda value, reduction: value,
+        unwrap_model=lambda wrapped: model,
+    )

@@ -1,0 +1,105 @@
+"""Chapter 04 on real ranks: source D's hundred linear layers, and the bytes sent in each phase of a
+step.
+"""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vramlab.training.engine import Training
+
+WRAPPINGS = ("no sharding", "one unit", "a unit each")
+LAYERS = 100
+WIDTH = 256
+ROWS = 8
+
+
+def hundred(wrapping: str) -> dict[str, Any]:
+    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 with AdamW by FSDP, on one of several CPU
+    ranks. For `launch`.
+
+    `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time,
+    and the peak of forward and backward.
+    """
+    from vramlab.training.process_group import real_rank
+
+    with real_rank("cpu") as rank:
+        return _steady_step(_hundred_layers(wrapping, rank))
+
+
+def _steady_step(training: "Training") -> dict[str, Any]:
+    from vramlab.tracking.history import INDEX, History
+    from vramlab.tracking.tracked import run_tracked
+    from vramlab.tracking.tracker import Tracker
+    from vramlab.training.training import train_step
+
+    train_step(training)
+    tracker = run_tracked(training, Tracker("cpu"), 1, "cpu")
+    history = History(tracker.log, tracker.marks)
+    phases = history.phases()
+    return {
+        "gathered": int(history.splits[:, INDEX["workspace"]].max()),
+        "peak": max(phases[phase].peak.total for phase in ("forward", "backward")),
+    }
+
+
+def _hundred_layers(wrapping: str, rank: int) -> "Training":
+    import torch
+    from torch import nn
+    from vramlab.recipe.recipe import Loop
+    from vramlab.training.engine import Training
+    from vramlab.training.engines.fsdp import Unit, shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for layer in model:
+        nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
+    if wrapping != "no sharding":
+        shard(
+            model,
+            [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))],
+        )
+    torch.manual_seed(rank)
+    return Training(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), foreach=False),
+        batch=torch.randn(ROWS, WIDTH),
+        device=torch.device("cpu"),
+        multi_tensor=False,
+        loop=Loop.named("plain"),
+        loss_of=lambda outputs, batch: outputs.square().mean(),
+    )
+
+
+def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Run one rank of a steady step of `recipe`; returns phase to bytes of each kind of collective.
+
+    For `launch`.
+    """
+    from vramlab.measurement.worker import on_rank
+    from vramlab.recipe.recipe import Recipe
+    from vramlab.training.process_group import real_rank
+    from vramlab.training.training import train_step
+
+    from vramlab_course.collectives import Collectives
+
+    from ..training_on_rank import build_on_rank
+
+    with real_rank("cpu") as rank:
+        whole = Recipe(**recipe)
+        training = build_on_rank(on_rank(whole, rank), "cpu")
+        train_step(training)
+        counting = Collectives()
+        begun: list[tuple[str, Counter]] = []
+
+        def so_far() -> Counter:
+            return Counter({kind: seen.bytes for kind, seen in counting.seen.items()})
+
+        with counting:
+            train_step(training, lambda phase: begun.append((phase, so_far())))
+        del training  # DDP's reducer has to go before the process group (pytorch issue 56297)
+        sent: dict[str, Counter] = {}
+        following = [*begun[1:], ("", so_far())]
+        for (phase, before), (_, after) in zip(begun, following, strict=True):
+            sent[phase] = sent.get(phase, Counter()) + (after - before)
+    return sent

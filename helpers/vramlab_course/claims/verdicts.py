@@ -1,0 +1,362 @@
+"""The ledger of claims: each is an entry of `data/claims.json`, and its verdict is computed from an
+experiment.
+
+An entry names one of the generic experiments of `experiments.py`, gives it arguments case by case,
+and says by an expression which value of what was found is held against the quoted figure.
+"""
+
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from vramlab.base.errors import MissingExtra, RecordError, VramLabError
+from vramlab.report.report import Interval
+
+from .expressions import evaluate, stored
+
+HOLDS = "holds"
+UNDER = "holds under"
+NOT = "does not hold"
+WAS = "was so until"
+WAITS = "waits for a GPU record"
+UNSEEN = "not seen here"  # of "can be so": cases in which it is not so do not refute it
+RULES = ("equals", "at least", "within", "is")
+OWN = ("quoted", "until", "value")  # what a case may say otherwise than its claim
+ON_A_PAGE = 8  # claims that a chapter shows at most
+
+
+class ClaimError(VramLabError, ValueError):
+    """A claim that cannot be tested as it stands in the ledger."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an experiment found in one case.
+
+    Attributes:
+        value: a number in the claim's unit, an Interval, or True or False.
+        witness: "derived" (arithmetic), "predicted", "simulated", "recorded" or "measured".
+        configuration: what the value depends on: the recipe, or the terms of the sum.
+    """
+
+    value: float | bool | Interval
+    witness: str
+    configuration: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One condition under which a claim is tested: arguments, and what is compared with the quoted
+    figure.
+    """
+
+    arguments: Mapping[str, Any]
+    quoted: float | bool
+    value: str
+    until: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of a source, or of several that say the same.
+
+    Attributes:
+        name: unique, beginning with a source: "lecture-sgd".
+        chapter: the chapter that tests it, "02".
+        place: where in the source it stands.
+        claim: what is claimed, in one sentence of our own.
+        quoted: the source's figure, or True or False for a claim without one.
+        experiment: the name of a function of `experiments.py`, and `value`, an expression over what
+            it finds.
+        cases: name of a condition to arguments; a case may have a `quoted`, `value` and `until` of
+            its own.
+        given: arguments that all cases share.
+        unit: of the figure.
+        rule: "equals" (within the relative `tolerance`), "at least", "within" (the found interval),
+            "is".
+        also: further sources that say so.
+        condition, qualifier: what the source presupposes ("small batches"), and its "may", "about",
+            "some".
+        some: the source speaks of some cases only: one in which it is so is enough.
+        until: the version up to which it was so, for what newer libraries changed.
+        chapter_page: whether the chapter shows it.
+    Raises:
+        ClaimError: a field that is missing, unknown or out of its range.
+    """
+
+    name: str
+    chapter: str
+    place: str
+    claim: str
+    quoted: float | bool
+    experiment: str
+    cases: Mapping[str, Mapping[str, Any]]
+    value: str = "value"
+    given: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = ""
+    rule: str = "is"
+    tolerance: float = 0.0
+    condition: str = ""
+    qualifier: str = ""
+    also: tuple[str, ...] = ()
+    some: bool = False
+    until: str = ""
+    chapter_page: bool = False
+
+    def __post_init__(self):
+        from .experiments import EXPERIMENTS
+
+        if self.source not in stored("sources") or not re.fullmatch(
+            r"[a-z0-9]+(-[a-z0-9]+)+",
+            self.name,
+        ):
+            raise ClaimError(
+                f"claim {self.name!r}: a name is a source and words, like 'lecture-sgd'."
+            )
+        if not self.cases or not all(isinstance(case, Mapping) for case in self.cases.values()):
+            raise ClaimError(
+                f"claim {self.name}: it needs a case or more, each with its experiment's arguments."
+            )
+        if self.rule not in RULES or any(
+            (self.rule == "is") is not isinstance(c.quoted, bool) for c in self.each.values()
+        ):
+            raise ClaimError(
+                f"claim {self.name}: rules are {', '.join(RULES)}; 'is' goes with true or false "
+                f"only."
+            )
+        if not 0 <= self.tolerance <= 0.05:
+            raise ClaimError(
+                f"claim {self.name}: tolerance is {self.tolerance}, but allowed is 0 to 0.05."
+            )
+        if self.experiment not in EXPERIMENTS:
+            known = ", ".join(EXPERIMENTS)
+            raise ClaimError(
+                f"claim {self.name}: no experiment {self.experiment!r}; there are {known}."
+            )
+
+    @property
+    def source(self) -> str:
+        """The source's name, "lecture"."""
+        return self.name.partition("-")[0]
+
+    @property
+    def by(self) -> str:
+        """Who says so, "the guide and the notebook"."""
+        return " and ".join(stored("sources")[key]["name"] for key in (self.source, *self.also))
+
+    @property
+    def each(self) -> dict[str, Case]:
+        """The cases by name, with what they share filled in."""
+        cases = {}
+        for name, case in self.cases.items():
+            own = {key: value for key, value in case.items() if key not in OWN}
+            cases[name] = Case(
+                {**self.given, **own},
+                case.get("quoted", self.quoted),
+                case.get("value", self.value),
+                case.get("until", self.until),
+            )
+        return cases
+
+    @property
+    def said(self) -> str:
+        """The claim with the condition and the qualifier that its source gives."""
+        more = [f"on condition: {self.condition}"] if self.condition else []
+        if self.qualifier:
+            more += [f'the source says "{self.qualifier}"']
+        return f"{self.claim} ({'; '.join(more)})" if more else self.claim
+
+    def agrees(self, case: str, value: float | bool | Interval) -> bool:
+        """Whether what was found in a case is what the source says, by the claim's rule."""
+        quoted = self.each[case].quoted
+        if self.rule == "is":
+            return value is quoted
+        if self.rule == "within":
+            return value.low <= quoted <= value.high
+        if self.rule == "at least":
+            return value >= quoted * (1 - self.tolerance)
+        return abs(value - quoted) <= self.tolerance * abs(quoted)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim: the finding of each case, None where a record or package is missing,
+    and what is missing.
+    """
+
+    claim: Claim
+    findings: Mapping[str, Finding | None]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def holding(self) -> list[str]:
+        """The cases in which the claim holds."""
+        return [
+            case
+            for case, found in self.findings.items()
+            if found and self.claim.agrees(case, found.value)
+        ]
+
+    @property
+    def outdated(self) -> dict[str, str]:
+        """The cases in which it does not hold any more, and until when it did."""
+        failed = [
+            case for case, found in self.findings.items() if found and case not in self.holding
+        ]
+        return {case: until for case in failed if (until := self.claim.each[case].until)}
+
+    @property
+    def outcome(self) -> str:
+        """One of HOLDS, UNDER (conditions), NOT, UNSEEN (of some cases), WAS (so until a version)
+        and WAITS.
+        """
+        if self.holding:
+            return HOLDS if self.claim.some or len(self.holding) == len(self.findings) else UNDER
+        if None in self.findings.values():
+            return WAITS
+        if len(self.outdated) == len(self.findings):
+            return WAS
+        return UNSEEN if self.claim.some else NOT
+
+    @property
+    def text(self) -> str:
+        """The outcome with its conditions."""
+        if self.outcome == WAS:
+            return f"{WAS} {'; '.join(dict.fromkeys(self.outdated.values()))}"
+        if len(self.holding) in (0, len(self.findings)):
+            return self.outcome
+        start = UNDER if self.outcome == UNDER else f"{HOLDS}, for instance under"
+        cases_of: dict[str, list[str]] = {}
+        for case, until in self.outdated.items():
+            cases_of.setdefault(until, []).append(case)
+        was = ""
+        for until, cases in cases_of.items():
+            was += f"; {', '.join(cases)}: {WAS} {until}"
+        return f"{start} {'; '.join(self.holding)}{was}"
+
+    def waits_for(self, case: str) -> str:
+        """What a case without a finding waits for: the hardware that its experiment names, a GPU
+        with CUDA, or a package.
+        """
+        said = re.fullmatch(r"(?:Waits for|.+ needs) (.+?)\.?", self.missing.get(case, ""))
+        return said[1] if said else "a record of a GPU"
+
+    @property
+    def found(self) -> str:
+        """What was found, case by case, with the witness."""
+        several = len(self.findings) > 1
+        said = []
+        for case, finding in self.findings.items():
+            unit = self.claim.unit
+            figure = (
+                f"{shown(finding.value, unit)} ({finding.witness})"
+                if finding
+                else f"waits for {self.waits_for(case)}"
+            )
+            said.append(f"{case}: {figure}" if several else figure)
+        return "; ".join(said)
+
+
+class Ledger(tuple):
+    """Verdicts as a table: text when printed, Markdown in a notebook."""
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Claim with its sources, what they say, what was found and the verdict, for each."""
+        rows = []
+        for verdict in self:
+            claim = verdict.claim
+            rows.append((f"{claim.by}: {claim.said}", quoted(claim), verdict.found, verdict.text))
+        return rows
+
+    def __str__(self) -> str:
+        wrapped = partial(textwrap.fill, width=112, subsequent_indent="    ")
+        lines = []
+        for claim, says, found, verdict in self.rows():
+            lines += [claim, f"  says {says}; {found}", f"  → {verdict}"]
+        return "\n".join(map(wrapped, lines))
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        head = ["what they say | figure | what we found | verdict", "--- | ---: | --- | ---"]
+        lines = []
+        for claim, says, found, verdict in self.rows():
+            cells = (claim, says, found.replace("; ", "<br>"), f"**{verdict}**")
+            lines.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
+        return "\n".join(f"| {line} |" for line in head + lines)
+
+
+def quoted(claim: Claim) -> str:
+    """The figures that a claim quotes, with their unit."""
+    return "; ".join(dict.fromkeys(shown(case.quoted, claim.unit) for case in claim.each.values()))
+
+
+def shown(value: float | bool | Interval, unit: str) -> str:
+    """A figure of the ledger with its unit; "yes" and "no" for claims without one."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Interval):
+        return f"{value.low:,.0f} to {value.high:,.0f} {unit}"
+    text = (
+        f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
+    )
+    return f"{text} {unit}".strip()
+
+
+def load_claims(chapter: str | None = None, path: Any = None) -> dict[str, Claim]:
+    """The claims of the ledger by name, in its order; of one chapter when it is given.
+
+    Raises ClaimError: a claim without an experiment, with an unknown field (a verdict is never
+    stored), or twice the same name.
+    """
+    claims: dict[str, Claim] = {}
+    entries = stored("claims", path)
+    for entry in entries:
+        try:
+            claim = Claim(**entry)
+        except TypeError as error:  # a field too many or too few
+            raise ClaimError(f"claim {entry.get('name')!r}: {error}.") from None
+        if claim.name in claims:
+            raise ClaimError(f"claim {claim.name!r} stands twice in the ledger.")
+        claims[claim.name] = claim
+    return {name: claim for name, claim in claims.items() if chapter in (None, claim.chapter)}
+
+
+def judge(claim: Claim) -> Verdict:
+    """Run a claim's experiment in each of its cases.
+
+    Raises ClaimError where its expression asks for what the experiment does not find.
+    """
+    from .experiments import EXPERIMENTS
+
+    findings: dict[str, Finding | None] = {}
+    missing: dict[str, str] = {}
+    for name, case in claim.each.items():
+        try:
+            facts = EXPERIMENTS[claim.experiment](**case.arguments)
+            value = (
+                _interval(case.value, facts.names)
+                if claim.rule == "within"
+                else evaluate(case.value, facts.names)
+            )
+            findings[name] = Finding(value, facts.witness, facts.configuration)
+        except (RecordError, MissingExtra) as error:
+            findings[name] = None
+            missing[name] = str(error)
+        except (VramLabError, TypeError) as error:
+            raise ClaimError(f"claim {claim.name}, {name}: {error}") from error
+    return Verdict(claim, findings, missing)
+
+
+def _interval(text: str, names: Mapping[str, Any]) -> Interval:
+    """The interval of "low .. high", two expressions."""
+    low, high = (evaluate(end, names) for end in text.split(" .. "))
+    return Interval(low, (low + high) / 2, high)
+
+
+def chapter_page(chapter: str) -> Ledger:
+    """The verdicts that a chapter shows, computed now."""
+    return Ledger(judge(claim) for claim in load_claims(chapter).values() if claim.chapter_page)

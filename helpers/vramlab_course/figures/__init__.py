@@ -1,0 +1,1 @@
+"""Figures that belong to one chapter each; `vramlab.plot` has those that readers reuse."""

@@ -1,0 +1,147 @@
+"""Chapter 00's pictures: why a run that passed its first step dies in the second, and what is alive
+at its peak.
+"""
+
+from collections.abc import Mapping
+
+from vramlab.hardware.gpu import Gpu
+from vramlab.interfaces.plot import canvas, style
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.report import GiB, Report, TensorGroup
+from vramlab.simulation.simulate import trace
+
+NEAR = {"textcoords": "offset points"}
+
+
+@style.styled()
+def two_steps(
+    first: Report,
+    second: Report,
+    room: int,
+    title: str,
+    about: str,
+):
+    """Return a figure of what is alive in two steps, one after the other, and where the second
+    exceeds `room` bytes.
+    """
+    figure, ax = style.start(title, about)
+    look = style.look(["optimizer_states"])["optimizer_states"]
+    rows = [("step", "states at its start, GiB", "peak, GiB")]
+    for n, run in enumerate((first, second)):
+        x = [n + i / len(run.timeline) for i in range(len(run.timeline))]
+        total = [moment.bytes.total / GiB for moment in run.timeline]
+        held = [moment.bytes.optimizer_states / GiB for moment in run.timeline]
+        ax.fill_between(x, held, total, color="#C8C8C8", linewidth=0)
+        ax.fill_between(x, 0, held, where=[size > 0 for size in held], **look)
+        top = max(total)
+        ax.annotate(
+            f"{top:.1f} GiB",
+            (x[total.index(top)], top),
+            (7, -9),
+            **NEAR,
+            fontweight="bold",
+        )
+        rows.append((str(n + 1), f"{held[0]:.2f}", f"{top:.2f}"))
+    limit = room / GiB
+    ax.axhline(limit, color=style.ALARM, linestyle="--")
+    ax.annotate(f"a T4's {limit:.2f} GiB", (0.01, limit), (0, 5), **NEAR, color=style.ALARM)
+    died = next(place for place, size in zip(x, total, strict=True) if size > limit)
+    ax.plot(died, limit, "X", color=style.ALARM, markersize=10, zorder=5)
+    ax.annotate(
+        "dies here",
+        (died, limit),
+        (-9, 6),
+        **NEAR,
+        ha="right",
+        color=style.ALARM,
+        fontweight="bold",
+    )
+    ax.annotate(
+        f"AdamW's states: {held[0]:.1f} GiB",
+        (1.5, held[0] / 2),
+        (0, 0),
+        **NEAR,
+        ha="center",
+        bbox=style.PATCH,
+    )
+    ax.annotate("weights, activations, gradients", (0.47, 3), (0, 0), **NEAR, ha="center")
+    ax.set(
+        xlim=(0, 2.02),
+        ylim=(0, 20),
+        ylabel="GiB",
+        xlabel="allocations and releases, in their order",
+    )
+    ax.set_xticks([0.5, 1.5], ["step 1", "step 2"])
+    alt = (
+        f"{title}. Two hills, one for each step; the second stands on the states and crosses "
+        f"the card's line."
+    )
+    return style.finish(figure, rows, alt, say_rows=True)
+
+
+OTHERS = "norms, sums and others"
+STAYS = {"parameters": "parameters", "optimizer states": "optimizer_states"}
+
+
+def parts_at_peak(recipe: Recipe, card: Gpu) -> dict[str, int]:
+    """Bytes of everything that is alive at the peak of the second step, by where it comes from.
+
+    Simulated, for a model whose layers have `self_attn` and `mlp`. The largest part comes first.
+    """
+    history = trace(recipe, card=card)
+    top = history.highest(history.last_step[0].start)
+    parts: dict[str, int] = {}
+    for group in history.largest(top, count=10_000):
+        part = _part(group, recipe.shape.vocab_size)
+        parts[part] = parts.get(part, 0) + group.count * group.size
+    # what is no tensor: cuBLAS' second workspace, and the rounding of each storage to 512 bytes
+    parts[OTHERS] += history.split(top).total - sum(parts.values())
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _part(group: TensorGroup, vocabulary: int) -> str:
+    """Where a group of tensors comes from."""
+    if group.category in ("parameters", "optimizer_states"):
+        return group.category.replace("_", " ")
+    is_16_bits = str(group.dtype).endswith("16")
+    if is_16_bits and group.op == "_to_copy" and len(group.shape) == 2:
+        return "16-bit copies of the weights"
+    if vocabulary in group.shape:
+        return "the loss"
+    if "softmax" in group.op:
+        return "attention: scores"
+    if "self_attn" in group.where:
+        return "attention: the rest"
+    if ".mlp" in group.where:
+        return "feed-forward layers"
+    return OTHERS
+
+
+def whole(parts: Mapping[str, int], title: str, about: str):
+    """Return a figure of all parts as bars, the largest on top, with their sum in the table."""
+    total = sum(parts.values())
+    rows = [("part", "GiB", "share")]
+    sized = {}
+    words = []
+    for name, size in parts.items():
+        sized[name] = f"{size / GiB:.2f}"
+        rows.append((name, sized[name], f"{size / total:.0%}"))
+        words.append(f"{name}: {sized[name]} GiB")
+    rows.append(("together", f"{total / GiB:.2f}", "100%"))
+    alt = f"Bars. {title}. {'; '.join(words)}."
+    looks = style.look([*STAYS.values(), "activations"])
+    named = set()
+    with canvas(title, alt, about, rows) as ax:
+        for y, (name, size) in enumerate(parts.items()):
+            category = STAYS.get(name, "activations")
+            label = "" if category in named else "activations and temporaries"
+            if name in STAYS:
+                label = name
+            named.add(category)
+            ax.barh(y, size / GiB, label=label, **looks[category])
+            ax.annotate(sized[name], (size / GiB, y), (4, 0), **NEAR, va="center")
+        widest = max(parts.values()) / GiB
+        ax.set(xlabel="GiB", ylim=(len(parts) - 0.5, -0.5), xlim=(0, 1.12 * widest))
+        ax.set_yticks(range(len(parts)), list(parts))
+        ax.grid(axis="y", visible=False)
+    return ax.figure

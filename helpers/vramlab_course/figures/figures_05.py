@@ -1,0 +1,162 @@
+"""Drawings of chapter 05. Each function draws a figure and returns it."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+from vramlab import GiB
+from vramlab.interfaces.plot import canvas, style
+
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+GREY = "#DDDDDD"
+PALE = "#CFE8F7"
+TARGETS = {
+    "all-linear": "all linear",
+    "gate_proj, up_proj, down_proj": "feed-forward",
+    "q_proj, v_proj": "queries and values",
+}
+
+
+def flow(inputs: int, outputs: int, r: int):
+    """Draw how x goes through the frozen matrix and, beside it, through A and B."""
+    frozen = inputs * outputs
+    trained = r * (inputs + outputs)
+    title = (
+        f"Two thin matrices are trained: {100 * trained / frozen:.1f} % of the frozen one's numbers"
+    )
+    said = (
+        f"Arrows. x, {inputs:,} numbers a token, goes up into the frozen W and down into A, "
+        f"which makes {r} numbers of it. "
+        f"B makes {outputs:,} of these, times α / r. Both ways are added to y."
+    )
+    with canvas(
+        title,
+        said,
+        f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r}",
+    ) as ax:
+        boxes = (
+            (0.5, 1, 1.1, f"x\n{inputs:,}\na token", "white"),
+            (5.1, 2, 4.2, f"W, frozen\n{outputs:,} × {inputs:,}\n{frozen:,} numbers", GREY),
+            (3.3, 0, 2.2, f"A, trained\n{r} × {inputs:,}\n{r * inputs:,}", PALE),
+            (6.6, 0, 2.2, f"B, trained\n{outputs:,} × {r}\n{r * outputs:,}", PALE),
+            (10.9, 1, 1.1, f"y\n{outputs:,}\na token", "white"),
+        )
+        look = {"boxstyle": "round,pad=0.5", "edgecolor": style.INK, "linewidth": 1.0}
+        for x, y, _, text, colour in boxes:
+            box = {**look, "facecolor": colour}
+            ax.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.5, bbox=box)
+        arrows = (
+            ((1.2, 1.15), (3.4, 1.9)),
+            ((1.2, 0.85), (2.1, 0.2)),
+            ((4.45, 0), (5.4, 0)),
+            ((7.75, 0.05), (9.0, 0.85)),
+            ((6.8, 1.9), (9.0, 1.15)),
+            ((9.5, 1), (10.15, 1)),
+        )
+        for start, end in arrows:
+            ax.annotate(
+                "",
+                end,
+                start,
+                arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4},
+            )
+        ax.text(4.92, 0.12, f"{r}", ha="center", color=BLUE, fontsize=11)
+        ax.text(8.95, 0.25, "× α / r", ha="center", color=BLUE)
+        ax.text(9.25, 1, "+", ha="center", va="center", fontsize=15)
+        ax.set(xlim=(-0.4, 11.7), ylim=(-0.6, 2.6))
+        ax.axis("off")
+    return ax.figure
+
+
+def over_length(
+    predicted: Mapping[str, Mapping[int, int]],
+    simulated: Mapping[str, Mapping[int, int]],
+    title: str,
+    about: str,
+):
+    """Draw peaks over the length: `predicted` as lines, `simulated` as marks."""
+    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in next(iter(simulated.values()))))]
+    for name, peaks in simulated.items():
+        rows.append((name, *(f"{size / GiB:.1f}" for size in peaks.values())))
+    said = (
+        f"Lines that rise with the length. {title}. "
+        + "; ".join(", ".join(row) for row in rows)
+        + "."
+    )
+    with canvas(title, said, about, rows) as ax:
+        for (name, peaks), (colour, mark, dash) in zip(
+            predicted.items(),
+            style.LINES,
+            strict=False,
+        ):
+            ax.plot(
+                [*peaks],
+                [size / GiB for size in peaks.values()],
+                dash,
+                color=colour,
+                label=name,
+            )
+            marks = simulated[name]
+            ax.plot(
+                [*marks],
+                [size / GiB for size in marks.values()],
+                mark,
+                color=colour,
+                label="_simulated",
+            )
+        ticks = [2048, 8192, 16384, 32768]
+        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
+    return ax.figure
+
+
+def label(run: SimpleNamespace) -> str:
+    """What was trained, in a few words."""
+    return f"{TARGETS[run.targets]}, r={run.r}" if run.r else "all weights"
+
+
+def compared(sweep: SimpleNamespace, title: str):
+    """Draw what `finetuning.recorded_sweep` holds: bits per byte of unseen prose, a dot for each
+    seed, by setting.
+    """
+    rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
+    base = sweep.base
+    rows.append(("untuned", "0", "", f"{base['documentation']:.3f}", "", f"{base['programs']:.3f}"))
+    runs = sorted(sweep.runs, key=lambda run: run.documentation)
+    for run in runs:
+        found = f"{run.documentation:.3f}", f"{run.deviation:.3f}", f"{run.programs:.3f}"
+        rows.append((label(run), f"{run.trained:,}", f"{run.learning_rate:g}", *found))
+    said = (
+        "Five dots for each setting. " + "; ".join(f"{row[0]} {row[3]}" for row in rows[1:]) + "."
+    )
+    about = (
+        f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, "
+        f"{len(runs[0].seeds['documentation'])} seeds"
+    )
+    with canvas(title, said, about, rows) as ax:
+        for row, run in enumerate(runs):
+            bits = run.seeds["documentation"]
+            ax.plot(
+                bits,
+                [row] * len(bits),
+                "o",
+                color=BLUE if run.r else RED,
+                markersize=6,
+                alpha=0.6,
+            )
+            ax.plot(
+                [run.documentation],
+                [row],
+                "|",
+                color=style.INK,
+                markersize=20,
+                markeredgewidth=2,
+            )
+        ax.axvline(base["documentation"], color=style.INK, linestyle=":")
+        ax.text(base["documentation"], len(runs) - 0.4, "untuned ", ha="right", va="center")
+        ax.set_yticks(range(len(runs)), [label(run) for run in runs])
+        ax.set(xlabel="bits per byte of unseen prose", ylim=(len(runs) - 0.2, -0.6))
+        ax.grid(visible=False, axis="y")
+        ax.grid(visible=True, axis="x", color="#DDDDDD", linewidth=0.6)
+    return ax.figure

@@ -1,0 +1,280 @@
+"""Chapter 07's pictures: traces of a loop, a layer's times, a memory history, and the allocator's
+segments.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from vramlab.interfaces.plot import canvas, style
+from vramlab.report.report import GiB, MiB
+
+from ..fragmentation import Followed
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from ..chapters.chapter_07 import Segments
+    from ..memory_history import Snapshot
+
+# Labels of a loop and their colours; PyTorch itself labels the first, under another name.
+WAITING = "waiting for data"
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+GREY = "#999999"
+COLOURS = {WAITING: GREY, "forward": BLUE, "backward": RED, "update": GREEN}
+OPERATORS = "operators"
+KERNELS = "GPU kernels"
+BANDS = (BLUE, RED, GREEN, "#CC79A7", "#E69F00", "#BBBBBB")
+NEAR = {"textcoords": "offset points"}
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a profiler saw: (start, length) in seconds.
+
+    Attributes:
+        labels: each passage through a label, by label.
+        lanes: when any operator ran on the host, and any kernel on the GPU, overlaps merged.
+    """
+
+    labels: Mapping[str, list[Span]]
+    lanes: Mapping[str, list[Span]]
+
+    @property
+    def seconds(self) -> float:
+        """From the first label's start to the last one's end."""
+        spans = [span for found in self.labels.values() for span in found]
+        return max(start + length for start, length in spans) - self.start
+
+    @property
+    def start(self) -> float:
+        """When the first label began."""
+        return min(start for found in self.labels.values() for start, _ in found)
+
+    def total(self, label: str) -> float:
+        """The seconds that a label covers."""
+        return sum(length for _, length in self.labels[label])
+
+    def share(self, label: str) -> float:
+        """The part of the time that a label covers."""
+        return self.total(label) / self.seconds
+
+    def computing(self, label: str) -> float:
+        """The seconds under a label in which an operator ran on the host."""
+        seconds = 0.0
+        for start, length in self.labels[label]:
+            for begin, took in self.lanes.get(OPERATORS, ()):
+                seconds += max(0.0, min(start + length, begin + took) - max(start, begin))
+        return seconds
+
+
+def traced(profiler: "profile") -> Trace:
+    """What `profiler` saw of a loop over a DataLoader whose parts are labelled as in COLOURS."""
+    labels: dict[str, list[Span]] = {label: [] for label in COLOURS}
+    lanes: dict[str, list[Span]] = {OPERATORS: [], KERNELS: []}
+    for event in profiler.events():
+        name = event.name.replace("enumerate(DataLoader)", WAITING).split("#")[0]
+        span = (event.time_range.start / 1e6, event.time_range.elapsed_us() / 1e6)
+        on_host = event.device_type.name == "CPU"
+        if name in labels:  # a GPU's side has the labels again
+            if on_host:
+                labels[name].append(span)
+        elif not on_host:
+            lanes[KERNELS].append(span)
+        elif name.startswith("aten::"):
+            lanes[OPERATORS].append(span)
+    labels[WAITING].pop()  # the last finds no batch
+    return Trace(labels, {name: merged(spans) for name, spans in lanes.items() if spans})
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """Spans (start, length) without overlaps, in their order."""
+    apart: list[Span] = []
+    for start, length in sorted(spans):
+        if apart and start <= sum(apart[-1]):
+            first = apart[-1][0]
+            length = max(sum(apart[-1]), start + length) - first
+            apart[-1] = (first, length)
+        else:
+            apart.append((start, length))
+    return apart
+
+
+def trace(seen: Trace, title: str, subtitle: str):
+    """Return a figure of a trace: the loop's labels in a row, and under it what ran meanwhile."""
+    rows = [("label", "seconds", "share")]
+    lanes = ["labels", *seen.lanes]
+    alt = (
+        f"Rows over time: {', '.join(lanes)}. Where the labels say {WAITING}, the rows below "
+        f"are nearly empty."
+    )
+    with canvas(title, alt, subtitle, rows) as ax:
+        for label, colour in COLOURS.items():
+            bars = [(start - seen.start, length) for start, length in seen.labels[label]]
+            ax.broken_barh(bars, (-0.3, 0.6), facecolor=colour, label=label)
+            seconds = sum(length for _, length in bars)
+            rows.append((label, f"{seconds:.2f}", f"{seen.share(label):.0%}"))
+        for y, spans in enumerate(seen.lanes.values(), 1):
+            bars = [(start - seen.start, length) for start, length in spans]
+            ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=style.INK)
+        ax.set(xlabel="seconds", xlim=(0, seen.seconds), ylim=(len(lanes) - 0.5, -0.6))
+        ax.set_yticks(range(len(lanes)), lanes)
+        ax.grid(False)
+    return ax.figure
+
+
+def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
+    """Return a figure of the labels of each run over time, the first run on top, with its length
+    and share of waiting.
+    """
+    rows = [("loop", "seconds", "waiting")]
+    alt = (
+        f"Labels over time, one bar for each loop: {', '.join(runs)}. The first waits before "
+        f"each step, the last never."
+    )
+    with canvas(title, alt, subtitle, rows) as ax:
+        for y, (name, seen) in enumerate(runs.items()):
+            for label, colour in COLOURS.items():
+                bars = [(start - seen.start, length) for start, length in seen.labels[label]]
+                ax.broken_barh(bars, (y - 0.25, 0.5), facecolor=colour, label=label)
+            waiting = f"{seen.share(WAITING):.0%}"
+            ax.text(0, y - 0.3, f"{name}: {seen.seconds:.1f} s, {waiting} waiting", va="bottom")
+            rows.append((name, f"{seen.seconds:.1f}", waiting))
+        ax.set(yticks=[], xlabel="seconds", ylim=(len(runs) - 0.6, -0.7))
+    return ax.figure
+
+
+def layer_times(
+    line: Mapping[int, float],
+    measured: Mapping[int, float],
+    title: str,
+    subtitle: str,
+):
+    """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones
+    as dots.
+    """
+    rows = [("tokens", "least, ms", "measured, ms")]
+    for tokens, took in measured.items():
+        least = line[tokens]
+        rows.append((f"{tokens:,}", f"{1e3 * least:.2f}", f"{1e3 * took:.2f}"))
+    alt = (
+        "A line of the least time is flat for few tokens and then rises. The measured dots lie "
+        "on or above it."
+    )
+    with canvas(title, alt, subtitle, rows) as ax:
+        ax.plot(
+            list(line),
+            [1e3 * seconds for seconds in line.values()],
+            label="the roofline: least time",
+        )
+        dots = [1e3 * seconds for seconds in measured.values()]
+        ax.plot(list(measured), dots, "o", color=style.INK, markersize=8, label="measured")
+        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
+        ax.set_xticks(list(measured), [f"{n:,}" for n in measured])
+        ax.minorticks_off()
+    return ax.figure
+
+
+@style.styled()
+def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
+    """Return a figure of memory histories on one scale: what is alive over events, by the line that
+    asked for it.
+    """
+    figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True, sharey=True)
+    lines = [group.line for group in next(iter(runs.values())).largest(count=len(BANDS) - 1)]
+    rows = [("run", "peak, MiB", "at the end, MiB")]
+    for ax, (name, snapshot) in zip(axes, runs.items(), strict=True):
+        events = range(len(snapshot.allocated))
+        bands = [[0] * len(events) for _ in BANDS]
+        for block in snapshot.blocks:
+            band = bands[lines.index(block.line) if block.line in lines else -1]
+            band[block.born] += block.size
+            if block.freed is not None:
+                band[block.freed] -= block.size
+        heights = []
+        for band in bands:
+            total = 0
+            heights.append([(total := total + change) / MiB for change in band])
+        labels = [f"{line.file}:{line.number}" if line.number else line.file for line in lines]
+        names = [*labels, "all other lines"][: len(BANDS)]
+        ax.stackplot(events, heights, colors=BANDS, labels=names, step="post", linewidth=0)
+        ax.annotate(name, (0, 1), (6, -14), xycoords="axes fraction", **NEAR, fontweight="bold")
+        ax.set(ylabel="MiB alive", xlim=(0, None))
+        sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
+        rows.append((name, *(f"{size / MiB:.1f}" for size in sizes)))
+    axes[-1].set_xlabel("allocations and releases, in their order")
+    alt = (
+        f"{title}. Coloured bands over time, a band for each line of code; in the first panel "
+        f"they climb like stairs."
+    )
+    return style.finish(figure, rows, alt, say_rows=True)
+
+
+def segments(
+    held: "Segments",
+    request: int,
+    title: str,
+    subtitle: str,
+    count: int = 14,
+):
+    """Return a figure of the largest segments, their blocks in use filled, and the `request` of
+    bytes above them.
+    """
+    large = sorted(held.segments, key=lambda segment: -sum(block.size for block in segment))[:count]
+    rows = [("segment", "GiB", "largest free block, GiB")]
+    alt = (
+        f"{title}. Bars of segments, most of them white, which is free; the request on top is "
+        f"longer than any white part."
+    )
+    with canvas(title, alt, subtitle, rows) as ax:
+        ax.barh(-1.2, request / GiB, 0.8, color=style.ALARM, label="the next request")
+        for y, segment in enumerate(large):
+            start = 0.0
+            for block in segment:
+                size = block.size / GiB
+                look = {"color": "white", "edgecolor": style.INK, "linewidth": 0.6, "label": "free"}
+                if not block.free:
+                    look = {"color": BLUE, "linewidth": 0, "label": "in use"}
+                ax.barh(y, size, 0.8, left=start, **look)
+                start += size
+            free = max((block.size for block in segment if block.free), default=0)
+            rows.append((str(y + 1), f"{start:.2f}", f"{free / GiB:.2f}"))
+        ax.axvline(request / GiB, color=style.ALARM, linestyle=":")
+        ax.set(
+            xlabel="GiB; each bar is a segment, its blocks in the order of their addresses",
+            yticks=[],
+            ylim=(len(large) - 0.3, -2),
+        )
+    return ax.figure
+
+
+def climb(
+    run: Followed,
+    lengths: list[int],
+    room: int,
+    title: str,
+    subtitle: str,
+):
+    """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's
+    `room` in bytes.
+    """
+    steps = range(1, len(lengths) + 1)
+    held = [size / GiB for size in run.between]
+    peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
+    alt = (
+        "Allocated goes up and down. Reserved only rises, at the samples longer than all "
+        "before, in the end past the line."
+    )
+    with canvas(title, alt, subtitle) as ax:
+        ax.bar(steps, held[1:], width=1, color=style.PROCESS, label="reserved after the step")
+        ax.bar(steps, peaks, color=BLUE, label="allocated at most")
+        ax.axhline(room / GiB, color=style.ALARM, linestyle="--", label="what the card leaves them")
+        for step, length, before, after in zip(steps, lengths, held, held[1:], strict=False):
+            if after > before + 0.1:  # a small segment of 2 MiB is not to be seen
+                ax.text(step - 0.4, after - 0.2, f"{length:,}", va="top")
+        ax.set(xlabel="step; where reserved climbs, the tokens of the step's samples", ylabel="GiB")
+    return ax.figure

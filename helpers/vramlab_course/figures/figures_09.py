@@ -1,0 +1,118 @@
+"""Drawing of chapter 09: when each stage of a pipeline works."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import accumulate
+
+from vramlab.interfaces.plot import style
+
+SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
+Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
+
+
+def stage_order(
+    schedule: str,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+) -> list[tuple[str, int]]:
+    """Return the passes of a stage in order, as ("forward" or "backward", micro-batch).
+
+    "gpipe" runs all forward passes first (Huang et al. 2019); "1f1b" begins a backward pass as soon
+    as it can, so that stage s holds at most `stages - s` micro-batches (Narayanan et al. 2021,
+    figure 4).
+    """
+    ahead = micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
+    order = [("forward", m) for m in range(ahead)]
+    for m in range(micro_batches):
+        order.append(("backward", m))
+        if ahead + m < micro_batches:
+            order.append(("forward", ahead + m))
+    return order
+
+
+def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, int], float]:
+    """Return when each (stage, pass, micro-batch) ends, in forward passes; sending takes no time.
+
+    `orders`: each stage's.
+    """
+    stages = len(orders)
+
+    @cache
+    def end(stage: int, kind: str, m: int) -> float:
+        i = orders[stage].index((kind, m))
+        sender = stage - 1 if kind == "forward" else stage + 1
+        waits = [end(stage, *orders[stage][i - 1])] if i else []
+        if 0 <= sender < stages:
+            waits += [end(sender, kind, m)]
+        return max(waits, default=0) + SECONDS[kind]
+
+    ends = {}
+    for stage, order in enumerate(orders):
+        for kind, m in order:
+            ends[stage, kind, m] = end(stage, kind, m)
+    return ends
+
+
+def bubble(ends: dict[tuple[int, str, int], float]) -> float:
+    """Return the share of the stages' time in which they wait: (N − 1)/(m + N − 1) for both
+    schedules.
+    """
+    busy = sum(SECONDS[kind] for _, kind, _ in ends)
+    stages = 1 + max(stage for stage, *_ in ends)
+    return 1 - busy / (max(ends.values()) * stages)
+
+
+def most_held(order: list[tuple[str, int]]) -> int:
+    """Return the most micro-batches between their forward and backward pass."""
+    return max(accumulate(1 if kind == "forward" else -1 for kind, _ in order))
+
+
+@style.styled()
+def pipeline(
+    stages: int = 4,
+    micro_batches: int = 8,
+    title: str = "Who works when in a pipeline",
+    own: Order | None = None,
+):
+    """Return a figure of both schedules as timelines, a row per stage; waiting is white.
+
+    `own` gives the passes of a stage in place of 1F1B's, from stage, stages and micro-batches.
+    """
+    about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two "
+    about += "forward passes"
+    figure, axes = style.start(title, about, rows=2, sharex=True)
+    colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
+    labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
+    rows = [("schedule", "time units", "waiting", "most micro-batches held")]
+    for ax, name in zip(axes, ("GPipe", "1F1B"), strict=True):
+        made = own if own and name == "1F1B" else partial(stage_order, name.lower())
+        orders = [made(stage, stages, micro_batches) for stage in range(stages)]
+        ends = pipeline_ends(orders)
+        for kind, time in SECONDS.items():
+            at = []
+            starts = []
+            numbers = []
+            for (stage, one, m), end in ends.items():
+                if one == kind:
+                    at.append(stages - 0.5 - stage)
+                    starts.append(end - time)
+                    numbers.append(m + 1)
+            look = {
+                "color": colours[kind],
+                "edgecolor": style.INK,
+                "linewidth": 0.5,
+                "label": labels[kind],
+            }
+            done = ax.barh(at, time, 0.84, starts, **look)
+            ax.bar_label(done, numbers, label_type="center", fontsize=8)
+        ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
+        ax.set_yticks(
+            [stages - 0.5 - s for s in range(stages)],
+            [f"stage {s}" for s in range(stages)],
+        )
+        ax.grid(visible=False)
+        held = most_held(orders[0])
+        rows.append((name, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
+    axes[-1].set_xlabel("time, in forward passes of one stage")
+    return style.finish(figure, rows, f"Two timelines. {title}, {about}.", say_rows=True)

@@ -1,0 +1,1 @@
+"""Judges of readers' pieces: what the conditions of exercises and blanks call."""

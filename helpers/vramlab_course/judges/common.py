@@ -1,0 +1,240 @@
+"""Functions that the exercises' expressions call: judges of readers' functions, and short
+algorithms.
+"""
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vramlab import Recipe, find_gpu, predict
+
+from ..answers import NOT_ANSWERED, Feedback, Unclear, kind_of
+
+SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
+
+
+def message_sizes(message: str) -> list[float]:
+    """The sizes of an out-of-memory message in MiB, in their order."""
+    unit = {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}
+    return [
+        float(number) * unit[name] for number, name in re.findall(r"([\d.]+) ([KMG]iB)", message)
+    ]
+
+
+def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """A model of 1,000 weights and its AdamW: "built", after "backward", or "updated"."""
+    import torch
+
+    model = torch.nn.Linear(100, 10, bias=False, dtype=getattr(torch, dtype))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if moment != "built":
+        model(torch.ones(1, 100, dtype=model.weight.dtype)).sum().backward()
+    if moment == "updated":
+        optimizer.step()
+        optimizer.state[model.weight]["updates"] = 1  # some optimizers keep numbers, too
+    return model, optimizer
+
+
+def largest_batch(
+    model: str,
+    gpu: str,
+    seq_len: int,
+    part: str = "value",
+    named: bool = True,
+) -> int:
+    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the
+    card; 0 for none.
+
+    Without `named`, predict does not know the card: a mistake that readers make.
+    """
+    total = find_gpu(gpu).total
+    recipe = Recipe(model, 1, seq_len, "fp16-mixed")
+
+    def fits(batch: int) -> bool:
+        report = predict(recipe.replace(batch_size=batch), gpu=gpu if named else None)
+        return (report.peak.total if part == "peak" else getattr(report.process, part)) <= total
+
+    low = 0
+    high = 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
+    """Whether `answer(samples, worker, workers)` gives each sample to exactly one worker."""
+    for count, workers in SPLITS:
+        samples = list(range(count))
+        parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
+        wrong = _wrong_shards(samples, parts)
+        if wrong:
+            return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
+    return Feedback(True, "Right: none twice, none missing, whatever the number of workers.")
+
+
+def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
+    seen = [sample for part in parts for sample in part]
+    workers = len(parts)
+    if len(seen) == len(samples) * workers and samples and workers > 1:
+        return f"every worker gives all samples: each comes {workers} times"
+    twice = sorted({sample for sample in seen if seen.count(sample) > 1})
+    if twice:
+        return f"sample {twice[0]} comes more than once"
+    missing = sorted(set(samples) - set(seen))
+    if missing:
+        return f"sample {missing[0]} never comes"
+    uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
+    return "one worker does far more than another" if uneven else ""
+
+
+def random_tensor(*shape: int, low: int | None = None, high: int = 2):
+    """A tensor of `shape`, the same in every call: normal numbers, or int32 from `low` to below
+    `high`.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    if low is None:
+        return torch.randn(shape, generator=generator)
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+
+def same_tensor(
+    answer: Any,
+    reference: Callable,
+    cases: Callable,
+    mistakes: Sequence,
+    right: str,
+) -> Feedback:
+    """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of
+    function and text.
+    """
+    import torch
+
+    for case in cases():
+        given = {
+            name: value.clone() if hasattr(value, "clone") else value
+            for name, value in case.items()
+        }
+        returned = called(answer, *given.values())
+        expected = reference(**case)
+        if not isinstance(returned, torch.Tensor) or returned.shape != expected.shape:
+            size = " × ".join(map(str, expected.shape))
+            return Feedback(
+                False,
+                f"A tensor of {size} was expected, "
+                f"not {getattr(returned, 'shape', kind_of(returned))}.",
+            )
+        changed = [
+            name
+            for name, value in case.items()
+            if hasattr(value, "clone") and not value.equal(given[name])
+        ]
+        if changed:
+            return Feedback(
+                False,
+                f"Your function changes the {changed[0]} that it was given: make a new one.",
+            )
+        if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
+            wrong = ((function(**case), text) for function, text in mistakes)
+            known = (
+                text
+                for w, text in wrong
+                if w.shape == returned.shape and torch.allclose(returned, w, atol=1e-5)
+            )
+            return Feedback(False, next(known, "The shape is right, the numbers are not."))
+    return Feedback(True, f"Right: {right}")
+
+
+def called(answer: Any, *arguments: Any, **named: Any) -> Any:
+    """What a reader's function returns. Raises Unclear."""
+    if not callable(answer):
+        raise Unclear(f"A function was expected, not {kind_of(answer)}.")
+    try:
+        returned = answer(*arguments, **named)
+    except Exception as error:
+        raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
+    if returned is None or returned is ...:
+        raise Unclear(str(NOT_ANSWERED))
+    return returned
+
+
+def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
+    """Whether `answer(model, batches)` lists the last token's logits of each batch and keeps
+    nothing else alive.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+    batches = [torch.randint(50, (2, tokens)) for tokens in (7, 8, 9)]
+    returned = answer(model, batches)
+    if not isinstance(returned, list) or len(returned) != len(batches):
+        return Feedback(
+            False,
+            f"A list of {len(batches)} tensors was expected for {len(batches)} batches.",
+        )
+    for tensor, ids in zip(returned, batches, strict=True):
+        right = model(ids)[:, -1]
+        if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
+            return Feedback(False, "The numbers are not those of each batch's last token.")
+        held = tensor.untyped_storage().nbytes()
+        if held > tensor.nbytes:
+            return Feedback(
+                False,
+                f"Each element keeps {held // tensor.nbytes} times its own bytes alive.",
+            )
+        if tensor.grad_fn:
+            return Feedback(
+                False,
+                "Each element remembers how it was made, and so keeps what backward would need.",
+            )
+    return Feedback(True, "Right: the list grows by what it shows.")
+
+
+def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
+    """Whether after `answer(model, lr)` backward alone trains by SGD, with one gradient alive at a
+    time.
+    """
+    import torch
+
+    for lr, *widths in ((0.1, 4, 6, 3), (0.02, 5, 5, 5, 5)):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+        model = torch.nn.Sequential(*layers)
+        x = torch.randn(8, widths[0])
+        most = 0
+        plain = copy.deepcopy(model)
+
+        def count(_, model=model):
+            nonlocal most
+            most = max(most, sum(p.grad is not None for p in model.parameters()))
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(count)
+        answer(model, lr)
+        sgd = torch.optim.SGD(plain.parameters(), lr)
+        for step in range(2):
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+            sgd.step()
+            sgd.zero_grad()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            if not all(p.allclose(q, atol=1e-6) for p, q in pairs):
+                return Feedback(
+                    False,
+                    f"After step {step + 1} the weights are not those of SGD with lr={lr}.",
+                )
+        if any(p.grad is not None for p in model.parameters()):
+            return Feedback(False, "After backward there are still gradients.")
+        if most > 1:
+            return Feedback(False, f"In backward, {most} gradients were alive at once.")
+    return Feedback(
+        True,
+        "Right: the same training, without the gradients' bytes. Clipping needs them all, though.",
+    )

@@ -1,0 +1,164 @@
+"""Judges of chapter 01's exercises: what readers' functions do with numbers, gradients and 4-bit
+weights.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+from ..answers import NOT_ANSWERED, Feedback, kind_of
+from ..base_model import bits_per_byte, held_out, load_base_model
+
+# Of the project.
+BITS = 4.5  # a number
+COST = 0.0032  # how much more bits per byte
+
+
+def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
+    """Whether `answer(network, optimizer, scale)` unscales, clips to a norm of 1, updates, and
+    skips infinities.
+    """
+    # Decay moves weights in any step, also in one whose gradients were set to zero.
+    for scale, large, broken in (
+        (1024.0, 3.0, None),
+        (64.0, 0.1, None),
+        (4096.0, 3.0, torch.inf),
+        (8.0, 1, torch.nan),
+    ):
+        network = torch.nn.Linear(2, 1, bias=False)
+        gradient = torch.tensor([[large, 4 / 3 * large]])
+        before = network.weight.detach().clone()
+        network.weight.grad = gradient * scale
+        if broken is not None:
+            network.weight.grad[0, 0] = broken
+        decay = 0.0 if broken is None else 0.1
+        returned = answer(
+            network,
+            torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay),
+            scale,
+        )
+        moved = before - network.weight.detach()
+        if broken is not None:
+            if not torch.equal(network.weight.detach(), before):
+                return Feedback(
+                    False,
+                    f"A gradient is {broken}, and the weights were changed all the same.",
+                )
+            if returned != scale / 2:
+                return Feedback(
+                    False,
+                    f"After a gradient of {broken} the scale should be half, and it is {returned}.",
+                )
+        elif returned != scale:
+            return Feedback(
+                False,
+                f"All gradients were finite: the scale should stay {scale}, and it is {returned}.",
+            )
+        elif not moved.allclose(0.5 * gradient / max(1.0, gradient.norm().item()), rtol=1e-3):
+            size = f"{moved.norm() / 0.5:.3g}"
+            return Feedback(
+                False,
+                f"A true gradient of norm {gradient.norm():.3g} was applied with norm {size}.",
+            )
+    return Feedback(True, "Right: unscale, then clip, and let no infinity near the averages.")
+
+
+def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback:
+    """Whether `answer(numbers)` rounds fp32 to one of the two bf16 neighbours, in proportion."""
+    for value in (1.001, -3.3, 0.0007, 2.0):
+        numbers = torch.full((200_000,), value)
+        rounded = answer(numbers.clone())
+        if rounded is None:
+            return NOT_ANSWERED
+        if not isinstance(rounded, torch.Tensor) or rounded.shape != numbers.shape:
+            return Feedback(False, "A tensor of the same shape was expected.")
+        rounded, step = rounded.float(), 2.0 ** (torch.frexp(numbers[0]).exponent.item() - 8)
+        if not torch.equal(rounded.bfloat16().float(), rounded):
+            return Feedback(False, f"For {value} it gives numbers that bf16 does not have.")
+        if (rounded - numbers).abs().max() >= step:
+            return Feedback(False, f"For {value} it goes further than to the two neighbours.")
+        if abs(rounded.double().mean().item() - numbers[0].item()) > step / 100:
+            return Feedback(
+                False,
+                f"For {value} the mean of many is {rounded.double().mean():.6g}.",
+            )
+    return Feedback(True, "Right: a thousand updates of 0.001 now come to about 1.")
+
+
+def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback:
+    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double
+    quantization.
+
+    It is handed only what the question names, which is too little for bitsandbytes' own function.
+    """
+    for seed, shape in enumerate(((64, 128), (96, 640))):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + seed
+        packed, state = quantize_4bit(
+            weight,
+            blocksize=64,
+            quant_type="nf4",
+            compress_statistics=True,
+        )
+        inner = SimpleNamespace(code=state.state2.code, absmax=state.state2.absmax, blocksize=256)
+        named = {
+            name: getattr(state, name)
+            for name in ("shape", "code", "absmax", "offset", "blocksize")
+        }
+        returned = answer(packed, SimpleNamespace(**named, state2=inner))
+        if returned is None:
+            return NOT_ANSWERED
+        right = dequantize_4bit(packed, state)
+        if not isinstance(returned, torch.Tensor) or returned.shape != right.shape:
+            return Feedback(False, f"A tensor of {tuple(right.shape)} was expected.")
+        if not returned.allclose(right, atol=1e-6):
+            off = (returned - right).abs().max() / right.abs().max()
+            return Feedback(
+                False,
+                f"A matrix of {tuple(shape)} is off by {off:.1%} of its largest number.",
+            )
+    return Feedback(True, "Right: that is all that a 4-bit layer does before its matrix product.")
+
+
+@cache
+def _base() -> tuple[Any, list[str], float]:
+    model = load_base_model()
+    texts = held_out(12_000)
+    return model, texts, bits_per_byte(model, texts, stride=256)
+
+
+def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]]) -> Feedback:
+    """Whether `answer(name, weight)`, restored numbers and bits a number, keeps the base model good
+    within BITS.
+    """
+    if not callable(answer):
+        return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
+    model, texts, before = _base()
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    matrices = {name: weight for name, weight in trained.items() if weight.dim() == 2}
+    try:
+        kept = {name: answer(name, weight.clone()) for name, weight in matrices.items()}
+        if None in kept.values():
+            return NOT_ANSWERED
+        with torch.no_grad():
+            for name, (restored, _) in kept.items():
+                model.get_parameter(name).copy_(restored)
+        cost = bits_per_byte(model, texts, stride=256) / before - 1
+    finally:
+        model.load_state_dict(trained, strict=False)
+    total = 0
+    all_bits = 0.0
+    for name, (restored, bits_a_number) in kept.items():
+        weight = matrices[name]
+        if torch.equal(restored, weight):
+            return Feedback(False, f"{name} comes back unchanged, so nothing was rounded.")
+        total += weight.numel()
+        all_bits += bits_a_number * weight.numel()
+    bits = all_bits / total
+    said = f"{bits:.2f} bits a number cost {cost:.2%}"
+    if bits > BITS or not cost <= COST:
+        return Feedback(False, f"{said}; at most {BITS} bits and {COST:.2%} were asked for.")
+    return Feedback(True, f"Right: {said}.")

@@ -1,0 +1,34 @@
+"""What chapter 02's tracker is held against: a few operators whose storages are known."""
+
+from collections.abc import Callable
+from typing import Any
+
+SIZE = 4000  # bytes of the tensor that everything begins with
+
+
+def followed(tracker: Callable[..., Any]) -> dict[str, int]:
+    """Bytes by a reader's `tracker` of a tensor of SIZE bytes and what is made of it, in multiples.
+
+    "given": before any operator; "view", "part": after a view of all of it and of a half; "made",
+    "freed": with another tensor, and without it again; "left": what a step leaves; "top": the most.
+    """
+    import torch
+
+    x = torch.ones(SIZE // 4)
+    sizes = {}
+    with tracker(x) as seen:
+        sizes["given"] = seen.now()
+        whole = x.view(-1, 10)
+        sizes["view"] = seen.now()
+        y = x * 2
+        sizes["made"] = seen.now()
+        del y
+        sizes["freed"] = seen.now()
+        z = (x + 1) * (x + 2)
+        del z, whole
+        x.view(-1)  # an operator that makes nothing
+        sizes["left"] = seen.now()
+        sizes["top"] = seen.top
+    half = torch.ones(SIZE // 2)[: SIZE // 4]  # a view whose storage has twice its bytes
+    sizes["part"] = tracker(half).now()
+    return sizes

@@ -1,0 +1,365 @@
+"""Judges of chapter 03's exercises, each by what a function does over several inputs, and right
+answers to test them.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from ..answers import NOT_ANSWERED, Feedback
+
+MICRO_BATCHES = [(4, 4), (5, 2, 1), (1, 7), (6,)]  # rows of each
+STACKS = [
+    (6, 1, True),
+    (5, 2, True),
+    (7, 3, False),
+    (4, 4, True),
+]  # layers, every, whether the input needs a gradient
+VOCABULARY = 7
+DRAW = random.Random(3)
+PACKS = [([5, 4, 3, 2, 2], 8), ([7], 7), ([], 4), ([6, 5, 5, 4, 3, 3, 2], 10)]
+PACKS += [([DRAW.randint(20, 900) for _ in range(200)], 1024)]
+
+
+_wrong = partial(Feedback, False)
+
+
+def by_rows(model: nn.Module, parts: Sequence[tuple]) -> float:
+    """A right answer to 03.1."""
+    model.zero_grad()
+    loss = 0.0
+    rows = sum(len(x) for x, _ in parts)
+    for x, y in parts:
+        part = F.mse_loss(model(x), y) * len(x) / rows
+        part.backward()
+        loss += part.item()
+    return loss
+
+
+def by_segments(layers: Sequence[nn.Module], x: torch.Tensor, every: int) -> torch.Tensor:
+    """A right answer to 03.2."""
+    for start in range(0, len(layers), every):
+        x = checkpoint(nn.Sequential(*layers[start : start + every]), x, use_reentrant=False)
+    return x
+
+
+def accumulated(answer: Any) -> Feedback:
+    """Whether `answer(model, parts)` leaves the gradients of the mean over all rows, and returns
+    that mean.
+    """
+    for sizes in MICRO_BATCHES:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        parts = [(torch.randn(n, 3), torch.randn(n, 2)) for n in sizes]
+        x, y = (torch.cat(side) for side in zip(*parts, strict=True))
+        mean = F.mse_loss(model(x), y)
+        exact = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(mean, list(model.parameters()))]
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 9.0)
+        rows: list[int] = []
+        model.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
+        returned = answer(model, parts)
+        if returned is None or returned is ...:
+            return NOT_ANSWERED
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+        said = _wrong_sum(found, exact, returned, mean.item(), rows, sizes)
+        if said:
+            return _wrong(f"Micro-batches of {', '.join(map(str, sizes))} rows: {said}.")
+    return Feedback(
+        True,
+        "Right: the gradients of one large batch, whatever the sizes of its parts.",
+    )
+
+
+def _wrong_sum(
+    gradient,
+    exact,
+    returned: Any,
+    mean: float,
+    rows: list[int],
+    sizes: Sequence[int],
+) -> str:
+    if rows and max(rows) > max(sizes):
+        return (
+            "more than one of them was in the model at once, which is what accumulation is to avoid"
+        )
+    if torch.allclose(gradient - 9, exact, atol=1e-5):
+        return "gradients that were there before the call are still in .grad"
+    if not torch.allclose(gradient, exact, atol=1e-5):
+        return (
+            "the gradients are not those of the mean over all rows, in which each row counts alike"
+        )
+    if isinstance(returned, torch.Tensor) and returned.requires_grad:
+        return (
+            "the loss that is returned still holds its graph, and with it each part's activations"
+        )
+    return (
+        ""
+        if abs(float(returned) - mean) < 1e-5
+        else f"the loss returned is {float(returned):.4f}, not {mean:.4f}"
+    )
+
+
+def recomputed(answer: Any) -> Feedback:
+    """Whether `answer(layers, x, every)` gives the layers' result and runs segments of `every`
+    again in backward.
+    """
+    for count, every, needs in STACKS:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
+        weights = [p for layer in layers for p in layer.parameters()]
+        x = torch.randn(3, 4, requires_grad=needs)
+        exact = nn.Sequential(*layers)(x)
+        gradients = torch.autograd.grad(exact.sum(), weights)
+        ran: list[int] = []
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, ran=ran, index=index: ran.append(index))
+        result = answer(list(layers), x, every)
+        if result is None or result is ...:
+            return NOT_ANSWERED
+        case = (
+            f"With {count} layers, "
+            f"every={every}{'' if needs else ' and an input that needs no gradient'}: "
+        )
+        if not isinstance(result, torch.Tensor) or not torch.allclose(result, exact, atol=1e-6):
+            return _wrong(case + "the result is not that of the layers, one after the other.")
+        forward = list(ran)
+        if not result.requires_grad:
+            return _wrong(case + "the result has no gradient, so nothing would be trained.")
+        result.sum().backward()
+        for p, gradient in zip(weights, gradients, strict=True):
+            if p.grad is None or not torch.allclose(p.grad, gradient, atol=1e-5):
+                return _wrong(case + "the weights' gradients are missing or wrong.")
+        expected: list[int] = []
+        for start in reversed(range(0, count, every)):
+            expected += range(start, min(start + every, count))
+        again = ran[len(forward) :]
+        if forward != list(range(count)) or again != expected:
+            return _wrong(
+                f"{case}the layers that ran again in backward are {again or 'none'}, in this order."
+            )
+    return Feedback(
+        True,
+        "Right: what a segment was given is kept, and the segment runs again when backward gets "
+        "there.",
+    )
+
+
+def packed(answer: Any) -> Feedback:
+    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`, as few as best
+    fit finds.
+    """
+    for lengths, size in PACKS:
+        rows = answer(list(lengths), size)
+        if rows is None or rows is ...:
+            return NOT_ANSWERED
+        rows = [list(row) for row in rows]
+        few = len(best_fit(lengths, size))
+        dealt = sorted(i for row in rows for i in row)
+        what = f"{len(lengths)} samples in rows of {size}: "
+        if dealt != list(range(len(lengths))):
+            return _wrong(what + "not every index from 0 stands in exactly one row.")
+        for row in rows:
+            tokens = _tokens(row, lengths)
+            if tokens > size:
+                return _wrong(f"{what}row {row} has {tokens} tokens.")
+        if len(rows) > few:
+            return _wrong(
+                f"{what}{len(rows)} rows, and {few} are enough. Which sample is hardest to place?"
+            )
+    return Feedback(
+        True,
+        "Right: TRL's packing (strategy 'bfd') deals samples to rows in this way.",
+    )
+
+
+def _tokens(row: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in row)
+
+
+def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[list[int]]:
+    """Rows of indices by best fit, the longest sample first where `ordered`."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i] if ordered else i):
+        room = [(size - _tokens(row, lengths), row) for row in rows]
+        fitting = [(left, row) for left, row in room if left >= lengths[index]]
+        if fitting:
+            min(fitting, key=lambda pair: pair[0])[1].append(index)
+        else:
+            rows.append([index])
+    return rows
+
+
+class Rows(TorchDispatchMode):
+    """The most rows of any matrix with VOCABULARY columns that is made while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(
+        self,
+        operator,
+        types,
+        args=(),
+        kwargs=None,
+    ):
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
+                self.most = max(self.most, tensor.numel() // VOCABULARY)
+        return result
+
+
+def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of numbers, a matrix for their logits, and the right entry of each row."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(10, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    return x, weight, torch.randint(VOCABULARY, (10,), generator=draw)
+
+
+def fused(answer: Any) -> dict[str, Any]:
+    """A reader's FusedLoss: its loss, how far gradients are off, the most rows of logits."""
+    x, weight, words = _problem()
+    exact = F.cross_entropy(x @ weight.T, words, reduction="sum")
+    wanted = torch.autograd.grad(3 * exact, (x, weight))
+    with Rows() as seen:
+        loss = answer.apply(x, weight, words, 4)
+        found = torch.autograd.grad(3 * loss, (x, weight))
+    off = [float((mine - right).abs().max()) for mine, right in zip(found, wanted, strict=True)]
+    return {
+        "loss": loss.item(),
+        "off": loss.item() - exact.item(),
+        "x": off[0],
+        "weight": off[1],
+        "rows": seen.most,
+        "input": not torch.equal(x, _problem()[0]),
+    }
+
+
+def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
+    """What a reader's accumulate does with samples of different lengths."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, (4, 6), generator=draw)
+    labels = ids.clone()
+    for row, length in enumerate((2, 3, 6, 5)):
+        labels[row, length:] = -100
+    table = nn.Parameter(torch.randn(5, 5, generator=draw, dtype=torch.float64))
+    rows: list[int] = []
+
+    def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows.append(len(ids))
+        known = labels[:, 1:] != -100
+        return F.cross_entropy(table[ids[:, :-1]][known], labels[:, 1:][known], reduction="sum")
+
+    mean = loss_of(ids, labels) / (labels[:, 1:] != -100).sum()
+    (exact,) = torch.autograd.grad(mean, table)
+    rows.clear()
+    loss = answer(loss_of, ids, labels, parts)
+    gradient = torch.zeros_like(exact) if table.grad is None else table.grad
+    return {
+        "loss": loss,
+        "off": torch.as_tensor(loss, dtype=torch.float64).item() - mean.item(),
+        "gradient": float((gradient - exact).norm() / exact.norm()),
+        "rows": list(rows),
+    }
+
+
+def again(answer: Any) -> dict[str, Any]:
+    """What a reader's Recompute does for a block of two layers, once and twice in a row."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = list(block.parameters())
+    exact = torch.autograd.grad((block(block(x)) ** 2).sum(), [x, *weights])
+    ran: list[int] = []
+    block.register_forward_pre_hook(lambda *_: ran.append(1))
+    result = answer.apply(block, answer.apply(block, x))
+    recorded = True
+    try:
+        (result**2).sum().backward()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        recorded = False
+    off = []
+    for tensor, right in zip((x, *weights), exact, strict=True):
+        mine = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        off.append(float((mine - right).abs().max()))
+    return {"x": off[0], "weights": max(off[1:]), "runs": len(ran), "recorded": recorded}
+
+
+def in_chunks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    words: torch.Tensor,
+    rows: int,
+) -> Any:
+    """A right answer to 03.5."""
+
+    def some(x, weight, words):
+        return (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
+
+    scores = [
+        checkpoint(some, few, weight, right, use_reentrant=False)
+        for few, right in zip(x.split(rows), words.split(rows), strict=True)
+    ]
+    return torch.cat(scores)
+
+
+def one_by_one(answer: Any) -> Feedback:
+    """Whether `answer(x, weight, words, rows)` gives log-probabilities from few logits."""
+    x, weight, words = _problem()
+    exact = (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
+    scale = torch.arange(1.0, 11, dtype=torch.float64)
+    wanted = torch.autograd.grad((scale * exact).sum(), (x, weight))
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-1:] == (VOCABULARY,):
+            saved.append(tensor.numel())
+        return tensor
+
+    with Rows() as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        returned = answer(x, weight, words, 4)
+    if returned is None or returned is ...:
+        return NOT_ANSWERED
+    said = _wrong_scores(returned, exact, seen.most, saved)
+    if said:
+        return _wrong(said)
+    with Rows() as seen:
+        gradients = torch.autograd.grad((scale * returned).sum(), (x, weight))
+    if seen.most > 4:
+        return _wrong(f"With rows=4 there were {seen.most} rows of logits at once in backward.")
+    if not all(torch.allclose(*pair) for pair in zip(gradients, wanted, strict=True)):
+        return _wrong("The gradients of x or of weight are not those of the plain computation.")
+    return Feedback(True, "Right: this is how DPO and GRPO score tokens without all logits.")
+
+
+def _wrong_scores(
+    returned: Any,
+    exact: torch.Tensor,
+    rows: int,
+    saved: list[int],
+) -> str:
+    """What is wrong with `returned` before backward, "" if nothing."""
+    if not isinstance(returned, torch.Tensor) or returned.shape != exact.shape:
+        return "A tensor with a number for each row of x was expected."
+    if not torch.allclose(returned, exact):
+        return "The log-probabilities are others. Are they negative, and in their order?"
+    if rows > 4:
+        return f"With rows=4 there were {rows} rows of logits at once in forward."
+    if not returned.requires_grad:
+        return "The result has no gradient, so nothing would be trained."
+    return "Tensors as wide as the vocabulary are kept for backward." if saved else ""

@@ -1,0 +1,402 @@
+"""Judges of chapter 04's blanks and exercises: what readers' pieces do, on real ranks where they
+send anything.
+"""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ..answers import BrokenPiece
+from ..chapters.chapter_04 import RankFailed, on_ranks
+from ..collectives import Collectives
+from .judges_07 import judged
+
+RINGS = [
+    [[1.0, 2.0], [3.0, 4.0]],
+    [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]],
+    [[float(4 * r + i) for i in range(4)] for r in range(4)],
+]
+
+
+NUMBERS = 12  # weights of the blanks' tiny models
+
+
+def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
+    """What `work` returns on two ranks; raises BrokenPiece where it fails on one."""
+    try:
+        return on_ranks(work, seconds=20)
+    except RankFailed as error:
+        text = str(error)
+        raise BrokenPiece(
+            text.partition("BrokenPiece: ")[2] or f"On a rank your piece fails with {text}"
+        ) from None
+
+
+def sent(counting: Collectives, numbers: int) -> float:
+    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers: an
+    all-reduce counts twice.
+    """
+    return sum(2 * seen.sent for seen in counting.seen.values()) / (
+        4 * numbers
+    )  # two ranks: a ring sends half
+
+
+def _must_be_function(answer: Any) -> None:
+    if not callable(answer):
+        raise BrokenPiece("A function was expected.")
+
+
+def updated(answer: Callable) -> SimpleNamespace:
+    """What `zero_1` does in two updates by SGD, which tells a mean from a sum, on two ranks of
+    different gradients.
+    """
+
+    _must_be_function(answer)
+
+    def work(rank: int, world: int) -> tuple[Any, float]:
+        weights = torch.arange(float(NUMBERS))
+        shard = weights.chunk(world)[rank].clone()
+        optimizer = torch.optim.SGD([shard], lr=1.0)
+        for step in (1, 2):
+            gradients = torch.full((NUMBERS,), float(step + 2 * rank))
+            with Collectives() as counting:
+                weights = answer(gradients, shard, optimizer)
+        return weights, sent(counting, NUMBERS)
+
+    (first, numbers), (second, _) = _on_two(work)
+    wanted = torch.arange(float(NUMBERS)) - 5  # the means are 2 and 3
+    own = [torch.arange(float(NUMBERS)).chunk(2)[rank] for rank in range(2)]
+    return SimpleNamespace(
+        first=first,
+        kind=type(first).__name__,
+        length=len(first) if hasattr(first, "__len__") else 0,
+        same=lambda: bool(torch.equal(first, second)),
+        moved=lambda: (
+            not any(
+                torch.equal(row.chunk(2)[rank], own[rank])
+                for rank, row in enumerate((first, second))
+            )
+        ),
+        right=lambda: bool(torch.allclose(first, wanted)),
+        sent=round(numbers, 2),
+    )
+
+
+def gathered(answer: Any) -> SimpleNamespace:
+    """What the layer of shards does on two ranks with different rows, beside a whole one."""
+    if not (isinstance(answer, type) and issubclass(answer, torch.autograd.Function)):
+        raise BrokenPiece("A class was expected, a torch.autograd.Function.")
+    torch.manual_seed(0)
+    weight = torch.randn(6, 4)
+    x = torch.randn(2, 5, 4)
+    slope = torch.randn(2, 5, 6)
+
+    def work(rank: int, world: int) -> dict[str, Any]:
+        shard = weight.chunk(world)[rank].clone().requires_grad_()
+        rows = x[rank].clone().requires_grad_()
+        with Collectives() as counting:
+            output = answer.apply(rows, shard)
+            kept = [*output.grad_fn.saved_tensors, *vars(output.grad_fn).values()]
+            output.backward(slope[rank])
+        return {
+            "output": output.detach(),
+            "kept": sum(one.numel() for one in kept if isinstance(one, torch.Tensor))
+            - rows.numel(),
+            "input": rows.grad,
+            "shard": shard.grad,
+            "sent": sent(counting, weight.numel()),
+        }
+
+    on_both = _on_two(work)
+    mean = torch.einsum("nro,nri->oi", slope, x) / 2
+    return SimpleNamespace(
+        output=all(
+            torch.allclose(one["output"], x[rank] @ weight.T, atol=1e-6)
+            for rank, one in enumerate(on_both)
+        ),
+        kept=on_both[0]["kept"],
+        input=all(
+            torch.allclose(one["input"], slope[rank] @ weight, atol=1e-6)
+            for rank, one in enumerate(on_both)
+        ),
+        shard=all(
+            torch.allclose(one["shard"], mean.chunk(2)[rank], atol=1e-6)
+            for rank, one in enumerate(on_both)
+        ),
+        sent=round(on_both[0]["sent"], 2),
+    )
+
+
+def tiny_llama() -> torch.nn.Module:
+    """A Llama of three layers with random weights, the same on all ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+
+
+def units(answer: Callable) -> SimpleNamespace:
+    """How `sharded` cuts a Llama of three layers on two ranks: its units, and the parameters that
+    it leaves whole.
+    """
+    _must_be_function(answer)
+    model = tiny_llama()
+
+    def work(rank: int, world: int) -> dict[str, Any]:
+        returned = answer(model, init_device_mesh("cpu", (world,)))
+        groups = {}
+        for name, module in model.named_modules():
+            group = (
+                module._get_fsdp_state()._fsdp_param_group
+                if isinstance(module, FSDPModule)
+                else None
+            )
+            if group:
+                groups[name] = sum(one._orig_size.numel() for one in group.fsdp_params)
+        whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
+        return {"model": returned is model, "groups": groups, "whole": whole}
+
+    on_first = _on_two(work)[0]
+    layers = [f"model.layers.{i}" for i in range(3)]
+    return SimpleNamespace(
+        model=on_first["model"],
+        whole=on_first["whole"],
+        layers=all(name in on_first["groups"] for name in layers),
+        count=len(on_first["groups"]),
+    )
+
+
+class Recorded(list):
+    """A rank's chunks; counts what is written, and how often that was neither what `before` had nor
+    its sum with that.
+    """
+
+    def __init__(self, chunks: list[float]):
+        super().__init__(chunks)
+        self.had = [{chunk} for chunk in chunks]  # at any time, by place
+        self.written = self.strange = 0
+        self.before: Recorded = self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        places = range(len(self))[index]
+        pairs = [(places, value)]
+        if isinstance(index, slice):
+            pairs = [*zip(places, value, strict=True)]
+        for place, new in pairs:
+            self.written += 1
+            self.strange += not {new, new - self[place]} & self.before.had[place]
+            self.had[place].add(new)
+            super().__setitem__(place, new)
+
+
+def _ring(answer: Callable) -> str | None:
+    for chunks in RINGS:
+        ranks = [Recorded(each) for each in chunks]
+        n = len(chunks)
+        for number, rank in enumerate(ranks):
+            rank.before = ranks[number - 1]
+        answer(ranks)
+        if all(list(rank) == each for rank, each in zip(ranks, chunks, strict=True)):
+            return None
+        sums = [sum(column) for column in zip(*chunks, strict=True)]
+        for number, rank in enumerate(ranks):
+            if list(rank) != sums:
+                return f"With {n} ranks, rank {number} ends with {list(rank)}; the sums are {sums}."
+        written = [rank.written for rank in ranks]
+        if max(written) > 2 * (n - 1):
+            return (
+                f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
+            )
+        if any(rank.strange for rank in ranks):
+            return (
+                f"With {n} ranks a rank gets what the rank before it never had: it can hear "
+                f"from that one only."
+            )
+    return ""
+
+
+def all_reduced(ranks: list[list[float]]) -> None:
+    """All-reduce in place by a ring: first each chunk's sum goes round, then its result."""
+    n = len(ranks)
+    for step in range(2 * (n - 1)):
+        sent = []
+        for rank in range(n):
+            chunk = (rank - step) % n
+            sent.append((chunk, ranks[rank][chunk]))
+        for rank, (chunk, value) in enumerate(sent):
+            after = ranks[(rank + 1) % n]
+            after[chunk] = after[chunk] + value if step < n - 1 else value
+
+
+def all_to_all(ranks: list[list[float]]) -> None:
+    """The right sums, received from everyone."""
+    given = [list(rank) for rank in ranks]
+    for rank in ranks:
+        for chunk in range(len(rank)):
+            for other in given:
+                rank[chunk] = rank[chunk] + other[chunk] if other is not given[0] else other[chunk]
+
+
+def _clips(answer: Callable) -> str | None:
+    """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two
+    ranks has a shard.
+    """
+    for whole, largest in (
+        ([3.0, 0.0, 0.0, 4.0], 1.0),
+        ([0.3, 0.1, 0.2, 0.1], 1.0),
+        ([6.0, 8.0, 0.0, 0.0], 2.0),
+    ):
+        gradient = torch.tensor(whole)
+        wanted = gradient * min(1.0, largest / gradient.norm().item())
+
+        def work(
+            rank: int,
+            world: int,
+            gradient=gradient,
+            largest=largest,
+        ) -> Any:
+            return answer(gradient.chunk(world)[rank].clone(), largest)
+
+        shards = on_ranks(work, seconds=20)
+        if any(one is None or one is ... for one in shards):
+            return None
+        if not all(isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards):
+            return "Each rank's shard of the clipped gradient was expected."
+        joined = torch.cat(shards)
+        if not torch.allclose(joined, wanted, rtol=1e-3):
+            said = (
+                f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become "
+                f"{_numbers(joined)}"
+            )
+            return f"{said}; one process makes {_numbers(wanted)} of them."
+    return ""
+
+
+def _numbers(tensor: torch.Tensor) -> list[float]:
+    return [round(number, 3) for number in tensor.tolist()]
+
+
+def _learns(answer: Callable) -> str | None:
+    """Whether `answer(model, mesh)` returns a sharded model and an optimizer that changes its
+    shards and keeps no others.
+    """
+    model = tiny_llama()
+    whole = sum(p.numel() for p in model.parameters())
+
+    def work(rank: int, world: int) -> Any:
+        returned = answer(model, init_device_mesh("cpu", (world,)))
+        if returned is None or returned is ...:
+            return None
+        _, optimizer = returned
+        before = [p.to_local().clone() for p in model.parameters()]
+        rows = torch.arange(16).reshape(2, 8) + rank
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        moved = any(
+            not torch.equal(p.to_local(), old)
+            for p, old in zip(model.parameters(), before, strict=True)
+        )
+        held = [
+            getattr(value, "_local_tensor", value)
+            for state in optimizer.state.values()
+            for value in state.values()
+        ]
+        units_of = sum(isinstance(module, FSDPModule) for module in model.modules())
+        return moved, sum(tensor.numel() for tensor in held if tensor.dim()), units_of
+
+    on_both = on_ranks(work, seconds=20)
+    if any(one is None for one in on_both):
+        return None
+    moved, states, count = on_both[0]
+    if not moved:
+        return "The step changes none of the model's shards."
+    if states > 2 * whole * 0.6:
+        return f"A rank keeps {states:,} numbers of states, of {2 * whole:,}: half was expected."
+    if count < 4:
+        return "Each layer should stay a unit of its own."
+    return ""
+
+
+def wrong_order(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The run that is to be repaired: it makes the optimizer first."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return right_order(model, mesh)[0], optimizer
+
+
+def right_order(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Shards first."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def one_unit(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """It learns, and gathers everything at once."""
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def norm_of_all(mine: torch.Tensor, largest: float) -> torch.Tensor:
+    """The shard, clipped by the norm of the whole."""
+    squares = mine.square().sum()
+    dist.all_reduce(squares)
+    return mine * (largest / squares.sqrt()).clamp(max=1)
+
+
+def sum_of_norms(mine: torch.Tensor, largest: float) -> torch.Tensor:
+    """Adds norms where squares have to be added."""
+    norm = mine.norm()
+    dist.all_reduce(norm)
+    return mine * (largest / norm).clamp(max=1)
+
+
+def _averaged(answer: Callable) -> str | None:
+    torch.manual_seed(0)
+    # The gradient of a mean over no tokens: 0 by cross_entropy, nan by a masked sum over its count.
+    of_nothing = {(5, 0, 3): 0.0, (0, 6, 2): math.nan}
+    for counts in ((10, 10), (10, 30), (7, 1, 40), *of_nothing):
+        weight = torch.randn(3, requires_grad=True)
+        rows = [torch.randn(count, 3) for count in counts]
+        gradients = [
+            torch.autograd.grad((row @ weight).square().mean(), weight)[0]
+            if len(row)
+            else torch.full((3,), of_nothing[counts])
+            for row in rows
+        ]
+        (wanted,) = torch.autograd.grad((torch.cat(rows) @ weight).square().mean(), weight)
+        returned = answer([gradient.clone() for gradient in gradients], list(counts))
+        if returned is None or returned is ...:
+            return None
+        if isinstance(returned, torch.Tensor) and returned.isnan().any():
+            return f"With {counts} tokens on the ranks it is nan: 0 times nan is nan."
+        if not torch.allclose(returned, wanted, atol=1e-5):
+            return (
+                f"With {counts} tokens on the ranks it is not the gradient of the mean over "
+                f"all tokens."
+            )
+    return ""
+
+
+clips_judged = judged(
+    _clips,
+    "a norm is a sum over all shards, so the ranks have to add up their squares.",
+)
+learns_judged = judged(
+    _learns,
+    "fully_shard gives the model other parameters, and the optimizer has to see those.",
+)
+ring_judged = judged(_ring, "each rank sends 2 (N − 1) / N of the whole, however many there are.")
+averaged_judged = judged(_averaged, "every token counts the same, wherever it was read.")

@@ -1,0 +1,471 @@
+"""Judges of chapter 07's exercises: what readers' functions do, over several inputs."""
+
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from vramlab.hardware.allocator import Allocator
+from vramlab.report.report import MiB
+
+from ..answers import NOT_ANSWERED, Feedback, kind_of
+
+SPLITS = [
+    (12, 1, 1),
+    (12, 1, 2),
+    (13, 2, 1),
+    (13, 2, 3),
+    (3, 2, 2),
+    (100, 4, 3),
+]  # samples, ranks, workers
+MOST_PADDING = 1.2  # tokens computed for each real one
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals (start, end)."""
+    total = 0.0
+    done = float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, done))
+        done = max(done, end)
+    return total
+
+
+def judged(judge: Callable[[Any], str], right: str) -> Callable[[Any], Feedback]:
+    """A judge of functions: `judge` says what is wrong with one, or ""."""
+
+    def feedback(answer: Any) -> Feedback:
+        if not callable(answer):
+            return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
+        try:
+            wrong = judge(answer)
+        except Exception as error:
+            return Feedback(False, f"Your function fails with {type(error).__name__}: {error}.")
+        return NOT_ANSWERED if wrong is None else Feedback(not wrong, wrong or f"Right: {right}")
+
+    return feedback
+
+
+def _parts(answer: Callable) -> str | None:
+    for count, ranks, workers in SPLITS:
+        samples = list(range(count))
+        parts = [
+            answer(list(samples), rank, ranks, worker, workers)
+            for rank in range(ranks)
+            for worker in range(workers)
+        ]
+        if parts[0] is None or parts[0] is ...:
+            return None
+        parts = [list(part) for part in parts]
+        given = [sample for part in parts for sample in part]
+        where = f"with {count} samples, {ranks} ranks and {workers} workers each"
+        twice = [sample for sample in samples if given.count(sample) > 1]
+        if twice:
+            return f"Sample {twice[0]} comes {given.count(twice[0])} times {where}."
+        missing = set(samples) - set(given)
+        if missing:
+            return f"Sample {min(missing)} never comes {where}."
+        if max(map(len, parts)) - min(map(len, parts)) > 1:
+            return (
+                f"One process gets {max(map(len, parts))} samples and another "
+                f"{min(map(len, parts))} {where}."
+            )
+    return ""
+
+
+class _Meter(TorchDispatchMode):
+    """Bytes in storages made inside: now, and at most.
+
+    Beyond `limit` an operator runs out of memory.
+    """
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.limit = limit
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        old = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in old:
+                storage = tensor.untyped_storage()
+                if self.now + storage.nbytes() > self.limit:
+                    raise torch.OutOfMemoryError(f"{storage.nbytes():,} bytes beside {self.now:,}")
+                old.add(storage._cdata)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return result
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def trained(
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
+) -> tuple[list[float], float]:
+    """What exercise 07.3's loop has to do: keeps numbers only."""
+    history = []
+    for batch in batches:
+        output = model(batch)
+        loss = (output - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(loss.item())
+    return history, output.mean().item()
+
+
+def leaky(
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
+) -> tuple[list, Any]:
+    """Exercise 07.3's loop as it is given."""
+    history = []
+    last = []
+    for batch in batches:
+        output = model(batch)
+        loss = (output - batch).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        last.append(output)
+        history.append(loss)
+    return history, last[-1].mean()
+
+
+def half_repaired(
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Sequence[torch.Tensor],
+) -> tuple[list, float]:
+    """Numbers come back, and the outputs of all steps are still kept while it runs."""
+    history, last = leaky(model, optimizer, batches)
+    return [loss.item() for loss in history], last.item()
+
+
+def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Meter]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
+    batches = list(torch.randn(count, 64, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = _Meter()
+    with meter:
+        result = loop(model, optimizer, batches)
+    return result, [p.detach() for p in model.parameters()], meter
+
+
+def _repaired(answer: Callable) -> str | None:
+    meters = []
+    for count in (2, 6):
+        returned, weights, meter = _measured(answer, count)
+        if returned is None or returned is ...:
+            return None
+        wanted, reference, _ = _measured(trained, count)
+        history, last = returned
+        numbers = torch.stack([torch.as_tensor(n).detach() for n in [*history, last]])
+        if not torch.allclose(numbers, torch.tensor([*wanted[0], wanted[1]])):
+            return (
+                "It returns other numbers than before: the losses of all steps, and the mean "
+                "of the last output."
+            )
+        if not all(
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, reference, strict=True)
+        ):
+            return "The weights after training are others than before."
+        if meter.now:
+            return (
+                f"After {count} steps {meter.now:,} bytes of tensors are still alive, held by "
+                f"what you return."
+            )
+        meters.append(meter)
+    if meters[1].most > 1.05 * meters[0].most:
+        return (
+            f"Six steps take {meters[1].most / meters[0].most:.1f} times the memory of two: "
+            f"something is kept."
+        )
+    return ""
+
+
+def _llama(checkpointed: bool) -> torch.nn.Module:
+    """A Llama of two narrow layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **sizes)
+    ).train()
+    if checkpointed:
+        # its name since transformers 5.23, and before
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )
+        enable()
+    return model
+
+
+def _state(model: torch.nn.Module) -> tuple[bool, list[bool]]:
+    """Whether a model trains, and which of its modules are checkpointed."""
+    return model.training, [
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    ]
+
+
+def counted(
+    model: torch.nn.Module,
+    batch: torch.Tensor,
+    seconds: float,
+    peak: float,
+) -> float:
+    """Exercise 07.4's function as it is given: what runs, recomputation included."""
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=batch, labels=batch).loss.backward()
+    return counter.get_total_flops() / seconds / peak
+
+
+def utilisation(
+    model: torch.nn.Module,
+    batch: torch.Tensor,
+    seconds: float,
+    peak: float,
+) -> float:
+    """The operations that a step needs over what the card could do in these seconds."""
+    model.eval()  # in which nothing is checkpointed; the model has no dropout
+    found = counted(model, batch, seconds, peak)
+    model.train()
+    return found
+
+
+def _utilised(answer: Callable) -> str | None:
+    batch = torch.arange(24).reshape(2, 12)
+    for checkpointed in (True, False):
+        model = _llama(checkpointed)
+        before = _state(model)
+        returned = answer(model, batch, 0.5, 1e9)
+        if returned is None or returned is ...:
+            return None
+        right = utilisation(_llama(checkpointed), batch, 0.5, 1e9)
+        off = float(returned) / right
+        how = "with" if checkpointed else "without"
+        if abs(off / 100 - 1) < 1e-6:
+            return "A fraction was expected, not percent."
+        if checkpointed and abs(off - counted(_llama(True), batch, 0.5, 1e9) / right) < 1e-6:
+            return (
+                f"With checkpointing it is {off:.2f} times the share: what is computed again "
+                f"still counts."
+            )
+        if abs(off - 1) > 1e-6:
+            return f"Not right {how} checkpointing: it is {off:.3g} times the share."
+        if _state(model) != before:
+            return (
+                f"The model came in training, {how} checkpointing, and goes on otherwise: "
+                f"leave it as it was."
+            )
+    return ""
+
+
+def retried(step: Callable, batch: torch.Tensor) -> list:
+    """What exercise 07.5's function has to do: it tries again when the exception is gone."""
+    try:
+        return [step(batch)]
+    except torch.OutOfMemoryError:
+        if len(batch) == 1:
+            raise
+    return [found for half in batch.chunk(2) for found in retried(step, half)]
+
+
+def retried_inside(step: Callable, batch: torch.Tensor) -> list:
+    """Exercise 07.5's function as it is given: it tries again while the exception holds the failed
+    step.
+    """
+    try:
+        return [step(batch)]
+    except torch.OutOfMemoryError:
+        if len(batch) == 1:
+            raise
+        return [found for half in batch.chunk(2) for found in retried_inside(step, half)]
+
+
+def _step(batch: torch.Tensor) -> float:
+    first = batch * 2
+    second = first + 1
+    third = second * first
+    return third.sum().item()
+
+
+def _smaller(answer: Callable) -> str | None:
+    row = 1 << 16  # bytes
+    for rows, fits in ((8, 8), (8, 4), (12, 3)):  # how many rows a step takes at most
+        batch = torch.arange(rows * row / 4).reshape(rows, -1) % 5
+        with _Meter(limit=3 * fits * row + 8):  # a step keeps three tensors, and a number
+            try:
+                returned = answer(_step, batch)
+            except torch.OutOfMemoryError:
+                return (
+                    f"{rows} rows, of which {fits} fit: it dies, although halves would fit "
+                    f"once the failed step is gone."
+                )
+        if returned is None or returned is ...:
+            return None
+        tried = rows
+        while tried > fits:
+            tried //= 2
+        wanted = [_step(part) for part in batch.split(tried)]
+        if list(returned) != wanted:
+            return (
+                f"{rows} rows, of which {fits} fit: {len(wanted)} results of {tried} rows "
+                f"each were expected, in order."
+            )
+    try:
+        with _Meter(limit=1000):
+            answer(_step, batch[:1])
+    except torch.OutOfMemoryError:
+        return ""
+    return (
+        "A single row that does not fit has to raise the OutOfMemoryError: there is nothing "
+        "left to halve."
+    )
+
+
+def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
+    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then,
+    and the finder.
+    """
+    finder = kind()
+    with finder:
+        kept = work(finder)
+    sizes: dict[int, int] = {}
+    for storage, batch in list(finder.born.items()):
+        sizes[batch] = sizes.get(batch, 0) + storage.nbytes()
+    return kept, sizes, finder
+
+
+def in_batch(number: int, size: int) -> Callable[[Any], torch.Tensor]:
+    """Work that makes a tensor of `size` bytes in a batch."""
+
+    def work(finder: Any) -> torch.Tensor:
+        finder.batch = number
+        made = torch.ones(size // 4)
+        finder.batch = number + 1
+        return made.add_(1)
+
+    return work
+
+
+def served(kind: type, requests: Sequence[Any]) -> Any:
+    """An allocator of this kind after requests: (name, bytes) to allocate, a name to free."""
+    allocator = kind()
+    blocks = {}
+    for request in requests:
+        if isinstance(request, str):
+            allocator.free(blocks.pop(request))
+        else:
+            name, size = request
+            blocks[name] = allocator.malloc(size)
+    return allocator
+
+
+def _texts(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [max(16, min(1024, round(draw.lognormvariate(5.5, 0.7)))) for _ in range(count)]
+
+
+def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes reserved after each step: three tensors that grow with the padded tokens."""
+    allocator = Allocator()
+    reserved = []
+    for batch in order:
+        tokens = len(batch) * max(lengths[i] for i in batch)
+        for block in [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]:
+            allocator.free(block)
+        reserved.append(allocator.reserved)
+    return reserved
+
+
+def _as_lists(batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(batch) for batch in batches]
+
+
+def _longest(batch: Sequence[int], lengths: Sequence[int]) -> int:
+    return max(lengths[index] for index in batch)
+
+
+def _calm(answer: Callable) -> str | None:
+    for seed, count, size in ((0, 96, 8), (1, 210, 6), (2, 64, 4)):
+        lengths = _texts(seed, count)
+        orders = [answer(list(lengths), size, draw) for draw in (5, 5, 6)]
+        if orders[0] is None or orders[0] is ...:
+            return None
+        first, again, other = map(_as_lists, orders)
+        if sorted(i for batch in first for i in batch) != list(range(count)):
+            return "Each sample has to come once: the batches hold positions in `lengths`."
+        if sorted(map(len, first))[1:] != [size] * (len(first) - 1):
+            return f"Batches of {size} samples were expected; only one may have fewer."
+        if first != again or first == other:
+            return "The same seed has to give the same batches, another seed others."
+        computed = 0
+        for batch in first:
+            computed += len(batch) * _longest(batch, lengths)
+        padded = computed / sum(lengths)
+        if padded > MOST_PADDING:
+            return (
+                f"{padded:.2f} tokens are computed for each real one, and {MOST_PADDING} are "
+                f"allowed."
+            )
+        longest = [_longest(batch, lengths) for batch in first[1:]]
+        pairs = list(pairwise(longest))
+        rises = sum(a < b for a, b in pairs) / len(pairs)
+        if not 0.2 < rises < 0.8:
+            return (
+                "Long and short batches have to come in a mixed order, or the model learns "
+                "from one kind at a time."
+            )
+        reserved = _reserved(lengths, first)
+        if reserved[-1] != reserved[0]:
+            return (
+                f"Reserved grows by {(reserved[-1] - reserved[0]) / MiB:,.0f} MiB after the "
+                f"first step."
+            )
+    return ""
+
+
+parts_judged = judged(_parts, "every sample once, whatever the number of processes.")
+repair_judged = judged(_repaired, "the same training, and nothing stays.")
+mfu_judged = judged(
+    _utilised,
+    "what the model needs counts, however often the machine computes it.",
+)
+retry_judged = judged(
+    _smaller,
+    "the exception holds the failed step's tensors until its block is left.",
+)
+batches_judged = judged(
+    _calm,
+    "little padding, mixed lengths, and reserved stays where the first step put it.",
+)

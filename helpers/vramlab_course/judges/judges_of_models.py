@@ -1,0 +1,173 @@
+"""Judges of projects that change a whole model: chapter 05 adapts it, chapter 06 puts it into 4
+bits.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..answers import Feedback
+from ..base_model import bits_per_byte, finetuning_texts, load_base_model
+from .common import called, random_tensor
+
+
+def small_models() -> Iterator[Any]:
+    """A Llama with a tied head and a GPT-NeoX with biases, none of them zero."""
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+    sizes = dict(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    for config in (LlamaConfig(**sizes, tie_word_embeddings=True), GPTNeoXConfig(**sizes)):
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            parameter.data = random_tensor(*parameter.shape) / 8
+        yield model
+
+
+def with_numbers(layer: torch.nn.Module) -> torch.nn.Module:
+    """The layer with other numbers than zero in its adapter, whose matrices are called A and B."""
+    for matrix in (layer.A, layer.B):
+        matrix.data = random_tensor(*matrix.shape)
+    return layer
+
+
+def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]:
+    """Shapes of what autograd keeps for the backward of an adapted layer, the weights of its base
+    left out.
+    """
+    base = {parameter.data_ptr() for parameter in layer.base.parameters()}
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor,
+        lambda tensor: tensor,
+    ):
+        layer(x.clone().requires_grad_())  # as it is in a model, where backward goes on below
+    return {tuple(tensor.shape) for tensor in kept if tensor.data_ptr() not in base}
+
+
+def kept_by_product(product: type[torch.autograd.Function]) -> int:
+    """How many tensors `product` keeps for the backward of x times a layer's weight."""
+    made: list[weakref.ref] = []
+    saved: list[torch.Tensor] = []
+
+    def weight() -> torch.Tensor:
+        unpacked = random_tensor(5, 8)
+        made.append(weakref.ref(unpacked))
+        return unpacked
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor,
+        lambda tensor: tensor,
+    ):
+        output = product.apply(random_tensor(3, 8).requires_grad_(), SimpleNamespace(weight=weight))
+    alive = sum(reference() is not None for reference in made)
+    del output
+    return alive + len(saved)
+
+
+def _inner(model: Any) -> list[torch.nn.Linear]:
+    return [
+        m
+        for m in model.modules()
+        if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()
+    ]
+
+
+def adapted_model(answer: Callable) -> Feedback:
+    """Whether `answer(model, r, alpha)` adapts all linear layers but the head, as PEFT does."""
+    from peft import LoraConfig, get_peft_model
+
+    ids = torch.arange(64).view(1, 64)
+    for model, r, alpha in zip(small_models(), (4, 3), (8, 12), strict=True):
+        start = model(ids).logits
+        expected = sum(r * sum(layer.weight.shape) for layer in _inner(model))
+        theirs = get_peft_model(
+            copy.deepcopy(model),
+            LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"),
+        )
+        ours = called(answer, model, r, alpha)
+        trained = [p for p in ours.parameters() if p.requires_grad]
+        trained_numbers = sum(p.numel() for p in trained)
+        same = torch.allclose(ours(ids).logits, start, atol=1e-5)
+        zeros = sum(not p.any() for p in trained)
+        for parameter in (*trained, *(p for p in theirs.parameters() if p.requires_grad)):
+            parameter.data = random_tensor(*parameter.shape) / 8
+        wrong = {
+            f"{trained_numbers:,} numbers are trained, not {expected:,}": trained_numbers
+            != expected,
+            "before the first step it is not the base any more": not same,
+            "one half of the new matrices begins at zero, the other at random": 2 * zeros
+            != len(trained),
+            "with the same A and B its logits are not PEFT's": not torch.allclose(
+                ours(ids).logits,
+                theirs(ids).logits,
+                atol=1e-3,
+            ),
+        }
+        text = next((text for text, is_so in wrong.items() if is_so), "")
+        if text:
+            return Feedback(False, f"{model.config.model_type}, r={r}, alpha={alpha}: {text}.")
+    return Feedback(True, "Right: it is PEFT's model.")
+
+
+def four_bit_model(answer: Callable) -> Feedback:
+    """Whether `answer(model)` puts 4-bit layers in the place of all linear layers but the head."""
+    for model in (*small_models(), load_base_model()):
+        wrong = _wrong_model(answer, model, model.config.model_type)
+        if wrong:
+            return Feedback(False, wrong)
+    bits = bits_per_byte(answer(model), finetuning_texts("held_out", limit=4000))
+    return Feedback(
+        True,
+        f"Right: with your layers the base model needs {bits:.3f} bits per byte of prose.",
+    )
+
+
+def _wrong_model(answer: Callable, model: Any, name: str) -> str:
+    """What is wrong with `answer(model)`, or ""."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    expected = copy.deepcopy(model)
+    whole = sum(p.numel() for p in model.parameters())
+    inner = _inner(expected)
+    shapes = {tuple(layer.weight.shape) for layer in inner}
+    for layer in inner:
+        layer.weight.data = dequantize_4bit(
+            *quantize_4bit(layer.weight.data, quant_type="nf4")
+        ).view_as(layer.weight)
+    model, ids = called(answer, copy.deepcopy(model)), torch.arange(64).view(1, 64)
+    head = model.get_output_embeddings()
+    left = _inner(model)
+    trained = [place for place, p in model.named_parameters() if p.requires_grad]
+    tensors = (*model.parameters(), *model.buffers())
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    held = sum(sizes.values())
+    rounded = sum(layer.weight.numel() for layer in inner)
+    most = 4 * whole - (4 - 4.5 / 8) * rounded
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(tuple(t.shape)) or t,
+        lambda t: t,
+    ):
+        logits = model(inputs_embeds=embeds, use_cache=False).logits
+    alike = torch.allclose(logits, expected(input_ids=ids).logits, atol=1e-3)
+    wrong = {
+        "the output head was to stay as it is": type(head) is not torch.nn.Linear,
+        f"{left[:1]} is still an nn.Linear": left,
+        f"{trained[:1]} would be trained": trained,
+        f"it holds {held:,} bytes: are full weights kept somewhere?": held > 1.1 * most,
+        "its logits are not those of the same weights in NF4": not alike,
+        "autograd keeps an unpacked matrix": shapes & {*kept, *(shape[::-1] for shape in kept)},
+        "no gradient reaches the inputs": not logits.requires_grad,
+    }
+    return next((f"{name}: {text}." for text, is_so in wrong.items() if is_so), "")

@@ -1,0 +1,63 @@
+"""This rank's training and its rows of the global batch, equal to those of one process that has all
+rows.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from vramlab.recipe.recipe import Recipe
+from vramlab.training.engine import Training
+from vramlab.training.training import build, make_batch
+
+SEED = 0  # of the weights, equal on all ranks, and of the batch
+
+
+def build_on_rank(recipe: Recipe, device: str) -> Training:
+    """Build this rank's training, from the same weights on all, with its own rows of the global
+    batch.
+    """
+    torch.manual_seed(SEED)
+    training = build(recipe, device)
+    fill_batch(training, recipe, device)
+    return training
+
+
+def fill_batch(
+    training: Training,
+    recipe: Recipe,
+    device: str,
+    step: int = 0,
+) -> None:
+    """Copy this rank's rows of the `step`-th global batch into the batch that is there, which keeps
+    its place in memory.
+    """
+    batches = [training.batch, *training.further]
+    for batch, rows in zip(batches, _rows(recipe, len(batches), step), strict=True):
+        for name, tensor in batch.items():
+            tensor.copy_(rows[name].to(device))
+
+
+def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's rows of a step's `count` global micro-batches: rank r has the r-th `batch_size`
+    rows of each.
+    """
+    first = recipe.sharding.rank * recipe.batch_size if replicas(recipe) > 1 else 0
+    with torch.random.fork_rng(devices=[]):
+        for number in range(count):
+            torch.manual_seed(SEED + 1 + step * count + number)
+            rows = make_batch(alone(recipe), "cpu")
+            yield {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """Return what one process trains that has all rows of the global batch."""
+    return recipe.replace(sharding=None, batch_size=recipe.batch_size * replicas(recipe))
+
+
+def replicas(recipe: Recipe) -> int:
+    """Among how many ranks the global batch is divided: all, or with tensor and pipeline parallel
+    none.
+    """
+    if recipe.sharding is None or recipe.sharding.engine in ("tensor", "pipeline"):
+        return 1
+    return recipe.sharding.world_size

@@ -1,0 +1,113 @@
+"""Every program that a plan can write: it compiles, names nothing that it does not define, and
+stands on public names of other libraries.
+"""
+
+import ast
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from settings import ROOT
+from vramlab import Recipe, Sharding
+from vramlab.base.errors import RecipeError
+from vramlab.planning import plan_script
+from vramlab.planning.plan_script import PROGRAMS, scripts
+from written_options import METHODS, PLANNED
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "trainer": {name: {"trainer": name} for name in PROGRAMS["trainers"]},
+    "method": {name: {"precision": "bf16-mixed"} | fields for name, fields in METHODS.items()},
+    "sharding": {
+        "one card": {},
+        "ddp": {"sharding": Sharding(0, 2, "ddp")},
+        "fsdp": {"sharding": Sharding(3, 2, "fsdp")},
+        "deepspeed": {"sharding": Sharding(3, 16, "deepspeed")},
+    },
+    "rows": {"padded": {}, "packed": {"packing": True}},
+    "step": {
+        "plain": {},
+        "checkpointed": {"gradient_checkpointing": True},
+        "liger": {"use_liger_kernel": True},
+    },
+    "attention": {"sdpa": {}, "repeated": {"attn_implementation": "sdpa_repeated"}},
+}
+
+
+def combinations() -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield the names and the fields of each combination of options."""
+    for chosen in itertools.product(*(values.items() for values in OPTIONS.values())):
+        fields: dict[str, Any] = {}
+        for _, more in chosen:
+            fields |= more
+        yield tuple(name for name, _ in chosen), fields
+
+
+def programs() -> dict[tuple[str, ...], str]:
+    """The program of each combination that is a recipe; packing alternates the allocator's."""
+    found = {}
+    for names, fields in combinations():
+        packs = fields.pop("packing", False)
+        if fields["trainer"] == "sft":
+            fields["packing"] = packs
+        elif packs and fields["trainer"] != "transformers":
+            continue
+        if fields["trainer"] in ("grpo", "rloo"):
+            fields["gradient_accumulation_steps"] = 8
+        else:
+            fields["seq_len"] = 64
+        try:
+            recipe = Recipe("llama-3.2-1b", 2, **fields)
+            planned = PLANNED | {"packing": packs, "expandable_segments": not packs}
+            found[names] = scripts(recipe, "train.py", planned)["train.py"]
+        except RecipeError:  # no library trains so
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[tuple[str, ...], str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_script, "installed", lambda name: "1.0")
+        patch.setattr(plan_script, "repository", lambda: "https://example.org/vramlab")
+        return programs()
+
+
+def test_every_option_is_written(written):
+    for place, values in enumerate(OPTIONS.values()):
+        counts = Counter(names[place] for names in written)
+        assert counts.keys() == values.keys()
+    assert len(written) > 400
+
+
+def test_each_compiles_and_stands_on_public_names(written):
+    for text in set(written.values()):
+        tree = compile(text, "train.py", "exec", ast.PyCF_ONLY_AST)
+        private = set()
+        for node in ast.walk(tree):
+            name = getattr(node, "attr", getattr(node, "name", None)) or ""
+            module = getattr(node, "module", None) or ""
+            private.update(part for part in f"{name}.{module}".split(".") if part.startswith("_"))
+        assert private == set(), text
+
+
+def test_each_needs_vramlab_only_where_it_asks_for_it(written):
+    for text in written.values():
+        assert "\nfrom vramlab" not in text and "\nimport vramlab" not in text
+        assert "        from vramlab import " in text
+
+
+def test_none_names_what_it_does_not_define(written, tmp_path):
+    for number, text in enumerate(sorted(set(written.values()))):
+        (tmp_path / f"{number}.py").write_text(text)
+    words = ["check", "--quiet", "--isolated", "--select", "F", "--output-format", "concise"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *words, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[:2000]
