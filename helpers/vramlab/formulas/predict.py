@@ -121,6 +121,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
 
+    allowed = "Inductor decides what a compiled step keeps: ask simulate, which lets it compile"
+    yield "torch_compile", recipe.torch_compile, allowed
+
     experts = lora_modules.adapts_experts(shape, lora)
     names = "PEFT takes these names to mean fused experts too"
     allowed = f"{names}, whose adapters no formula knows: ask simulate"
@@ -203,8 +206,6 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
         frozen = "SFTTrainer's loss gathers the frozen head by itself under FSDP"
         notes.append(f"{frozen}, which the formulas do not know: ask simulate")
     notes += lora_modules.notes(recipe)
-    if recipe.torch_compile:
-        notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card:
         reason = card.why_not(recipe.precision)
         if reason:

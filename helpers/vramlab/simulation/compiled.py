@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,6 +18,7 @@ from ..training.engine import Training
 from ..training.patched import is_replaced, put_back, replaced
 from .cuda import CudaKernels
 from .inductor import compiler
+from .values import reason_at
 
 TRIED = "torch_compile: what compiling the first step tries out on the card (autotuning) "
 TRIED += "is not counted"
@@ -26,8 +26,10 @@ UNKNOWN = "the installed torch compiles in another way than this release knows: 
 UNKNOWN += "measure(recipe) runs it for real, torch_compile=False simulates the eager step"
 
 
-def check_compiled(recipe: Recipe) -> None:
-    """Raise RecipeError for what is not simulated together with torch.compile."""
+def is_compiled(recipe: Recipe) -> bool:
+    """Tell whether the step is compiled. Raises RecipeError where it is not simulated with that."""
+    if not recipe.torch_compile:
+        return False
     reasons = {
         "sharding": recipe.sharding,
         "use_liger_kernel": recipe.use_liger_kernel,
@@ -38,6 +40,7 @@ def check_compiled(recipe: Recipe) -> None:
         if value:
             rest = f"the compiled step is not simulated with {name}: leave it off, or simulate "
             raise RecipeError("torch_compile", True, f"{rest}the eager step with False")
+    return True
 
 
 @contextlib.contextmanager
@@ -88,6 +91,17 @@ def compiled_step(
         model._compiled_call_impl = None
         for code in codes:
             eval_frame.reset_code(code)
+
+
+def failed(recipe: Recipe, error: Exception, compiles: bool) -> RecipeError:
+    """Return what is said where a model's step does not run, or does not compile."""
+    if not compiles:
+        why = f"its training step does not run on fake tensors: {reason_at(error)}"
+        return RecipeError("model", recipe.name, f"{why}; measure(recipe) runs it for real")
+    cause = getattr(error, "inner_exception", error)  # of torch's own, which wraps it
+    why = f"torch.compile does not get through on fake tensors: {reason_at(cause)}"
+    rest = "measure(recipe) runs it for real, torch_compile=False simulates the eager step"
+    return RecipeError("torch_compile", True, f"{why}; {rest}")
 
 
 def _kept(guards: Any) -> list[bool]:

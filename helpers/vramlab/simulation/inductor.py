@@ -8,10 +8,11 @@ graphs are given that device before Inductor schedules them.
 
 import ast
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_map
 from ..base.errors import RecipeError
 from ..hardware.gpu import Chip
 from ..training.patched import replaced
+from . import own_kernels
+from .cuda import AMPERE
 
 GPU = torch.device("cuda", 0)
 HOPPER = (9, 0)
@@ -28,6 +31,8 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 REGISTERS = 65_536  # of a multiprocessor, on all of CUDA's from compute capability 5 on
 BLOCK_THREADS = 1024
 WARP = 32
+GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # by type of device: CPU, CUDA, …
+GENERATOR = 16  # bytes of a CUDA generator's state
 
 
 class Kernel:
@@ -57,7 +62,7 @@ class Compiled:
 
     def __call__(self, args: list) -> Any:
         """Run the wrapper, which empties `args`."""
-        with torch.no_grad():
+        with torch.no_grad(), own_kernels.left():
             return self.call(args)
 
 
@@ -75,13 +80,9 @@ def compiler(chip: Chip | None, on_host: Callable[[list[torch.Tensor]], None]) -
 
     def compile_graph(module: Any, inputs: Sequence, **options: Any) -> Any:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(own_kernels.left())
             if chip:
-                with torch.no_grad(), _disable_current_modes():
-                    mode = compile_fx.fake_tensor_prop(module, inputs)
                 inputs = moved(module, inputs)
-                # a CPU build has no rules for indexing and signs of CUDA's fakes
-                known = replaced(compile_fx, "fake_tensor_prop", lambda *args, **options: mode)
-                stack.enter_context(known)
                 for context in _on_gpu(chip):
                     stack.enter_context(context)
             module_of = replaced(graph.GraphLowering, "compile_to_module", compile_to_module)
@@ -133,6 +134,8 @@ def _on_gpu(chip: Chip) -> Iterator[contextlib.AbstractContextManager]:
         "get_device_capability": lambda device=None: chip.capability,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
+        "get_rng_state": lambda device="cuda": torch.empty(GENERATOR, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
     }
     for name, answer in answers.items():
         yield replaced(torch.cuda, name, answer)
@@ -151,8 +154,33 @@ def _on_gpu(chip: Chip) -> Iterator[contextlib.AbstractContextManager]:
 
     for owner in (utils, lowering, decomposition):
         yield replaced(owner, "needs_fallback_due_to_atomic_add_limitations", cannot_add)
-    seed = torch.ops.prims.inductor_lookup_seed.default
-    yield patch.object(seed, "prim_meta_impl", lambda seeds, index: seeds.new_empty(()))
+    yield _guarded()
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """While entered, torch's C++ takes fake tensors of a GPU where there is none.
+
+    Before some operators it makes their device the current one, by an object that a CPU build lacks
+    and that finds no driver in a CUDA build (c10/core/impl/DeviceGuardImplInterface.h,
+    `device_guard_impl_registry`). The CPU's does nothing. Where the table is not found so, as on
+    Windows, these operators fail.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    table: Any = None
+    if not torch.cuda.is_available():
+        for file in folder.glob("libc10.*"):
+            with contextlib.suppress(OSError, ValueError):
+                table = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(str(file)), GUARDS)
+    if table is None:
+        yield
+        return
+    of_cpu, before = table
+    table[1] = of_cpu
+    try:
+        yield
+    finally:
+        table[1] = before
 
 
 def _properties(chip: Chip) -> SimpleNamespace:
@@ -173,11 +201,12 @@ def _properties(chip: Chip) -> SimpleNamespace:
 
 def _interface(chip: Chip, properties: SimpleNamespace) -> type:
     """Return dynamo's interface to a GPU with these `properties`."""
-    from torch._dynamo.device_interface import CudaInterface
+    from torch._dynamo import device_interface
 
+    base: Any = device_interface.CudaInterface
     major, minor = chip.capability
 
-    class Interface(CudaInterface):
+    class Interface(base):
         current_device = staticmethod(lambda: 0)
         device_count = staticmethod(lambda: 1)
         is_available = staticmethod(lambda: True)
@@ -185,6 +214,7 @@ def _interface(chip: Chip, properties: SimpleNamespace) -> type:
         get_compute_capability = staticmethod(lambda device=None: 10 * major + minor)
         is_triton_capable = staticmethod(lambda device=None: True)
         raise_if_triton_unavailable = staticmethod(lambda device=None: None)
+        is_bf16_supported = staticmethod(lambda *args, **options: chip.capability >= AMPERE)
 
         class Worker:
             current_device = staticmethod(lambda: 0)
@@ -205,15 +235,35 @@ def wrapper(
     """
     tree = ast.parse(code)
     names = _names(constants, on_host)
-    defined = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    defined: list[ast.stmt] = []
     for node in tree.body:
-        if isinstance(node, ast.Assign):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.append(node)
+        elif isinstance(node, ast.Assign):
             for name in node.targets:
                 if isinstance(name, ast.Name):
                     names.setdefault(name.id, Kernel())
     exec(compile(ast.Module(defined, []), "<generated by Inductor>", "exec"), names)
     runner = names.get("Runner")
     return runner(partitions=[]).call if runner else names["call"]
+
+
+class Operators:
+    """Stands for `torch.ops`: what keeps a generator's state for a recomputation is Python code."""
+
+    def __init__(self, generator_state: Callable[[], torch.Tensor]) -> None:
+        def run_and_save(operator: Callable, *args: Any, **options: Any) -> tuple:
+            return generator_state(), operator(*args, **options)
+
+        def run_with(state: torch.Tensor, operator: Callable, *args: Any, **options: Any) -> Any:
+            return operator(*args, **options)
+
+        self.higher_order = SimpleNamespace(
+            run_and_save_rng_state=run_and_save, run_with_rng_state=run_with
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops, name)
 
 
 def _names(
@@ -243,9 +293,15 @@ def _names(
         set_device=lambda index: None,
     )
     products = {name: getattr(torch, name) for name in PRODUCTS}
+
+    def generator_state() -> torch.Tensor:
+        size = GENERATOR if on_host else torch.get_rng_state().numel()
+        return empty_on_host((size,), (1,), torch.uint8)
+
+    own = {"cuda": cuda, "ops": Operators(generator_state)}
     return {
         **constants,
-        "torch": SimpleNamespace(**{**vars(torch), "cuda": cuda}),
+        "torch": SimpleNamespace(**{**vars(torch), **own}),
         "aten": torch.ops.aten,
         "device": torch.device,
         "inf": float("inf"),

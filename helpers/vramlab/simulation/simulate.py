@@ -41,7 +41,7 @@ from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
-from .compiled import TRIED, check_compiled, compiled_step
+from .compiled import TRIED, compiled_step, failed, is_compiled
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
@@ -50,7 +50,7 @@ from .fake_operators import keep_storage
 from .fakes import compiled_late, fake_world
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import GROUPS, NotRegular, Repetition, cut, find
-from .values import Values, readable_values, reason_at
+from .values import Values, readable_values
 
 # What a model returns besides, where its configuration asks for it.
 MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -376,6 +376,7 @@ def simulate_evaluation(
         )
         rest += "ask simulate_generation"
         raise RecipeError("evaluation.predict_with_generate", True, rest)
+    notes = ["torch_compile: the eager evaluation is simulated"] if recipe.torch_compile else []
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     return to_report(
@@ -385,7 +386,7 @@ def simulate_evaluation(
         target,
         since=history.last_step[0].start,
         title=f"{recipe} · evaluation",
-        notes=tracker.notes,
+        notes=notes + tracker.notes,
     )
 
 
@@ -397,8 +398,7 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
-    if recipe.torch_compile and not evaluation:
-        check_compiled(recipe)
+    compiles = evaluation is None and is_compiled(recipe)
     load_libraries(recipe)
     engine = engine_of(recipe)
     offloads = recipe.activation_offloading and target == "cuda"
@@ -435,20 +435,18 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            shortcut: AbstractContextManager[Any] = nullcontext()
-            if recipe.rollouts and not full:
-                shortcut = skipped(training, tracker, recipe.rollouts)
-            if recipe.torch_compile and not evaluation:
-                shortcut = compiled_step(training, card, kernels)
-            with shortcut:
+            way: AbstractContextManager[Any] = nullcontext()
+            if compiles:
+                way = compiled_step(training, card, kernels)
+            elif recipe.rollouts and not full:
+                way = skipped(training, tracker, recipe.rollouts)
+            with way:
                 return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks
         except Exception as error:
-            why = f"its training step does not run on fake tensors: {reason_at(error)}"
-            rest = f"{why}; measure(recipe) runs it for real"
-            raise RecipeError("model", recipe.name, rest) from error
+            raise failed(recipe, error, compiles) from error
 
 
 def load_libraries(recipe: Recipe) -> None:
