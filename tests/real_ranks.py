@@ -199,14 +199,15 @@ def witnesses(recipe: Recipe) -> dict[str, Any]:
 # --- what is computed and sent
 
 
-def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
+def learned(recipe: Recipe, steps: int = 2, loss_of: Callable | None = None) -> dict[str, Any]:
     """Of each step, on rows of its own, the micro-batches' losses, whole gradients; the weights
     after the last.
 
     "sizes" has the bytes of every collective of the last step by kind. A recipe without sharding is
-    a process's alone.
+    a process's alone. `loss_of` (outputs, batch) takes the place of the model's loss.
     """
     training = training_on_rank.build_on_rank(recipe, "cpu")
+    training.loss_of = loss_of or training.loss_of
     for module in training.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # ranks would drop other channels than one process
@@ -230,11 +231,13 @@ def learned(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
     return {"losses": losses, "tensors": tensors, "sizes": dict(counting.sizes)}
 
 
-def assert_learned_alike(recipe: Recipe, found: list[dict[str, Any]]) -> None:
+def assert_learned_alike(
+    recipe: Recipe, found: list[dict[str, Any]], loss_of: Callable | None = None
+) -> None:
     """Ranks that have divided the rows learn what one process does of all, up to the order in which
     fp32 is summed.
     """
-    one = learned(training_on_rank.alone(recipe), len(found[0]["losses"]))
+    one = learned(training_on_rank.alone(recipe), len(found[0]["losses"]), loss_of)
     for expected, *losses in zip(one["losses"], *(rank["losses"] for rank in found), strict=True):
         assert [sum(each) / len(found) for each in zip(*losses, strict=True)] == pytest.approx(
             expected, rel=1e-4

@@ -34,14 +34,17 @@ def fill_batch(
     batches = [training.batch, *training.further]
     for batch, rows in zip(batches, _rows(recipe, len(batches), step), strict=True):
         for name, tensor in batch.items():
-            tensor.copy_(rows[name].to(device))
+            if name in rows:  # with context parallel there is a mask too, of ones
+                tensor.copy_(rows[name].to(device))
 
 
 def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's rows of a step's `count` global micro-batches: rank r has the r-th `batch_size`
     rows of each.
     """
-    first = recipe.sharding.rank * recipe.batch_size if replicas(recipe) > 1 else 0
+    first = 0
+    if replicas(recipe) > 1:
+        first = recipe.sharding.rank // recipe.sharding.cp_size * recipe.batch_size
     with torch.random.fork_rng(devices=[]):
         for number in range(count):
             torch.manual_seed(SEED + 1 + step * count + number)
@@ -55,9 +58,9 @@ def alone(recipe: Recipe) -> Recipe:
 
 
 def replicas(recipe: Recipe) -> int:
-    """Among how many ranks the global batch is divided: all, or with tensor and pipeline parallel
-    none.
+    """Among how many ranks the global batch is divided: all, with context parallel as many rings,
+    or with tensor and pipeline parallel none.
     """
     if recipe.sharding is None or recipe.sharding.engine in ("tensor", "pipeline"):
         return 1
-    return recipe.sharding.world_size
+    return recipe.sharding.world_size // recipe.sharding.cp_size

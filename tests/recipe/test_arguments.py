@@ -172,6 +172,21 @@ def test_changes_come_last():
     assert args.per_device_train_batch_size == 4 and args.report_to == []
 
 
+def test_copies_and_rings_are_a_parallelism_config():
+    sharding = Sharding(3, 8, dp_replicate_size=2, cp_size=2)
+    recipe = Recipe("qwen3-0.6b", precision="bf16-mixed", sharding=sharding)
+    arguments = recipe.training_arguments("unused")
+    config = arguments.parallelism_config
+    assert (config.dp_replicate_size, config.dp_shard_size, config.cp_size) == (2, 2, 2)
+    assert config.total_size == sharding.world_size
+    fields = {"seq_len": recipe.seq_len, "sharding": sharding}
+    assert Recipe.from_training_arguments(arguments, recipe.model, **fields) == recipe
+    for other in (Sharding(3, 8), Sharding(3, 8, cp_size=4)):
+        with pytest.raises(RecipeError, match="parallelism_config"):
+            fields["sharding"] = other
+            Recipe.from_training_arguments(arguments, recipe.model, **fields)
+
+
 def test_sharding():
     recipe = Recipe("gpt2", sharding=Sharding(3, 8, "fsdp", offload="parameters"))
     args = recipe.training_arguments("unused")

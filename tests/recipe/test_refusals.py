@@ -20,6 +20,8 @@ SIZES = {
     "intermediate_size": 80,
 }
 LLAMA = {"model_type": "llama", **SIZES}
+GROUPED = {**LLAMA, "num_key_value_heads": 2}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 16, "num_key_value_heads": 4}
 
 
 def refused(build, *args, **fields) -> RecipeError:
@@ -51,6 +53,39 @@ def refused(build, *args, **fields) -> RecipeError:
 def test_optimizer_arguments(optim, text, words):
     error = refused(Recipe, "gpt2", optim=optim, optim_args=text)
     assert error.field == "optim_args" and words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "fields", "words"),
+    [
+        ({"dp_replicate_size": 3}, {}, "divide the 8 ranks into equal groups"),
+        ({"dp_replicate_size": 8}, {}, "groups of 2 at least"),
+        ({"dp_replicate_size": 2, "engine": "ddp", "stage": 0}, {}, "only engine 'fsdp' knows it"),
+        ({"cp_size": 3}, {}, "must divide the 8 ranks"),
+        ({"cp_size": 4, "dp_replicate_size": 2}, {}, "among 2 groups of so many at least"),
+        ({"cp_size": 2}, {"attn_implementation": "eager"}, "computes attention by 'sdpa' only"),
+        ({"cp_size": 2}, {"seq_len": 30}, "do not divide into two equal pieces"),
+        ({"cp_size": 2}, {"loop": "plain"}, "the Trainer's and SFTTrainer's loops"),
+        ({"cp_size": 2}, {"trainer": "dpo", "lora": LoRA()}, "the Trainer's and SFTTrainer's"),
+        ({"cp_size": 2}, {"task": "sequence-classification"}, "is for causal models"),
+        ({"cp_size": 2}, {"trainer": "sft", "padding_free": True}, "keeps joined samples apart"),
+        ({"cp_size": 2}, {"model": MISTRAL}, "looks back 16 tokens only"),
+        ({"cp_size": 2}, {"model": GROUPED, "precision": "fp32"}, "queries that share keys"),
+    ],
+)
+def test_copies_and_rings(sharding, fields, words):
+    def build():
+        model = {"model": LLAMA, "seq_len": 32, "precision": "bf16-mixed"}
+        Recipe(**model | fields, sharding=Sharding(**{"world_size": 8} | sharding))
+
+    assert words in str(refused(build))
+
+
+def test_a_ring_runs_on_gpus_alone():
+    sharding = Sharding(3, 2, cp_size=2)
+    recipe = Recipe(LLAMA, seq_len=32, precision="bf16-mixed", sharding=sharding)
+    assert refused(simulate, recipe, "cpu").field == "target"
+    assert refused(predict, recipe).field == "sharding"
 
 
 ADAPTED = {

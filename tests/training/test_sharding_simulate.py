@@ -75,6 +75,18 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "llama, foreach": ("llama", {}, FSDP3, {"loop": Loop.named("trainer", foreach=True)}),
     "bert, momentum": ("bert", {}, FSDP3, {"optim": "sgd", "optim_args": "momentum=0.9"}),
+    "llama, two copies": (
+        "llama",
+        {},
+        {**FSDP3, "dp_replicate_size": 2},
+        {"gradient_accumulation_steps": 2},
+    ),
+    "gpt2, two copies, stage 2, bf16-mixed": (
+        "gpt2",
+        {},
+        {**FSDP2, "dp_replicate_size": 2},
+        {"precision": "bf16-mixed"},
+    ),
     "llama, DDP": ("llama", {}, DDP, {}),
     "gpt2, DDP, plain loop": ("gpt2", {}, DDP, {"loop": "plain"}),
     "gpt2, DDP, accumulating": ("gpt2", {}, DDP, {"gradient_accumulation_steps": 2}),
@@ -201,7 +213,9 @@ LEARNED = (
 # those that the allocator itself is asked about; a first step that makes DDP's buckets anew has no
 # steady second one
 WITNESSED = ("llama, stage 3", "llama, one unit", "llama, DDP")
+OF_COPIES = ("llama, two copies", "gpt2, two copies, stage 2, bf16-mixed")  # each on two ranks
 OF_FOUR = (
+    *OF_COPIES,
     "llama, stage 3",
     "gpt2, tied, stage 2, plain loop",
     "gpt2, sizes that nothing divides",
@@ -210,7 +224,7 @@ OF_FOUR = (
     "llama, DDP",
     "gpt2, ZeRO-1, plain loop",
 )
-WORLDS = {2: tuple(TABLE), 4: OF_FOUR}
+WORLDS = {2: tuple(name for name in TABLE if name not in OF_COPIES), 4: OF_FOUR}
 # What `make test` runs: each engine and stage, each knob once. The rest is combinations, for `make
 # test-all`.
 QUICK = {
@@ -226,7 +240,7 @@ QUICK = {
         "gpt2, DDP, accumulating",
         "gpt2, ZeRO-1, plain loop",
     ),
-    4: (),
+    4: ("llama, two copies",),
 }
 
 
@@ -242,7 +256,12 @@ def recipe_of(name: str, world_size: int = 2) -> Recipe:
 @pytest.fixture(scope="module")
 def real(launcher):
     return when_asked(
-        launcher, WORLDS, QUICK, recipe_of, learn={2: LEARNED}, witness={2: WITNESSED}
+        launcher,
+        WORLDS,
+        QUICK,
+        recipe_of,
+        learn={2: LEARNED, 4: OF_COPIES[:1]},
+        witness={2: WITNESSED},
     )
 
 
@@ -278,11 +297,12 @@ def test_the_allocator_says_the_same_on_every_rank(real, name):
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), cases({2: [name for name in LEARNED if "mixed" not in name]}, QUICK)
+    ("world", "name"),
+    cases({2: [name for name in LEARNED if "mixed" not in name], 4: OF_COPIES[:1]}, QUICK),
 )
-def test_two_ranks_learn_what_one_process_does(real, world, name):
+def test_ranks_learn_what_one_process_does(real, world, name):
     """Equal losses, gradients and weights over two steps, up to the order of fp32 sums."""
-    assert_learned_alike(recipe_of(name), real(world, name))
+    assert_learned_alike(recipe_of(name, world), real(world, name))
 
 
 @pytest.mark.slow

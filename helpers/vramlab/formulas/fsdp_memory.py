@@ -16,7 +16,9 @@ when it is gathered.
                                 (`post_backward`, `foreach_reduce`)
 
 A "-mixed" precision gathers and reduces in half precision, from and to fp32 shards. A unit whose
-inputs need no gradient is divided when the whole backward pass is over. One rank alone has no flat
+inputs need no gradient is divided when the whole backward pass is over. With copies of the model
+(hybrid sharding) N ranks divide one, and what a unit reduced in half precision stays until the
+backward pass is over. One rank alone has no flat
 buffer: each weight is copied from its shard (`wait_for_unshard`). Sources:
 torch/distributed/fsdp/_fully_shard/.
 """
@@ -27,13 +29,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, prod
 
+from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
-from .engine_memory import EMBEDDING, ROOT, TAIL, Engine, sharding_of
-from .ledger import Ledger, Parameter
+from .engine_memory import APART, EMBEDDING, ROOT, TAIL, Engine, sharding_of
+from .graph import Parameter, Tensor
+from .ledger import Ledger
 from .memory import Block
 from .model_states import parameter_table
 from .reserved import internal_fragmentation
-from .tensor_sizes import FP32
+from .tensor_sizes import FP32, weight_width
 
 
 @dataclass
@@ -62,7 +66,7 @@ def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
 
 
 def unit_of(name: str, recipe: Recipe) -> str:
-    """Return the key of a weight's unit: a layer's prefix, TAIL, ROOT or a module.
+    """Return the key of a weight's unit: a layer's prefix, TAIL, ROOT, APART or a module.
 
     `name` may have * for the layer's number.
     """
@@ -72,13 +76,19 @@ def unit_of(name: str, recipe: Recipe) -> str:
     if recipe.loop.name != "trainer":
         return ROOT
     # accelerate gives units to the embedding and to the last norm and head, which has a tied
-    # embedding.
+    # embedding. It looks for the norm in the attribute "model" of most models
+    # (`fsdp_utils._find_final_norm`), which of PEFT's wrapper is the whole model. Where nothing
+    # calls the head either, its unit is never gathered.
     shape = recipe.shape
     module = name.rpartition(".")[0]
     embedding = shape.known_layout.modules[0][0]
     norms = [one for one, kind in shape.known_layout.modules if kind == "norm"]
-    if module == shape.head or module in norms[-1:]:
-        return TAIL
+    norm_is_hidden = recipe.lora is not None and embedding.startswith("model.")
+    if module in norms[-1:]:
+        return ROOT if norm_is_hidden else TAIL
+    if module == shape.head:
+        is_called = recipe.trainer not in FUSED
+        return TAIL if is_called or shape.tied or not norm_is_hidden else APART
     if module == embedding:
         return TAIL if shape.tied else embedding
     return ROOT
@@ -91,6 +101,7 @@ class FsdpEngine(Engine):
         flat: the buffer that the next all-gather frees.
         reducing: the input of the last reduce-scatter.
         shards: gradients of the units that are reduced.
+        averaged: the same before the cast, which are averaged over copies of the model.
         order: units in the order of their forward passes.
         first_unit: that of the word embedding.
     """
@@ -105,11 +116,12 @@ class FsdpEngine(Engine):
         recipe: Recipe,
     ):
         super().__init__(ledger, parameters, asked, recipe)
-        self.ranks = sharding_of(asked).world_size
+        self.ranks = sharding_of(asked).shards
         self.mixed = asked.precision.endswith("-mixed")
         self.flat: Block | None = None
         self.reducing: Block | None = None
         self.shards: list[Block] = []
+        self.averaged: list[Block] = []
         self.order: list[Unit] = []
         self.units: defaultdict[str, Unit] = defaultdict(Unit)
         for name, weight in parameters.items():
@@ -170,6 +182,16 @@ class FsdpEngine(Engine):
         sizes["temporaries"] = copies * prod(table.shape) * table.width
         sizes["workspace"] = self._gathered_bytes(self.units[self.first_unit])
         return sizes
+
+    def whole(self, weight: Parameter) -> Tensor:
+        """Gather a weight that is in no unit, as it is stored (trl, `_fused_forward`)."""
+        if unit_of(weight.name, self.asked) != APART:
+            return weight
+        rows, *columns = weight.shape
+        gathered_rows = ceil(rows / self.ranks) * self.ranks
+        width = weight_width(self.asked.weights_dtype, self.asked.quantization)
+        gathered = self.ledger.tensor("all_gather", (gathered_rows, *columns), width)
+        return gathered.view(*weight.shape)
 
     def _gathered_bytes(self, unit: Unit) -> int:
         return sum(self._whole(weight) for weight in unit.weights)
@@ -235,7 +257,7 @@ class FsdpEngine(Engine):
             self.flat = unit.flat
             unit.flat = None
 
-    def leave(self, key: str) -> None:
+    def leave(self, key: str, needs: bool = True) -> None:
         """Free the weights of `key` at stage 3."""
         if key == EMBEDDING:
             if self.first_unit in (ROOT, TAIL):
@@ -249,7 +271,9 @@ class FsdpEngine(Engine):
             self.order.append(unit)
         if key == ROOT:
             self.flat = None
-        self.ledger.nodes.append(partial(self._gather_again, key))
+        # What it returns has the hook.
+        if needs:
+            self.ledger.nodes.append(partial(self._gather_again, key))
 
     def _gather_again(self, key: str) -> None:
         """Gather `key` where it was freed, and begin to gather the unit before it."""
@@ -290,11 +314,14 @@ class FsdpEngine(Engine):
         result = group(
             "reduce_scatter",
             [(shard * width, 1)],
-            "gradients",
+            "workspace" if self.mixed else "gradients",
             width,
         )
         # Shards of the weights are in fp32, and so are their gradients.
         if self.mixed:
+            # until the backward pass is over (`AllReduceState`)
+            if sharding_of(self.asked).dp_replicate_size > 1:
+                self.averaged.append(result)
             result = group(
                 "to",
                 [(shard * FP32, 1)],
@@ -309,6 +336,7 @@ class FsdpEngine(Engine):
         for key in (ROOT, *self.units):
             self._reduce(key)
         self.reducing = None
+        self.averaged.clear()
         for unit in self.units.values():
             unit.flat = None
             unit.copied = None

@@ -53,7 +53,7 @@ def is_known(sharding: Sharding) -> bool:
     if sharding.world_size == 1:
         ways = ON_ONE_GPU.get(sharding.engine, ways)
     in_layers = sharding.wrap == "layers" and not sharding.reshard_root
-    by_default = in_layers and sharding.memory_efficient_linear
+    by_default = in_layers and sharding.memory_efficient_linear and sharding.cp_size == 1
     return by_default and (sharding.stage, sharding.offload) in ways
 
 
@@ -152,8 +152,8 @@ def _fsdp(recipe: Recipe) -> RankBytes:
 def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     """Return what the recipe's rank has of the tensors of `row`."""
     sharding = sharding_of(recipe)
-    ranks = sharding.world_size
-    shape = fsdp_memory.own(row.shape, ranks, sharding.rank)
+    ranks = sharding.shards
+    shape = fsdp_memory.own(row.shape, ranks, sharding.shard)
     if row.quantized:
         numbers, *scales = row.blocks
         blocks = (rounded(ceil(numbers / ranks)), *scales)  # the quantization state is not divided
@@ -175,7 +175,7 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
 
 def _unit_gradients(recipe: Recipe) -> list[int]:
     """List the bytes of each unit's shard of gradients."""
-    ranks = sharding_of(recipe).world_size
+    ranks = sharding_of(recipe).shards
     units: Counter[str] = Counter()  # with * for the number of a layer, all layers together
     for row in model_states.parameter_table(recipe):
         if row.trained:

@@ -158,6 +158,8 @@ def cannot(recipe: Recipe, device: str) -> str:
         return f"it needs {processes} and measure() starts {MOST_RANKS} at most on a CPU"
     if recipe.attn_implementation == "flash_attention_2" and device == "cpu":
         return "flash-attention needs a GPU"
+    if recipe.sharding and recipe.sharding.cp_size > 1 and device == "cpu":
+        return "torch's ring attention needs GPUs"
     return ""
 
 

@@ -14,6 +14,8 @@ and Yuan 2009):
                                           backward
     stage 3                A f (2 W + G)  weights are gathered twice (Rajbhandari et al. 2020,
                                           section 7)
+    C copies of the model  + 2 G (C − 1) / (C N)    N ranks divide one, whose shards of gradients
+                                          are all-reduced over the copies, once a step
 """
 
 from math import prod
@@ -62,7 +64,7 @@ def optimizer_traffic(recipe: Recipe) -> float:
     states = sum(row.count * sum(row.states) for row in rows)
     # A foreach update reads and writes its states several times.
     state_passes = 4 if recipe.optim in FOREACH else 2
-    share = 1 / sharding.world_size if sharding and sharding.stage else 1
+    share = 1 / sharding.shards if sharding and sharding.stage else 1
     return (passes * weights + state_passes * states) * share
 
 
@@ -86,11 +88,13 @@ def sent(recipe: Recipe) -> float:
     weights = model_states.parameter_bytes(recipe)
     gradients = model_states.gradient_bytes(recipe)
     times = recipe.gradient_accumulation_steps
-    share = 1 - 1 / sharding.world_size
+    share = 1 - 1 / sharding.shards
+    copies = sharding.dp_replicate_size
+    averaged = 2 * (1 - 1 / copies) * gradients / sharding.shards
     if sharding.stage == 3:
-        return times * share * (2 * weights + gradients)
+        return times * share * (2 * weights + gradients) + averaged
     if sharding.engine == "fsdp":
-        return times * share * (weights + gradients)
+        return times * share * (weights + gradients) + averaged
     if sharding.stage == 2:
         return share * ((times + 1) * gradients)
     return share * (2 * gradients)

@@ -45,6 +45,10 @@ def to_training_arguments(recipe: RecipeFields, output_dir: str = "out", **chang
         "use_cpu": not torch.accelerator.is_available(),
         **changes,
     }
+    if "parallelism_config" in values:
+        from accelerate.parallelism_config import ParallelismConfig
+
+        values["parallelism_config"] = ParallelismConfig(**values["parallelism_config"])
     # on a CPU transformers refuses what it would not use
     recorded = {"tf32": values.pop("tf32")} if values["use_cpu"] else {}
     try:
@@ -173,10 +177,28 @@ def _values_of(args: Any, names: Mapping[str, str]) -> dict[str, Any]:
 def _check_refused(args: Any, fields: Mapping[str, Any]) -> None:
     """Raise RecipeError for what moves memory and no recipe models."""
     refused = dict(CLASSIFIED["refused"])
+    if _says_parallelism(args, fields.get("sharding")):
+        del refused["parallelism_config"]
     if getattr(fields.get("sharding"), "engine", None) == "ddp":
         refused |= CLASSIFIED["refused_in_ddp"]
     refused |= CLASSIFIED["refused_in"].get(type(args).__name__, {})
     check_table(args, refused)
+
+
+def _says_parallelism(args: Any, sharding: Any) -> bool:
+    """Tell whether copies of the model and rings are those of `sharding`.
+
+    Raises RecipeError where that has some, and the arguments not the same.
+    """
+    wanted = getattr(sharding, "parallelism", {})
+    said = getattr(args, "parallelism_config", None)
+    if not wanted:
+        return False
+    if any(getattr(said, name, 1) != size for name, size in wanted.items()):
+        rest = f"this sharding needs ParallelismConfig(**{wanted}), as "
+        rest += "Recipe.training_arguments() writes it"
+        raise RecipeError("parallelism_config", said, rest)
+    return True
 
 
 def _recomputes(args: Any) -> bool:
@@ -347,7 +369,10 @@ def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
     if sharding.offload:
         config["cpu_offload"] = True
     mode = "full_shard auto_wrap" if is_third else "shard_grad_op auto_wrap"
-    return {"fsdp": mode, "fsdp_config": config}
+    arguments = {"fsdp": mode, "fsdp_config": config}
+    if sharding.parallelism:
+        arguments["parallelism_config"] = sharding.parallelism
+    return arguments
 
 
 def _precision(args: Any, wanted: str | None) -> str:

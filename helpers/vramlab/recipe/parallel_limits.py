@@ -1,5 +1,6 @@
 """What can be cut by tensors or by layers, into how many parts, and what trains shards."""
 
+from ..hardware.overhead import efficient_takes_groups
 from . import lora_modules
 from .families import FAMILIES
 from .fields import RecipeFields
@@ -38,6 +39,35 @@ def refusals(recipe: RecipeFields) -> Refusals:
     yield "sharding.stage", has_two_formats, allowed
     if engine in ("tensor", "pipeline"):
         yield from _divided(recipe, sharding)
+    if sharding.cp_size > 1:
+        yield from _in_rings(recipe, sharding.cp_size)
+
+
+def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
+    """Return what ring attention does not compute (`Trainer._prepare_context_parallel_inputs`).
+
+    And what accelerate refuses (`_attach_context_parallel_hooks`).
+    """
+    shape = recipe.shape
+    allowed = "the Trainer's context parallel computes attention by 'sdpa' only"
+    yield "attn_implementation", recipe.attn_implementation != "sdpa", allowed
+    allowed = "context parallel is modelled for the Trainer's and SFTTrainer's loops"
+    is_other = recipe.trainer not in ("transformers", "sft") or recipe.loop.name != "trainer"
+    yield "sharding.cp_size", is_other, allowed
+    allowed = f"context parallel is for causal models, and {shape.name} is one for {shape.task}"
+    yield "sharding.cp_size", shape.task != "causal-lm" or recipe.images, allowed
+    allowed = f"a token of {shape.name} looks back {shape.sliding_window} tokens only, which "
+    allowed += "accelerate refuses: the ring drops that mask"
+    yield "sharding.cp_size", shape.sliding_window, allowed
+    allowed = "the ring drops the mask that keeps joined samples apart: leave packing and "
+    yield "sharding.cp_size", recipe.joins, allowed + "padding_free out"
+    _, width = recipe.rows
+    allowed = f"rows of {width:,} tokens do not divide into two equal pieces for each of {ranks} "
+    yield "sharding.cp_size", width % (2 * ranks), allowed + "ranks"
+    is_wide = recipe.precision in ("fp32", "tf32") and not efficient_takes_groups()
+    allowed = "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
+    allowed += "compute in bf16 or fp16"
+    yield "precision", is_wide and shape.num_kv_heads < shape.num_heads, allowed
 
 
 def _adapter_refusals(lora: LoRA, engine: str) -> Refusals:

@@ -56,6 +56,14 @@ class Engine:
         """Run one micro-batch inside; gradients need to be averaged after the `last` only."""
         return contextlib.nullcontext()
 
+    def part_of(
+        self,
+        training: "Training",
+        batch: Any,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that yields what this rank computes of a micro-batch."""
+        return contextlib.nullcontext(batch)
+
     def run_micro_batches(self, training: "Training", on_phase: Callable[[str], None]) -> bool:
         """Run all micro-batches by the engine's own schedule and return True.
 

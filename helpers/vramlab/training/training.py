@@ -75,8 +75,8 @@ def _give_optimizer(training: Training, recipe: Recipe, engine: Engine) -> None:
     model = training.model
     if recipe.loop.optimizer_in_backward:
         step_in_backward(training, lambda parameter: make([parameter]), _trained(model))
-        return
-    training.optimizer = engine.optimizer(_groups(recipe, model), make)
+    else:
+        training.optimizer = engine.optimizer(_groups(recipe, model), make)
     # Trainer.create_optimizer: fp32 states of embeddings
     if "8bit" in recipe.optim and recipe.loop.name == "trainer":
         for module in model.modules():
@@ -313,8 +313,12 @@ def _run_micro_batches(training: Training, on_phase: Callable[[str], None]) -> N
     for micro in range(count):
         batch = batches[micro % len(batches)]
         is_last = micro == training.accumulation - 1
-        with training.engine.micro_batch(training, last=is_last), training.around:
-            _micro_batch(training, batch, on_phase, first=micro == 0)
+        with (
+            training.engine.micro_batch(training, last=is_last),
+            training.around,
+            training.engine.part_of(training, batch) as part,
+        ):
+            _micro_batch(training, part, on_phase, first=micro == 0)
 
 
 def _micro_batch(

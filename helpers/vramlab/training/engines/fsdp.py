@@ -2,11 +2,12 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 
+from ...recipe.options import Sharding
 from ...recipe.recipe import Recipe
 from ..engine import AUTOCAST, Model, ShardedEngine, Training, makes_fakes
 from ..models import real_tensors
@@ -36,17 +38,37 @@ class FSDP(ShardedEngine):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.fake_gpu = "cpu:0" if self.sharding.offload else "cpu"
+        self.divide: Callable | None = None  # a micro-batch, among the ranks of a ring
 
     def wrap(self, model: Model) -> Model:
         """Return `model`, whose parameters are divided among the ranks."""
         as_accelerate = self.recipe.loop.name == "trainer"
+        mesh = None
+        if self.sharding.dp_replicate_size > 1 or self.sharding.cp_size > 1:
+            mesh, ring = _meshes(model.device.type, self.sharding)
+        if self.sharding.cp_size > 1:
+            from . import context_parallel  # with the Trainer, whose import takes seconds
+
+            context_parallel.attach(model)
+            self.divide = partial(context_parallel.divided, ring)
         return shard(
             model,
             units(model, self.sharding.wrap, as_accelerate, self.sharding.reshard_root),
             reshard_after_forward=self.sharding.stage == 3,
             half=AUTOCAST.get(self.recipe.precision),
             offload=self.sharding.offload is not None,
+            mesh=mesh,
         )
+
+    def part_of(
+        self,
+        training: Training,
+        batch: Any,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the batch, or of context parallel this rank's part of it."""
+        if self.divide is None:
+            return super().part_of(training, batch)
+        return self.divide(training.model, batch)
 
     def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
         """Reduce gradients after the last micro-batch only."""
@@ -152,10 +174,9 @@ def shard(
     reshard_after_forward: bool = True,
     half: str | None = None,
     offload: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Model:
     """Divide the parameters of `model`, any module, among the ranks, in place.
-
-    They are the ranks of the default process group.
 
     Args:
         parts: the units; each takes what no earlier one has, so the last is the model itself.
@@ -163,11 +184,14 @@ def shard(
             backward pass.
         half: "float16" or "bfloat16": gather and reduce in it, and cast outputs to it.
         offload: keep shards, gradients and the optimizer on the host.
+        mesh: of the ranks that divide the model, or with two dimensions of copies of it and of the
+            ranks that divide one; None: of all ranks.
     """
     device = next(model.parameters()).device
     dtype = getattr(torch, half) if half else None
-    with real_tensors():
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    if mesh is None:
+        with real_tensors():
+            mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = OffloadPolicy()
     if offload:
         policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -186,6 +210,17 @@ def shard(
             reshard = reshard_after_forward and not keep
             fully_shard(unit, reshard_after_forward=reshard, **options)
     return model
+
+
+def _meshes(device_type: str, sharding: Sharding) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh that FSDP divides by, and that of the ring, as accelerate makes them."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    config = ParallelismConfig(**sharding.parallelism)
+    with real_tensors():
+        mesh: Any = config.build_device_mesh(device_type)
+    ring = mesh["cp"] if sharding.cp_size > 1 else None
+    return mesh[tuple(config.fsdp_dim_names)], ring
 
 
 class _Chunks:
