@@ -48,6 +48,34 @@ document.addEventListener("DOMContentLoaded", () => {
   filter();
 });
 
+// Long tables of evidence: a field that keeps the rows with its words.
+document.addEventListener("DOMContentLoaded", () => {
+  const LONG = 20;
+  for (const table of document.querySelectorAll(".bd-article table")) {
+    const rows = [...table.tBodies[0]?.rows ?? []];
+    if (rows.length < LONG || table.querySelector(".verdict") || table.closest("#calculator, .cell_output")) continue;
+    const form = document.createElement("form"), label = document.createElement("label");
+    const field = document.createElement("input"), said = document.createElement("output");
+    form.className = "filters";
+    field.type = "search";
+    field.placeholder = "llama lora";
+    label.append("Rows with these words", field);
+    form.append(label, said);
+    const keep = () => {
+      const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const kept = rows.filter((row) => {
+        const text = row.textContent.toLowerCase();
+        return !(row.hidden = !words.every((word) => text.includes(word)));
+      });
+      said.textContent = `${kept.length} of ${rows.length}`;
+    };
+    field.addEventListener("input", keep);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    (table.closest(".pst-scrollable-table-container") ?? table).before(form);
+    keep();
+  }
+});
+
 // The first page's short form: a model, a way and a card, answered from what the build computed.
 document.addEventListener("DOMContentLoaded", () => {
   const place = document.getElementById("quick");
@@ -92,6 +120,7 @@ document.addEventListener("DOMContentLoaded", () => {
 addEventListener("load", () => {
   const kinds = { ".pst-scrollable-table-container": "table", ".bd-article pre": "text", "div.formula": "formula" };
   const look = () => {
+    const count = {};
     for (const [found, kind] of Object.entries(kinds)) {
       for (const box of document.querySelectorAll(found)) {
         const wide = box.scrollWidth > box.clientWidth + 1;
@@ -100,7 +129,8 @@ addEventListener("load", () => {
         box.tabIndex = 0;
         if (kind === "text") continue;
         box.setAttribute("role", "region");
-        box.setAttribute("aria-label", `${kind}, scrolls sideways`);
+        const number = (count[kind] = (count[kind] ?? 0) + 1); // each region has a name of its own
+        box.setAttribute("aria-label", `${kind} ${number}, scrolls sideways`);
       }
     }
   };

@@ -2,6 +2,7 @@
 per cent.
 """
 
+import itertools
 import time
 from importlib.metadata import version
 from math import prod
@@ -242,12 +243,43 @@ def test_one_rank_copies_weights_from_their_shards(offload, precision):
         assert abs(error(report.phases[name].peak.total, size)) <= 0.025, name
 
 
-@pytest.mark.parametrize("changes", [{"lora": None}, {"trainer": "transformers"}, {}], ids=str)
-def test_a_frozen_head_that_trl_gathers_is_noted(changes):
-    sharding = Sharding(3, 8, "fsdp")
-    options = {"lora": LoRA(), "trainer": "sft", "sharding": sharding} | changes
-    report = predict(Recipe("llama-3.1-8b", 1, 128, "bf16-mixed", num_layers=2, **options))
-    assert any("gathers the frozen head" in note for note in report.notes) is (not changes)
+ALL_LINEAR = LoRA(target_modules="all-linear")
+# What `predict` was off by: phi-2 26 % low, in fp32 15 % high; others for comparison.
+FROZEN_HEADS = {
+    "gathered in fp32 beside fp16": {"model": "phi-2", "precision": "fp16-mixed"},
+    "in uneven rows, and an embedding without a gradient": {
+        "model": "phi-2",
+        "precision": "bf16-true",
+        "sharding": Sharding(3, 3, "fsdp", rank=2),
+    },
+    "in bf16 beside 4 bits": {
+        "model": "mistral-7b",
+        "precision": "bf16-true",
+        "quantization": Quantization("nf4", prepare=False),
+    },
+    "in its unit, as GPT-NeoX's norm is found": {"model": "pythia-160m"},
+    "in its unit, as it is called": {"model": "phi-3-mini", "trainer": "transformers"},
+    "in its unit, as nothing hides the norm": {"model": "phi-3-mini", "lora": None},
+}
+
+
+@pytest.mark.parametrize("case", params(FROZEN_HEADS, list(FROZEN_HEADS)[:4]))
+def test_a_frozen_head_that_trl_gathers_lives_into_backward(case):
+    """PEFT's wrapper hides the last norm from accelerate, and nothing calls the head."""
+    fields = {
+        "batch_size": 2,
+        "seq_len": 32,
+        "num_layers": 2,
+        "precision": "bf16-mixed",
+        "lora": ALL_LINEAR,
+        "trainer": "sft",
+        "sharding": Sharding(3, 8, "fsdp"),
+    }
+    recipe = Recipe(**fields | FROZEN_HEADS[case])
+    report, truth = predict(recipe), simulated(recipe)
+    for name in ("forward", "backward"):
+        size = sum(truth["phases"][name][0].values())
+        assert abs(error(report.phases[name].peak.total, size)) <= 0.03, name
 
 
 ADDED_UP = [
@@ -304,6 +336,45 @@ def test_stage_3_reduces_in_fp32_what_its_configuration_does_not_know():
     assert predict(recipe).phases["load"].peak.workspace == truth["workspace"]
 
 
+# (model, layers, precision, checkpointing, ranks, offload, trainer): what came out 4 to 10 % off.
+HEADS = [
+    ("phi-2", 2, "bf16-true", False, 2, None, "transformers"),
+    ("mistral-7b", 2, "fp16-true", False, 2, "parameters", "transformers"),
+    ("phi-3-mini", None, "fp16-true", True, 1, "parameters", "sft"),
+    ("mistral-7b", None, "fp16-true", False, 2, "parameters", "transformers"),
+    ("mistral-7b", 8, "bf16-true", False, 8, None, "transformers"),
+    ("gemma-2-2b", None, "bf16-true", True, 2, None, "sft"),
+    ("phi-2", 12, "bf16-true", True, 8, None, "transformers"),
+]
+
+
+@pytest.mark.parametrize(
+    "model, layers, precision, checkpoints, ranks, offload, trainer", params(HEADS, HEADS[:2])
+)
+def test_a_heads_gradient_is_reduced_when_more_has_been_gathered(
+    model, layers, precision, checkpoints, ranks, offload, trainer
+):
+    """It waits in the bucket for the next gradient, and by then the last layers are prefetched.
+
+    A head that TRL multiplies with is gathered with the whole model, and stays.
+    """
+    pytest.importorskip("deepspeed")
+    recipe = Recipe(
+        model,
+        2,
+        16,
+        precision,
+        num_layers=layers,
+        gradient_checkpointing=checkpoints,
+        trainer=trainer,
+        sharding=Sharding(3, ranks, "deepspeed", offload),
+    )
+    report, truth = predict(recipe), simulated(recipe)
+    for name in ("forward", "backward"):
+        size = sum(truth["phases"][name][0].values())
+        assert abs(error(report.phases[name].peak.total, size)) <= 0.03, name
+
+
 def test_shards_of_all_ranks_are_the_model():
     for rows in (1, 5, 64, 50_257):
         for ranks in (2, 3, 64, 1024):
@@ -357,6 +428,61 @@ def test_stage_3_trains_adapters_in_fp32(precision):
         if precision != "fp32":
             with pytest.raises(RecipeError, match="stage 3 trains one format"):
                 Recipe("gpt2", lora=lora, **fields)
+
+
+def _with_other_heads() -> list[dict]:
+    """TRL's preference trainers, and Liger's kernels, as ranks train them."""
+    lora = {"lora": LoRA(r=16, target_modules="all-linear"), "dtype": "bfloat16"}
+    qlora = lora | {"dtype": None, "quantization": Quantization("nf4", prepare=False)}
+    methods = {"full": {}, "lora": lora, "qlora": qlora}
+    ways = [Sharding(stage, 2, "deepspeed") for stage in (1, 2)]
+    ways += [Sharding(0, 2, "ddp"), *(Sharding(stage, 2, "fsdp") for stage in (2, 3))]
+    found = []
+    for trainer in ("dpo", "kto", "reward", "liger"):
+        heads = {"trainer": trainer}
+        if trainer == "reward":
+            heads["task"] = "sequence-classification"
+        if trainer == "liger":
+            heads = {"use_liger_kernel": True}
+        for method, sharding in itertools.product(methods, ways):
+            found.append(heads | methods[method] | {"sharding": sharding})
+    return found
+
+
+def _named(changes: dict) -> str:
+    sharding = changes["sharding"]
+    words = [changes.get("trainer", "liger"), sharding.engine, str(sharding.stage)]
+    words += [name for name in ("lora", "quantization") if name in changes]
+    return " ".join(words)
+
+
+OTHER_HEADS = _with_other_heads()
+
+
+@pytest.mark.parametrize("steps", (1, 2))
+@pytest.mark.parametrize("changes", params(OTHER_HEADS, OTHER_HEADS[9::16]), ids=_named)
+def test_ranks_divide_the_heads_of_trl_and_liger_as_others(changes, steps):
+    """The same engines run them: what was refused is within 0.3 %."""
+    sized = dict(batch_size=2, seq_len=512, num_layers=4, gradient_accumulation_steps=steps)
+    try:
+        recipe = Recipe(
+            "llama-3.2-1b",
+            precision="bf16-mixed",
+            gradient_checkpointing=True,
+            **sized,
+            **changes,
+        )
+    except RecipeError:
+        return  # the library trains it otherwise: tests/recipe/test_refusals.py
+    is_whole = recipe.sharding.engine == "fsdp" and not recipe.lora
+    if is_whole and (recipe.use_liger_kernel or recipe.trainer == "reward"):
+        with pytest.raises(RecipeError, match="do not know what FSDP keeps of the heads"):
+            predict(recipe, "RTX 4090")
+        return
+    if recipe.sharding.engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    truth = simulate(recipe, gpu="RTX 4090").peak.total
+    assert predict(recipe, "RTX 4090").peak.total == pytest.approx(truth, rel=0.003)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -4,9 +4,10 @@ import dataclasses
 import itertools
 
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgba
 from sample_reports import TRAINED, measured, out_of_memory, report, split
 from vramlab import Recipe, find_gpu, plot, predict
+from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import amount
 from vramlab.interfaces.plot.style import LOOK
 from vramlab.report.report import CATEGORIES, Bytes, GiB, Interval, MiB
@@ -193,6 +194,8 @@ def test_needs_are_intervals_against_the_line_of_their_card():
     ax = figure.axes[0]
     bars = [(bar.get_x(), bar.get_width()) for container in ax.containers for bar in container]
     assert bars == [(8, 4), (14, 6)] and texts(figure, "tier") == ["safe", "does not fit"]
+    colours = [bar.get_facecolor() for container in ax.containers for bar in container]
+    assert colours == [to_rgba(style.TIER_LOOK["safe"][0]), to_rgba(style.NO_TIER_LOOK[0])]
     assert figure.rows[2] == ("b c", "14.00", "15.00", "20.00", "a card: 13.00", "does not fit")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a card: 13.0 GiB"]
     both = plot.fits(needs, ["T4", "RTX 4090"], "Both are safe")

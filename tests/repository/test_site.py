@@ -114,7 +114,7 @@ PLACES = [
         (
             PLACES[1],
             "`notebooks/solutions/02_memory_solutions`",
-            "[`notebooks/solutions/02_memory_solutions`](solutions/",
+            "[](solutions/02_memory_solutions.ipynb)",
         ),
         (PLACES[1], "as chapter 02 says", "as chapter 02 says"),  # the page itself
         (PLACES[1], "chapter 09", "chapter 09"),  # not there
@@ -163,7 +163,7 @@ def test_files_outside_of_the_site_are_in_the_repository(here, text, expected):
     assert site_links.link_files(text, here, PLACES) == expected
 
 
-def test_the_badge_goes_the_setup_is_folded_and_figures_keep_their_words(notebook):
+def test_the_badge_goes_the_setup_is_left_out_and_figures_keep_their_words(notebook):
     picture = nbformat.v4.new_output(
         "display_data", {"image/png": "AAAA"}, metadata={"image/png": {"alt": "A bar."}}
     )
@@ -174,7 +174,7 @@ def test_the_badge_goes_the_setup_is_folded_and_figures_keep_their_words(noteboo
         "colab-badge" not in made.cells[0].source
         and "[Open in Colab](https://" in made.cells[0].source
     )
-    assert [cell.metadata.get("tags") for cell in made.cells].count(["hide-input"]) == 1
+    assert [cell.metadata.get("tags") for cell in made.cells].count(["remove-cell"]) == 1
     assert made.cells[-1].metadata["mystnb"] == {"image": {"alt": "A bar."}}
 
 
@@ -317,14 +317,29 @@ def llms_of(places: list[str], root: str) -> str:
 
 
 def test_a_reports_sentences_wrap_and_its_tables_do_not():
-    page = (
-        "<pre><span></span>phase  peak\nwhy there: forward of &lt;x&gt;\nnote: a\n</pre>"
-        "<p>a note: b</p>"
+    start = (
+        '<div class="output stream highlight-myst-ansi notranslate"><div class="highlight"><pre>'
     )
+    long = "forward of &lt;x&gt; makes 4 GiB of activations beside 2 GiB of weights"
+    table = "phase      peak   forward, backward and step of all of it"
+    page = f"{start}<span></span>{table}\nwhy there: {long}\nnote: a\n</pre></div><pre>{long}</pre>"
+    wrapped = f'<span class="sentence">why there: {long}</span>'
     assert make_site.wrap_sentences(page) == (
-        '<pre><span></span>phase  peak\n<span class="sentence">why there: forward of &lt;x&gt;'
-        '</span>\n<span class="sentence">note: a</span>\n</pre><p>a note: b</p>'
+        f"{start}<span></span>{table}\n{wrapped}\nnote: a\n</pre></div><pre>{long}</pre>"
     )
+
+
+def test_a_figure_has_one_link(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "_images").mkdir()
+    Image.new("RGB", (200, 100)).save(tmp_path / "_images" / "a.png", dpi=(100, 100))
+    image = '<img alt="A." src="_images/a.png" style="width: 5px;" />'
+    linked = f'<a class="reference internal image-reference" href="_images/a.png">{image}\n</a>'
+    for page in (image, linked):
+        made = make_site.frame_figures(f"<p>{page}</p>", tmp_path)
+        assert made.count("<a ") == made.count("</a>") == 1
+        assert made.startswith('<p><a class="full" href="_images/a.png"><img alt="A."')
 
 
 # --- a real build

@@ -95,7 +95,7 @@ def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
     _write_setup(nb, setup_source(url))
     for number, cell in enumerate(nb.cells, 1):
         cell.id = f"cell-{number:02d}"
-        cell.metadata = NotebookNode()
+        cell.metadata = nbformat.from_dict(metadata_of(cell))
         cell.source = "\n".join(line.rstrip() for line in cell.source.splitlines())
         for output in cell.get("outputs", []):
             if says_in_text(output):
@@ -112,6 +112,12 @@ def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
                 }
                 output.metadata = nbformat.from_dict(kept)
     return nb
+
+
+def metadata_of(cell: NotebookNode) -> dict[str, dict[str, bool]]:
+    """The metadata that a cell may have: JupyterLab folds the set-up cell away."""
+    is_setup = cell.cell_type == "code" and cell.source.startswith("# " + SETUP_START)
+    return {"jupyter": {"source_hidden": True}} if is_setup else {}
 
 
 def _write_badge(nb: NotebookNode, line: str) -> None:
@@ -198,8 +204,9 @@ def _cell_problems(cell: NotebookNode) -> Iterator[str]:
             f"tags are not used ({', '.join(cell.metadata.tags)}); a skipped cell is an "
             f"unchecked one"
         )
-    elif cell.metadata:
-        yield f"stray cell metadata: {', '.join(sorted(cell.metadata))}"
+    elif cell.metadata != metadata_of(cell):
+        stray = ", ".join(sorted(cell.metadata)) or "none, and a set-up cell is folded"
+        yield f"stray cell metadata: {stray}"
     if match := ABSOLUTE.search(cell.source):
         yield f"an absolute path in the source: {_around(cell.source, match)}"
     if cell.get("attachments"):

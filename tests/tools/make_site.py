@@ -59,7 +59,7 @@ def assemble(
     (source / "README.md").write_text(
         site_links.link_files(readme, "README.md", places), encoding="utf-8"
     )
-    for page in ("use.md", "accuracy.md"):
+    for page in ("index.md", "use.md", "accuracy.md"):
         text = (SITE / page).read_text(encoding="utf-8")
         linked = site_links.link_files(text, f"site/{page}", places)
         (source / page).write_text(linked, encoding="utf-8")
@@ -108,16 +108,16 @@ def assemble(
 def for_the_site(
     notebook: nbformat.NotebookNode, here: str, places: Sequence[str]
 ) -> nbformat.NotebookNode:
-    """The notebook with its set-up folded away, mentions as links, figures that say what they show,
-    and no badge, which would be a picture from the network."""
+    """The notebook with its set-up left out of page and search, mentions as links, figures that say
+    what they show, and no badge, which would be a picture from the network."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
             cell.source = site_links.link_mentions(
                 site_links.link_files(source, here, places), here, places
             )
-        elif cell.source.startswith("# " + canonical.SETUP_START):
-            cell.metadata["tags"] = ["hide-input"]
+        elif canonical.metadata_of(cell):
+            cell.metadata["tags"] = ["remove-cell"]
         else:
             alts = [
                 canonical.alternative_text(output, "image/png")
@@ -163,16 +163,32 @@ def lighten(out: Path) -> None:
         )
         page = re.sub(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>', "", page)
         page = page.replace("<title>VRAM Lab &#8212; VRAM Lab<", "<title>VRAM Lab<")
+        sidebar = 'class="bd-sidebar-primary bd-sidebar"'
+        page = page.replace(sidebar, f'{sidebar} role="region" aria-label="Pages"')
         page = wrap_sentences(page)
         path.write_text(frame_figures(page, path.parent), encoding="utf-8")
 
 
+PRINTED = re.compile(
+    r'(<div class="output [^>]*highlight-[^>]*><div class="highlight"><pre>(?:<span></span>)?)'
+    r"(.*?)(</pre>)",
+    re.DOTALL,
+)
+NARROW = 40  # letters, which every phone has room for
+
+
 def wrap_sentences(page: str) -> str:
-    """The page with a report's sentences marked, which wrap while its tables scroll."""
-    found = (
-        r"(?m)^((?:<div[^>]*>|<pre>|<span></span>)*)((?:why there|note): [^\n]*?)(?=\n|</pre>|$)"
-    )
-    return re.sub(found, r'\1<span class="sentence">\2</span>', page)
+    """The page with the printed sentences marked, which wrap, while tables of text scroll."""
+
+    def mark(line: str) -> str:
+        is_table = "  " in line.strip() or len(re.sub(r"<[^>]*>|&[a-z]+;", "", line)) < NARROW
+        is_whole = line.count("<span") == line.count("</span")
+        return f'<span class="sentence">{line}</span>' if is_whole and not is_table else line
+
+    def block(found: re.Match) -> str:
+        return found[1] + "\n".join(map(mark, found[2].split("\n"))) + found[3]
+
+    return PRINTED.sub(block, page)
 
 
 def frame_figures(page: str, folder: Path) -> str:
@@ -186,7 +202,7 @@ def frame_figures(page: str, folder: Path) -> str:
 
     def frame(found: re.Match) -> str:
         nonlocal count
-        place = folder / unquote(found["src"])
+        image, place = found["image"], folder / unquote(found["src"])
         if place.suffix != ".png" or not place.is_file():
             return found[0]
         (width, height), scale = read_png(place)
@@ -194,11 +210,17 @@ def frame_figures(page: str, folder: Path) -> str:
         lazy = ' loading="lazy"' if count else ""
         count += 1
         return (
-            f'<a class="full" href="{found["src"]}">{found[0][:-1].rstrip("/ ")} {size}{lazy} '
+            f'<a class="full" href="{found["src"]}">{image[:-1].rstrip("/ ")} {size}{lazy} '
             f'decoding="async"></a>'
         )
 
-    return re.sub(r'<img (?=[^>]*src="(?P<src>[^":]*_images/[^"]+)")[^>]*>', frame, page)
+    # A figure with a width of its own has a link already, and a link in a link is none.
+    return re.sub(
+        r'(?P<linked><a class="reference internal image-reference"[^>]*>\s*)?'
+        r'(?P<image><img (?=[^>]*src="(?P<src>[^":]*_images/[^"]+)")[^>]*>)(?(linked)\s*</a>)',
+        frame,
+        page,
+    )
 
 
 def read_png(path: Path) -> tuple[tuple[int, int], int]:
@@ -297,9 +319,13 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
 def make(
     notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path, pyodide: Path | None = None
 ) -> tuple[list[str], Counter]:
-    """The whole way: `build`/site-source, `build`/site; what is wrong, and external links."""
+    """The whole way: `build`/site-source, `build`/site, and the calculator alone in `build`/space;
+    what is wrong, and external links.
+    """
     source, out = build.resolve() / "site-source", build.resolve() / "site"
     assemble(source, notebooks, verdicts, pyodide)
+    if pyodide:
+        web_calculator.write_space(build.resolve() / "space", pyodide)
     shutil.rmtree(out, ignore_errors=True)
     status = render(source, out)
     lighten(out)

@@ -84,17 +84,17 @@ def summary() -> str:
 def runs_table() -> str:
     """Every published run: what was measured, and how far each witness is off."""
     lines = [
-        "| run | GPU | measured, GiB | simulate | plainly | predict | reserved, GiB | simulated "
+        "| run | simulate | predict | plainly | measured, GiB | GPU | reserved, GiB | simulated "
         "interval |"
     ]
-    lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
+    lines.append("|---|--:|--:|--:|--:|---|--:|--:|")
     for run, said in pairs():
         off = [
             f"{said[name] / run.allocated - 1:+.2%}"
-            for name in ("simulated", "plainly", "predicted")
+            for name in ("simulated", "predicted", "plainly")
         ]
         if run.as_run:
-            off[2] = "–"
+            off[1] = "–"
         low, _, high = said["reserved"]
         held = (
             (f"{run.reserved / GiB:.2f}", f"{low / GiB:.2f} to {high / GiB:.2f}")
@@ -106,7 +106,7 @@ def runs_table() -> str:
             f"{plain(run.made_with.partition(', ')[2])}"
         )
         about += f"; as_run: {run.as_run}</small>" if run.as_run else "</small>"
-        cells = (about, run.gpu, f"{run.allocated / GiB:.3f}", *off, *held)
+        cells = (about, *off, f"{run.allocated / GiB:.3f}", run.gpu, *held)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

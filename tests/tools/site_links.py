@@ -24,13 +24,13 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
     """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands
     at `here`.
 
-    `places` are the notebooks that the site has; of others, and of the page itself, the mention
-    stays as it is.
+    A path is shown as the notebook's title, which MyST puts into a link without text. `places` are
+    the notebooks that the site has; of others, and of the page itself, the mention stays as it is.
     """
 
     def link(found: re.Match) -> str:
         if found["place"]:
-            shown, starts = found[0], found["place"] + "."
+            shown, starts = "", found["place"] + "."
         elif found["number"]:
             shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
         else:

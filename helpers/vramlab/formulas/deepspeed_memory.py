@@ -17,10 +17,12 @@ from typing import Any
 
 from ..hardware.overhead import rounded
 from ..recipe.deepspeed_config import HIDDEN
+from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from . import model_states
 from .engine_memory import EMBEDDING, Engine, sharding_of
-from .ledger import Ledger, Parameter
+from .graph import Parameter
+from .ledger import Ledger
 from .memory import Block
 from .model_states import RankBytes, compute_recipe, parameter_table
 from .param_coordinator import gathered
@@ -309,7 +311,10 @@ class DeepSpeedEngine(Engine):
             ledger.adds_linear_in_place = True  # `zero.Init`, memory_efficient_linear
             width = weight_width(recipe.weights_dtype, recipe.quantization)
             ranks = sharding.world_size if sharding.offload == "parameters" else 0
-            elements = gathered(recipe.shape, recipe.gradient_checkpointing, ranks)
+            # TRL multiplies with the head's weight itself.
+            head_in_root = recipe.trainer in FUSED
+            checkpoints = recipe.gradient_checkpointing
+            elements = gathered(recipe.shape, checkpoints, ranks, head_in_root)
             self.sizes = {part: count * width for part, count in elements.items()}
 
     def begin(self, gradients_exist: bool) -> None:
@@ -319,7 +324,7 @@ class DeepSpeedEngine(Engine):
     def before_forward(self) -> None:
         self._gather("forward")
 
-    def leave(self, key: str) -> None:
+    def leave(self, key: str, needs: bool = True) -> None:
         if key == EMBEDDING:
             self.ledger.nodes.append(lambda: self._gather("front"))
 
@@ -345,6 +350,8 @@ class DeepSpeedEngine(Engine):
         assert parameter.partial is not None
         parameter.partial.entry.category = "gradients"
         elements = prod(parameter.shape)
+        if self._is_head(parameter):
+            self._gather("reduced")
         if (
             self.sharding.stage == 1
         ):  # it stays in fp32, or is added to that of earlier micro-batches
@@ -368,6 +375,13 @@ class DeepSpeedEngine(Engine):
                 )
         parameter.partial = None
 
+    def _is_head(self, parameter: Parameter) -> bool:
+        """Tell whether `parameter` is the weight of a head that has its own.
+
+        Its gradient is reduced when the next one comes, and by then more has been gathered.
+        """
+        return parameter.name == f"{self.recipe.shape.head}.weight"
+
     def _reduced(self, parameter: Parameter, elements: int, width: int) -> int:
         """Return what a complete gradient takes to be reduced in numbers of `width` bytes."""
         if self.sharding.stage == 2:
@@ -381,7 +395,7 @@ class DeepSpeedEngine(Engine):
             part = ceil(elements / self.sharding.world_size)
             size += part * width + min(part, NORM_ELEMENTS) * FP64
         embedding = bool(self.embeddings) and parameter.name == f"{self.embeddings[0]}.weight"
-        if not embedding:
-            # The gradient itself is freed by then, but the embedding's, which comes last.
+        if not (embedding or self._is_head(parameter)):
+            # The weight is released by then, but the embedding's, whose gradient comes last.
             size -= elements * parameter.width
         return max(0, size)

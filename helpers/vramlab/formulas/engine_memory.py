@@ -6,13 +6,15 @@ in the same places.
 
 from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
-from .ledger import Ledger, Parameter
+from .graph import Parameter, Tensor
+from .ledger import Ledger
 from .step import single_temporaries
 
 # Keys of `enter` and `leave` besides layers' names.
 ROOT = ""  # the whole model
 EMBEDDING = "embedding"  # the input embedding
 TAIL = "tail"  # the last norm with the head
+APART = "apart"  # a head that no module's unit gathers
 
 
 def sharding_of(recipe: Recipe) -> Sharding:
@@ -62,11 +64,15 @@ class Engine:
         `needs`: its input requires a gradient.
         """
 
-    def leave(self, key: str) -> None:
-        """End the forward pass of `key`."""
+    def leave(self, key: str, needs: bool = True) -> None:
+        """End the forward pass of `key`; `needs`: its output requires a gradient."""
 
     def before_head(self) -> None:
         """Prepare for the output head."""
+
+    def whole(self, weight: Parameter) -> Tensor:
+        """Return a weight of the head as a function that nothing calls as a module gets it."""
+        return weight
 
     def complete(self, parameter: Parameter) -> None:
         """Take a complete gradient: keep it, or update the weight with it at once."""

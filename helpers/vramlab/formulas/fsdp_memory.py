@@ -29,13 +29,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, prod
 
+from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
-from .engine_memory import EMBEDDING, ROOT, TAIL, Engine, sharding_of
-from .ledger import Ledger, Parameter
+from .engine_memory import APART, EMBEDDING, ROOT, TAIL, Engine, sharding_of
+from .graph import Parameter, Tensor
+from .ledger import Ledger
 from .memory import Block
 from .model_states import parameter_table
 from .reserved import internal_fragmentation
-from .tensor_sizes import FP32
+from .tensor_sizes import FP32, weight_width
 
 
 @dataclass
@@ -64,7 +66,7 @@ def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
 
 
 def unit_of(name: str, recipe: Recipe) -> str:
-    """Return the key of a weight's unit: a layer's prefix, TAIL, ROOT or a module.
+    """Return the key of a weight's unit: a layer's prefix, TAIL, ROOT, APART or a module.
 
     `name` may have * for the layer's number.
     """
@@ -74,13 +76,19 @@ def unit_of(name: str, recipe: Recipe) -> str:
     if recipe.loop.name != "trainer":
         return ROOT
     # accelerate gives units to the embedding and to the last norm and head, which has a tied
-    # embedding.
+    # embedding. It looks for the norm in the attribute "model" of most models
+    # (`fsdp_utils._find_final_norm`), which of PEFT's wrapper is the whole model. Where nothing
+    # calls the head either, its unit is never gathered.
     shape = recipe.shape
     module = name.rpartition(".")[0]
     embedding = shape.known_layout.modules[0][0]
     norms = [one for one, kind in shape.known_layout.modules if kind == "norm"]
-    if module == shape.head or module in norms[-1:]:
-        return TAIL
+    norm_is_hidden = recipe.lora is not None and embedding.startswith("model.")
+    if module in norms[-1:]:
+        return ROOT if norm_is_hidden else TAIL
+    if module == shape.head:
+        is_called = recipe.trainer not in FUSED
+        return TAIL if is_called or shape.tied or not norm_is_hidden else APART
     if module == embedding:
         return TAIL if shape.tied else embedding
     return ROOT
@@ -175,6 +183,16 @@ class FsdpEngine(Engine):
         sizes["workspace"] = self._gathered_bytes(self.units[self.first_unit])
         return sizes
 
+    def whole(self, weight: Parameter) -> Tensor:
+        """Gather a weight that is in no unit, as it is stored (trl, `_fused_forward`)."""
+        if unit_of(weight.name, self.asked) != APART:
+            return weight
+        rows, *columns = weight.shape
+        gathered_rows = ceil(rows / self.ranks) * self.ranks
+        width = weight_width(self.asked.weights_dtype, self.asked.quantization)
+        gathered = self.ledger.tensor("all_gather", (gathered_rows, *columns), width)
+        return gathered.view(*weight.shape)
+
     def _gathered_bytes(self, unit: Unit) -> int:
         return sum(self._whole(weight) for weight in unit.weights)
 
@@ -239,7 +257,7 @@ class FsdpEngine(Engine):
             self.flat = unit.flat
             unit.flat = None
 
-    def leave(self, key: str) -> None:
+    def leave(self, key: str, needs: bool = True) -> None:
         """Free the weights of `key` at stage 3."""
         if key == EMBEDDING:
             if self.first_unit in (ROOT, TAIL):
@@ -253,7 +271,9 @@ class FsdpEngine(Engine):
             self.order.append(unit)
         if key == ROOT:
             self.flat = None
-        self.ledger.nodes.append(partial(self._gather_again, key))
+        # What it returns has the hook.
+        if needs:
+            self.ledger.nodes.append(partial(self._gather_again, key))
 
     def _gather_again(self, key: str) -> None:
         """Gather `key` where it was freed, and begin to gather the unit before it."""

@@ -15,7 +15,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
-from .ledger import CAST, Parameter, Tensor
+from .graph import CAST, Tensor
 from .numerics import BOOL, INT64
 from .operators import Operators
 from .tensor_sizes import FP32
@@ -41,7 +41,7 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
     if recipe.trainer != "sft":
         lora = recipe.lora
         if lora:
-            lora = dataclasses.replace(lora, lora_dropout=0.0)
+            lora = unchecked(lora, lora_dropout=0.0)
         changed = unchecked(
             recipe,
             batch_size=recipe.sequences,
@@ -101,8 +101,8 @@ def reference_recipe(recipe: Recipe) -> Recipe:
 def log_probabilities(
     m: Operators,
     x: Tensor,
-    weight: Parameter,
-    bias: Parameter | None,
+    weight: Tensor,
+    bias: Tensor | None,
     labelled: int,
 ) -> Tensor:
     """Return those of the `labelled` tokens, in fp32, as one function with its backward pass."""
@@ -120,6 +120,7 @@ def log_probabilities(
     m.ledger.scratch((*statistics, tile, *copies.forward, *workspace), "fused_head")
     saved = [
         hidden,
+        weight,
         targets,
         tensor("add", (labelled,), FP32),
         tensor("sub", (labelled,), FP32),
@@ -177,7 +178,7 @@ class _Copies(NamedTuple):
         cls,
         m: Operators,
         x: Tensor,
-        weight: Parameter,
+        weight: Tensor,
         labelled: int,
     ) -> "_Copies":
         """Return those of the head's products."""

@@ -8,7 +8,7 @@ from ..recipe.recipe import Recipe
 from . import liger_kernels
 from .engine_memory import TAIL, Engine
 from .fused_head import log_probabilities
-from .ledger import CAST, Tensor
+from .graph import CAST, Tensor
 from .norms import Norms
 from .numerics import INT64
 from .operators import Operators
@@ -51,8 +51,10 @@ class Head:
             x = self.norms.layer_norm(x, f"{TRANSFORM}.LayerNorm")
         # Fused heads take the hidden states, and make no logits that anyone sees.
         if self.recipe.trainer in FUSED:
-            weight = m.parameters[f"{shape.head}.weight"]
-            bias = m.parameters.get(f"{shape.head}.bias")
+            weight = self.engine.whole(m.parameters[f"{shape.head}.weight"])
+            bias: Tensor | None = None
+            if f"{shape.head}.bias" in m.parameters:
+                bias = self.engine.whole(m.parameters[f"{shape.head}.bias"])
             loss = log_probabilities(m, x, weight, bias, self.recipe.labelled)
             loss = m.reduce(loss, (), "sum")
             self.engine.leave(TAIL)

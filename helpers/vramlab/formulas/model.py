@@ -16,9 +16,10 @@ from .attention import AttentionKernels
 from .embeddings import Embeddings
 from .engine_memory import EMBEDDING, ROOT, TAIL, Engine
 from .feed_forward import FeedForward
+from .graph import Leaf, Parameter, Tensor
 from .head import Head
 from .layer import Layer
-from .ledger import Leaf, Ledger, Parameter, Tensor
+from .ledger import Ledger
 from .norms import Norms
 from .numerics import BOOL, Numerics, Rows
 from .operators import Operators
@@ -96,8 +97,9 @@ class Model:
         x, named = self.embeddings.run()
         # Handed on in a list, so that no name here keeps a layer's input alive.
         states = [x]
+        needs = x.needs
         del x
-        engine.leave(EMBEDDING)
+        engine.leave(EMBEDDING, needs)
 
         kinds = self.layout.kinds or (SLIDING,)
         # All layers of a kind share one mask.

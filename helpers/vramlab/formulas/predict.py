@@ -121,6 +121,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
 
+    allowed = "Inductor decides what a compiled step keeps: ask simulate, which lets it compile"
+    yield "torch_compile", recipe.torch_compile, allowed
+
     experts = lora_modules.adapts_experts(shape, lora)
     names = "PEFT takes these names to mean fused experts too"
     allowed = f"{names}, whose adapters no formula knows: ask simulate"
@@ -144,12 +147,12 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
 
     kernels = liger.kernels(recipe)
-    # No formula says how ranks divide the heads of TRL and Liger.
-    known = recipe.trainer in ("transformers", "sft") and not kernels
-    of_libraries = sharding and not known
-    names = "TRL's trainers but 'sft', and Liger's kernels,"
-    allowed = f"the formulas know {names} on one device only: ask simulate"
-    yield "sharding", of_libraries, allowed
+    # Of these heads FSDP still holds a whole gradient when it reduces the embedding's.
+    is_otherwise = kernels or recipe.trainer == "reward"
+    untold_head = is_otherwise and sharding and sharding.engine == "fsdp" and not recipe.adapters
+    heads = "the heads of RewardTrainer and of Liger's kernels"
+    allowed = f"the formulas do not know what FSDP keeps of {heads}: ask simulate"
+    yield "sharding", untold_head, allowed
 
     # Liger has kernels for the family, of which the table says nothing.
     untold = kernels and liger.FAMILIES[shape.family] is None
@@ -196,15 +199,7 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
         notes.append(f"{rank}: buffers of NCCL are in the process, not in the peak")
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
-    # Nothing calls a head whose weight TRL multiplies. FSDP gathers it with what is called, but
-    # where PEFT's wrapper hides the last norm from accelerate nothing of its unit is.
-    in_units = sharding and sharding.engine == "fsdp" and recipe.trainer == "sft"
-    if in_units and recipe.lora and not recipe.shape.tied:
-        frozen = "SFTTrainer's loss gathers the frozen head by itself under FSDP"
-        notes.append(f"{frozen}, which the formulas do not know: ask simulate")
     notes += lora_modules.notes(recipe)
-    if recipe.torch_compile:
-        notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card:
         reason = card.why_not(recipe.precision)
         if reason:

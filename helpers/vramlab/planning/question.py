@@ -66,33 +66,134 @@ class Question:
     GpuError, one sentence that names the wrong argument.
     """
 
+    # What is trained, on what.
     model: Any
     gpu: FilledIn[str | Gpu | None, Gpu] = UNNAMED
-    gpus: int = knob(1, most=1024)
-    global_batch: int = knob(16)
+    gpus: int = knob(
+        1,
+        most=1024,
+        help="How many of them.",
+        option=True,
+    )
+    global_batch: int = knob(
+        16,
+        help="Samples in one optimizer step, over all GPUs.",
+        option=True,
+    )
     seq_len: int | None = same_knob(Recipe, "seq_len")
-    method: str = knob("any", choices=("any", *METHODS))
-    precisions: tuple[str, ...] | None = knob(None, choices=PRECISIONS, many=True)
-    optims: tuple[str, ...] = knob(OPTIMS, choices=OPTIMIZERS, many=True)
-    attention: tuple[str, ...] = knob(ATTENTION, choices=ATTENTION, many=True)
-    checkpointing: tuple[bool, ...] = knob((False, True), choices=(False, True), many=True)
-    engines: tuple[str, ...] = knob(ENGINES, choices=ENGINES, many=True)
-    offload: bool = knob(True)
-    liger: bool = knob(True)
-    lora: LoRA = knob(RANK)
+    # What may be tried.
+    method: str = knob(
+        "any",
+        choices=("any", *METHODS),
+        help="Full training or adapters.",
+        option=True,
+    )
+    precisions: tuple[str, ...] | None = knob(
+        None,
+        choices=PRECISIONS,
+        many=True,
+        help="To try; None for those that the card computes in and that are safe.",
+        option="precision",
+    )
+    optims: tuple[str, ...] = knob(
+        OPTIMS,
+        choices=OPTIMIZERS,
+        many=True,
+        help="To try.",
+        option="optim",
+    )
+    attention: tuple[str, ...] = knob(
+        ATTENTION,
+        choices=ATTENTION,
+        many=True,
+        help="To try.",
+        option="attn_implementation",
+    )
+    checkpointing: tuple[bool, ...] = knob(
+        (False, True),
+        choices=(False, True),
+        many=True,
+        help="To try.",
+    )
+    engines: tuple[str, ...] = knob(
+        ENGINES,
+        choices=ENGINES,
+        many=True,
+        help="To try.",
+        option="engine",
+    )
+    offload: bool = knob(
+        True,
+        help="Whether optimizer and parameters may go to the host.",
+        option=True,
+    )
+    liger: bool = knob(
+        True,
+        help=(
+            "Whether a fused loss may be used, which makes no logits: Liger's kernels "
+            "(liger-kernel has to be installed), or TRL's SFTTrainer where they do not run."
+        ),
+        option=True,
+    )
+    # What is the same in all that is tried.
+    lora: LoRA = knob(
+        RANK,
+        help="Rank and targets of adapters.",
+    )
     peft: Peft | None = same_knob(Recipe, "peft")
-    rollouts: Rollouts | None = knob(None)
+    rollouts: Rollouts | None = knob(
+        None,
+        help="What trainer grpo and rloo sample.",
+    )
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
-    memory: FilledIn[str | int | None, int | None] = knob(None)
-    host_memory: FilledIn[str | int | None, int | None] = knob(None)
-    other_memory: FilledIn[str | int | None, int] = knob(None)
-    tier: str | None = knob(None, choices=tuple(TIERS))
-    expandable_segments: bool = knob(True)
-    lengths: tuple[int, ...] | None = knob(None)
-    packing: bool = knob(False)
-    link: float | None = knob(None)
+    # What room there is, and how sure it has to be.
+    memory: FilledIn[str | int | None, int | None] = knob(
+        None,
+        help="Usable memory of one card, in place of the table's: 24GiB, or bytes.",
+        option=True,
+    )
+    host_memory: FilledIn[str | int | None, int | None] = knob(
+        None,
+        help=(
+            "Memory of the host for all ranks to load, offload or page to: 64GiB, or bytes; by "
+            "itself any."
+        ),
+        option=True,
+    )
+    other_memory: FilledIn[str | int | None, int] = knob(
+        None,
+        help=(
+            "Memory of the card that a display or other processes hold: 1GiB, or bytes; by itself "
+            "what NVML says of this machine's."
+        ),
+        option=True,
+    )
+    tier: str | None = knob(
+        None,
+        choices=tuple(TIERS),
+        help="How sure it must be that it fits; by itself the surest that there is.",
+        option=True,
+    )
+    expandable_segments: bool = knob(
+        True,
+        help="Whether the allocator has expandable segments, which fragment less.",
+        option=True,
+    )
+    lengths: tuple[int, ...] | None = knob(
+        None,
+        help="Tokens of each sample of the data set.",
+    )
+    packing: bool = knob(
+        False,
+        help="Fill rows of seq_len tokens with several samples.",
+        option=True,
+    )
+    link: float | None = knob(
+        None,
+        help="Bytes per second between GPUs, in place of the table's.",
+    )
 
     def __post_init__(self) -> None:
         # Sizes first, for the card may be found by its memory.
@@ -132,7 +233,7 @@ class Question:
         """Refuse what is allowed by itself but not with the rest of the question."""
         # Raises RecipeError for what the formulas do not know of the trainer.
         with_its_adapters(without_rollouts(self.plain))
-        if self.trainer not in ("transformers", "sft") and self.gpus > 1:
+        if self.trainer in GENERATING and self.gpus > 1:
             rest = f"with trainer={self.trainer!r} one device is modelled so far"
             raise RecipeError("gpus", self.gpus, rest)
         if self.peft and self.gpus > 1:
@@ -217,27 +318,29 @@ class Question:
     def liger_is_possible(self) -> bool:
         """Tell whether Liger's kernels are known for the model and run on the card.
 
-        TRL's trainers make no logits without them, and deprecate them (trl 1.16); on several cards
-        the formulas do not know them.
+        TRL's trainers make no logits without them, and deprecate them (trl 1.16). On several cards
+        they are DDP's: see `search_space._is_tried`.
         """
         shape = self.plain.shape
         is_known = liger.FAMILIES.get(shape.family) and shape.task == "causal-lm"
-        is_alone = self.gpus == 1 and self.plain.trainer == "transformers"
+        is_plain = self.plain.trainer == "transformers"
         runs = self.gpu.compute_capability >= LIGER_SINCE
-        return bool(self.liger and is_known and is_alone and runs)
+        return bool(self.liger and is_known and is_plain and runs)
 
     def trainers(self) -> tuple[str, ...]:
         """Return the trainers to try.
 
-        SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run. It
-        launches kernels of Triton's too (trl/kernels/chunked_logprob.py).
+        SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run, as
+        under FSDP and DeepSpeed. It launches kernels of Triton's too
+        (trl/kernels/chunked_logprob.py).
         """
         shape = self.plain.shape
         trainer = self.plain.trainer
         if self.gpu.compute_capability < LIGER_SINCE:
             return (trainer,)
         is_possible = self.liger and trainer == "transformers" and shape.task == "causal-lm"
-        if is_possible and not self.liger_is_possible() and not shape.image_tokens:
+        has_other = self.gpus == 1 and self.liger_is_possible()
+        if is_possible and not has_other and not shape.image_tokens:
             return (trainer, "sft")
         return (trainer,)
 

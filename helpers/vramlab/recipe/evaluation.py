@@ -14,17 +14,66 @@ class Evaluation:
     Names and defaults are those of `TrainingArguments` and `Trainer`.
     """
 
-    samples: int = knob(8)
-    per_device_eval_batch_size: int = knob(8)
-    compute_metrics: bool = knob(False)
-    eval_accumulation_steps: int | None = knob(None)
-    eval_do_concat_batches: bool = knob(True)
-    batch_eval_metrics: bool = knob(False)
-    include_for_metrics: tuple[str, ...] = knob((), choices=("inputs", "loss"), many=True)
-    preprocess_logits_for_metrics: Callable | None = knob(None)
-    predict_with_generate: bool = knob(False)
-    generation_max_length: int | None = knob(None)
-    generation_num_beams: int | None = knob(None)
+    samples: int = knob(
+        8,
+        help="Samples in the evaluation set.",
+        option=True,
+    )
+    per_device_eval_batch_size: int = knob(
+        8,
+        help="Samples in a batch.",
+        option="eval_batch_size",
+    )
+    compute_metrics: bool = knob(
+        False,
+        help="The Trainer has a compute_metrics; without one it keeps losses only.",
+        option=True,
+    )
+    eval_accumulation_steps: int | None = knob(
+        None,
+        help="Batches whose predictions stay on the device; all when left out.",
+        option=True,
+    )
+    eval_do_concat_batches: bool = knob(
+        True,
+        help="Keep predictions as one tensor, which each batch copies.",
+        option=True,
+    )
+    batch_eval_metrics: bool = knob(
+        False,
+        help="Compute metrics batch by batch, and keep no predictions.",
+        option=True,
+    )
+    include_for_metrics: tuple[str, ...] = knob(
+        (),
+        choices=("inputs", "loss"),
+        many=True,
+        help="What compute_metrics is given besides predictions and labels.",
+        option=True,
+    )
+    preprocess_logits_for_metrics: Callable | None = knob(
+        None,
+        help="A function of (logits, labels) to what is kept of them, such as their argmax.",
+        option=True,
+    )
+    predict_with_generate: bool = knob(
+        False,
+        help="A Seq2SeqTrainer's: metrics are of what the model generates.",
+        option=True,
+    )
+    generation_max_length: int | None = knob(
+        None,
+        help=(
+            "Of predict_with_generate: tokens of an answer, the first included; the model's own "
+            "when left out."
+        ),
+        option=True,
+    )
+    generation_num_beams: int | None = knob(
+        None,
+        help="Of predict_with_generate: beams.",
+        option=True,
+    )
 
     def __post_init__(self) -> None:
         check(self, "evaluation.")

@@ -50,39 +50,266 @@ class RecipeFields:
     """What is trained and how, with every field filled in."""
 
     model: Any
-    batch_size: int = knob(1)
-    seq_len: FilledIn[int | None, int] = knob(None)
-    precision: str = knob("fp32", choices=PRECISIONS)
-    optim: str = knob("adamw_torch", choices=(*OPTIMIZERS, *BESIDE_TRAINER))
-    optim_args: str | None = knob(None)
-    task: str | None = knob(None, choices=tuple(TASKS))
-    num_layers: int | None = knob(None, most=MOST_LAYERS)
-    gradient_accumulation_steps: int = knob(1, most=MOST_MICRO_BATCHES)
-    gradient_checkpointing: bool = knob(False)
-    attn_implementation: FilledIn[str | None, str] = knob(None, choices=ATTENTION)
-    lora: LoRA | None = knob(None, shown=LoRA.words)
-    quantization: Quantization | None = knob(None, shown=Quantization.words)
-    sharding: Sharding | None = knob(None, shown=Sharding.words)
-    dtype: str | None = knob(None, choices=DTYPES)
-    torch_compile: bool = knob(False)
-    loop: FilledIn[Loop | str, Loop] = knob("trainer", choices=tuple(LOOPS), shown=Loop.words)
-    trainer: str = knob("transformers", choices=("transformers", *TRL), shown=TRL.get)
-    precompute_ref_log_probs: bool = knob(False)
-    activation_offloading: bool = knob(False)
-    packing: bool = knob(False)
-    padding_free: bool = knob(False)
-    pad_to_multiple_of: int | None = knob(None)
-    lengths: tuple[int, ...] | None = knob(None, shown=_lengths_in_words)
-    completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
-    use_liger_kernel: bool = knob(False)
-    peft: Peft | None = knob(None, shown=Peft.words)
-    label_smoothing_factor: float = knob(0.0, share=True)
-    neftune_noise_alpha: float | None = knob(None)
-    images: int | None = knob(None, most=2**10)
-    image_size: FilledIn[Any, tuple[str, ...] | None] = knob(None, shown=", ".join)
-    max_pixels: int | None = knob(None)
-    freeze: tuple[str, ...] | None = knob(None, shown=_frozen_in_words)
-    rollouts: Rollouts | None = knob(None, shown=Rollouts.words)
+    batch_size: int = knob(
+        1,
+        help=(
+            "Samples in one micro-batch on one device; of trainer dpo and reward a sample is a "
+            "pair, two sequences."
+        ),
+        option=True,
+        label="Batch size",
+        elsewhere="per_device_train_batch_size",
+        shown="batch {}",
+    )
+    seq_len: FilledIn[int | None, int] = knob(
+        None,
+        help="Tokens per sample; 512 or the model's longest if less.",
+        option=True,
+        label="Tokens a sample",
+        shown="{} tokens",
+    )
+    precision: str = knob(
+        "fp32",
+        choices=PRECISIONS,
+        help="Number format of weights and computation.",
+        option=True,
+        label="Precision",
+        elsewhere=("fp16", "bf16", "tf32"),
+        shown="{}",
+    )
+    optim: str = knob(
+        "adamw_torch",
+        choices=(*OPTIMIZERS, *BESIDE_TRAINER),
+        help="The optimizer.",
+        option=True,
+        label="Optimizer",
+        elsewhere=True,
+        shown="{}",
+    )
+    optim_args: str | None = knob(
+        None,
+        help="As in TrainingArguments: momentum=0.9,…",
+        option=True,
+        elsewhere=True,
+        shown="{}",
+    )
+    task: str | None = knob(
+        None,
+        choices=tuple(TASKS),
+        help="Which head; the architecture's usual one when left out.",
+        option=True,
+        label="Task",
+        shown="{}",
+    )
+    num_layers: int | None = knob(
+        None,
+        most=MOST_LAYERS,
+        help="A depth other than the model's own.",
+        option=True,
+        shown="{} layers",
+    )
+    gradient_accumulation_steps: int = knob(
+        1,
+        most=MOST_MICRO_BATCHES,
+        help="Micro-batches in one optimizer step.",
+        option=True,
+        label="Accumulation",
+        elsewhere=True,
+        shown="accumulate ×{}",
+        quiet=(1,),
+    )
+    gradient_checkpointing: bool = knob(
+        False,
+        help="Recompute layers in the backward pass.",
+        option=True,
+        label="Checkpointing",
+        elsewhere=("activation_checkpointing", "gradient_checkpointing"),
+        shown="checkpointing",
+    )
+    attn_implementation: FilledIn[str | None, str] = knob(
+        None,
+        choices=ATTENTION,
+        help=(
+            "Attention's kernel; sdpa when left out, where the architecture has it. sdpa_repeated "
+            "repeats shared keys, for cards before Ampere."
+        ),
+        option=True,
+        label="Attention",
+        shown="{}",
+        quiet=("sdpa",),
+    )
+    lora: LoRA | None = knob(
+        None,
+        shown=LoRA.words,
+        help="Adapters to train.",
+    )
+    quantization: Quantization | None = knob(
+        None,
+        shown=Quantization.words,
+        help="A frozen base in few bits.",
+    )
+    sharding: Sharding | None = knob(
+        None,
+        shown=Sharding.words,
+        help="Ranks and what each holds.",
+        elsewhere=("fsdp", "fsdp_config", "deepspeed"),
+    )
+    dtype: str | None = knob(
+        None,
+        choices=DTYPES,
+        help=(
+            "The weights' format as loaded, as in from_pretrained; what the precision implies "
+            "when left out."
+        ),
+        option=True,
+        label="Weights",
+        shown="{} weights",
+    )
+    torch_compile: bool = knob(
+        False,
+        help="Compile the model.",
+        option=True,
+        elsewhere=True,
+        shown="compiled",
+    )
+    loop: FilledIn[Loop | str, Loop] = knob(
+        "trainer",
+        choices=tuple(LOOPS),
+        shown=Loop.words,
+        help="The training loop.",
+        option=True,
+        label="Loop",
+    )
+    trainer: str = knob(
+        "transformers",
+        choices=("transformers", *TRL),
+        shown=TRL.get,
+        help=(
+            "Whose Trainer computes the loss: transformers' own, or TRL's, whose heads make no "
+            "logits."
+        ),
+        option=True,
+        label="Trainer",
+    )
+    precompute_ref_log_probs: bool = knob(
+        False,
+        help=(
+            "Ask the reference model of trainer dpo and kto before training, and keep it no longer."
+        ),
+        option=True,
+        label="Reference first",
+        elsewhere=True,
+        shown="reference precomputed",
+    )
+    activation_offloading: bool = knob(
+        False,
+        help="Keep what backward needs in host memory until then, as TRL's trainers do.",
+        option=True,
+        elsewhere=True,
+        shown="activations offloaded",
+    )
+    packing: bool = knob(
+        False,
+        help="Fill samples of seq_len tokens with short ones (SFTTrainer).",
+        option=True,
+        label="Packing",
+        elsewhere=True,
+        shown="packed",
+    )
+    padding_free: bool = knob(
+        False,
+        help="Join the samples of a micro-batch to one long row (SFTTrainer).",
+        option=True,
+        label="Padding-free",
+        elsewhere=True,
+        shown="padding-free",
+    )
+    pad_to_multiple_of: int | None = knob(
+        None,
+        help="Pad rows to a multiple of so many tokens.",
+        option=True,
+        elsewhere=True,
+        shown="padded to a multiple of {}",
+    )
+    lengths: tuple[int, ...] | None = knob(
+        None,
+        shown=_lengths_in_words,
+        help=(
+            "Tokens of each sample of a micro-batch, which is padded to the longest; all have "
+            "seq_len when left out."
+        ),
+    )
+    completion_lengths: tuple[int, ...] | None = knob(
+        None,
+        shown=_labels_in_words,
+        help=(
+            "Tokens of each sample, its last, that have a label (SFTTrainer); all when left out."
+        ),
+        elsewhere=("completion_only_loss", "assistant_only_loss"),
+    )
+    use_liger_kernel: bool = knob(
+        False,
+        help="Liger's kernels in the model and its loss.",
+        option=True,
+        label="Liger",
+        elsewhere=True,
+        shown="Liger kernels",
+    )
+    peft: Peft | None = knob(
+        None,
+        shown=Peft.words,
+        help=("Another of PEFT's methods: its name (ia3), configuration as JSON, or a file of it."),
+        option=True,
+    )
+    label_smoothing_factor: float = knob(
+        0.0,
+        share=True,
+        help="Share of each label that goes to all tokens alike.",
+        option=True,
+        elsewhere=True,
+        shown="labels smoothed by {}",
+        quiet=(0.0,),
+    )
+    neftune_noise_alpha: float | None = knob(
+        None,
+        help="Noise on the embeddings (Jain et al. 2023).",
+        option=True,
+        elsewhere=True,
+        shown="NEFTune {}",
+    )
+    images: int | None = knob(
+        None,
+        most=2**10,
+        help="Images in each sample, for a vision-language model.",
+        option=True,
+        shown="images: {} a sample",
+    )
+    image_size: FilledIn[Any, tuple[str, ...] | None] = knob(
+        None,
+        shown=", ".join,
+        help="Their width and height in pixels, as 1024x768; several for unlike images.",
+        option=True,
+    )
+    max_pixels: int | None = knob(
+        None,
+        help="The most pixels of an image before the processor makes it smaller (Qwen's).",
+        option=True,
+        shown="at most {:,} pixels",
+    )
+    freeze: tuple[str, ...] | None = knob(
+        None,
+        shown=_frozen_in_words,
+        help=(
+            "Modules that are not trained, by a part of their names, such as visual or "
+            "vision_tower."
+        ),
+        option=True,
+    )
+    rollouts: Rollouts | None = knob(
+        None,
+        shown=Rollouts.words,
+        help="What trainer grpo and rloo sample.",
+    )
     shape: Shape = field(init=False, repr=False, compare=False)
 
     @property

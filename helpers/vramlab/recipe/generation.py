@@ -28,14 +28,59 @@ class Generation:
     Names and defaults are those of `GenerationConfig` where it has them.
     """
 
-    prompt: int = knob(512)
-    new_tokens: int = knob(256)
-    cache_implementation: str = knob("dynamic", choices=("dynamic", "static", "quantized"))
-    cache_backend: str = knob("quanto", choices=tuple(PACKAGES))
-    do_sample: bool = knob(False)
-    num_beams: int = knob(1, most=1024)
-    num_return_sequences: int = knob(1, most=1024)
-    prefill_chunk_size: int | None = knob(None)
+    prompt: int = knob(
+        512,
+        help=(
+            "Tokens of each prompt; of an encoder-decoder those that the encoder reads, of a "
+            "speech model none."
+        ),
+        option=True,
+    )
+    new_tokens: int = knob(
+        256,
+        help="Tokens made for each prompt; none ends early.",
+        option=True,
+    )
+    cache_implementation: str = knob(
+        "dynamic",
+        choices=("dynamic", "static", "quantized"),
+        help="How keys and values are kept, as in GenerationConfig.",
+        option="cache",
+        shown="{} cache",
+    )
+    cache_backend: str = knob(
+        "quanto",
+        choices=tuple(PACKAGES),
+        help="Of a quantized cache: the package that quantizes it, to 4 bits.",
+        option=True,
+        shown="by {}",
+    )
+    do_sample: bool = knob(
+        False,
+        help="Draw each token instead of taking the likeliest.",
+        option=True,
+        shown="sampled",
+    )
+    num_beams: int = knob(
+        1,
+        most=1024,
+        help="Beams of each prompt.",
+        option=True,
+        shown="{} beams",
+    )
+    num_return_sequences: int = knob(
+        1,
+        most=1024,
+        help="Answers to each prompt.",
+        option=True,
+        shown="{} answers each",
+    )
+    prefill_chunk_size: int | None = knob(
+        None,
+        help="Tokens of a prompt that are read at once; all when left out.",
+        option=True,
+        shown="prompts by {:,} tokens",
+    )
 
     def __post_init__(self) -> None:
         check(self, "generation.")

@@ -1,13 +1,11 @@
-"""A recipe's fields as data: what each may be is said with the field.
+"""A recipe's fields as data: what each is called and may be is said with the field.
 
-What it is called is in `data/knobs.json`. The checks here, `TrainingArguments`, the command line
-and the calculator all read it from here.
+The checks here, `TrainingArguments`, the command line and the calculator all read it from here.
 """
 
 import copy
 import dataclasses
 import inspect
-import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,10 +14,8 @@ from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, dataclass_transform
 
-from ..base.data import data_path
 from ..base.errors import RecipeError
 
-WORDS = json.loads(data_path("knobs.json").read_text(encoding="utf-8"))  # by dataclass and field
 # (field, whether its value is refused, what is allowed)
 Refusals = Iterator[tuple[str, Any, str]]
 MOST_FLOAT = 1e300  # so that it is a finite number for torch too
@@ -61,7 +57,10 @@ def frozen(part: type[Part]) -> type[Part]:
 
 @dataclass(frozen=True)
 class Knob:
-    """One field of a recipe; `knobs` fills in its words and what follows from the field itself."""
+    """One field of a recipe, as `knob` says it; `knobs` fills in what follows from the field.
+
+    Said with `knob(…)`, `option` and `elsewhere` may be True: the field's own name.
+    """
 
     # the values allowed; () where a number, a switch or free text is asked for
     choices: tuple = ()
@@ -70,11 +69,12 @@ class Knob:
     share: bool = False  # another number is a share, and not just over 0
     # its words in `str(recipe)`, with {} for the value, or what gives them
     shown: str | Callable[[Any], Any] = ""
-    quiet: tuple | list = ()  # values that it has no words for
-    help: str = ""  # one sentence
+    quiet: tuple = ()  # values that it has no words for
+    help: str = ""  # one sentence: in the docstring, and on the command line
     option: str = ""  # on the command line, without dashes; "": it has none
-    label: str = ""  # in the calculator
-    # names in other libraries; one name only where the value is the same there
+    label: str = ""  # in the calculator; "": it is no control there
+    # in TrainingArguments, LoraConfig or BitsAndBytesConfig; one name only where the value is the
+    # same there
     elsewhere: tuple[str, ...] = ()
     kind: Any = None  # the type of its values
     optional: bool = False  # None is a value too
@@ -183,23 +183,32 @@ def knobs(part: Any) -> dict[str, Knob]:
         if said is None:
             continue
         if said.kind is None:  # not another part's
-            said = _filled(said, field, WORDS[part.__name__][field.name])
+            said = _filled(said, field, part)
         filled[field.name] = said
     return filled
 
 
-def _filled(said: Knob, field: dataclasses.Field, words: Mapping[str, Any]) -> Knob:
-    """Return a knob with its field's words and type."""
-    words = dict(words)
-    for key in ("option", "elsewhere"):
-        if words.get(key) is True:  # the same name
-            words[key] = field.name
-    words["elsewhere"] = tuple(words.get("elsewhere", "").split())
+def _filled(said: Knob, field: dataclasses.Field, part: Any) -> Knob:
+    """Return a knob of a part with its field's own name, where it is asked for, and type.
+
+    Raises TypeError for one without help.
+    """
+    if not said.help:
+        raise TypeError(
+            f"{part.__name__}.{field.name} does not say what it is: give its knob(…) a help, in "
+            f"one sentence"
+        )
+    elsewhere = field.name if said.elsewhere is True else said.elsewhere
     kinds = typing.get_args(field.type) or (field.type,)
     # of a part and its name the part counts
     parts = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-    kind = parts[0] if parts else kinds[0]
-    return dataclasses.replace(said, kind=kind, optional=NoneType in kinds, **words)
+    return dataclasses.replace(
+        said,
+        option=field.name if said.option is True else said.option,
+        elsewhere=(elsewhere,) if isinstance(elsewhere, str) else elsewhere,
+        kind=parts[0] if parts else kinds[0],
+        optional=NoneType in kinds,
+    )
 
 
 def options(part: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Knob]]:

@@ -1,11 +1,12 @@
-"""The parts of a recipe: adapters, quantization, sharding and the loop."""
+"""The parts of a recipe: adapters, quantization, what is sampled, and the loop."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import RecipeError
-from .knobs import Refusals, check, documented, knob, refuse
+from .knobs import check, documented, knob
+from .sharding import AT_STAGE_3, OFFLOADS, STAGES, Sharding  # noqa: F401 — with the other parts
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 REPEATED = "sdpa_repeated"  # sdpa on keys that are repeated for the query heads which share them
@@ -26,25 +27,9 @@ ROLLOUT_ENGINES = ("colocate", "server")  # where vLLM runs: in this process, or
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4")
-STAGES = {
-    "ddp": (0, 1),
-    "fsdp": (2, 3),
-    "deepspeed": (0, 1, 2, 3),
-    "tensor": (0,),
-    "pipeline": (0,),
-}
-OFFLOADS = {"fsdp": ("parameters",), "deepspeed": ("optimizer", "parameters")}
-# Fields that one engine alone knows.
-OF_ENGINE = {
-    "schedule": "pipeline",
-    "micro_batches": "pipeline",
-    "wrap": "fsdp",
-    "reshard_root": "fsdp",
-    "dp_replicate_size": "fsdp",
-    "cp_size": "fsdp",
-    "memory_efficient_linear": "deepspeed",
-}
-AT_STAGE_3 = ("reshard_root", "memory_efficient_linear")
+# When fused experts are packed: as each one is loaded (axolotl's `quantize_moe_experts`), or once
+# all are on the device (bitsandbytes' `replace_parameter_4bit`).
+PACKED_EXPERTS = ("loading", "loaded")
 
 
 @documented
@@ -52,17 +37,69 @@ AT_STAGE_3 = ("reshard_root", "memory_efficient_linear")
 class LoRA:
     """Low-rank adapters (Hu et al. 2021). Fields and defaults are those of `peft.LoraConfig`."""
 
-    r: int = knob(8)
-    lora_alpha: float = knob(8)
-    lora_dropout: float = knob(0.0, share=True)
-    target_modules: tuple[str, ...] | str | None = knob(None)
-    bias: str = knob("none", choices=("none", "all", "lora_only"))
-    use_rslora: bool = knob(False)
-    modules_to_save: tuple[str, ...] | None = knob(None)
-    autocast_adapter_dtype: bool = knob(True)
-    use_dora: bool = knob(False)
-    lora_bias: bool = knob(False)
-    target_parameters: tuple[str, ...] | None = knob(None)
+    r: int = knob(
+        8,
+        help="Rank of the adapters.",
+        option="lora_r",
+        label="LoRA rank",
+        elsewhere=True,
+    )
+    lora_alpha: float = knob(
+        8,
+        help="Adapters are scaled by this over r.",
+        option=True,
+        elsewhere=True,
+    )
+    lora_dropout: float = knob(
+        0.0,
+        share=True,
+        help="Dropout before the adapters.",
+        option=True,
+        elsewhere=True,
+    )
+    target_modules: tuple[str, ...] | str | None = knob(
+        None,
+        help="Module names, or all-linear; None: PEFT's default.",
+        option="lora_target",
+        label="LoRA targets",
+        elsewhere=True,
+    )
+    bias: str = knob(
+        "none",
+        choices=("none", "all", "lora_only"),
+        help="Which biases are trained.",
+        elsewhere=True,
+    )
+    use_rslora: bool = knob(
+        False,
+        help="Scale by the square root of r instead.",
+        elsewhere=True,
+    )
+    modules_to_save: tuple[str, ...] | None = knob(
+        None,
+        help="Modules trained whole.",
+        elsewhere=True,
+    )
+    autocast_adapter_dtype: bool = knob(
+        True,
+        help="Keep fp16 and bf16 adapters in fp32, as `get_peft_model` does.",
+    )
+    use_dora: bool = knob(
+        False,
+        help="Train the magnitude of each output apart (Liu et al. 2024).",
+        option=True,
+        elsewhere=True,
+    )
+    lora_bias: bool = knob(
+        False,
+        help="Give the second matrix of each adapter a bias.",
+        elsewhere=True,
+    )
+    target_parameters: tuple[str, ...] | None = knob(
+        None,
+        help="Parameters that no module holds, such as fused experts.",
+        elsewhere=True,
+    )
 
     def __post_init__(self) -> None:
         for name in ("target_modules", "modules_to_save", "target_parameters"):
@@ -93,106 +130,48 @@ class Quantization:
     `transformers.BitsAndBytesConfig` makes it so.
     """
 
-    quant_type: str = knob("nf4", choices=QUANT_TYPES)
-    double: bool = knob(False)
-    compute_dtype: str | None = knob(None, choices=DTYPES)
-    prepare: bool = knob(True)
+    quant_type: str = knob(
+        "nf4",
+        choices=QUANT_TYPES,
+        help="Format of the frozen base.",
+        option="quantization",
+        label="Frozen base",
+        elsewhere="bnb_4bit_quant_type",
+    )
+    double: bool = knob(
+        False,
+        help="Quantize the block scales too.",
+        option="double_quant",
+        label="Double quant",
+        elsewhere="bnb_4bit_use_double_quant",
+    )
+    compute_dtype: str | None = knob(
+        None,
+        choices=DTYPES,
+        help="What 4-bit layers compute in; None takes the recipe's format.",
+        elsewhere="bnb_4bit_compute_dtype",
+    )
+    prepare: bool = knob(
+        True,
+        help="Call `prepare_model_for_kbit_training`: what is not quantized goes to fp32.",
+    )
+    experts: str | None = knob(
+        None,
+        choices=PACKED_EXPERTS,
+        help="Put fused experts in 4 bits too, as each is loaded (axolotl's quantize_moe_experts) "
+        "or once all are (bitsandbytes' replace_parameter_4bit).",
+        option="quantize_experts",
+        label="Experts in 4 bits",
+    )
 
     def __post_init__(self) -> None:
         check(self, "quantization.")
 
     def words(self) -> str:
         """Return its part of `str(recipe)`."""
-        return self.quant_type + (" double" if self.double else "")
-
-
-@documented
-@dataclass(frozen=True)
-class Sharding:
-    """Who holds what among `world_size` ranks (Rajbhandari et al. 2020).
-
-    Engines "ddp" (stages 0, 1), "fsdp" (2, 3) and "deepspeed" (0 to 3) divide the batch; "tensor"
-    and "pipeline" (0) give each rank a slice of every layer, or some of the layers, and all work on
-    the same batch. Offloaded parameters take the optimizer with them.
-    """
-
-    stage: int = knob(3, choices=(0, 1, 2, 3))
-    world_size: int = knob(1, most=2**20)
-    engine: str = knob("fsdp", choices=tuple(STAGES))
-    offload: str | None = knob(None, choices=("optimizer", "parameters"))
-    rank: int = knob(0, least=0)
-    wrap: str = knob("layers", choices=("layers", "model"))
-    reshard_root: bool = knob(False)
-    memory_efficient_linear: bool = knob(True)
-    schedule: str = knob("1f1b", choices=("gpipe", "1f1b"))
-    micro_batches: int = knob(1, most=2**16)
-    dp_replicate_size: int = knob(1, most=2**20)
-    cp_size: int = knob(1, most=2**20)
-
-    def __post_init__(self) -> None:
-        check(self, "sharding.")
-        refuse(self, self._refusals(), "sharding.")
-
-    def _refusals(self) -> Refusals:
-        engine = f"engine {self.engine!r}"
-        last = self.world_size - 1
-        allowed = f"ranks of {self.world_size} go from 0 to {last}"
-        yield "rank", self.rank > last, allowed
-        copies = self.dp_replicate_size
-        allowed = f"copies of the model divide the {self.world_size} ranks into equal groups of 2 "
-        allowed += "at least"
-        is_uneven = self.world_size % copies or self.world_size == copies
-        yield "dp_replicate_size", copies > 1 and is_uneven, allowed
-        allowed = f"as many have one sample's tokens: it must divide the {self.shards} ranks that "
-        yield "cp_size", self.shards % self.cp_size, allowed + "divide the model"
-        allowed = "accelerate divides each of several copies among 2 groups of so many at least"
-        yield "cp_size", copies > 1 and self.shards == self.cp_size > 1, allowed
-        stages = STAGES[self.engine]
-        known = " or ".join(map(str, stages))
-        yield "stage", self.stage not in stages, f"{engine} has stage {known}"
-        offloads = OFFLOADS.get(self.engine, ())
-        known = " or ".join(offloads) or "nothing"
-        is_other = self.offload and self.offload not in offloads
-        yield "offload", is_other, f"{engine} offloads {known}"
-        is_early = self.offload == "parameters" and self.stage < 3
-        yield "offload", is_early, "parameters can be offloaded at stage 3 only"
-        for name, owner in OF_ENGINE.items():
-            is_changed = getattr(self, name) != getattr(type(self), name)
-            yield name, is_changed and self.engine != owner, f"only engine {owner!r} knows it"
-        for name in AT_STAGE_3:
-            is_changed = getattr(self, name) != getattr(type(self), name)
-            allowed = "only stage 3 gathers weights for each pass: leave it out"
-            yield name, is_changed and self.stage != 3, allowed
-
-    @property
-    def shards(self) -> int:
-        """The number of ranks that divide one copy of the model."""
-        return self.world_size // self.dp_replicate_size
-
-    @property
-    def shard(self) -> int:
-        """The rank's index among those."""
-        return self.rank % self.shards
-
-    @property
-    def parallelism(self) -> dict[str, int]:
-        """The arguments of accelerate's `ParallelismConfig`; {} where it needs none."""
-        sizes = {"dp_replicate_size": self.dp_replicate_size, "cp_size": self.cp_size}
-        if self.dp_replicate_size == self.cp_size == 1:
-            return {}
-        return {**sizes, "dp_shard_size": self.shards // self.cp_size}
-
-    def words(self) -> str:
-        """Return its part of `str(recipe)`."""
-        ranks = str(self.world_size)
-        if self.dp_replicate_size > 1:
-            ranks = f"{self.shards} × {self.dp_replicate_size} copies"
-        if self.cp_size > 1:
-            ranks += f" · context over {self.cp_size}"
-        offload = f" · {self.offload} offloaded" if self.offload else ""
-        root = " · root resharded" if self.reshard_root else ""
-        linear = "" if self.memory_efficient_linear else " · plain linear layers"
-        return f"{self.engine} stage {self.stage} × {ranks}{offload}{root}{linear}"
+        double = " double" if self.double else ""
+        experts = " with experts" if self.experts else ""
+        return f"{self.quant_type}{double}{experts}"
 
 
 @documented
@@ -204,19 +183,88 @@ class Rollouts:
     length and all completions the longest one.
     """
 
-    num_generations: int = knob(8, least=2)
-    prompt_length: int = knob(256)
-    max_completion_length: int = knob(512)
-    temperature: float = knob(1.0)
-    top_p: float = knob(1.0)
-    top_k: int = knob(0, least=0)
-    beta: float = knob(0.0, share=True)
-    num_iterations: int = knob(1)
-    steps_per_generation: int | None = knob(None)
-    use_vllm: bool = knob(False)
-    vllm_mode: str = knob("colocate", choices=ROLLOUT_ENGINES)
-    vllm_gpu_memory_utilization: float = knob(0.3, share=True)
-    vllm_enable_sleep_mode: bool = knob(False)
+    num_generations: int = knob(
+        8,
+        least=2,
+        help="Completions of a prompt, which are held against each other.",
+        option=True,
+        elsewhere=True,
+    )
+    prompt_length: int = knob(
+        256,
+        help="Tokens of each prompt.",
+        option="prompt",
+    )
+    max_completion_length: int = knob(
+        512,
+        help="Tokens of each completion.",
+        option="completion",
+        elsewhere=True,
+    )
+    temperature: float = knob(
+        1.0,
+        help="What logits are divided by before a token is drawn.",
+        elsewhere=True,
+    )
+    top_p: float = knob(
+        1.0,
+        help="Draw among the likeliest tokens that have this share together.",
+        elsewhere=True,
+    )
+    top_k: int = knob(
+        0,
+        least=0,
+        help="Draw among so many tokens; 0: among all.",
+        elsewhere=True,
+    )
+    beta: float = knob(
+        0.0,
+        share=True,
+        help="Weight of the distance to the reference model; 0 needs none.",
+        option=True,
+        elsewhere=True,
+    )
+    num_iterations: int = knob(
+        1,
+        help="How often completions are trained on.",
+        option=True,
+        elsewhere=True,
+    )
+    steps_per_generation: int | None = knob(
+        None,
+        help=(
+            "Micro-batches that are sampled at once; as many as an optimizer step has when left "
+            "out."
+        ),
+        option=True,
+        elsewhere=True,
+    )
+    use_vllm: bool = knob(
+        False,
+        help="Let vLLM sample them instead of transformers.",
+        option=True,
+        elsewhere=True,
+    )
+    vllm_mode: str = knob(
+        "colocate",
+        choices=ROLLOUT_ENGINES,
+        help="Where vLLM runs: on this card, or on a server's.",
+        option=True,
+        elsewhere=True,
+    )
+    vllm_gpu_memory_utilization: float = knob(
+        0.3,
+        share=True,
+        help="Share of the card that vLLM takes.",
+        option=True,
+        elsewhere=True,
+    )
+    vllm_enable_sleep_mode: bool = knob(
+        False,
+        help="vLLM gives its memory back while the model trains.",
+        option=True,
+        elsewhere=True,
+    )
 
     def __post_init__(self) -> None:
         check(self, "rollouts.")
@@ -256,16 +304,54 @@ class Loop:
     micro-batches of a step on the device at once, as `Trainer` fetches them.
     """
 
-    name: str = knob("trainer")
-    zero_grad: str = knob("end", choices=("start", "before_backward", "end"))
-    set_to_none: bool = knob(True)
-    keep_outputs: bool | str = knob(False, choices=(False, "backward", "step", True))
-    outputs_to_fp32: bool = knob(True)
-    use_cache: bool | None = knob(False)
-    max_grad_norm: float | None = knob(1.0)
-    foreach: bool | None = knob(None)
-    optimizer_in_backward: bool = knob(False)
-    empty_cache_steps: int | None = knob(None)
+    name: str = knob(
+        "trainer",
+        help="What the loop is called.",
+    )
+    zero_grad: str = knob(
+        "end",
+        choices=("start", "before_backward", "end"),
+        help="When gradients are cleared; end is after the update.",
+    )
+    set_to_none: bool = knob(
+        True,
+        help="Free the gradients, or fill them with zeros.",
+    )
+    keep_outputs: bool | str = knob(
+        False,
+        choices=(False, "backward", "step", True),
+        help=(
+            "How long logits, keys and values stay: until the loss (False), to the end of a "
+            "phase, the next forward (True)."
+        ),
+    )
+    outputs_to_fp32: bool = knob(
+        True,
+        help="Copy half-precision outputs to fp32 after autocast, as accelerate does.",
+    )
+    use_cache: bool | None = knob(
+        False,
+        help="`config.use_cache`; None leaves the model's default.",
+        elsewhere=True,
+    )
+    max_grad_norm: float | None = knob(
+        1.0,
+        help="Gradients are clipped to this norm; None does not clip.",
+        elsewhere=True,
+    )
+    foreach: bool | None = knob(
+        None,
+        help="The multi-tensor optimizer; None takes torch's default for the device.",
+    )
+    optimizer_in_backward: bool = knob(
+        False,
+        help="Update each parameter as soon as its gradient is complete.",
+    )
+    empty_cache_steps: int | None = knob(
+        None,
+        help="`torch.cuda.empty_cache()` every so many steps.",
+        elsewhere="torch_empty_cache_steps",
+    )
 
     def __post_init__(self) -> None:
         check(self, "loop.")
@@ -277,6 +363,8 @@ class Loop:
         """Return its part of `str(recipe)`."""
         if self == LOOPS["trainer"]:
             return ""
+        if self == IN_BACKWARD:
+            return "updates in the backward pass"
         is_named = self == LOOPS.get(self.name)
         return f"{self.name} loop" + ("" if is_named else " (changed)")
 
@@ -310,3 +398,5 @@ LOOPS = {
         optimizer_in_backward=True,
     ),
 }
+# The Trainer's, whose weights are updated as their gradients come, as a program of `plan` does it.
+IN_BACKWARD = Loop(max_grad_norm=None, optimizer_in_backward=True)

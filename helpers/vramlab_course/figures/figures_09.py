@@ -97,7 +97,7 @@ def pipeline(
                 if one == kind:
                     at.append(stages - 0.5 - stage)
                     starts.append(end - time)
-                    numbers.append(m + 1)
+                    numbers.append(m)
             look = {
                 "color": colours[kind],
                 "edgecolor": style.INK,

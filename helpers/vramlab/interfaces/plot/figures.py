@@ -107,7 +107,8 @@ def fits(
 ) -> Any:
     """Return a figure of a bar from the low to the high end of each need.
 
-    One is `predict(recipe, gpu="T4").process`, say: a dot where it is likely, and its tier.
+    One is `predict(recipe, gpu="T4").process`, say: a dot where it is likely, and its tier, which
+    colours the bar as on the site.
 
     Of a report, such as `predict(recipe, gpu="T4", other_memory=GiB)`, the process counts, and the
     card less what others hold of it. `limit` is one for all or a list with one for each need, which
@@ -150,7 +151,9 @@ def fits(
     for y, ((name, need), card, room, tier) in enumerate(
         zip(intervals.items(), cards, rooms, tiers, strict=True)
     ):
-        ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, color=style.PROCESS)
+        fill, hatch = style.TIER_LOOK.get(tier, style.NO_TIER_LOOK)
+        bar = {"color": fill, "hatch": hatch, "edgecolor": style.INK, "linewidth": 0}
+        ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, **bar)
         ax.plot(need.value / size, y, "o", color=style.INK, markersize=5)
         draw_limit(
             lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look),

@@ -28,6 +28,9 @@ INK = "#222222"
 FAINT = "#EEEEEE"
 ALARM = "#B00020"
 PROCESS = "#A9B8C6"
+# A tier's colour, which is the site's (site/static/course.css), and its hatch.
+TIER_LOOK = {"safe": ("#009E73", ""), "likely": ("#56B4E9", "//"), "tight": ("#E69F00", "..")}
+NO_TIER_LOOK = ("#E8A0A8", "xx")  # does not fit: pale, so that the dot can be seen
 PATCH = {
     "facecolor": "white",
     "edgecolor": "none",

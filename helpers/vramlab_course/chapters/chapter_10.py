@@ -1,0 +1,39 @@
+"""What chapter 10's cells share: what autograd saves, and bytes of tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@contextmanager
+def saved_for_backward(*modules: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
+    """Yield a dictionary that fills with what autograd saves in the block, each storage once.
+
+    Parameters and buffers of `modules` are there anyway and are left out.
+    """
+    there = set()
+    for module in modules:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            there.add(tensor.untyped_storage()._cdata)
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in there:
+            saved[storage] = tensor  # held, so that no other tensor gets its address
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def nbytes(tensors: Any) -> int:
+    """Return the bytes of the storages of some tensors, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

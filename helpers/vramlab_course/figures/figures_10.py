@@ -1,0 +1,38 @@
+"""Drawing of chapter 10: how a run grows with its text."""
+
+from collections.abc import Mapping
+
+from vramlab import Recipe, find_gpu, predict
+from vramlab.hardware.gpu import usable_memory
+from vramlab.interfaces.plot import style
+from vramlab.interfaces.plot.splits import draw_limit
+from vramlab.report.report import GiB
+
+LENGTHS = tuple(2**power for power in range(11, 18))  # tokens of a text
+
+
+@style.styled()
+def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
+    """Return a figure of each recipe's predicted peak over the text's length, and a card's line."""
+    first = next(iter(ladder.values()))
+    about = f"predicted: {first.name}, LoRA, {first.precision}, one text; both axes are logarithmic"
+    figure, ax = style.start(title, about)
+    rows = [("peak, GiB, at tokens", *(f"{length:,}" for length in LENGTHS))]
+    for (name, recipe), (colour, mark, dash) in zip(ladder.items(), style.LINES, strict=False):
+        peaks = []
+        for length in LENGTHS:
+            report = predict(recipe.replace(seq_len=length), gpu=limit)
+            peaks.append(report.peak.total / GiB)
+        ax.plot(LENGTHS, peaks, color=colour, marker=mark, linestyle=dash, label=name)
+        rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
+    draw_limit(ax.axhline, limit, "GiB")
+    top = 2 * max(float(value.replace(",", "")) for row in rows[1:] for value in row[1:])
+    ticks = [size for size in (10, 20, 50, 100, 200, 500, 1000, 2000) if size < top]
+    ax.set(xscale="log", yscale="log", ylim=(10, top))
+    ax.set(xlabel="tokens of a text", ylabel="peak, GiB")
+    ax.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
+    ax.set_yticks(ticks, [f"{size:,}" for size in ticks])
+    ax.minorticks_off()
+    room = usable_memory(find_gpu(limit)) / GiB
+    alt = f"Lines over the length of a text. {title}. {about}. The card has {room:.1f} GiB. "
+    return style.finish(figure, rows, alt, say_rows=True)

@@ -1,0 +1,89 @@
+"""Chapter 10's exercises: right answers in other words are accepted, and what readers get wrong is
+told apart; and what the chapter's cells share counts rightly.
+"""
+
+from math import ceil
+
+import pytest
+import torch
+from vramlab_course import exercises
+from vramlab_course.chapters.chapter_10 import nbytes, saved_for_backward
+from vramlab_course.exercises import judge
+from vramlab_course.judges.judges_10 import LOOPS, sampled
+
+FOUND = exercises.chapter("10")
+
+
+def own_cache(step, prompt, new):
+    """Another right loop: it gives the prompt a token at a time where it can."""
+    with torch.no_grad():
+        logits, cache = step(prompt, None)
+        answer = [prompt]
+        for number in range(new):
+            answer.append(logits[:, -1:].max(-1).indices)
+            if number < new - 1:
+                logits, cache = step(answer[-1], cache)
+    return torch.cat(answer, 1)
+
+
+def never_shared(prompt, completions, size):
+    return sum(ceil((prompt + tokens) / size) for tokens in completions)
+
+
+def by_counting(prompt, completions, size):
+    """Blocks as pairs of an owner and a number."""
+    held = set()
+    for owner, tokens in enumerate(completions):
+        for position in range(prompt + tokens):
+            number = position // size
+            is_shared = (number + 1) * size <= prompt
+            held.add((None if is_shared else owner, number))
+    return len(held)
+
+
+def test_there_are_two_with_two_hints_each():
+    assert list(FOUND) == ["10.1", "10.2"]
+    assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
+
+
+@pytest.mark.parametrize("name, answer", [("10.1", own_cache), ("10.2", by_counting)])
+def test_right_answers_in_other_words(name, answer):
+    verdict = judge(FOUND[name], answer)
+    assert verdict.right, verdict
+
+
+@pytest.mark.parametrize(
+    "name, answer, said",
+    [
+        ("10.1", LOOPS["as_given"], "computed again, 18 of them"),
+        ("10.1", LOOPS["graph"], "Autograd still records"),
+        ("10.1", LOOPS["off_for_good"], "switched off for everybody"),
+        ("10.1", LOOPS["twice"], "called 10 times"),
+        ("10.1", lambda step, prompt, new: prompt, "not those"),
+        ("10.1", lambda step, prompt, new: 1 / 0, "ZeroDivisionError"),
+        ("10.2", never_shared, "once for every completion"),
+        ("10.2", lambda prompt, completions, size: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_what_readers_get_wrong_is_told_apart(name, answer, said):
+    verdict = judge(FOUND[name], answer)
+    assert not verdict.right and said in verdict.text, verdict
+
+
+def test_a_loop_without_its_cache_computes_every_earlier_token_again():
+    # a prompt of 3 tokens and 5 new ones: 3 + 4 + 5 + 6 of the last four calls are known
+    assert sampled(LOOPS["as_given"]).again == 3 + 4 + 5 + 6
+    assert sampled(LOOPS["no_grad"]).again == 0
+
+
+def test_what_is_saved_is_counted_once_and_without_the_weights():
+    layer = torch.nn.Linear(4, 8)
+    x = torch.randn(16, 4, requires_grad=True)
+    with saved_for_backward(layer) as saved:
+        wide = layer(x).relu()
+        (wide * wide).sum()
+    # x of the matrix product; relu's result, which the product saves twice more
+    assert nbytes(saved.values()) == 4 * (16 * 4 + 16 * 8)
+    with saved_for_backward() as saved:
+        layer(x)
+    assert nbytes(saved.values()) == 4 * (16 * 4 + 8 * 4)

@@ -1,0 +1,21 @@
+"""Chapter 10's lines over a text's length: what they are drawn from."""
+
+import pytest
+from vramlab import GiB, LoRA, Recipe, predict
+from vramlab_course.figures.figures_10 import LENGTHS, growth
+
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
+
+
+def test_the_lines_are_the_predicted_peaks():
+    run = Recipe("llama-3.2-1b", 1, 2048, "bf16-mixed", dtype="bfloat16", lora=LoRA(r=16))
+    ladder = {"no switch": run, "+ checkpointing": run.replace(gradient_checkpointing=True)}
+    figure = growth(ladder, limit="H100", title="It grows")
+    for row, recipe in zip(figure.rows[1:], ladder.values(), strict=True):
+        longest = predict(recipe.replace(seq_len=LENGTHS[-1]), gpu="H100").peak.total / GiB
+        assert row[-1] == f"{longest:,.1f}" and len(row) == 1 + len(LENGTHS)
+    (ax,) = figure.axes
+    for line, row in zip(ax.lines, figure.rows[1:], strict=False):
+        assert [f"{value:,.1f}" for value in line.get_ydata()] == list(row[1:])
+        assert max(line.get_ydata()) < ax.get_ylim()[1]
+    assert "The card has" in figure.alt and "no switch" in figure.alt
