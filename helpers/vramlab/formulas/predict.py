@@ -123,6 +123,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
 
+    allowed = "Inductor decides what a compiled step keeps: ask simulate, which lets it compile"
+    yield "torch_compile", recipe.torch_compile, allowed
+
     experts = lora_modules.adapts_experts(shape, lora)
     names = "PEFT takes these names to mean fused experts too"
     allowed = f"{names}, whose adapters no formula knows: ask simulate"
@@ -205,8 +208,6 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     notes += lora_modules.notes(recipe)
-    if recipe.torch_compile:
-        notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card:
         reason = card.why_not(recipe.precision)
         if reason:
