@@ -122,6 +122,13 @@ RESUMED = [
     ("lora", "bf16-mixed"),
     ("qlora", "bf16-mixed"),
 ]  # once for each sharding and method
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
 WORDS = [
     "def",
     "word",
@@ -158,15 +165,8 @@ def base(tmp_path_factory) -> str:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(data_path("base_model"))
     tokenizer.save_pretrained(folder)
-    sizes = dict(
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
     tiny = config(
-        "llama", vocab_size=len(tokenizer), num_hidden_layers=2, **sizes
+        "llama", vocab_size=len(tokenizer), num_hidden_layers=2, **SIZES
     )  # whole blocks of 64 in 4 bits
     LlamaForCausalLM(LlamaConfig(**tiny)).save_pretrained(folder)
     return folder
@@ -250,6 +250,27 @@ def test_a_program_trains_by_another_of_pefts_methods(base, tmp_path):
     assert "ADAPTERS = IA3Config(" in program and "import IA3Config, get_peft_model" in program
     assert "merge_and_unload" not in program
     run_script(tmp_path, "--watch", watched=2)
+
+
+def test_a_program_packs_experts_as_they_are_loaded(base, tmp_path):
+    """A mixture's, which transformers' loader leaves in 16 bits."""
+    import torch
+    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+    mixture = str(tmp_path / "mixture")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.save_pretrained(mixture)
+    tiny = config("mixtral", vocab_size=len(tokenizer), num_hidden_layers=2, **SIZES)
+    MixtralForCausalLM(MixtralConfig(**tiny)).to(torch.bfloat16).save_pretrained(mixture)
+    found = plan(mixture, "A100 80GB", liger=False, method="qlora", packing=True, **ASKED | MIXED)
+    packed = dataclasses.replace(found.best.recipe.quantization, experts="loading")
+    recipe = found.best.recipe.replace(quantization=packed)
+    choice = dataclasses.replace(found.best, recipe=recipe)
+    rows = samples("transformers")
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found.write(tmp_path / "train.py", choice)
+    (seen,) = run_script(tmp_path, "--watch", watched=1, steps=STEPS[:1])
+    assert_same_but_for_scalars(seen, simulated(recipe, 1))
 
 
 def assert_trained(folder: Path, recipe) -> None:

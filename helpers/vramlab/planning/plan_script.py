@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import RecipeError, needing
+from ..recipe import lora_modules
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
@@ -354,5 +355,8 @@ def _adapters(recipe: Recipe) -> Arguments:
         differs = knob.elsewhere and value != knob.default
         if name in ("r", "lora_alpha") or differs:
             arguments[name] = list(value) if isinstance(value, tuple) else value
+    parts = lora_modules.adapted_beside_experts(recipe.shape, recipe.lora)
+    if parts:
+        arguments["target_modules"] = parts
     arguments["task_type"] = task_type
     return arguments

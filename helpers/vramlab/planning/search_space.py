@@ -20,7 +20,7 @@ from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
-from ..recipe.lora_modules import unquantized
+from ..recipe.lora_modules import has_experts, unquantized
 from ..recipe.options import (
     HALF,
     IN_BACKWARD,
@@ -111,8 +111,12 @@ def _options(
     if method == "qlora":
         # Prepared shards would have two dtypes in one unit.
         prepares = (True, False) if question.gpus == 1 else (False,)
-        pairs = itertools.product(prepares, (False, True))
-        bases = [Quantization("nf4", double, prepare=prepare) for prepare, double in pairs]
+        pairs = list(itertools.product(prepares, (False, True)))
+        packs = has_experts(question.plain.shape) and question.gpus == 1
+        ways = itertools.product((None, "loading") if packs else (None,), pairs)
+        bases = []
+        for experts, (prepare, double) in ways:
+            bases.append(Quantization("nf4", double, prepare=prepare, experts=experts))
     return {
         "use_liger_kernel": (True, False) if question.liger_is_possible() else (False,),
         "trainer": question.trainers(),
@@ -344,6 +348,9 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
     if quantization and quantization.double:
         single = dataclasses.replace(quantization, double=False)
         yield "double quantization", {"quantization": single}
+    if quantization and quantization.experts:
+        whole = dataclasses.replace(quantization, experts=None)
+        yield "experts in 4 bits", {"quantization": whole}
     if quantization and recipe.adapters:
         yield "the 4-bit base", {"quantization": None, "dtype": recipe.weights_dtype}
 
