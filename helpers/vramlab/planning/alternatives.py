@@ -13,7 +13,7 @@ from ..recipe.recipe import Recipe
 from ..report.report import GiB
 from .candidate import SURE, Candidate
 from .question import Question
-from .search_space import micro_batches, with_micro_batch
+from .search_space import micro_batches, sizes_of, with_micro_batch
 from .step_time import step_time
 
 MOST = 3  # alternatives of an answer
@@ -109,7 +109,7 @@ def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
             with_its_adapters(family)
         except RecipeError:
             continue
-        for size in micro_batches(question):
+        for size in sizes_of(family, micro_batches(question)):
             recipe = with_micro_batch(family, size)
             possible.append(Candidate(question, recipe, int(checkpointing)))
     room = question.usable
