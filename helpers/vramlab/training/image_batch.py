@@ -42,6 +42,9 @@ def _by_trl(processed: dict[str, Any]) -> dict[str, Any]:
     """Return what TRL's collator makes of what a processor made: images have labels there."""
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    processor: Any = lambda **_: processed
-    collator = DataCollatorForVisionLanguageModeling(processor)
+    def processor(**unused: Any) -> dict[str, Any]:
+        return processed
+
+    own: Any = processor
+    collator = DataCollatorForVisionLanguageModeling(own)
     return collator([{"text": "", "images": []}])
