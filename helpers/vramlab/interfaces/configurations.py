@@ -1,6 +1,6 @@
-"""Reads the configuration of a program that trains: the YAML of axolotl, LLaMA-Factory and TRL, and
-ms-swift's or the shell script that calls it.
+"""Reads the configuration of a program that trains, a YAML or ms-swift's shell script.
 
+The programs are axolotl, LLaMA-Factory, TRL's command line and ms-swift.
 Each of its settings is taken, refused in a sentence, said to be not modelled, or known to move no
 memory; `data/configurations.json` has them all, from the programs' own sources. What these
 programs make of the settings that are taken stands in `axolotl_file`, `trl_file` and `swift_file`.
