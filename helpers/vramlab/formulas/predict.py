@@ -25,6 +25,8 @@ from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..report.report import Report
 from . import blocks, reserved, shards
 from .account import kept_account
+from .engine_memory import APART
+from .fsdp_memory import unit_of
 from .fused_head import with_its_adapters
 from .loading import loading_peak
 from .phases import Phases
@@ -121,6 +123,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
 
+    allowed = "Inductor decides what a compiled step keeps: ask simulate, which lets it compile"
+    yield "torch_compile", recipe.torch_compile, allowed
+
     experts = lora_modules.adapts_experts(shape, lora)
     names = "PEFT takes these names to mean fused experts too"
     allowed = f"{names}, whose adapters no formula knows: ask simulate"
@@ -162,6 +167,12 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas do not know where copies are among shards: ask simulate"
     yield "lora.modules_to_save", unplaced, allowed
 
+    # TRL moves hidden states to where the head's weight is.
+    offloads = sharding and sharding.engine == "fsdp" and sharding.offload and shape.layout
+    on_host = offloads and unit_of(f"{shape.head}.weight", recipe) == APART
+    allowed = "the loss is computed on the host, which the formulas do not know: ask simulate"
+    yield "sharding.offload", on_host, allowed
+
     # Two halves of the same width are no difference to a formula, but a cast is one.
     precision = recipe.precision.partition("-")[0]
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(precision)}
@@ -197,8 +208,6 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     notes += lora_modules.notes(recipe)
-    if recipe.torch_compile:
-        notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card:
         reason = card.why_not(recipe.precision)
         if reason:

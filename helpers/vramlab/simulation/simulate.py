@@ -40,6 +40,7 @@ from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
+from .compiled import TRIED, compiled_step, failed, is_compiled
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
@@ -49,7 +50,7 @@ from .fakes import compiled_late, fake_world
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
-from .values import Values, readable_values, reason_at
+from .values import Values, readable_values
 
 
 @needing("simulate")
@@ -140,7 +141,7 @@ def _of_recipe(
     if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
         rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
         raise RecipeError("target", target, rest)
-    notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+    notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
@@ -206,7 +207,7 @@ def trace(
     micro-batches. `History.notes` says where layers do not repeat.
     """
     notes = []
-    if not full:
+    if not full and not recipe.torch_compile:
         try:
             # with a fused loss the first product of backward is in the last layer, which then
             # differs from the others
@@ -321,6 +322,7 @@ def simulate_evaluation(
         )
         rest += "ask simulate_generation"
         raise RecipeError("evaluation.predict_with_generate", True, rest)
+    notes = ["torch_compile: the eager evaluation is simulated"] if recipe.torch_compile else []
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     return to_report(
@@ -330,7 +332,7 @@ def simulate_evaluation(
         target,
         since=history.last_step[0].start,
         title=f"{recipe} · evaluation",
-        notes=tracker.notes,
+        notes=notes + tracker.notes,
     )
 
 
@@ -342,6 +344,7 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
+    compiles = evaluation is None and is_compiled(recipe)
     load_libraries(recipe)
     engine = engine_of(recipe)
     offloads = recipe.activation_offloading and target == "cuda"
@@ -378,18 +381,18 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            shortcut: AbstractContextManager[Any] = nullcontext()
-            if recipe.rollouts and not full:
-                shortcut = skipped(training, tracker, recipe.rollouts)
-            with shortcut:
+            way: AbstractContextManager[Any] = nullcontext()
+            if compiles:
+                way = compiled_step(training, tracker, card, kernels)
+            elif recipe.rollouts and not full:
+                way = skipped(training, tracker, recipe.rollouts)
+            with way:
                 return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks
         except Exception as error:
-            why = f"its training step does not run on fake tensors: {reason_at(error)}"
-            rest = f"{why}; measure(recipe) runs it for real"
-            raise RecipeError("model", recipe.name, rest) from error
+            raise failed(recipe, error, compiles) from error
 
 
 def load_libraries(recipe: Recipe) -> None:
