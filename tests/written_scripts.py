@@ -25,6 +25,7 @@ from vramlab.tracking.history import History, to_report
 
 STEPS = (3, 4)  # of the first run, and of the one that goes on from its checkpoint
 TRAINED = ("parameters", "gradients", "optimizer_states")  # whose dtype is what a precision means
+INDICES = ("activations int64",)  # as large as rows, which differ in length
 LEAST = 1024  # bytes of a dtype that is no matter of counters, flags and norms
 
 
@@ -99,7 +100,11 @@ def differing_dtypes(ran: Report, said: Report) -> dict[str, Any]:
             found[f"held {name}"] = sizes
     for category in (*TRAINED, "activations"):
         made = [
-            {name for name, n in each["made"].items() if name.startswith(category) and n > LEAST}
+            {
+                name
+                for name, n in each["made"].items()
+                if name.startswith(category) and n > LEAST and name not in INDICES
+            }
             for each in (ours, theirs)
         ]
         if made[0] != made[1]:

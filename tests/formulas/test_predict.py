@@ -451,8 +451,9 @@ def test_zero_divides_what_its_stage_says():
     assert buckets == pytest.approx(model_states.gradient_bytes(full), rel=1e-3)
 
 
-def test_torch_compile_is_noted():
-    assert any("eager step" in note for note in predict(GPT2.replace(torch_compile=True)).notes)
+def test_a_compiled_step_is_for_simulate():
+    with pytest.raises(RecipeError, match=r"'torch_compile' is True, but Inductor.*ask simulate"):
+        predict(GPT2.replace(torch_compile=True))
 
 
 # --- what nobody wrote out

@@ -33,6 +33,8 @@ def refused(result, *said):
 
 READERS = [
     "predict {}",
+    "simulate {}",
+    "plan {} --gpu T4",
     "diff {} gpt2",
     "explain {}",
     "predict gpt2 --lengths {}",

@@ -1,9 +1,14 @@
 """A release is one tag: one version everywhere, and a workflow that publishes what was checked."""
 
+import hashlib
 import re
+import tomllib
 
+import conda_recipe
+import pytest
 import release
 import settings
+import yaml
 from vramlab import __version__
 
 
@@ -41,3 +46,21 @@ def test_the_address_is_written_by_the_command_that_people_have():
     workflow = (settings.ROOT / ".github/workflows/address.yml").read_text()
     assert "tests/tools/repo_url.py" in workflow
     assert "grep -q 'your--account' pyproject.toml" in workflow
+
+
+def test_conda_forges_recipe_says_what_pyproject_says(tmp_path):
+    archive = tmp_path / f"vramlab-{__version__}.tar.gz"
+    archive.write_bytes(b"an archive")
+    made = yaml.safe_load(conda_recipe.recipe(archive))
+    assert made["context"] == {"version": __version__, "python_min": "3.11"}
+    assert made["source"]["sha256"] == hashlib.sha256(b"an archive").hexdigest()
+    project = tomllib.loads((settings.ROOT / "pyproject.toml").read_text())["project"]
+    needed = {line.replace(">", " >", 1) for line in project["dependencies"]}
+    assert set(made["requirements"]["run"]) == needed | {"python >=${{ python_min }}"}
+    constraints = made["requirements"]["run_constraints"]
+    assert {"pytorch >=2.11", "transformers >=5.15", "matplotlib >=3.10"} <= set(constraints)
+    assert made["about"]["license"] == "Apache-2.0"
+    (entry,) = made["build"]["python"]["entry_points"]
+    assert entry == f"vramlab = {project['scripts']['vramlab']}"
+    with pytest.raises(ValueError, match="no source distribution of vramlab"):
+        conda_recipe.recipe(tmp_path / "vramlab_base_model-0.1.0.tar.gz")

@@ -351,10 +351,6 @@ def test_what_the_formulas_do_not_know_is_sent_to_simulate(monkeypatch):
 # --- in a browser
 
 PATIENCE = 300_000  # milliseconds until a test gives up; how long something takes is not asserted
-SHELL = """<!doctype html><html lang="en"><title>Calculator</title><main><h1>Does my training \
-fit?</h1>
-<link rel="stylesheet" href="calculator/calculator.css"><div id="calculator"></div></main>
-<script type="module" src="calculator/calculator.js"></script></html>"""
 # Goes to each state by its address and waits until the answer of just that state is there.
 VISIT = """async states => {
   const place = document.getElementById("calculator"), found = [];
@@ -394,18 +390,13 @@ def chromium() -> str | None:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """The page on a server, without the rest of the site."""
+    """The page by itself on a server, as a Space has it."""
     try:
         pyodide = web_calculator.fetch_pyodide(web_calculator.ROOT / "build")
     except OSError as error:
         pytest.skip(f"Pyodide could not be fetched from the npm registry: {error}")
-    folder = tmp_path_factory.mktemp("page")
-    place = shutil.copytree(
-        web_calculator.ROOT / "site" / "static" / "calculator", folder / "calculator"
-    )
-    web_calculator.lay_out(place, pyodide)
-    (folder / "index.html").write_text(SHELL, encoding="utf-8")
-    (folder / "favicon.ico").write_bytes(b"")
+    folder = tmp_path_factory.mktemp("page") / "space"
+    web_calculator.write_space(folder, pyodide)
     handler = functools.partial(Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

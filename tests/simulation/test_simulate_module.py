@@ -244,6 +244,82 @@ def test_a_group_norm_after_a_convolution_under_autocast():
     assert report.phases == really(make, batch, loss, build, precision="bf16-mixed")
 
 
+class Bank(nn.Module):
+    """Makes a buffer, or a tensor that is none, anew from itself and the step's hidden states."""
+
+    def __init__(self, is_buffer: bool = True):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        if is_buffer:
+            self.register_buffer("bank", torch.zeros(64, 32))
+        else:
+            self.bank = torch.zeros(64, 32)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        scores = hidden @ self.bank.T
+        self.bank = torch.cat([self.bank[8:], hidden.detach().float()])
+        return scores
+
+
+def in_fp32(outputs, batch):
+    return outputs.float().sum()
+
+
+def convolutions(convolution: type, transposed: type) -> nn.Module:
+    return nn.Sequential(convolution(4, 8, 3, groups=2), nn.ReLU(), transposed(8, 4, 3))
+
+
+IMAGES, ROWS = torch.rand(2, 4, 16, 16), torch.rand(64, 64)
+# (module, batch, precision): each was off without a note, the first of a kind by this much.
+ONCE_OFF = {
+    "a convolution into windows, -29 %": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Unfold(3)),
+        IMAGES,
+        "fp32",
+    ),
+    "windows and their sums": (
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(4, 8, 3), nn.Unfold(3, stride=2), nn.Fold((18, 18), 3, stride=2)
+        ),
+        IMAGES,
+        "bf16-mixed",
+    ),
+    "a buffer made anew from itself, +50 %": (Bank, torch.rand(8, 32), "fp32"),
+    "a buffer made anew under autocast": (Bank, torch.rand(8, 32), "bf16-mixed"),
+    "a plain tensor made anew": (lambda: Bank(is_buffer=False), torch.rand(8, 32), "fp32"),
+    "convolutions under autocast, +14 %": (
+        lambda: convolutions(nn.Conv2d, nn.ConvTranspose2d),
+        IMAGES,
+        "bf16-mixed",
+    ),
+    "convolutions of volumes under autocast": (
+        lambda: convolutions(nn.Conv3d, nn.ConvTranspose3d),
+        torch.rand(2, 4, 6, 6, 6),
+        "bf16-mixed",
+    ),
+    "part of a larger tensor, -19 %": (mlp, ROWS[:4], "fp32"),
+    "columns of a larger tensor": (mlp, torch.rand(4, 128)[:, :64], "fp32"),
+    "parts of two in a dictionary": (
+        Named,
+        {"x": torch.rand(64, 16)[8:12], "labels": (torch.arange(64) % 4)[:4]},
+        "bf16-mixed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONCE_OFF)
+def test_equals_a_real_step_where_it_once_did_not(case):
+    make, batch, precision = ONCE_OFF[case]
+    loss = None if make is Named else in_fp32
+    build = OPTIMIZERS["momentum"]
+    report = simulate(
+        model=make(), batch=batch, loss=loss, optimizer=build, target="cpu", precision=precision
+    )
+    assert report.phases == really(make, batch, loss, build, precision=precision)
+    assert not report.notes
+
+
 def test_a_function_of_parameters_serves_as_optimizer():
     model = mlp()
     batch, loss = CASES["mlp, a tensor"][1:]

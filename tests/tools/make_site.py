@@ -59,7 +59,7 @@ def assemble(
     (source / "README.md").write_text(
         site_links.link_files(readme, "README.md", places), encoding="utf-8"
     )
-    for page in ("use.md", "accuracy.md"):
+    for page in ("index.md", "use.md", "accuracy.md"):
         text = (SITE / page).read_text(encoding="utf-8")
         linked = site_links.link_files(text, f"site/{page}", places)
         (source / page).write_text(linked, encoding="utf-8")
@@ -319,9 +319,13 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
 def make(
     notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path, pyodide: Path | None = None
 ) -> tuple[list[str], Counter]:
-    """The whole way: `build`/site-source, `build`/site; what is wrong, and external links."""
+    """The whole way: `build`/site-source, `build`/site, and the calculator alone in `build`/space;
+    what is wrong, and external links.
+    """
     source, out = build.resolve() / "site-source", build.resolve() / "site"
     assemble(source, notebooks, verdicts, pyodide)
+    if pyodide:
+        web_calculator.write_space(build.resolve() / "space", pyodide)
     shutil.rmtree(out, ignore_errors=True)
     status = render(source, out)
     lighten(out)

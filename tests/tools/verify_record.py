@@ -382,7 +382,9 @@ def _beside_simulated(report: Report, verdict: Verdict) -> str:
     """Add a row of both peaks; return how the simulated report differs, or ""."""
     card = card_of(report.environment)
     if report.recipe["torch_compile"]:
-        verdict.reasons.append(f"{report.title}: not compared, simulate describes the eager step")
+        verdict.reasons.append(
+            f"{report.title}: not compared, the Inductor of its own torch decides"
+        )
         return ""
     try:
         with rules_of(report.environment["torch"]):

@@ -1,5 +1,5 @@
 """What the site's calculator loads: Pyodide from its npm package, vramlab and its data as an
-archive, and usual answers.
+archive, and usual answers; and the calculator as a page by itself.
 """
 
 import gzip
@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
-from settings import ROOT
+from settings import ROOT, repository_url
 from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, predict, read_shape
 from vramlab.recipe.families import FAMILIES
 from vramlab.recipe.shapes import catalogue
@@ -113,6 +113,66 @@ def lay_out(place: Path, pyodide: Path) -> None:
     write_archive(place / "vramlab.zip")
     shutil.copytree(pyodide, place / "pyodide")
     write_start(place)
+
+
+SPACE = """---
+title: GPU memory calculator
+emoji: 📏
+colorFrom: blue
+colorTo: green
+sdk: static
+app_file: index.html
+license: apache-2.0
+short_description: Does my training fit this GPU, byte by byte
+---
+# Does my training fit?
+
+The calculator of [VRAM Lab]({repository}), as `make site` writes it: a page without a server, which
+runs `vramlab.predict` in the browser and sends nothing anywhere.
+"""
+# The page by itself: colours that the site's theme would give, in light and in dark.
+ALONE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Does my training fit? A GPU memory calculator</title>
+<link rel="icon" href="favicon.svg">
+<link rel="stylesheet" href="calculator/calculator.css">
+<style>
+:root {{
+  color-scheme: light dark;
+  --pst-color-text-base: light-dark(#222832, #ced6dd);
+  --pst-color-text-muted: light-dark(#48566b, #9ca4af);
+  --pst-color-background: light-dark(#fff, #14181e);
+  --pst-color-surface: light-dark(#f3f4f5, #222832);
+  --pst-color-border: light-dark(#d1d5da, #48566b);
+}}
+body {{
+  font-family: system-ui, sans-serif; line-height: 1.5; max-width: 62rem; margin: 0 auto;
+  padding: 0 1rem; color: var(--pst-color-text-base); background: var(--pst-color-background);
+}}
+</style>
+<main>
+<h1>Does my training fit?</h1>
+<p>Say what you train and how; the page predicts the peak, byte by byte, in your browser.
+<a href="{repository}">How, and how exact it is</a>.</p>
+<div id="calculator"></div>
+</main>
+<script type="module" src="calculator/calculator.js"></script>
+</html>
+"""
+
+
+def write_space(folder: Path, pyodide: Path) -> None:
+    """Write the calculator as a page by itself, in the form of a static Space of Hugging Face."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    static = ROOT / "site" / "static"
+    place = shutil.copytree(static / "calculator", folder / "calculator", ignore=ignored)
+    lay_out(place, pyodide)
+    shutil.copy(static / "favicon.svg", folder)
+    for name, text in (("README.md", SPACE), ("index.html", ALONE)):
+        (folder / name).write_text(text.format(repository=repository_url()), encoding="utf-8")
 
 
 ASK = """

@@ -26,6 +26,7 @@ from vramlab import Report, Sharding, plan
 from vramlab.base.data import data_path
 from vramlab.base.files import is_ours
 from vramlab.formulas.model_states import tensors_in_order
+from vramlab.recipe.options import IN_BACKWARD
 from vramlab.report.report import CATEGORIES
 from written_scripts import STEPS, differing_dtypes, run_script, simulated, state
 
@@ -54,9 +55,21 @@ CASES |= {
     "packed full": dict(method="full", precisions="fp32", packing=True),
     "packed lora": dict(MIXED, method="lora", packing=True, checkpointing=True),
     "packed qlora": dict(MIXED, method="qlora", packing=True),
+    "packed full in backward": dict(
+        MIXED, method="full", packing=True, checkpointing=True, changes={"loop": IN_BACKWARD}
+    ),
+    "padding-free sft lora": dict(
+        MIXED, seq_len=64, method="lora", trainer="sft", changes={"padding_free": True}
+    ),
     "packed sft lora": dict(MIXED, method="lora", trainer="sft", packing=True),
 }
-QUICK = ("packed lora", "packed qlora", "kto lora")
+QUICK = (
+    "packed lora",
+    "packed full in backward",
+    "padding-free sft lora",
+    "packed qlora",
+    "kto lora",
+)
 SHARDINGS = {  # FSDP offloads to pinned memory, which takes a GPU
     "ddp": Sharding(0, 2, "ddp"),
     "fsdp stage 2": Sharding(2, 2, "fsdp"),
@@ -92,6 +105,14 @@ SHARDED += [
     and SHARDINGS[sharding].world_size > 1
     and not (method == "lora" and "deepspeed stage 3" in sharding)
 ]
+# and so do those of preferences: a reference model beside full training, none beside adapters
+SHARDED += [
+    ("ddp", "dpo full", "bf16-mixed"),
+    ("fsdp stage 3", "dpo lora", "bf16-mixed"),
+    ("deepspeed stage 2", "kto lora", "bf16-mixed"),
+    ("ddp", "reward qlora", "bf16-mixed"),
+    ("deepspeed stage 3", "reward full", "bf16-mixed"),
+]
 QUICK_SHARDED = [
     ("fsdp stage 3", "lora", "bf16-mixed"),
     ("deepspeed alone, stage 3", "full", "bf16-mixed"),
@@ -101,6 +122,13 @@ RESUMED = [
     ("lora", "bf16-mixed"),
     ("qlora", "bf16-mixed"),
 ]  # once for each sharding and method
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
 WORDS = [
     "def",
     "word",
@@ -137,15 +165,8 @@ def base(tmp_path_factory) -> str:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(data_path("base_model"))
     tokenizer.save_pretrained(folder)
-    sizes = dict(
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
     tiny = config(
-        "llama", vocab_size=len(tokenizer), num_hidden_layers=2, **sizes
+        "llama", vocab_size=len(tokenizer), num_hidden_layers=2, **SIZES
     )  # whole blocks of 64 in 4 bits
     LlamaForCausalLM(LlamaConfig(**tiny)).save_pretrained(folder)
     return folder
@@ -172,16 +193,22 @@ def samples(trainer: str) -> list[dict]:
     return [{"text": text} for text in texts]
 
 
-def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) -> tuple:
-    """The recipe of the program that the plan's best answer, or the same with `sharding`, was
-    written as; its files.
+def written(
+    base: str,
+    folder: Path,
+    sharding: Sharding | None = None,
+    changes: dict | None = None,
+    **asked,
+) -> tuple:
+    """The recipe of the program that the plan's best answer, or the same with `sharding` or
+    `changes`, was written as; its files.
     """
     found = plan(
         base, "A100 80GB", **{"liger": False, **ASKED, **asked}
     )  # Triton compiles for no CPU
     choice = found.best
-    if sharding:
-        choice = dataclasses.replace(choice, recipe=choice.recipe.replace(sharding=sharding))
+    changed = choice.recipe.replace(sharding=sharding, **(changes or {}))
+    choice = dataclasses.replace(choice, recipe=changed)
     rows = samples(asked.get("trainer", "transformers"))
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = found.write(folder / "train.py", choice)
@@ -223,6 +250,27 @@ def test_a_program_trains_by_another_of_pefts_methods(base, tmp_path):
     assert "ADAPTERS = IA3Config(" in program and "import IA3Config, get_peft_model" in program
     assert "merge_and_unload" not in program
     run_script(tmp_path, "--watch", watched=2)
+
+
+def test_a_program_packs_experts_as_they_are_loaded(base, tmp_path):
+    """A mixture's, which transformers' loader leaves in 16 bits."""
+    import torch
+    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+    mixture = str(tmp_path / "mixture")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.save_pretrained(mixture)
+    tiny = config("mixtral", vocab_size=len(tokenizer), num_hidden_layers=2, **SIZES)
+    MixtralForCausalLM(MixtralConfig(**tiny)).to(torch.bfloat16).save_pretrained(mixture)
+    found = plan(mixture, "A100 80GB", liger=False, method="qlora", packing=True, **ASKED | MIXED)
+    packed = dataclasses.replace(found.best.recipe.quantization, experts="loading")
+    recipe = found.best.recipe.replace(quantization=packed)
+    choice = dataclasses.replace(found.best, recipe=recipe)
+    rows = samples("transformers")
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found.write(tmp_path / "train.py", choice)
+    (seen,) = run_script(tmp_path, "--watch", watched=1, steps=STEPS[:1])
+    assert_same_but_for_scalars(seen, simulated(recipe, 1))
 
 
 def assert_trained(folder: Path, recipe) -> None:
@@ -280,6 +328,14 @@ def test_the_program_is_laid_out_and_says_the_recipe(name, tmp_path):
         "reward",
     )
     assert "expandable_segments:True" in text and "$" not in text
+
+
+def test_a_program_that_cuts_no_sample_refuses_a_longer_one(base, tmp_path):
+    asked = CASES["padding-free sft lora"] | {"seq_len": 16}
+    _, (script,) = written(base, tmp_path, **asked)
+    assert "max_length=None," in script.read_text()
+    with pytest.raises(SystemExit, match=r"has \d\d tokens, and this was planned for 16 at most"):
+        run_script(tmp_path)
 
 
 def test_a_configurations_name_is_not_run(tmp_path, monkeypatch, capsys):
@@ -472,7 +528,7 @@ def test_ranks_train_and_go_on_and_hold_what_simulate_says(
     *trainer, method = method.split()
     asked = dict(method=method, precisions=precision)
     if trainer:  # rows differ in length, and a checkpoint would keep their masks
-        asked["trainer"] = "sft"
+        asked["trainer"] = trainer[0]
     else:
         asked |= {"packing": True, "checkpointing": method == "lora"}
     goes_on = (method, precision) in RESUMED and not trainer

@@ -350,7 +350,14 @@ def test_what_the_trainers_do_not_sample_is_refused():
     usual = {"trainer": "grpo", **SIZES}
     for fields, field in (
         ({"batch_size": 3}, "rollouts.num_generations"),
-        ({"sharding": Sharding(world_size=2)}, "sharding"),
+        ({"sharding": Sharding(3, 2, "deepspeed")}, "sharding.stage"),
+        ({"sharding": Sharding(0, 2, "tensor")}, "sharding.engine"),
+        ({"sharding": Sharding(3, 2, cp_size=2)}, "sharding.cp_size"),
+        (
+            {"sharding": Sharding(3, 2), "rollouts": Rollouts(4, 8, use_vllm=True)},
+            "rollouts.use_vllm",
+        ),
+        ({"batch_size": 2, "sharding": Sharding(0, 3, "ddp")}, "rollouts.num_generations"),
         ({"pad_to_multiple_of": 8}, "pad_to_multiple_of"),
         ({"seq_len": 64}, "seq_len"),
         ({"trainer": "sft"}, "rollouts"),

@@ -21,7 +21,8 @@ from .deepspeed_memory import DeepSpeedEngine
 from .engine_memory import ROOT, Engine
 from .fsdp_memory import FsdpEngine
 from .fused_head import reference_recipe
-from .ledger import Ledger, Tensor
+from .graph import Tensor
+from .ledger import Ledger
 from .memory import NEVER, Entry
 from .model import Model
 from .model_states import Settings

@@ -9,7 +9,7 @@ from math import prod
 from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import efficient_takes_groups, rounded
 from ..recipe.shapes import Shape
-from .ledger import Tensor
+from .graph import Tensor
 from .numerics import BOOL, INT64, Rows
 from .operators import Operators
 from .tensor_sizes import FP32

@@ -21,7 +21,8 @@ from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from . import model_states
 from .engine_memory import EMBEDDING, Engine, sharding_of
-from .ledger import Ledger, Parameter
+from .graph import Parameter
+from .ledger import Ledger
 from .memory import Block
 from .model_states import RankBytes, compute_recipe, parameter_table
 from .param_coordinator import gathered

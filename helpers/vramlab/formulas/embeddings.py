@@ -1,7 +1,7 @@
 """A model's way in: embedded tokens with their positions, or an image's patches."""
 
 from ..recipe.recipe import Recipe
-from .ledger import FULL, Tensor
+from .graph import FULL, Tensor
 from .norms import Norms
 from .numerics import INT64, Rows
 from .operators import Operators

@@ -6,7 +6,8 @@ in the same places.
 
 from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
-from .ledger import Ledger, Parameter, Tensor
+from .graph import Parameter, Tensor
+from .ledger import Ledger
 from .step import single_temporaries
 
 # Keys of `enter` and `leave` besides layers' names.

@@ -4,7 +4,7 @@ from math import prod
 
 from ..recipe.shapes import Shape
 from . import liger_kernels
-from .ledger import Tensor
+from .graph import Tensor
 from .numerics import INT64
 from .operators import Operators
 from .self_attention import Modules
@@ -61,11 +61,13 @@ class FeedForward:
         down = m.parameters[at["experts_down"]]
         wide = prod(down.shape) // (self.shape.num_experts * hidden)
         flat = x.view(rows, hidden)
+        unpacked: list[Tensor] = []
         # The block names all of these until it returns; the last ones are the weights.
         routed = self._routed(at, flat)
         order = m.ledger.tensor("sort", (rows * chosen,), INT64)
-        # What is nested here has no name, so each result is freed as soon as the next one is made.
-        both = self._grouped(self._index(flat, order, hidden), at["experts_up"], 2 * wide)
+        # Named to the end; the results between are freed as soon as the next one is made.
+        selected = self._index(flat, order, hidden)
+        both = self._grouped(selected, at["experts_up"], 2 * wide, unpacked)
         half = (rows * chosen, wide)
         gate, up = m.split(both, half, half)
         del both
@@ -77,7 +79,8 @@ class FeedForward:
             inner = [m.mul(m.scale(up, "add"), glu)]
         else:
             inner = [m.mul(m.activation(gate, self.shape.activation), up)]
-        out = self._grouped(inner.pop(), at["experts_down"], hidden)
+        del gate, up
+        out = self._grouped(inner.pop(), at["experts_down"], hidden, unpacked)
         weights = self._index(routed[-1], order, 1)
         scaled = m.mul(out, weights)
         del weights
@@ -87,7 +90,8 @@ class FeedForward:
         y = y.view(b, tokens, hidden)
         if "shared_up" not in at:
             return y
-        del out, weighted, gate, up
+        del out, weighted, selected
+        unpacked.clear()
         # Experts that every token goes to, beside those that it is routed to.
         shared = {part: at[f"shared_{part}"] for part in ("gate", "up", "down")}
         return m.add(y, self.run(shared, x))
@@ -106,9 +110,10 @@ class FeedForward:
         del logits
         # Indices of the experts, which backward scatters the gradient by.
         places = m.ledger.tensor("topk", chosen, INT64)
-        top = m.op("topk", [probabilities], chosen, FP32, saves=[places])
+        width = probabilities.width  # autocast's, of a router that is no softmax
+        top = m.op("topk", [probabilities], chosen, width, saves=[places])
         del places
-        weights = m.op("div", [top], chosen, FP32, saves=[top])
+        weights = m.op("div", [top], chosen, width, saves=[top])
         return [probabilities, top, weights]
 
     def _index(self, x: Tensor, order: Tensor, width: int) -> Tensor:
@@ -125,13 +130,18 @@ class FeedForward:
         """Clamp, which saves the input."""
         return self.operators.op("clamp", [x], x.shape, x.width, saves=[x])
 
-    def _grouped(self, x: Tensor, name: str, out: int) -> Tensor:
+    def _grouped(self, x: Tensor, name: str, out: int, unpacked: list[Tensor]) -> Tensor:
         """Multiply each expert's rows by its part of `name`.
 
-        Autocast leaves that alone; x takes the weight's dtype.
+        Autocast leaves that alone; x takes the weight's dtype. What is `unpacked` stays until the
+        block returns, and longer where backward needs it.
         """
         m = self.operators
-        weight = m.parameters[name]
+        stored = m.parameters[name]
+        weight: Tensor = stored
+        if stored.quantized:
+            weight = m.unpacked(stored)
+            unpacked.append(weight)
         x = m.to(x, weight.width)
         one_by_one = m.numerics.chip.capability < (8, 0)  # transformers' fallback
         saves = []

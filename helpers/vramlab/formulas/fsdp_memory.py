@@ -32,7 +32,8 @@ from math import ceil, prod
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from .engine_memory import APART, EMBEDDING, ROOT, TAIL, Engine, sharding_of
-from .ledger import Ledger, Parameter, Tensor
+from .graph import Parameter, Tensor
+from .ledger import Ledger
 from .memory import Block
 from .model_states import parameter_table
 from .reserved import internal_fragmentation

@@ -8,7 +8,7 @@ from ..recipe.recipe import Recipe
 from . import liger_kernels
 from .engine_memory import TAIL, Engine
 from .fused_head import log_probabilities
-from .ledger import CAST, Tensor
+from .graph import CAST, Tensor
 from .norms import Norms
 from .numerics import INT64
 from .operators import Operators

@@ -8,7 +8,7 @@ its result) + 2h dropout masks: about 109 h.
 
 from ..recipe.shapes import Shape
 from .feed_forward import FeedForward
-from .ledger import Tensor
+from .graph import Tensor
 from .norms import Norms
 from .operators import Operators
 from .self_attention import Modules, SelfAttention, Table

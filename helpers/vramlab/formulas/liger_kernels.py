@@ -9,7 +9,7 @@ power of two from T / ⌈V/h⌉ up.
 from math import ceil, prod
 
 from ..recipe.liger import FAMILIES
-from .ledger import OWN, PASS, Leaf, Parameter, Tensor
+from .graph import OWN, PASS, Leaf, Parameter, Tensor
 from .numerics import BOOL, INT64
 from .operators import Operators
 from .tensor_sizes import FP32, HALF

@@ -8,11 +8,14 @@ stays in 16 bits. A tied head that the file has too comes first, and goes when a
 says that it equals the embedding (`tie_weights`).
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
 from ..hardware.overhead import rounded
+from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import Quantization
 from ..recipe.process_context import loads_whole
@@ -21,10 +24,6 @@ from ..recipe.shapes import Shape
 from ..report.report import Bytes
 from .model_states import ParameterRow, buffer_bytes, cached_table, parameter_bytes, starred_name
 from .tensor_sizes import BLOCK, FP32, HALF, weight_width
-
-# Parts of names that sort otherwise in the published checkpoints
-# (`transformers.conversion_mapping`): w1 and w3 before w2.
-STORED_AS = {"mixtral": {"mlp": "block_sparse_moe", "gate_up_proj": "a", "down_proj": "b"}}
 
 
 class Moment(NamedTuple):
@@ -69,27 +68,34 @@ def loaded_on_host(recipe: Recipe) -> int:
 @lru_cache(maxsize=256)
 def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
     """Return the moment with the most bytes."""
-    loaded = Quantization(quantization.quant_type, quantization.double, prepare=False)
-    table = cached_table(shape, (dtype, loaded, None, "sgd", None, False))
-    rows = {(row.name, row.shape): row for row in table}
-    tensors = []
-    for weight in shape.weights():
-        tensors.append((weight.name, rows[starred_name(weight.name), weight.shape]))
+    packs_later = quantization.experts == "loaded"
+    in_turn = None if packs_later else quantization.experts
+    loaded = replace(quantization, prepare=False, experts=in_turn)
+    tensors = _tensors(shape, dtype, loaded)
     embedding = (shape.vocab_size, shape.hidden_size)
     head = 0
     if shape.stores_tied_head:
-        head = next(sum(row.blocks) for row in table if row.shape == embedding)
-    others = STORED_AS.get(shape.family, {})
+        head = next(sum(row.blocks) for _, row in tensors if row.shape == embedding)
+    family = family_of(shape)
+    others = family.stored_as
+    merges = not family.stored_fused
     kept = head
     moments = []
     for _, row in sorted(tensors, key=lambda tensor: _natural(tensor[0], others)):
-        moments.append(Moment(kept, 0, _working(row)))
+        moments.append(Moment(kept, 0, _working(row, merges)))
         kept += sum(row.blocks)
     buffers = buffer_bytes(shape)
     if head:
         mask = rounded(prod(embedding)) + rounded(1)
         moments.append(Moment(kept, buffers, mask))
         kept -= head
+    if packs_later:
+        packed = _tensors(shape, dtype, replace(loaded, experts=quantization.experts))
+        for (_, row), (_, after) in zip(tensors, packed, strict=True):
+            if row.kind == "expert":
+                moments.append(Moment(kept, buffers, _packing(after)))
+                kept += sum(after.blocks) - sum(row.blocks)
+        tensors = packed
     if quantization.prepare:
         for _, row in tensors:
             if row.quantized is None and row.width == HALF:
@@ -99,7 +105,17 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
     return max(moments, key=sum)
 
 
-def _natural(name: str, others: dict[str, str]) -> list[tuple[int, str]]:
+def _tensors(shape: Shape, dtype: str, loaded: Quantization) -> list[tuple[str, ParameterRow]]:
+    """Return the name and the row of each tensor."""
+    table = cached_table(shape, (dtype, loaded, None, "sgd", None, False))
+    rows = {(row.name, row.shape): row for row in table}
+    tensors = []
+    for weight in shape.weights():
+        tensors.append((weight.name, rows[starred_name(weight.name), weight.shape]))
+    return tensors
+
+
+def _natural(name: str, others: Mapping[str, str]) -> list[tuple[int, str]]:
     """Return the key that sorts names as `dot_natural_key` does: layer 10 follows layer 9."""
     key = []
     for part in name.split("."):
@@ -110,15 +126,20 @@ def _natural(name: str, others: dict[str, str]) -> list[tuple[int, str]]:
     return key
 
 
-def _working(row: ParameterRow) -> int:
+def _working(row: ParameterRow, merges: bool) -> int:
     """Return the most bytes that loading one tensor takes: itself, and what becomes of it."""
-    result = sum(row.blocks)
+    merging = 2 * row.size if row.kind == "expert" and merges else 0
     if row.quantized is None:
-        return 2 * result if row.kind == "expert" else result
+        return max(merging, sum(row.blocks))
+    return max(merging, row.size + _packing(row))
+
+
+def _packing(row: ParameterRow) -> int:
+    """Return the most bytes that putting a tensor in 4 bits takes besides the tensor."""
     scales = rounded(FP32 * ceil(prod(row.shape) / BLOCK))
     extra = 2 * rounded(1)  # 16 magnitudes and their maximum
     if len(row.blocks) > 3:  # double quantization: fp32 scales and their distances from the mean
         extra = 2 * scales
     if row.kind == "conv1d":  # it is transposed first
         extra += row.size
-    return row.size + result + extra
+    return sum(row.blocks) + extra

@@ -77,6 +77,7 @@ class Memory:
         workspaces: bytes that a product without and one with a bias allocate while they run; ()
             where cuBLAS's workspaces last (`frees_workspaces`).
         where: the module that runs.
+        adds_linear_in_place: linear layers' gradients are no views where DeepSpeed puts in its own.
         rewritten: bytes that operators write over what is there, for which there is no event.
         repeats: (first event, last event, how many more are like these) of what is entered once.
     """
@@ -88,6 +89,7 @@ class Memory:
             self.workspaces = (cublas_workspace(chip.capability), CUBLASLT_WORKSPACE)
         self.events: list[Entry] = [] if events is None else events
         self.where = ""
+        self.adds_linear_in_place = False
         self.rewritten = 0
         self.repeats: list[tuple[int, int, int]] = []
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..base.errors import RecipeError
-from ..recipe.families import Stack
+from ..recipe.families import Stack, family_of
 from ..recipe.recipe import Recipe
 from .attention import AttentionKernels
 from .embeddings import Embeddings
 from .engine_memory import EMBEDDING, ROOT, TAIL, Engine
 from .feed_forward import FeedForward
+from .graph import Leaf, Parameter, Tensor
 from .head import Head
 from .layer import Layer
-from .ledger import Leaf, Ledger, Parameter, Tensor
+from .ledger import Ledger
 from .norms import Norms
 from .numerics import BOOL, Numerics, Rows
 from .operators import Operators
@@ -139,8 +140,7 @@ class Model:
         if kernel == "flash_attention_2":
             return None
         tokens = self.rows.tokens
-        # OPT gives itself a mask of ones, so it sees joined samples as one.
-        joined = self.rows.joined > 1 and self.shape.family != "opt"
+        joined = self.rows.joined > 1 and not family_of(self.shape).own_mask
         apart = joined or bool(self.rows.padded)
         if not (self.layout.causal or apart):
             return None

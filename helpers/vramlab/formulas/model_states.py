@@ -190,7 +190,7 @@ def _weights(shape: Shape, form: Format) -> Counter[_Kind]:
         name = starred_name(weight.name)
         kind = weight.kind
         quantized = None
-        if form.quantization and _can_quantize(shape, weight):
+        if form.quantization and _can_quantize(shape, weight, form.quantization):
             quantized = form.quantization.quant_type
         copied = is_trained_whole(weight.name, saved)  # its original is used no more
         trained = lora is None
@@ -303,11 +303,13 @@ def starred_name(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _can_quantize(shape: Shape, weight: Weight) -> bool:
+def _can_quantize(shape: Shape, weight: Weight, quantization: Quantization) -> bool:
     """Tell whether bitsandbytes quantizes it: `nn.Linear` and `Conv1D` but the output head.
 
-    Falcon's class is neither.
+    Falcon's class is neither; fused experts are if the recipe says so.
     """
+    if weight.kind == "expert":
+        return quantization.experts is not None
     module, _, part = weight.name.rpartition(".")
     if weight.kind not in ("linear", "conv1d") or part != "weight" or module == shape.head:
         return False

@@ -2,7 +2,7 @@
 
 from ..recipe.shapes import Shape
 from . import liger_kernels
-from .ledger import Tensor
+from .graph import Tensor
 from .operators import Operators
 from .tensor_sizes import FP32
 

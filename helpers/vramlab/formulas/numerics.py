@@ -7,7 +7,7 @@ from ..hardware.gpu import Chip
 from ..recipe.liger import kernels
 from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
-from .ledger import Parameter
+from .graph import Parameter
 from .model_states import joined_samples
 from .tensor_sizes import HALF, weight_width
 

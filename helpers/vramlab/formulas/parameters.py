@@ -7,7 +7,7 @@ from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from . import model_states
-from .ledger import Parameter
+from .graph import Parameter
 
 
 def parameters_of(recipe: Recipe) -> dict[str, Parameter]:

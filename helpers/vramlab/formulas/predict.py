@@ -25,6 +25,8 @@ from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..report.report import Report
 from . import blocks, reserved, shards
 from .account import kept_account
+from .engine_memory import APART
+from .fsdp_memory import unit_of
 from .fused_head import with_its_adapters
 from .loading import loading_peak
 from .phases import Phases
@@ -121,6 +123,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
 
+    allowed = "Inductor decides what a compiled step keeps: ask simulate, which lets it compile"
+    yield "torch_compile", recipe.torch_compile, allowed
+
     experts = lora_modules.adapts_experts(shape, lora)
     names = "PEFT takes these names to mean fused experts too"
     allowed = f"{names}, whose adapters no formula knows: ask simulate"
@@ -144,12 +149,12 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
 
     kernels = liger.kernels(recipe)
-    # No formula says how ranks divide the heads of TRL and Liger.
-    known = recipe.trainer in ("transformers", "sft") and not kernels
-    of_libraries = sharding and not known
-    names = "TRL's trainers but 'sft', and Liger's kernels,"
-    allowed = f"the formulas know {names} on one device only: ask simulate"
-    yield "sharding", of_libraries, allowed
+    # Of these heads FSDP still holds a whole gradient when it reduces the embedding's.
+    is_otherwise = kernels or recipe.trainer == "reward"
+    untold_head = is_otherwise and sharding and sharding.engine == "fsdp" and not recipe.adapters
+    heads = "the heads of RewardTrainer and of Liger's kernels"
+    allowed = f"the formulas do not know what FSDP keeps of {heads}: ask simulate"
+    yield "sharding", untold_head, allowed
 
     # Liger has kernels for the family, of which the table says nothing.
     untold = kernels and liger.FAMILIES[shape.family] is None
@@ -161,6 +166,12 @@ def _refusals(recipe: Recipe) -> Refusals:
     unplaced = lora and lora.modules_to_save and divided
     allowed = "the formulas do not know where copies are among shards: ask simulate"
     yield "lora.modules_to_save", unplaced, allowed
+
+    # TRL moves hidden states to where the head's weight is.
+    offloads = sharding and sharding.engine == "fsdp" and sharding.offload and shape.layout
+    on_host = offloads and unit_of(f"{shape.head}.weight", recipe) == APART
+    allowed = "the loss is computed on the host, which the formulas do not know: ask simulate"
+    yield "sharding.offload", on_host, allowed
 
     # Two halves of the same width are no difference to a formula, but a cast is one.
     precision = recipe.precision.partition("-")[0]
@@ -197,8 +208,6 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     notes += lora_modules.notes(recipe)
-    if recipe.torch_compile:
-        notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card:
         reason = card.why_not(recipe.precision)
         if reason:

@@ -3,7 +3,7 @@
 from ..recipe.shapes import Shape
 from . import liger_kernels
 from .attention import AttentionKernels
-from .ledger import Tensor
+from .graph import Tensor
 from .norms import Norms
 from .operators import Operators
 

@@ -157,6 +157,8 @@ def _take_adapter(configuration: Configuration) -> None:
         said |= get("bnb_config_kwargs", {})
         base = {"quant_type": said["bnb_4bit_quant_type"]}
         base["double"] = said["bnb_4bit_use_double_quant"]
+        if get("quantize_moe_experts"):
+            base["experts"] = "loading"
         # It is prepared, and norms, embeddings and head are cast back to 16 bits after it.
         configuration.fields["quantization"] = base | {"prepare": False}
 

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from .. import __version__
 from ..base.data import data_path
-from ..base.errors import RecipeError, VramLabError, needing
+from ..base.errors import RecipeError
 from ..base.files import read_text, write_atomically
-from ..base.text import printable
 from ..hardware.gpu import find_gpu
 from ..planning.question import Question
 from ..recipe.evaluation import Evaluation
@@ -29,11 +27,10 @@ from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..training.quiet import no_collection
 from . import cli_of_machines
-from .command_options import JSON, flag_of, number, option, takes
+from .command_group import Commands
+from .command_options import JSON, number, option, takes
 from .command_output import (
     DOES_NOT_FIT,
-    STOPPED,
-    WRONG,
     as_text,
     asked_card,
     card_of,
@@ -46,7 +43,6 @@ from .command_output import (
     standard_input,
 )
 from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
-from .no_such_option import instead
 from .recipe_options import (
     OPTIONS,
     Options,
@@ -58,40 +54,6 @@ from .recipe_options import (
     tokens_of,
 )
 from .words import said, words_of
-
-
-class Commands(TyperGroup):
-    """Turns the package's own errors and Ctrl-C into a sentence and an exit status."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            with needing(lambda: ctx.invoked_subcommand):
-                return super().invoke(ctx)
-        except KeyboardInterrupt:
-            say("Stopped.", err=True)
-            raise typer.Exit(STOPPED) from None
-        except Exception as error:
-            why = self._sentence(error, ctx.invoked_subcommand)
-            if not why:
-                raise
-            say(why, err=True)
-            raise typer.Exit(WRONG) from None
-
-    def _sentence(self, error: Exception, name: str | None) -> str:
-        """Return what was asked wrongly, by the option that says it.
-
-        "" for an error that is none of the package's.
-        """
-        if isinstance(error, RecipeError) and name in self.commands:
-            options_of = (
-                "predict" if name in ("explain", "diff") else name
-            )  # whose words these take
-            command: Any = self.commands[options_of or ""]
-            flag = flag_of(error.field, command)
-            if flag:
-                return printable(error.about(flag))
-        return str(error) if isinstance(error, VramLabError) else instead(error, name)
-
 
 app = typer.Typer(
     cls=Commands,
@@ -112,7 +74,7 @@ EXPLAINED = (
 )
 EXPLAINED += (
     "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
-    "LLaMA-Factory or TRL, or the script that trains."
+    "LLaMA-Factory, TRL or ms-swift, or the script that trains."
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(

@@ -28,7 +28,9 @@ from ..report.report import TIERS, Interval, Report
 from ..training.quiet import no_collection
 from .question import METHODS, Question
 from .search_space import (
+    EFFORTS,
     counted_as,
+    effort_of,
     held_bytes,
     host_memory,
     is_sound,
@@ -38,17 +40,18 @@ from .search_space import (
 )
 from .step_time import StepTime, estimate, step_time
 
-Kind = tuple[str, bool, bool]  # of a recipe: its method, whether it is sound, whether it offloads
+Kind = tuple[str, bool, str]  # of a recipe: its method, whether it is sound, its effort
 
 SURE = ("safe", "likely")
 TIGHT = ("tight",)
-# Whether it is sound (`search_space.is_sound`), whether it offloads, and its tier, the best first.
+# Whether it is sound (`search_space.is_sound`), its effort, and its tier, the best first. What
+# cannot clip its gradients comes after what can, with 8-bit states too.
 # A step that waits for the host takes several times as long, so what is likely to fit without goes
 # before it; updates that are rounded away are never made up for, so what rounds them goes after
 # both. What fits at the lowest figures only is no answer while there is another.
 WAYS = [
-    *itertools.product((True, False), (False, True), SURE),
-    *itertools.product((True, False), (False, True), TIGHT),
+    *itertools.product((True, False), EFFORTS, SURE),
+    *itertools.product((True, False), EFFORTS, TIGHT),
 ]
 DEEPEST = 24  # layers of a recipe that is simulated though none of its layers can stand for another
 
@@ -91,7 +94,7 @@ class Choice:
     @property
     def order(self) -> tuple:
         """Sort key, smallest for the best: by `WAYS`, then by time."""
-        way = is_sound(self.recipe), _offloads(self.recipe), self.tier
+        way = is_sound(self.recipe), effort_of(self.recipe), self.tier
         return WAYS.index(way), self.seconds
 
     @property
@@ -113,7 +116,7 @@ class Candidate:
         # The number of its family, the simplest first: see `families`.
         self.family = family
         self.method = method_of(recipe)
-        self.kind: Kind = (self.method, is_sound(recipe), _offloads(recipe))
+        self.kind: Kind = (self.method, is_sound(recipe), effort_of(recipe))
         counted = counted_as(recipe)
         self.must_be_simulated = counted is not recipe
         self.rows = [counted]  # what its micro-batches may be: of one length, or padded
@@ -366,7 +369,3 @@ def is_as_fast(choice: Choice, other: Choice) -> bool:
     """
     error = other.time.high / other.time.seconds
     return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds
-
-
-def _offloads(recipe: Recipe) -> bool:
-    return bool(recipe.sharding and recipe.sharding.offload)

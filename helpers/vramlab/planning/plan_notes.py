@@ -24,6 +24,9 @@ def notes_on_question(
         yield "tokens/s are of training alone: what sampling the completions takes is not in them"
     yield from _about_the_card(question)
     yield from _about_kernels(question, [choice.recipe for choice in choices])
+    if question.packing and any(choice.recipe.trainer == "transformers" for choice in choices):
+        joined = "the samples of a row attend to those before them, as in transformers' run_clm.py"
+        yield f"packing: {joined}; SFTTrainer's keeps them apart (--trainer sft)"
     if question.lengths:
         yield _about_lengths(question, question.lengths)
         if choices and question.plain.trainer in ("transformers", "sft"):

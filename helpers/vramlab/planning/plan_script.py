@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import RecipeError, needing
+from ..recipe import lora_modules
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
@@ -41,7 +42,7 @@ TESTED = ("torch", "transformers", "accelerate", "datasets", *OPTIONAL)
 PER_NODE = 8  # GPUs
 WIDTH = 100  # characters of a line of the program's description
 # Of vramlab, what the check of the memory calls; without vramlab a program trains unchecked.
-CHECKED = ("LoRA", "Quantization", "Recipe", "Sharding", "predict", "simulate")
+CHECKED = ("Loop", "LoRA", "Quantization", "Recipe", "Sharding", "predict", "simulate")
 
 
 @needing("--write")
@@ -108,8 +109,10 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe,
         "own": trainer,
-        "longer": Code(trainer["longer"]),
+        "longer": Code("refused" if _is_uncut(recipe) else trainer["longer"]),
+        "uncut": _is_uncut(recipe),
         "trl": TRL.get(recipe.trainer),
+        "trainer_class": _trainer_class(recipe),
         "words": textwrap.fill(words(recipe), WIDTH, subsequent_indent=4 * " "),
         "samples": textwrap.fill(trainer["samples"], WIDTH),
         "pins": pins,
@@ -124,6 +127,18 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
         "gives_adapters": _gives_adapters(recipe),
     }
+
+
+def _is_uncut(recipe: Recipe) -> bool:
+    """Tell whether SFTTrainer joins samples as they are, and refuses to cut any."""
+    return recipe.padding_free and not recipe.packing
+
+
+def _trainer_class(recipe: Recipe) -> str:
+    """Return the name of the class that trains, the program's own where weights need one."""
+    if recipe.loop.optimizer_in_backward:
+        return "InBackward"
+    return TRL.get(recipe.trainer, "Trainer")
 
 
 def _gives_adapters(recipe: Recipe) -> Any:
@@ -264,10 +279,14 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
         always += ["bf16", "activation_checkpointing", "gradient_checkpointing"]
     defaults |= dict.fromkeys(always, ...)
     wanted = {}
-    for name, value in settings(recipe).items():
+    # Arguments name no updates in the backward pass: the program makes them.
+    loop = dataclasses.replace(recipe.loop, optimizer_in_backward=False)
+    for name, value in settings(unchecked(recipe, loop=loop)).items():
         if value != (defaults.get(name) or False):
             wanted[name] = value
-    arguments = {name: value for name, value in wanted.items() if value is not None}
+    # None says something only of this one: that no sample is cut.
+    kept = {"max_length"} | {name for name, value in wanted.items() if value is not None}
+    arguments = {name: wanted[name] for name in wanted if name in kept}
     config: dict[str, Any] = {}
     # The configuration is a file beside the program.
     for name in {"fsdp_config", "deepspeed"} & arguments.keys():
@@ -281,7 +300,7 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
     if "use_liger_kernel" in arguments:  # Triton compiles for no CPU
         arguments["use_liger_kernel"] = Code("torch.cuda.is_available()")
-    if "max_length" in arguments:
+    if arguments.get("max_length"):
         arguments["max_length"] = Code("TOKENS")
     return arguments, config
 
@@ -289,7 +308,7 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
 def _unseen(recipe: Recipe) -> Arguments:
     """Return what `Recipe.from_training_arguments` cannot see in the arguments."""
     unseen: Arguments = {}
-    if recipe.trainer not in TRL:
+    if recipe.trainer not in TRL or _is_uncut(recipe):
         unseen["seq_len"] = Code("TOKENS")
     if recipe.precision.endswith("-true"):
         unseen["precision"] = recipe.precision
@@ -306,7 +325,15 @@ def _unseen(recipe: Recipe) -> Arguments:
     # Only what differs from a recipe that is given nothing.
     lines = python_arguments(recipe, default, literal=literal)
     sources = dict(line.split("=", 1) for line in lines)
-    for name in ("dtype", "attn_implementation", "lora", "peft", "quantization", "sharding"):
+    for name in (
+        "dtype",
+        "attn_implementation",
+        "lora",
+        "peft",
+        "quantization",
+        "sharding",
+        "loop",
+    ):
         if name in sources:
             unseen[name] = Code(sources[name])
     if recipe.rollouts:
@@ -328,5 +355,8 @@ def _adapters(recipe: Recipe) -> Arguments:
         differs = knob.elsewhere and value != knob.default
         if name in ("r", "lora_alpha") or differs:
             arguments[name] = list(value) if isinstance(value, tuple) else value
+    parts = lora_modules.adapted_beside_experts(recipe.shape, recipe.lora)
+    if parts:
+        arguments["target_modules"] = parts
     arguments["task_type"] = task_type
     return arguments

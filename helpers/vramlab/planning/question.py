@@ -233,7 +233,7 @@ class Question:
         """Refuse what is allowed by itself but not with the rest of the question."""
         # Raises RecipeError for what the formulas do not know of the trainer.
         with_its_adapters(without_rollouts(self.plain))
-        if self.trainer not in ("transformers", "sft") and self.gpus > 1:
+        if self.trainer in GENERATING and self.gpus > 1:
             rest = f"with trainer={self.trainer!r} one device is modelled so far"
             raise RecipeError("gpus", self.gpus, rest)
         if self.peft and self.gpus > 1:
@@ -318,27 +318,29 @@ class Question:
     def liger_is_possible(self) -> bool:
         """Tell whether Liger's kernels are known for the model and run on the card.
 
-        TRL's trainers make no logits without them, and deprecate them (trl 1.16); on several cards
-        the formulas do not know them.
+        TRL's trainers make no logits without them, and deprecate them (trl 1.16). On several cards
+        they are DDP's: see `search_space._is_tried`.
         """
         shape = self.plain.shape
         is_known = liger.FAMILIES.get(shape.family) and shape.task == "causal-lm"
-        is_alone = self.gpus == 1 and self.plain.trainer == "transformers"
+        is_plain = self.plain.trainer == "transformers"
         runs = self.gpu.compute_capability >= LIGER_SINCE
-        return bool(self.liger and is_known and is_alone and runs)
+        return bool(self.liger and is_known and is_plain and runs)
 
     def trainers(self) -> tuple[str, ...]:
         """Return the trainers to try.
 
-        SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run. It
-        launches kernels of Triton's too (trl/kernels/chunked_logprob.py).
+        SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run, as
+        under FSDP and DeepSpeed. It launches kernels of Triton's too
+        (trl/kernels/chunked_logprob.py).
         """
         shape = self.plain.shape
         trainer = self.plain.trainer
         if self.gpu.compute_capability < LIGER_SINCE:
             return (trainer,)
         is_possible = self.liger and trainer == "transformers" and shape.task == "causal-lm"
-        if is_possible and not self.liger_is_possible() and not shape.image_tokens:
+        has_other = self.gpus == 1 and self.liger_is_possible()
+        if is_possible and not has_other and not shape.image_tokens:
             return (trainer, "sft")
         return (trainer,)
 

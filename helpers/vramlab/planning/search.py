@@ -11,9 +11,11 @@ from ..report.report import GiB
 from .candidate import WAYS, Candidate, Kind, confirm
 from .question import Question
 from .search_space import (
+    EFFORTS,
     families,
     least_bytes,
     micro_batches,
+    sizes_of,
     with_micro_batch,
 )
 
@@ -39,7 +41,7 @@ class Search:
         batches = micro_batches(question)
         self.candidates = []
         for number, way in enumerate(ways):
-            for size in batches:
+            for size in sizes_of(way, batches):
                 recipe = with_micro_batch(way, size)
                 self.candidates.append(Candidate(question, recipe, number))
         # Memory is least at either end: the whole batch at once accumulates no gradients. The
@@ -86,10 +88,10 @@ class Search:
 
         It is of the first of `WAYS` asked for that has one.
         """
-        for sound, offloads, tier in WAYS:
+        for sound, effort, tier in WAYS:
             if tier not in self.question.tiers:
                 continue
-            for candidate in self.ordered((method, sound, offloads)):
+            for candidate in self.ordered((method, sound, effort)):
                 if not candidate.fits(tier):
                     continue
                 needs_simulation = confirmed or candidate.must_be_simulated
@@ -135,14 +137,14 @@ class Search:
     def any_fit(self) -> Recipe | None:
         """Return one of the lightest recipes that fit; None if none fits.
 
-        It is sound and without offload if there is one.
+        It is sound and of the least effort if there is one.
         """
         tier = self.question.tiers[0]
         usable = self.question.usable
 
         def order(candidate: Candidate) -> tuple:
-            _, sound, offloads = candidate.kind
-            return not sound, offloads, candidate.bound(tier)
+            _, sound, effort = candidate.kind
+            return not sound, EFFORTS.index(effort), candidate.bound(tier)
 
         light = [one for one in self.ends if least_bytes(one.recipe) <= usable]
         for candidate in sorted(light, key=order):

@@ -20,8 +20,18 @@ from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
-from ..recipe.lora_modules import unquantized
-from ..recipe.options import HALF, REPEATED, TRL, LoRA, Quantization, Sharding
+from ..recipe.lora_modules import has_experts, unquantized
+from ..recipe.options import (
+    HALF,
+    IN_BACKWARD,
+    LOOPS,
+    REPEATED,
+    TRL,
+    Loop,
+    LoRA,
+    Quantization,
+    Sharding,
+)
 from ..recipe.recipe import LATER_OF_LORA, Recipe
 from ..recipe.shapes import Shape
 from ..report.report import format_bytes
@@ -39,6 +49,9 @@ PRECISIONS_OF = {
 }
 # Kernels of attention, by what they ask of a program.
 PREFERRED = ("sdpa", REPEATED, "eager", "flash_attention_2")
+# What a recipe may go without to take less memory, the best first: nothing; clipping and
+# accumulation, where weights are updated in the backward pass; time, where it waits for the host.
+EFFORTS = ("", "in_backward", "offload")
 # Part of the saved activations interpolated from two micro-batches: rounding of blocks is not
 # affine.
 SURE = 0.98
@@ -98,18 +111,32 @@ def _options(
     if method == "qlora":
         # Prepared shards would have two dtypes in one unit.
         prepares = (True, False) if question.gpus == 1 else (False,)
-        pairs = itertools.product(prepares, (False, True))
-        bases = [Quantization("nf4", double, prepare=prepare) for prepare, double in pairs]
+        pairs = list(itertools.product(prepares, (False, True)))
+        packs = has_experts(question.plain.shape) and question.gpus == 1
+        ways = itertools.product((None, "loading") if packs else (None,), pairs)
+        bases = []
+        for experts, (prepare, double) in ways:
+            bases.append(Quantization("nf4", double, prepare=prepare, experts=experts))
     return {
         "use_liger_kernel": (True, False) if question.liger_is_possible() else (False,),
         "trainer": question.trainers(),
         "sharding": tuple(_shardings(question)),
         "gradient_checkpointing": question.checkpointing,
+        "loop": _loops(question, method),
         "optim": question.optims,
         "attn_implementation": _kernels(question),
         "precision": question.precisions or _precisions(question.gpu, method),
         "quantization": bases,
     }
+
+
+def _loops(question: Question, method: str) -> Sequence[Loop]:
+    """Return the Trainer's loop, and that which updates weights as their gradients come.
+
+    The second is modelled on one device. Where adapters are trained it saves next to nothing.
+    """
+    saves = method == "full" and question.gpus == 1 and question.plain.trainer == "transformers"
+    return (LOOPS["trainer"], IN_BACKWARD) if saves else (LOOPS["trainer"],)
 
 
 def _implied(
@@ -189,6 +216,13 @@ def with_micro_batch(family: Recipe, size: int) -> Recipe:
     return unchecked(family, batch_size=size, gradient_accumulation_steps=steps)
 
 
+def sizes_of(family: Recipe, sizes: Sequence[int]) -> Sequence[int]:
+    """Return those micro-batches of `sizes`, largest first, that the family can have."""
+    if family.loop.optimizer_in_backward:
+        return sizes[:1]  # no gradient survives to accumulate
+    return sizes
+
+
 def method_of(recipe: Recipe) -> str:
     """ "full", "lora" or "qlora"."""
     if recipe.quantization:
@@ -235,6 +269,13 @@ def is_sound(recipe: Recipe) -> bool:
     return not is_full_in_half and recipe.precision != "fp16-true"
 
 
+def effort_of(recipe: Recipe) -> str:
+    """Return what `recipe` goes without to take less: one of `EFFORTS`."""
+    if recipe.sharding and recipe.sharding.offload:
+        return "offload"
+    return "in_backward" if recipe.loop.optimizer_in_backward else ""
+
+
 def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
     """Say what to know before choosing `recipe` that ranking by speed does not weigh."""
     precision = recipe.precision
@@ -245,6 +286,8 @@ def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
     if precision == "fp16-true":
         lost = "gradients under 6e-8 become zero"
         yield f"fp16-true: nothing scales the loss, so {lost} (chapter 01)"
+    if recipe.loop.optimizer_in_backward:
+        yield "updates in the backward pass: no gradient waits to be clipped or accumulated"
     if recipe.optim.startswith("paged"):
         size = format_bytes(host_bytes(counted_as(recipe)), digits=2)
         yield f"paged states: {size} of host memory when the card is full"
@@ -298,11 +341,16 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "checkpointing", {"gradient_checkpointing": False}
     if recipe.activation_offloading:
         yield "offloaded activations", {"activation_offloading": False}
+    if recipe.loop.optimizer_in_backward:
+        yield "updates in the backward pass", {"loop": "trainer"}
     if "8bit" in recipe.optim:
         yield "8-bit states", {"optim": "adamw_torch_fused"}
     if quantization and quantization.double:
         single = dataclasses.replace(quantization, double=False)
         yield "double quantization", {"quantization": single}
+    if quantization and quantization.experts:
+        whole = dataclasses.replace(quantization, experts=None)
+        yield "experts in 4 bits", {"quantization": whole}
     if quantization and recipe.adapters:
         yield "the 4-bit base", {"quantization": None, "dtype": recipe.weights_dtype}
 
@@ -328,7 +376,7 @@ def to_install(recipe: Recipe) -> Iterator[str]:
 def least_bytes(recipe: Recipe) -> int:
     """Return a lower bound of a rank's peak: what is held when the optimizer steps."""
     rank = shards.rank_bytes(counted_as(recipe))
-    return rank.parameters + rank.gradients + rank.optimizer_states
+    return rank.parameters + _waiting(recipe, rank) + rank.optimizer_states
 
 
 def held_bytes(recipe: Recipe, chip: Chip) -> int:
@@ -338,7 +386,12 @@ def held_bytes(recipe: Recipe, chip: Chip) -> int:
     """
     rank = shards.rank_bytes(recipe)
     saved = int(SURE * walk(model_states.compute_recipe(recipe), chip).kept)
-    return rank.parameters + rank.optimizer_states + max(rank.gradients, saved)
+    return rank.parameters + rank.optimizer_states + max(_waiting(recipe, rank), saved)
+
+
+def _waiting(recipe: Recipe, rank: model_states.RankBytes) -> int:
+    """Return the bytes of a rank's gradients that wait for the optimizer's step."""
+    return 0 if recipe.loop.optimizer_in_backward else rank.gradients
 
 
 def _precisions(card: Gpu, method: str) -> list[str]:
@@ -370,10 +423,14 @@ def _shardings(question: Question) -> Iterator[Sharding | None]:
 def _is_tried(fields: dict[str, Any]) -> bool:
     """Tell whether a combination runs, is known, and is not another one under a second name."""
     sharding = fields["sharding"]
+    if fields["loop"].optimizer_in_backward:
+        # The loss scaler divides and checks gradients that are gone by then.
+        other = sharding or fields["trainer"] != "transformers"
+        return not other and not fields["precision"].startswith("fp16")
     if sharding is None:
         return True
-    if fields["use_liger_kernel"]:
-        return False  # the formulas do not know it
+    if fields["use_liger_kernel"] and (sharding.engine != "ddp" or fields["trainer"] == "sft"):
+        return False  # beside adapters FSDP leaves the head's weight cut: `recipe.liger`
     if sharding.engine == "deepspeed" and fields["precision"].endswith("-true"):
         # DeepSpeed keeps fp32 copies of half-precision weights either way: that is "-mixed", in no
         # more bytes

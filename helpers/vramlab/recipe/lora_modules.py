@@ -20,6 +20,11 @@ Targets = tuple[str, ...] | list[str] | set[str] | str
 # What PEFT takes to mean a mixture's fused experts (`transformers_weight_conversion.py`,
 # _MOE_TARGET_MODULE_MAPPING).
 FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
+# The gradient of a frozen product's input needs its weight (`_grouped_mm`, saved by autograd).
+KEPT_EXPERTS = (
+    "packed experts are unpacked whole in each forward pass and kept for the backward one: "
+    "gradient_checkpointing keeps one layer's at a time"
+)
 ADAPTABLE = ("linear", "conv1d", "embedding", "conv")  # kinds of weights
 BILLION = 1e9
 
@@ -33,6 +38,8 @@ class WithAdapters(Protocol):
     def lora(self) -> LoRA | None: ...
     @property
     def quantization(self) -> Quantization | None: ...
+    @property
+    def gradient_checkpointing(self) -> bool: ...
     @property
     def sharding(self) -> Sharding | None: ...
 
@@ -143,13 +150,14 @@ def notes(recipe: WithAdapters) -> list[str]:
     """
     said = unquantized(recipe)
     lora = recipe.lora
-    if lora and _is_everywhere(lora.target_modules) and _has_experts(recipe.shape):
+    if lora and _is_everywhere(lora.target_modules) and has_experts(recipe.shape):
         note = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused "
         said.append(note + "experts, and needs more")
     return said
 
 
-def _has_experts(shape: ModelWeights) -> bool:
+def has_experts(shape: ModelWeights) -> bool:
+    """Tell whether a model's experts are fused in parameters that are no linear layers."""
     return any(weight.kind == "expert" for weight in shape.weights())
 
 
@@ -163,7 +171,7 @@ def adapted(shape: ModelWeights, lora: LoRA | None) -> tuple[Module, ...]:
         return ()
     wanted = lora.target_modules
     targets = find(shape, wanted, lora.modules_to_save)
-    if wanted is not None and not isinstance(wanted, str) and _has_experts(shape):
+    if wanted is not None and not isinstance(wanted, str) and has_experts(shape):
         adapted_parts = {name.rpartition(".")[2] for name, _, _ in targets}
         lost = FUSED.intersection(wanted) - adapted_parts
         if lost:
@@ -179,6 +187,18 @@ def adapted(shape: ModelWeights, lora: LoRA | None) -> tuple[Module, ...]:
 def is_adapted(shape: ModelWeights, lora: LoRA | None, module: str) -> bool:
     """Tell whether the module of that name gets an adapter."""
     return any(name == module for name, _, _ in adapted(shape, lora))
+
+
+def adapted_beside_experts(shape: ModelWeights, lora: LoRA | None) -> list[str]:
+    """Return the names by which PEFT adapts what "all-linear" means here in a mixture of experts.
+
+    Its own also takes routers and fused experts. It is empty elsewhere, and where linear layers
+    have experts' names.
+    """
+    if not lora or not _is_everywhere(lora.target_modules) or not has_experts(shape):
+        return []
+    parts = {name.rpartition(".")[2] for name, _, _ in adapted(shape, lora)}
+    return [] if parts & FUSED else sorted(parts)
 
 
 def adapts_experts(shape: ModelWeights, lora: LoRA | None) -> bool:
@@ -220,9 +240,12 @@ def unquantized(recipe: WithAdapters) -> list[str]:
         stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
         notes.append(f"accelerate's FSDP shards 4-bit weights {stored}")
     shape = recipe.shape
+    packs = recipe.quantization.experts is not None
+    if packs and not recipe.gradient_checkpointing:
+        notes.append(KEPT_EXPERTS)
     has_own_class = shape.layout is not None and not shape.layout.quantizable
     left = [weight for weight in shape.weights() if _is_left(weight, has_own_class)]
-    if not left:
+    if packs or not left:
         return notes
     what = "transformers 5 fuses experts in 3-D parameters"
     if has_own_class:
@@ -233,6 +256,8 @@ def unquantized(recipe: WithAdapters) -> list[str]:
     sizes = _share(kept, shape.num_parameters)
     note = f"{sizes} weights are not quantized: "
     note += f"transformers' loader takes nn.Linear layers, {what}"
+    if has_experts(shape):
+        note += "; quantization.experts says how to pack them too"
     return [*notes, note]
 
 

@@ -27,6 +27,9 @@ ROLLOUT_ENGINES = ("colocate", "server")  # where vLLM runs: in this process, or
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4")
+# When fused experts are packed: as each one is loaded (axolotl's `quantize_moe_experts`), or once
+# all are on the device (bitsandbytes' `replace_parameter_4bit`).
+PACKED_EXPERTS = ("loading", "loaded")
 
 
 @documented
@@ -152,13 +155,23 @@ class Quantization:
         True,
         help="Call `prepare_model_for_kbit_training`: what is not quantized goes to fp32.",
     )
+    experts: str | None = knob(
+        None,
+        choices=PACKED_EXPERTS,
+        help="Put fused experts in 4 bits too, as each is loaded (axolotl's quantize_moe_experts) "
+        "or once all are (bitsandbytes' replace_parameter_4bit).",
+        option="quantize_experts",
+        label="Experts in 4 bits",
+    )
 
     def __post_init__(self) -> None:
         check(self, "quantization.")
 
     def words(self) -> str:
         """Return its part of `str(recipe)`."""
-        return self.quant_type + (" double" if self.double else "")
+        double = " double" if self.double else ""
+        experts = " with experts" if self.experts else ""
+        return f"{self.quant_type}{double}{experts}"
 
 
 @documented
@@ -350,6 +363,8 @@ class Loop:
         """Return its part of `str(recipe)`."""
         if self == LOOPS["trainer"]:
             return ""
+        if self == IN_BACKWARD:
+            return "updates in the backward pass"
         is_named = self == LOOPS.get(self.name)
         return f"{self.name} loop" + ("" if is_named else " (changed)")
 
@@ -383,3 +398,5 @@ LOOPS = {
         optimizer_in_backward=True,
     ),
 }
+# The Trainer's, whose weights are updated as their gradients come, as a program of `plan` does it.
+IN_BACKWARD = Loop(max_grad_norm=None, optimizer_in_backward=True)

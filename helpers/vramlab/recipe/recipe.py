@@ -24,6 +24,7 @@ from . import (
     peft_methods,
     rollouts,
     sample_limits,
+    trl_limits,
 )
 from .configuration import plain, read_json
 from .fields import WITH_REFERENCE, RecipeFields
@@ -33,7 +34,6 @@ from .options import (
     ATTENTION,
     GENERATING,
     HALF,
-    LOOPS,
     PRECISIONS,
     REPEATED,
     TRL,
@@ -44,6 +44,7 @@ from .options import (
     Sharding,
 )
 from .shapes import read_shape
+from .trl_limits import LEAST_BATCH
 
 # What a reader of recipes needs beside them comes from here too.
 __all__ = [
@@ -61,7 +62,6 @@ __all__ = [
     "as_recipe",
     "key_of",
 ]
-LEAST_BATCH = {"kto": 2}  # samples
 USUAL_LENGTH = 512  # tokens of a sample, where a recipe does not say
 PARTS: dict[str, type] = {
     "lora": LoRA,
@@ -77,6 +77,7 @@ ALWAYS_SHOWN = ("batch_size", "precision", "optim")  # in a notebook
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 LATER_OF_PARTS = {
     **dict.fromkeys(LATER_OF_LORA),
+    "experts": None,
     "reshard_root": False,
     "memory_efficient_linear": True,
     "dp_replicate_size": 1,
@@ -187,7 +188,7 @@ class Recipe(RecipeFields):
         yield from rollouts.refusals(self)
         yield from sample_limits.refusals(self)
         if self.trainer != "transformers":
-            yield from self._trl_refusals()
+            yield from trl_limits.refusals(self)
         precomputes = self.precompute_ref_log_probs and self.trainer not in WITH_REFERENCE
         allowed = "only trainer 'dpo' and 'kto' have a reference model"
         yield "precompute_ref_log_probs", precomputes, allowed
@@ -217,6 +218,24 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
+        if quantization and quantization.experts:
+            yield from self._expert_refusals()
+
+    def _expert_refusals(self) -> Refusals:
+        """Return where fused experts are not put in 4 bits."""
+        name = "quantization.experts"
+        allowed = f"{self.shape.name} has no fused experts: leave it out"
+        yield name, not lora_modules.has_experts(self.shape), allowed
+        # ParamWrapper._remove_parametrizations leaves _LoraFactorsProxy, and requires_grad_ of the
+        # codes fails in the next pass
+        targets = self.lora and self.lora.target_parameters
+        allowed = (
+            "PEFT 0.21 fails in the second step with adapters on packed experts: adapt linear "
+        )
+        yield name, targets, allowed + "layers"
+        engine = self.sharding and self.sharding.engine
+        allowed = "packed experts are modelled where weights are whole: one device, or 'ddp'"
+        yield name, engine and engine != "ddp", allowed
 
     def _backward_refusals(self) -> Refusals:
         """Return what updates in the backward pass exclude."""
@@ -227,57 +246,6 @@ class Recipe(RecipeFields):
         is_sharded = sharding and (sharding.world_size > 1 or sharding.engine == "deepspeed")
         allowed = "optimizer_in_backward is modelled for one device only, and not under DeepSpeed"
         yield "loop", is_sharded, allowed
-
-    def _trl_refusals(self) -> Refusals:
-        """Return what TRL's trainers do not train."""
-        name = TRL[self.trainer]
-        task = "sequence-classification" if self.trainer == "reward" else "causal-lm"
-        allowed = f"{name} trains models for {task}, not for {self.shape.task}"
-        yield "trainer", self.shape.task != task, allowed
-        usual = dataclasses.replace(self.loop, max_grad_norm=1.0, empty_cache_steps=None)
-        allowed = f"{name} has the Trainer's loop without a cache: use loop='trainer'"
-        yield "loop", usual != LOOPS["trainer"], allowed
-        yield from self._trl_sharding_refusals(name)
-        least = LEAST_BATCH.get(self.trainer, 1)
-        allowed = "KTOTrainer compares samples of a micro-batch: take at least 2"
-        yield "batch_size", self.batch_size < least, allowed
-        if self.lora:
-            yield from self._trl_adapter_refusals(name, self.lora)
-
-    def _trl_sharding_refusals(self, name: str) -> Refusals:
-        """Return how TRL's trainers are not modelled on many ranks."""
-        engine = self.sharding.engine if self.sharding else "ddp"
-        allowed = f"{name} is modelled on 'ddp', 'fsdp' and 'deepspeed'"
-        yield "sharding.engine", engine not in ("ddp", "fsdp", "deepspeed"), allowed
-        precomputes = engine == "deepspeed" and self.precompute_ref_log_probs
-        is_whole = self.has_reference or precomputes
-        allowed = f"{name}'s reference model is modelled whole: add lora, which needs none, or "
-        allowed += "take engine 'ddp'"
-        yield "sharding.engine", engine != "ddp" and is_whole, allowed
-        is_third = self.sharding and engine == "deepspeed" and self.sharding.stage == 3
-        allowed = f"{name} trains adapters otherwise there: take stage 2, or engine 'fsdp'"
-        yield "sharding.stage", is_third and self.lora, allowed
-
-    def _trl_adapter_refusals(self, name: str, lora: LoRA) -> Refusals:
-        """Return adapters that TRL's trainers do not train."""
-        shape = self.shape
-        quantization = self.quantization
-        keeps_copy = not quantization and self.trainer not in ("sft", "reward")
-        allowed = f"{name} keeps a copy of adapters that it does not make itself, which are in "
-        allowed += "fp32: leave it True"
-        is_half = keeps_copy and not lora.autocast_adapter_dtype
-        yield "lora.autocast_adapter_dtype", is_half, allowed
-        allowed = f"{name} does not call prepare_model_for_kbit_training: say "
-        allowed += "Quantization(prepare=False)"
-        yield "quantization.prepare", quantization and quantization.prepare, allowed
-        # pytorch/pytorch#127176
-        allowed = f"the loss scaler refuses the bfloat16 adapters that {name} makes: take "
-        allowed += "'bf16-mixed'"
-        yield "precision", quantization and self.precision == "fp16-mixed", allowed
-        has_fused_head = self.trainer != "reward"
-        is_adapted = has_fused_head and lora_modules.is_adapted(shape, lora, shape.head)
-        allowed = f"{name} refuses an adapter on {shape.head}, whose weight its fused head reads: "
-        yield "lora.target_modules", is_adapted, allowed + "leave that out"
 
     def _dtype_refusals(self) -> Refusals:
         """Return a `dtype` that the precision contradicts.

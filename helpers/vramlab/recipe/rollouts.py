@@ -6,7 +6,7 @@ from typing import Any
 from ..base.errors import RecipeError
 from .fields import RecipeFields
 from .knobs import Refusals
-from .options import GENERATING, TRL, Rollouts
+from .options import GENERATING, TRL, Rollouts, Sharding
 
 
 def filled_in(recipe: RecipeFields) -> dict[str, Any]:
@@ -61,6 +61,15 @@ def plan_of(recipe: RecipeFields) -> Plan:
     )
 
 
+def _on_ranks(sharding: Sharding, rollouts: Rollouts, name: str) -> Refusals:
+    """Return what is not sampled on several ranks, or not modelled."""
+    is_third = sharding.engine == "deepspeed" and sharding.stage == 3
+    allowed = f"how {name} gathers weights to sample with them is not modelled there: take stage 2 "
+    yield "sharding.stage", is_third, allowed + "or engine 'fsdp'"
+    allowed = "what vLLM is given of divided weights is not modelled: take engine 'ddp'"
+    yield "rollouts.use_vllm", rollouts.use_vllm and sharding.engine != "ddp", allowed
+
+
 def refusals(recipe: RecipeFields) -> Refusals:
     """Return what the trainers do not sample, or not so."""
     rollouts = recipe.rollouts
@@ -74,10 +83,15 @@ def refusals(recipe: RecipeFields) -> Refusals:
     allowed = "what vLLM makes of a 4-bit base is not modelled: sample with transformers"
     yield "rollouts.use_vllm", in_bits, allowed
     at_once = plan_of(recipe).completions
-    allowed = f"{at_once} completions are sampled at once (batch_size × steps_per_generation), "
-    allowed += "which has to be a multiple of it"
+    sharding = recipe.sharding
+    on_ranks = ""
+    if sharding:
+        at_once *= sharding.world_size
+        on_ranks = " × world_size"
+        yield from _on_ranks(sharding, rollouts, name)
+    allowed = f"{at_once} completions are sampled at once (batch_size × steps_per_generation"
+    allowed += f"{on_ranks}), which has to be a multiple of it"
     yield "rollouts.num_generations", at_once % rollouts.num_generations, allowed
-    yield "sharding", recipe.sharding, f"{name} is modelled on one device"
     allowed = f"{name} samples by itself what it trains on: leave it out"
     for field in ("lengths", "pad_to_multiple_of"):
         yield field, getattr(recipe, field), allowed

@@ -44,6 +44,9 @@ class RuledFakeMode(FakeTensorMode):
     torch's table of such is every thread's. `target` is "cuda" where the tensors stand for a GPU's.
     """
 
+    # torch.compile compiles inside (`compiled.py`)
+    ignore_compile_internals = staticmethod(lambda: True)
+
     def __init__(self, rules: dict[Any, Callable], target: str = "cpu") -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.target = target

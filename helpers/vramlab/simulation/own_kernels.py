@@ -50,6 +50,12 @@ def in_this_thread(name: str) -> Iterator[None]:
         yield
 
 
+def left() -> contextlib.AbstractContextManager:
+    """While entered, this thread meets none of the kernels: of a graph all are chosen."""
+    keys = torch._C.DispatchKeySet(key_of(KERNELS)) | torch._C.DispatchKeySet(key_of(RULES))
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
 def register(library: Library, name: str, kernel: Callable) -> None:
     """Register `kernel` of an operator of aten for what AutogradCPU's would get."""
     operator = operator_of(name)

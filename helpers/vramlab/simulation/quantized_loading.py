@@ -111,7 +111,7 @@ def _highest(base: Recipe, target: str, stores_tied_head: bool) -> tuple[Bytes, 
         tracker, pool = _load(base, target, stores_tied_head)
         log = tracker.log
         expected = sum(pool.values())
-    if target == "cuda":
+    if target == "cuda" and not _packs_in_turn(base):
         # `caching_allocator_warmup` takes one segment for all of it, and frees it to the allocator
         asked = int(expected)
         segment = Storage(rounded(asked), asked, None, "empty")
@@ -120,6 +120,11 @@ def _highest(base: Recipe, target: str, stores_tied_head: bool) -> tuple[Bytes, 
     history = History(log, [], allocator=target == "cuda")
     free = history.replayed.reserved - int(history.live[-1]) if history.replayed else 0
     return history.split(history.highest()), free
+
+
+def _packs_in_turn(base: Recipe) -> bool:
+    """Tell whether each expert is packed as it is loaded; who does it warms no allocator up."""
+    return base.quantization is not None and base.quantization.experts == "loading"
 
 
 def _expected(pool: Mapping[str, float], layers: Repetition) -> float:
@@ -153,7 +158,8 @@ def _load(
     state, options = _quantized_state(model, base)
     pool = _expected_sizes(model, state, options.hf_quantizer)
     kept = replaced(model, "state_dict", lambda: state)
-    with kept, fake_world(target), _quantizing(loader, target), tracker:
+    packing = _packing(loader, base) if _packs_in_turn(base) else contextlib.nullcontext()
+    with kept, packing, fake_world(target), _quantizing(loader, target), tracker:
         # up to 5.15 a plan has to be given
         loader.convert_and_load_state_dict_in_model(model, files, options, None)
         # a head's bias is tied before its weight, for which transformers pads it
@@ -166,6 +172,11 @@ def _load(
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
         models.materialise(model, torch.device("cpu"))  # buffers
         claim_model(tracker, model)
+        if base.quantization and base.quantization.experts == "loaded":
+            tracker.begin("experts")
+            for name in models.quantize_experts(model, base.quantization):
+                tracker.name_module(name)
+            claim_model(tracker, model)
         # a walk over the layers of its own
         tracker.begin("prepare")
         if base.quantization and base.quantization.prepare:
@@ -225,6 +236,28 @@ def _named_in_turn(model: Any, tracker: FakeTracker) -> Iterator[torch.nn.Parame
     for name, parameter in model.named_parameters():
         tracker.name_module(name)
         yield parameter
+
+
+@contextlib.contextmanager
+def _packing(loader: Any, base: Recipe) -> Iterator[None]:
+    """While entered, transformers' loader packs each fused expert that it has loaded.
+
+    Source: axolotl 0.19, monkeypatch/moe_quant.py.
+    """
+    quantization = base.quantization
+    assert quantization is not None  # the caller has asked
+    load = loader.set_param_for_module
+
+    def load_and_pack(model: Any, name: str, value: torch.Tensor, *others: Any) -> None:
+        load(model, name, value, *others)
+        if models.is_fused_expert(name, value):
+            module, _, own = name.rpartition(".")
+            models.quantize_expert(model.get_submodule(module), own, quantization)
+            # the loader still holds it
+            value.untyped_storage().resize_(0)
+
+    with replaced(loader, "set_param_for_module", load_and_pack):
+        yield
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import liger, lora_modules, peft_methods
-from ..recipe.configuration import READERS
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -41,6 +40,7 @@ from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
+from .compiled import TRIED, compiled_step, failed, is_compiled
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
@@ -48,11 +48,9 @@ from .deepen import deepen, repeat
 from .fake_operators import keep_storage
 from .fakes import compiled_late, fake_world
 from .quantized_loading import loading_peak, unused_after_loading
-from .repetition import GROUPS, NotRegular, Repetition, cut, find
-from .values import Values, readable_values, reason_at
-
-# What a model returns besides, where its configuration asks for it.
-MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+from .repetition import NotRegular, Repetition, find
+from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
+from .values import Values, readable_values
 
 
 @needing("simulate")
@@ -143,7 +141,7 @@ def _of_recipe(
     if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
         rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
         raise RecipeError("target", target, rest)
-    notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+    notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
@@ -209,7 +207,7 @@ def trace(
     micro-batches. `History.notes` says where layers do not repeat.
     """
     notes = []
-    if not full:
+    if not full and not recipe.torch_compile:
         try:
             # with a fused loss the first product of backward is in the last layer, which then
             # differs from the others
@@ -220,54 +218,6 @@ def trace(
             notes.append(f"all {depth} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps, full=True)
     return History(tracker.log, tracker.marks, target == "cuda", room, notes + tracker.notes)
-
-
-def _is_abridged(recipe: Recipe) -> bool:
-    """Tell whether two micro-batches are run for all of a step's.
-
-    An engine of many ranks does something else in the last.
-    """
-    differs = recipe.sharding or recipe.activation_offloading or recipe.rollouts
-    return recipe.gradient_accumulation_steps > 1 and not differs
-
-
-def may_be_deepened(recipe: Recipe, target: str) -> bool:
-    """Tell whether a shallow run could say what `recipe` takes, and take less time."""
-    if target == "cpu" and recipe.shape.config.get("sliding_window"):
-        # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
-        return False
-    if recipe.activation_offloading:
-        return False  # copies come one node late, and a storage is copied once
-    # DDP's buckets and DeepSpeed's flat buffers run across layers, one unit has all of them, a
-    # pipeline deals them out
-    sharding = recipe.sharding
-    if sharding and sharding.engine != "tensor":
-        by_layers = (sharding.engine, sharding.wrap) == ("fsdp", "layers")
-        if not by_layers:
-            return False
-    if sharding and sharding.reshard_root:
-        return False
-    if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
-        return False
-    if recipe.shape.family in READERS:
-        return False  # the tower's layers have numbers too
-    if recipe.peft and recipe.peft.differs_by_layer:
-        return False
-    return recipe.shape.num_layers > GROUPS + bool(sharding)
-
-
-def is_written_down(recipe: Recipe) -> bool:
-    """Tell whether the tests hold the architecture's deepened log against the whole run.
-
-    It may return no more than they ask for.
-    """
-    shape = recipe.shape
-    if recipe.peft:
-        return False
-    # TRL asks for the router's logits
-    if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
-        return False
-    return not any(shape.settings.get(name) for name in MORE_OUTPUTS)
 
 
 def _lengthened(
@@ -299,7 +249,7 @@ def _lengthened(
             if layers.middle == 2:
                 raise
             return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
-    if _is_abridged(recipe):
+    if is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
     return History(log, marks, target == "cuda", room, tracker.notes)
 
@@ -328,12 +278,6 @@ def _deeper(
             raise NotRegular(f"{depth} layers take something else than their repetition says")
     log, marks = deepen(tracker, layers, layers.more)
     return tracker, log, marks
-
-
-def shallow_recipe(recipe: Recipe, layers: Repetition, extra: int = 0) -> Recipe:
-    """Return `recipe` with the layers alone that stand for all, and `extra` more groups of them."""
-    config = cut(recipe.shape, layers.kept(extra)).config
-    return recipe.replace(model=config, num_layers=None, task=recipe.shape.task)
 
 
 def bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
@@ -378,6 +322,7 @@ def simulate_evaluation(
         )
         rest += "ask simulate_generation"
         raise RecipeError("evaluation.predict_with_generate", True, rest)
+    notes = ["torch_compile: the eager evaluation is simulated"] if recipe.torch_compile else []
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     return to_report(
@@ -387,7 +332,7 @@ def simulate_evaluation(
         target,
         since=history.last_step[0].start,
         title=f"{recipe} · evaluation",
-        notes=tracker.notes,
+        notes=notes + tracker.notes,
     )
 
 
@@ -399,6 +344,7 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
+    compiles = evaluation is None and is_compiled(recipe)
     load_libraries(recipe)
     engine = engine_of(recipe)
     offloads = recipe.activation_offloading and target == "cuda"
@@ -416,7 +362,7 @@ def _run(
     ):
         try:
             training = tr.build(recipe, device, target=target)
-            training.abridged = not (full or evaluation) and _is_abridged(recipe)
+            training.abridged = not (full or evaluation) and is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
                 tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
@@ -435,18 +381,18 @@ def _run(
             then = None
             if evaluation:
                 then = partial(evaluate, training, evaluation, batch, full)
-            shortcut: AbstractContextManager[Any] = nullcontext()
-            if recipe.rollouts and not full:
-                shortcut = skipped(training, tracker, recipe.rollouts)
-            with shortcut:
+            way: AbstractContextManager[Any] = nullcontext()
+            if compiles:
+                way = compiled_step(training, tracker, card, kernels)
+            elif recipe.rollouts and not full:
+                way = skipped(training, tracker, recipe.rollouts)
+            with way:
                 return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks
         except Exception as error:
-            why = f"its training step does not run on fake tensors: {reason_at(error)}"
-            rest = f"{why}; measure(recipe) runs it for real"
-            raise RecipeError("model", recipe.name, rest) from error
+            raise failed(recipe, error, compiles) from error
 
 
 def load_libraries(recipe: Recipe) -> None:

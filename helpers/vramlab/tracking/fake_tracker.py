@@ -55,6 +55,8 @@ class FakeTracker(Tracker):
 
     # no guard against torch.compile around each operator
     _should_skip_dynamo = staticmethod(lambda: False)
+    # torch.compile compiles inside (`simulation/compiled.py`)
+    ignore_compile_internals = staticmethod(lambda: True)
 
     def __init__(
         self,

@@ -57,12 +57,13 @@ def run_tracked(
         grow(made, cache)
 
     training.on_token = on_token
+    named = tracker.modules(training.model, training.reference)
     with (
         no_collection(before=not makes_fakes()),
         gradients_named(tracker, training.model),
         fsdp_units_named(tracker),
         training.engine.follow(training, tracker),
-        tracker.modules(training.model, training.reference),
+        contextlib.nullcontext() if training.is_compiled else named,
         tracker,
     ):
         for _ in range(steps * training.cycle):

@@ -9,15 +9,16 @@ gives it to its parameter.
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..training.patched import afterwards, only_here, replaced
+from ..training.patched import afterwards, replaced
 from .events import ON_HOST, Call, Event, EventLog, Mark, Storage
 from .gloo import LastCollective, gloo_scratch
+from .running_modules import REFERENCE, RunningModules
 from .tensors import plain_tensors, tensors_in
 from .tracked_operators import (
     DEVICE_QUERY,
@@ -31,10 +32,9 @@ from .tracked_operators import (
 )
 
 __all__ = ["DEVICE_QUERY", "ON_HOST", "REFERENCE", "Event", "Mark", "Storage", "Tracker", "aten"]
-REFERENCE = "reference"  # before the names of a reference model's modules and parameters
 
 
-class Tracker(EventLog, TorchDispatchMode):
+class Tracker(RunningModules, EventLog, TorchDispatchMode):
     """Logs births and frees of storages on `device` while it is entered.
 
     Enter it inside a FakeTensorMode, not around it. Sizes are rounded up to a multiple of
@@ -65,13 +65,10 @@ class Tracker(EventLog, TorchDispatchMode):
         # else there is (code tables of bitsandbytes, DDP's maps, FSDP's emptied units) is no part
         # of it.
         self.meets = False
-        # modules outside of the model that were called
-        self._others: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._streams = {id(torch.cpu.current_stream()): 0}
         # made while a checkpoint recomputes, whose results are kept for backward
         self._recomputed: list[Storage] = []
         self._collective = LastCollective()
-        self._modules: list[str] = []  # names of those that are running, innermost last
         # autograd's number of an operator to the module that called it
         self._made_in: dict[int, str] = {}
         self._entered = ExitStack()
@@ -188,44 +185,6 @@ class Tracker(EventLog, TorchDispatchMode):
         storage = self._storage(tensor) if isinstance(tensor, torch.Tensor) else None
         return storage.where if storage else ""
 
-    @contextmanager
-    def modules(
-        self,
-        model: torch.nn.Module,
-        reference: torch.nn.Module | None = None,
-    ) -> Iterator[None]:
-        """While entered, give storages the name of the module that made them.
-
-        Names in a `reference` model begin with REFERENCE.
-        """
-        names = {id(module): name for name, module in model.named_modules()}
-        if reference is not None:
-            for name, module in reference.named_modules(prefix=REFERENCE):
-                names[id(module)] = name
-
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            if not is_here():
-                return
-            if self.meets and id(module) not in names and module not in self._others:
-                self._others.update(module.modules())
-                self.meet_module(module)
-            running = self._modules[-1] if self._modules else ""
-            self._modules.append(names.get(id(module), running))
-
-        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if self._modules and is_here():
-                self._modules.pop()
-
-        hooks = torch.nn.modules.module
-        with (
-            only_here() as is_here,  # such hooks run in every thread
-            hooks.register_module_forward_pre_hook(enter),
-            # always: a checkpoint stops its recomputation early, by an exception that skips
-            # ordinary hooks
-            hooks.register_module_forward_hook(leave, always_call=True),
-        ):
-            yield
-
     def finish(self) -> Self:
         """Close the log, and return self."""
         self.live.clear()
@@ -311,23 +270,6 @@ class Tracker(EventLog, TorchDispatchMode):
     def scalar(self, tensor: torch.Tensor) -> Any:
         """Return the number that `tensor.item()` is to give; None reads it."""
         return None
-
-    @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        """While entered, what is made is the module's of that name."""
-        self._modules.append(name)
-        try:
-            yield
-        finally:
-            self._modules.pop()
-
-    def name_module(self, name: str) -> None:
-        """Give what is made from here on, outside of `modules`, a module's or parameter's name."""
-        self._modules = [name]
-
-    def running_module(self) -> str:
-        """Return the module that is running, for a sentence; "" outside."""
-        return f"module {self._modules[-1]!r}" if self._modules else ""
 
     def _where(self, args: tuple) -> str:
         """Return where an operator runs.

@@ -138,6 +138,7 @@ class Training:
     precision: str = "fp32"
     accumulation: int = 1  # micro-batches in a step
     abridged: bool = False  # run two of them in the first step, then one
+    is_compiled: bool = False  # hooks of modules would be compiled too
     loss_of: Callable[[Any, Any], torch.Tensor] = _loss_in
     reference: Model | None = None  # frozen, which the loss needs too
     # a trainer's own, instead of `loss_of`

@@ -10,11 +10,12 @@ import dataclasses
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..base.errors import RecipeError, needing
 from ..recipe import lora_modules
@@ -22,7 +23,7 @@ from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
 from ..recipe.liger import kernels
-from ..recipe.options import REPEATED, LoRA
+from ..recipe.options import REPEATED, LoRA, Quantization
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import Recipe
 from . import trl_trainers
@@ -68,6 +69,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
         model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
         quantize_layers(model, recipe)
+        pack_experts(model, recipe.quantization)
         if recipe.quantization.prepare:
             from peft import prepare_model_for_kbit_training
 
@@ -148,6 +150,44 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
     model.is_quantized = True
     model.quantization_method = "bitsandbytes"
     model.config.quantization_config = config
+
+
+def pack_experts(model: Model, quantization: Quantization) -> None:
+    """Quantize a model's fused experts too if the recipe says so."""
+    if quantization.experts:
+        for _ in quantize_experts(model, quantization):
+            pass
+
+
+def quantize_experts(model: Model, quantization: Quantization) -> Iterator[str]:
+    """Quantize what `bitsandbytes` leaves of a model's experts, and yield the name of each before.
+
+    From then on each pass of their module unpacks them whole.
+    """
+    for owner, module in list(model.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_fused_expert(f"{owner}.{name}", parameter):
+                yield f"{owner}.{name}"
+                quantize_expert(module, name, quantization)
+
+
+def is_fused_expert(name: str, parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter holds a matrix for each expert, as axolotl tells."""
+    return parameter.dim() >= 3 and "expert" in name.lower()
+
+
+def quantize_expert(module: torch.nn.Module, name: str, quantization: Quantization) -> None:
+    """Quantize the parameter `name` of `module` as bitsandbytes does outside of linear layers."""
+    from bitsandbytes.nn import parametrize
+
+    make_code_table()
+    replace: Any = parametrize.replace_parameter_4bit
+    replace(
+        module,
+        name,
+        compress_statistics=quantization.double,
+        quant_type=quantization.quant_type,
+    )
 
 
 def _never_quantized(model: Model) -> list[str]:
@@ -257,6 +297,8 @@ def materialise(model: Model, device: torch.device) -> None:
     """
     made: dict[int, Any] = {}  # by the id of the meta tensor
     for module in model.modules():
+        if isinstance(module, ParametrizationList) and module.original.is_meta:
+            _fill_packed(module, device)
         for tensors in (module._parameters, module._buffers):
             for name, meta in tensors.items():
                 if meta is None or not meta.is_meta:
@@ -288,6 +330,24 @@ def _made(name: str, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     if type(meta).__name__ == "Params4bit":
         return quantized_parameter(meta, data)
     return torch.nn.Parameter(data, requires_grad=meta.requires_grad)
+
+
+def _fill_packed(packed: Any, device: torch.device) -> None:
+    """Give a parameter that was quantized outside of linear layers a storage on `device`."""
+    from bitsandbytes.functional import quantize_4bit
+
+    (own,) = packed
+    state = own.quant_state
+    data = torch.empty(state.shape, dtype=state.dtype, device=device)
+    if not makes_fakes():
+        data.normal_(0, INITIAL_DEVIATION)
+    codes, own.quant_state = quantize_4bit(
+        data,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+    )
+    packed.original = torch.nn.Parameter(codes, requires_grad=False)
 
 
 def quantized_parameter(meta: Any, data: torch.Tensor) -> torch.nn.Parameter:

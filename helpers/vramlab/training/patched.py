@@ -243,6 +243,33 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         _shared.leave(attribute)
 
 
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """While entered, what this thread has replaced in modules is what it was, for every thread.
+
+    What reads code instead of running it, as torch.compile does, finds the library's own.
+    """
+    own = _own_of_modules()
+    for attribute in own:
+        attribute.remove()
+    try:
+        yield
+    finally:
+        for attribute in own:
+            attribute.install()
+
+
+def is_replaced(value: Any) -> bool:
+    """Tell whether this thread has put something else in the place of `value` in a module."""
+    return any(attribute.original is value for attribute in _own_of_modules())
+
+
+def _own_of_modules() -> "list[_Attribute]":
+    """Return what this thread has replaced, but for attributes of classes."""
+    own = [key for key in _values() if isinstance(key, _Attribute)]
+    return [attribute for attribute in own if not isinstance(attribute.owner, type)]
+
+
 def assign(owner: Any, name: str, value: Any) -> None:
     """Set `owner`'s attribute: of this thread, where it is replaced in it."""
     attribute = _shared.find(owner, name)

@@ -8,6 +8,7 @@ GPU's memory: they are given here. Each completion has its full length.
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,19 +59,23 @@ def start(
     if recipe.has_reference:
         training.reference = reference_model(training, recipe, build_model)
     for each in (training.reference, model):
-        if each is not None and training.precision in AUTOCAST:
+        casts = training.precision in AUTOCAST and training.engine.autocasts
+        if each is not None and casts:
             autocast_inside(each, training.device.type, training.precision)
     vars(trainer).update(_fields(training, recipe, model))
+    if recipe.sharding and recipe.sharding.engine == "fsdp":
+        _gather_for_generation(model)
     plan = plan_of(recipe)
     training.cycle = plan.steps
     prompts = [{"prompt": ""} for _ in range(plan.completions)]
+    gather = trainer.accelerator.gather
 
     def next_batch(on_phase: Callable[[str], None]) -> Any:
         trainer._generate = _in_phases(trainer._generate, on_phase)
         # vLLM is given the weights once a step
         trainer.state.global_step = trainer._step // recipe.gradient_accumulation_steps
         tokens = training.most_tokens or rollouts.max_completion_length
-        with _own_process(), fixed_length(tokens, training.on_token):
+        with _own_process(gather), fixed_length(tokens, training.on_token):
             batch = trainer._prepare_inputs(prompts)
         del trainer._generate
         trainer._step += 1
@@ -78,11 +83,18 @@ def start(
         return batch
 
     def compute_loss(forward: Callable, batch: Any) -> torch.Tensor:
-        with _own_process():
-            return trainer.compute_loss(model, batch)
+        with _own_process(gather):
+            return trainer.compute_loss(training.model, batch)
 
     training.next_batch = next_batch
     training.compute_loss = compute_loss
+
+
+def _gather_for_generation(model: Model) -> None:
+    """Let FSDP gather weights for `generate` too, as `Trainer.__init__` does."""
+    # the class's is looked up when it is called: a simulation replaces it
+    model.generate = lambda *args, **options: type(model).generate(model, *args, **options)
+    torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
 
 
 def _in_phases(generate: Callable, on_phase: Callable[[str], None]) -> Callable:
@@ -98,15 +110,31 @@ def _in_phases(generate: Callable, on_phase: Callable[[str], None]) -> Callable:
 
 
 @contextlib.contextmanager
-def _own_process() -> Iterator[None]:
-    """While entered, TRL asks no process group: accelerate would make one for the process."""
+def _own_process(gather: Callable) -> Iterator[None]:
+    """While entered, TRL does not ask accelerate to `gather`, which would make a process group."""
     from trl.trainer import grpo_trainer, rloo_trainer
 
     with contextlib.ExitStack() as stack:
         for module in (grpo_trainer, rloo_trainer):
-            for name in ("gather", "gather_object"):
-                stack.enter_context(replaced(module, name, lambda value: value))
+            stack.enter_context(replaced(module, "gather", gather))
+            stack.enter_context(replaced(module, "gather_object", lambda value: value))
         yield
+
+
+def _gathered(value: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return what all ranks have of `value`, which is taken for the same.
+
+    So large is what accelerate gathers, on CPUs with a tensor for each rank before
+    (`accelerate.utils.operations._gpu_gather`).
+    """
+    if ranks == 1:
+        return value
+    if value.ndim == 0:
+        value = value.clone()[None]
+    parts = [value] * ranks
+    if value.device.type == "cpu" and value.device.index is None:
+        parts = [each.clone() for each in parts]
+    return torch.cat(parts)
 
 
 def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
@@ -141,7 +169,10 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         generation[name] = said[name]
     generation["cache_implementation"] = said["cache_implementation"]
     config = model.config.get_text_config()
-    accelerator = _accelerator(training, model)
+    ranks = 1
+    if recipe.sharding:
+        ranks = recipe.sharding.world_size
+    accelerator = _accelerator(training, model, ranks)
     if rollouts.use_vllm:
         said["vllm_generation"] = _vllm(model, accelerator, rollouts)
         said["_last_loaded_step"] = -1
@@ -232,19 +263,20 @@ def _logs(completions: int) -> dict[str, Any]:
     return logs | {"rewards": defaultdict(deque), "extra": defaultdict(deque)}
 
 
-def _accelerator(training: Training, model: Model) -> SimpleNamespace:
-    """Return what TRL asks of accelerate: one process."""
+def _accelerator(training: Training, model: Model, ranks: int) -> SimpleNamespace:
+    """Return what TRL asks of accelerate, for the first of so many processes."""
     device = training.device
+    gather = partial(_gathered, ranks=ranks)
     return SimpleNamespace(
         device=device,
         state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None),
         process_index=0,
-        num_processes=1,
+        num_processes=ranks,
         is_main_process=True,
         sync_gradients=True,
         autocast=lambda: autocast(device.type, training.precision),
-        gather=lambda value: value,
-        gather_for_metrics=lambda value: value,
+        gather=gather,
+        gather_for_metrics=gather,
         reduce=lambda value, reduction: value,
         unwrap_model=lambda wrapped: model,
     )

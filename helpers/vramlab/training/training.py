@@ -75,8 +75,8 @@ def _give_optimizer(training: Training, recipe: Recipe, engine: Engine) -> None:
     model = training.model
     if recipe.loop.optimizer_in_backward:
         step_in_backward(training, lambda parameter: make([parameter]), _trained(model))
-        return
-    training.optimizer = engine.optimizer(_groups(recipe, model), make)
+    else:
+        training.optimizer = engine.optimizer(_groups(recipe, model), make)
     # Trainer.create_optimizer: fp32 states of embeddings
     if "8bit" in recipe.optim and recipe.loop.name == "trainer":
         for module in model.modules():

@@ -1,0 +1,64 @@
+"""Which recipes a run of few layers and micro-batches may stand for."""
+
+from ..recipe import lora_modules
+from ..recipe.configuration import READERS
+from ..recipe.options import TRL
+from ..recipe.recipe import Recipe
+from .repetition import GROUPS, Repetition, cut
+
+# What a model returns besides, where its configuration asks for it.
+MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def is_abridged(recipe: Recipe) -> bool:
+    """Tell whether two micro-batches are run for all of a step's.
+
+    An engine of many ranks does something else in the last.
+    """
+    differs = recipe.sharding or recipe.activation_offloading or recipe.rollouts
+    return recipe.gradient_accumulation_steps > 1 and not differs
+
+
+def may_be_deepened(recipe: Recipe, target: str) -> bool:
+    """Tell whether a shallow run could say what `recipe` takes, and take less time."""
+    if target == "cpu" and recipe.shape.config.get("sliding_window"):
+        # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
+        return False
+    if recipe.activation_offloading:
+        return False  # copies come one node late, and a storage is copied once
+    # DDP's buckets and DeepSpeed's flat buffers run across layers, one unit has all of them, a
+    # pipeline deals them out
+    sharding = recipe.sharding
+    if sharding and sharding.engine != "tensor":
+        by_layers = (sharding.engine, sharding.wrap) == ("fsdp", "layers")
+        if not by_layers:
+            return False
+    if sharding and sharding.reshard_root:
+        return False
+    if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
+        return False
+    if recipe.shape.family in READERS:
+        return False  # the tower's layers have numbers too
+    if recipe.peft and recipe.peft.differs_by_layer:
+        return False
+    return recipe.shape.num_layers > GROUPS + bool(sharding)
+
+
+def is_written_down(recipe: Recipe) -> bool:
+    """Tell whether the tests hold the architecture's deepened log against the whole run.
+
+    It may return no more than they ask for.
+    """
+    shape = recipe.shape
+    if recipe.peft:
+        return False
+    # TRL asks for the router's logits
+    if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
+        return False
+    return not any(shape.settings.get(name) for name in MORE_OUTPUTS)
+
+
+def shallow_recipe(recipe: Recipe, layers: Repetition, extra: int = 0) -> Recipe:
+    """Return `recipe` with the layers alone that stand for all, and `extra` more groups of them."""
+    config = cut(recipe.shape, layers.kept(extra)).config
+    return recipe.replace(model=config, num_layers=None, task=recipe.shape.task)

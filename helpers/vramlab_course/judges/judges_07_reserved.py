@@ -1,0 +1,122 @@
+"""Judges of chapter 07's pieces that ask an allocator for memory."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from vramlab.hardware.allocator import Allocator
+from vramlab.report.report import MiB
+
+from .judges_07 import judged
+
+MOST_PADDING = 1.2  # tokens computed for each real one
+
+
+def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
+    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then,
+    and the finder.
+    """
+    finder = kind()
+    with finder:
+        kept = work(finder)
+    sizes: dict[int, int] = {}
+    for storage, batch in list(finder.born.items()):
+        sizes[batch] = sizes.get(batch, 0) + storage.nbytes()
+    return kept, sizes, finder
+
+
+def in_batch(number: int, size: int) -> Callable[[Any], torch.Tensor]:
+    """Work that makes a tensor of `size` bytes in a batch."""
+
+    def work(finder: Any) -> torch.Tensor:
+        finder.batch = number
+        made = torch.ones(size // 4)
+        finder.batch = number + 1
+        return made.add_(1)
+
+    return work
+
+
+def served(kind: type, requests: Sequence[Any]) -> Any:
+    """An allocator of this kind after requests: (name, bytes) to allocate, a name to free."""
+    allocator = kind()
+    blocks = {}
+    for request in requests:
+        if isinstance(request, str):
+            allocator.free(blocks.pop(request))
+        else:
+            name, size = request
+            blocks[name] = allocator.malloc(size)
+    return allocator
+
+
+def _texts(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [max(16, min(1024, round(draw.lognormvariate(5.5, 0.7)))) for _ in range(count)]
+
+
+def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes reserved after each step: three tensors that grow with the padded tokens."""
+    allocator = Allocator()
+    reserved = []
+    for batch in order:
+        tokens = len(batch) * max(lengths[i] for i in batch)
+        for block in [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]:
+            allocator.free(block)
+        reserved.append(allocator.reserved)
+    return reserved
+
+
+def _as_lists(batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(batch) for batch in batches]
+
+
+def _longest(batch: Sequence[int], lengths: Sequence[int]) -> int:
+    return max(lengths[index] for index in batch)
+
+
+def _calm(answer: Callable) -> str | None:
+    for seed, count, size in ((0, 96, 8), (1, 210, 6), (2, 64, 4)):
+        lengths = _texts(seed, count)
+        orders = [answer(list(lengths), size, draw) for draw in (5, 5, 6)]
+        if orders[0] is None or orders[0] is ...:
+            return None
+        first, again, other = map(_as_lists, orders)
+        if sorted(i for batch in first for i in batch) != list(range(count)):
+            return "Each sample has to come once: the batches hold positions in `lengths`."
+        if sorted(map(len, first))[1:] != [size] * (len(first) - 1):
+            return f"Batches of {size} samples were expected; only one may have fewer."
+        if first != again or first == other:
+            return "The same seed has to give the same batches, another seed others."
+        computed = 0
+        for batch in first:
+            computed += len(batch) * _longest(batch, lengths)
+        padded = computed / sum(lengths)
+        if padded > MOST_PADDING:
+            return (
+                f"{padded:.2f} tokens are computed for each real one, and {MOST_PADDING} are "
+                f"allowed."
+            )
+        longest = [_longest(batch, lengths) for batch in first[1:]]
+        pairs = list(pairwise(longest))
+        rises = sum(a < b for a, b in pairs) / len(pairs)
+        if not 0.2 < rises < 0.8:
+            return (
+                "Long and short batches have to come in a mixed order, or the model learns "
+                "from one kind at a time."
+            )
+        reserved = _reserved(lengths, first)
+        if reserved[-1] != reserved[0]:
+            return (
+                f"Reserved grows by {(reserved[-1] - reserved[0]) / MiB:,.0f} MiB after the "
+                f"first step."
+            )
+    return ""
+
+
+batches_judged = judged(
+    _calm,
+    "little padding, mixed lengths, and reserved stays where the first step put it.",
+)
