@@ -77,7 +77,8 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
     # Without fp32 weights and states nothing has to go to the host.
     half = "bf16-true" if question.gpu.supports("bf16") else ""
     if offloads and question.gpus == 1 and half and not question.precisions:
-        alone = {"sharding": None, "precision": half, "optim": "paged_adamw_8bit"}
+        alone: dict[str, Any] = {"sharding": None, "precision": half}
+        alone["optim"] = "paged_adamw_8bit"
         alone["use_liger_kernel"] = question.liger_is_possible()
         yield f"on the card alone in {half}, which rounds small updates away", alone
     is_on_request = question.plain.trainer != "transformers"
