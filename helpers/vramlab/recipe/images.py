@@ -8,8 +8,9 @@ published preprocessor_config.json's least and most pixels.
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 from importlib import import_module
+from operator import getitem
 from typing import Any, Protocol
 
 from ..base.errors import RecipeError, needing
@@ -94,7 +95,7 @@ def _tokens(
     """Return the tokens of one image."""
     reader = READERS[shape.family]
     if reader["tokens"]:
-        return shape.settings[reader["tokens"]]
+        return reduce(getitem, reader["tokens"].split("."), shape.settings)
     processor = _processor(shape, max_pixels)
     try:
         patches = processor.get_number_of_image_patches(height, width, {})
@@ -116,9 +117,9 @@ def marked(recipe: WithImages) -> Iterator[list[int]]:
     """Yield of each image the ids that stand for it, those around it included."""
     reader = READERS[recipe.shape.family]
     settings = recipe.shape.settings
-    before, after = (settings[name] for name in reader["around"])
+    around = [settings[name] for name in reader["around"]]
     for count in tokens(recipe):
-        yield [before, *[settings[reader["image"]]] * count, after]
+        yield [*around[:1], *[settings[reader["image"]]] * count, *around[1:]]
 
 
 def pixels(recipe: WithImages) -> dict[str, Any]:
