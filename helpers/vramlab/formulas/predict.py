@@ -25,6 +25,8 @@ from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..report.report import Report
 from . import blocks, reserved, shards
 from .account import kept_account
+from .engine_memory import APART
+from .fsdp_memory import unit_of
 from .fused_head import with_its_adapters
 from .loading import loading_peak
 from .phases import Phases
@@ -164,6 +166,12 @@ def _refusals(recipe: Recipe) -> Refusals:
     unplaced = lora and lora.modules_to_save and divided
     allowed = "the formulas do not know where copies are among shards: ask simulate"
     yield "lora.modules_to_save", unplaced, allowed
+
+    # TRL moves hidden states to where the head's weight is.
+    offloads = sharding and sharding.engine == "fsdp" and sharding.offload and shape.layout
+    on_host = offloads and unit_of(f"{shape.head}.weight", recipe) == APART
+    allowed = "the loss is computed on the host, which the formulas do not know: ask simulate"
+    yield "sharding.offload", on_host, allowed
 
     # Two halves of the same width are no difference to a formula, but a cast is one.
     precision = recipe.precision.partition("-")[0]
