@@ -27,9 +27,9 @@ from ..training.quiet import no_collection
 from . import fakes
 from .deepen import deepen
 from .fakes import fake_world
+from .quantized_caches import packed
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
-from .quantized_caches import packed
 from .simulate import (
     bytes_of,
     check_target,
