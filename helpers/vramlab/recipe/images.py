@@ -8,9 +8,8 @@ published preprocessor_config.json's least and most pixels.
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, reduce
+from functools import lru_cache
 from importlib import import_module
-from operator import getitem
 from typing import Any, Protocol
 
 from ..base.errors import RecipeError, needing
@@ -95,7 +94,10 @@ def _tokens(
     """Return the tokens of one image."""
     reader = READERS[shape.family]
     if reader["tokens"]:
-        return reduce(getitem, reader["tokens"].split("."), shape.settings)
+        setting: Any = shape.settings
+        for part in reader["tokens"].split("."):
+            setting = setting[part]
+        return setting
     processor = _processor(shape, max_pixels)
     try:
         patches = processor.get_number_of_image_patches(height, width, {})
