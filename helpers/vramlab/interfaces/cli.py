@@ -74,7 +74,7 @@ EXPLAINED = (
 )
 EXPLAINED += (
     "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
-    "LLaMA-Factory or TRL, or the script that trains."
+    "LLaMA-Factory, TRL or ms-swift, or the script that trains."
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(
