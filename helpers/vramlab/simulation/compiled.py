@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..recipe.recipe import Recipe
+from ..tracking.fake_tracker import FakeTracker
 from ..training.engine import Training
 from ..training.patched import is_replaced, put_back, replaced
 from .cuda import CudaKernels
@@ -43,9 +44,18 @@ def is_compiled(recipe: Recipe) -> bool:
     return True
 
 
+class _UntracedTracker(FakeTracker):
+    """A tracker that dynamo does not compile where it follows what stays outside of graphs."""
+
+    _should_skip_dynamo = staticmethod(lambda: True)
+
+    def __torch_dispatch__(self, *args: Any) -> Any:
+        return super().__torch_dispatch__(*args)
+
+
 @contextlib.contextmanager
 def compiled_step(
-    training: Training, card: Gpu | None, kernels: CudaKernels | None
+    training: Training, tracker: FakeTracker, card: Gpu | None, kernels: CudaKernels | None
 ) -> Iterator[None]:
     """While entered, `training`'s model runs as torch.compile makes it for `card`.
 
@@ -63,6 +73,7 @@ def compiled_step(
         on_host = kernels.on_host
     model = training.model
     training.is_compiled = True
+    tracker.__class__ = _UntracedTracker
     codes: list[Any] = []
     model.compile(backend=compiler(chip, on_host), options={"guard_filter_fn": _kept})
     call = model._compiled_call_impl
@@ -83,7 +94,7 @@ def compiled_step(
     try:
         with (
             replaced(eval_frame, "_callback_from_stance", callback),
-            config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False),
+            config.patch(suppress_errors=False),
             functorch.patch(enable_autograd_cache=False),
         ):
             yield
