@@ -100,6 +100,8 @@ WAYS = {
         "quantization": Quantization("nf4"),
         "gradient_checkpointing": True,
     },
+    "SFT": {"precision": "bf16-mixed", "trainer": "sft"},
+    "SFT without an image": {"images": None, "image_size": None, "trainer": "sft"},
     "unlike images, eager": {"image_size": ("64x48", "100x40"), "attn_implementation": "eager"},
 }
 CASES = [(family, way) for family in SMALL for way in WAYS]
@@ -179,7 +181,8 @@ def test_a_frozen_tower_has_no_gradients():
         ({"image_size": "large"}, "such as '1024x768'"),
         ({"image_size": "10000x20", "seq_len": 9000}, "the processor refuses it: absolute aspect"),
         ({"seq_len": 100}, "the images of a sample are 124 tokens"),
-        ({"trainer": "sft"}, "not for image-text"),
+        ({"trainer": "dpo"}, "not for image-text"),
+        ({"trainer": "sft", "packing": True}, "rows of their own"),
         ({"max_pixels": 1000}, "makes smaller images 3,136 pixels large"),
         ({"lora": LANGUAGE, "freeze": "visual"}, "adapters leave the whole base frozen"),
         ({"model": SMALL["gemma3"], "max_pixels": 1000}, "makes every image the same size"),

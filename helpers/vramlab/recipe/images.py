@@ -154,8 +154,9 @@ def refusals(recipe: Any) -> Refusals:
     is_less = recipe.max_pixels and recipe.max_pixels < least
     yield "max_pixels", is_less, f"the processor makes smaller images {least:,} pixels large"
     yield "sharding", recipe.sharding, "samples with images are modelled on one device"
-    for name in ("lengths", "pad_to_multiple_of"):
-        allowed = "samples with images have one length here"
+    # SFTTrainer itself refuses packing and padding_free for images
+    for name in ("lengths", "completion_lengths", "pad_to_multiple_of", "packing", "padding_free"):
+        allowed = "samples with images have one length here, and rows of their own"
         yield name, getattr(recipe, name), allowed
     needed = sum(map(len, marked(recipe))) if recipe.images else 0
     allowed = f"the images of a sample are {needed:,} tokens, and text needs some more"
