@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo import pgo
 from torch.profiler import ProfilerActivity, profile, record_function
 from vramlab import LoRA, Recipe, Sharding, simulate
 from vramlab.base.errors import RecipeError
@@ -53,6 +54,7 @@ def test_a_generated_wrapper_runs_without_its_kernels():
 
 
 def test_compiling_moves_the_peak_and_changes_nothing_else():
+    sizes = pgo.get_code_state().copy()
     eager = simulate(TINY.replace(torch_compile=False))
     compiled = simulate(TINY, gpu="H100")
     before = eager.phases["forward"].end.activations
@@ -62,7 +64,9 @@ def test_compiling_moves_the_peak_and_changes_nothing_else():
             held = getattr(compiled.phases[phase].end, name)
             assert held == getattr(eager.phases[phase].end, name)
     assert any("autotuning" in note for note in compiled.notes)
-    # nothing of it is left: neither in torch nor in what is simulated next
+    # nothing of it is left: neither in torch, whose next step of another length would be dynamic,
+    # nor in what is simulated next
+    assert pgo.get_code_state() == sizes
     assert simulate(TINY.replace(torch_compile=False)).allocated == eager.allocated
     assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(
         type(tr.build(TINY).model).forward.__code__

@@ -5,8 +5,10 @@ backward, what is computed again and which buffer takes another's place (`induct
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -61,7 +63,7 @@ def compiled_step(
 
     `kernels` are those of CUDA; None compiles for the CPU.
     """
-    from torch._dynamo import config, eval_frame
+    from torch._dynamo import config, eval_frame, pgo
     from torch._functorch import config as functorch
 
     if not hasattr(eval_frame, "_callback_from_stance"):
@@ -94,7 +96,9 @@ def compiled_step(
     try:
         with (
             replaced(eval_frame, "_callback_from_stance", callback),
-            config.patch(suppress_errors=False),
+            config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
+            # sizes that other steps had, which would make this one's dynamic
+            patch.object(pgo, "_CODE_STATE", defaultdict(pgo.CodeState)),
             functorch.patch(enable_autograd_cache=False),
         ):
             yield
