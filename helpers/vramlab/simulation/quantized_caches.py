@@ -18,15 +18,16 @@ def packed(generation: Generation) -> contextlib.AbstractContextManager:
     """While entered, let quanto pack fake tensors, which it does to plain ones only."""
     if not generation.quantizes or generation.cache_backend != "quanto":
         return contextlib.nullcontext()
-    tensors = importlib.import_module("optimum.quanto.tensor")
-    quantized = tensors.WeightQBitsTensor
+    of_quanto = "optimum.quanto.tensor"
+    packing = importlib.import_module(f"{of_quanto}.packed")
+    quantized: Any = importlib.import_module(f"{of_quanto}.weights.qbits").WeightQBitsTensor
     make = plain(quantized, "__init__")
 
     @functools.wraps(make)
     def init(self: Any, qtype: Any, *sizes: Any) -> None:
         *before, data, scale, shift, requires_grad = sizes
         if type(data) is FakeTensor:
-            data = tensors.PackedTensor.pack(data, qtype.bits)
+            data = packing.PackedTensor.pack(data, qtype.bits)
         make(self, qtype, *before, data, scale, shift, requires_grad)
 
     return replaced(quantized, "__init__", init)
