@@ -89,6 +89,15 @@ def test_axolotls_qlora(tmp_path):
     assert notes == ["2 settings move no memory of a step"]
 
 
+def test_axolotl_packs_experts_as_they_are_loaded(tmp_path):
+    mixture = {"base_model": "Qwen/Qwen3-30B-A3B", "quantize_moe_experts": True}
+    attention = {"lora_target_linear": None, "lora_target_modules": ["q_proj", "v_proj"]}
+    recipe, _ = read(tmp_path, AXOLOTL, **mixture, **attention)
+    assert recipe.quantization.experts == "loading"
+    with pytest.raises(RecipeError, match="has no fused experts"):
+        read(tmp_path, AXOLOTL, quantize_moe_experts=True)
+
+
 def test_axolotls_full_training_keeps_weights_in_16_bits_under_autocast(tmp_path):
     """`resolve_dtype` loads in bfloat16, and TrainingArguments(bf16=True) makes autocast."""
     full = {"adapter": None, "load_in_4bit": None}

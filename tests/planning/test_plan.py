@@ -243,14 +243,14 @@ def test_trls_fused_loss_is_searched_where_ligers_kernels_do_not_run():
 
 
 def test_weights_are_updated_in_the_backward_pass_before_updates_are_rounded_away():
-    """A gradient that does not wait leaves a card of 12 GiB room for fp32 weights of 1.2 billion.
+    """Gradients that do not wait leave a small card room for fp32 weights of 1.2 billion.
 
     The last of what computes such updates: with clipping, 8-bit states go before it.
     """
     asked = dict(seq_len=512, method="full", offload=False)
-    best = plan("llama-3.2-1b", "RTX 4070", **asked).best
+    best = plan("llama-3.2-1b", "RTX 4070", memory="10.5GiB", **asked).best
     recipe = best.recipe
-    assert recipe.loop == IN_BACKWARD and recipe.precision == "tf32"
+    assert recipe.loop == IN_BACKWARD and is_sound(recipe)
     assert recipe.gradient_accumulation_steps == 1 and recipe.batch_size == 16
     simulated = simulate(recipe, gpu="RTX 4070").peak.total
     # With the Trainer's fp32 states of embeddings, which simulate had left out.

@@ -8,7 +8,9 @@ from test_simulate_peft import assert_equal
 from vramlab import LoRA, Quantization, Recipe, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.recipe import images
+from vramlab.recipe.from_transformers import build
 from vramlab.recipe.shapes import read_shape
+from vramlab.training.models import meta_model
 from vramlab.training.training import make_batch
 
 TEXT = {
@@ -81,7 +83,19 @@ SMALL = {
         "image_token_index": 292,
     },
 }
-TOWERS = {"qwen2_5_vl": "visual", "qwen3_vl": "visual", "gemma3": "vision_tower"}
+SMALL["paligemma"] = {
+    "model_type": "paligemma",
+    "text_config": SMALL["gemma3"]["text_config"] | {"model_type": "gemma2"},
+    "vision_config": SMALL["gemma3"]["vision_config"] | {"image_size": 16, "projection_dim": 64},
+    "projection_dim": 64,
+    "image_token_index": 292,
+}
+TOWERS = {
+    "qwen2_5_vl": "visual",
+    "qwen3_vl": "visual",
+    "gemma3": "vision_tower",
+    "paligemma": "vision_tower",
+}
 LANGUAGE = LoRA(r=4, target_modules=r".*language_model.*(q|v)_proj")
 WAYS = {
     "all of it": {"precision": "bf16-true"},
@@ -157,6 +171,15 @@ def test_published_tokens():
     smaller = Recipe("qwen3-vl-2b", images=1, image_size="1024x512", max_pixels=256 * 1024)
     assert sum(images.tokens(smaller)) <= 256
     assert Recipe(**smaller.to_dict()) == smaller and "at most 262,144 pixels" in str(smaller)
+
+
+def test_a_tower_takes_fused_attention_beside_gemma_2():
+    config = build(read_shape(SMALL["paligemma"])).config
+    assert config.text_config._attn_implementation == "eager"
+    chosen = meta_model(recipe_of("paligemma")).config
+    assert chosen.vision_config._attn_implementation == "sdpa"
+    assert chosen.text_config._attn_implementation == "eager"
+    assert images.tokens(Recipe("paligemma2-3b", images=1, image_size="640x480")) == [256]
 
 
 def test_a_frozen_tower_has_no_gradients():

@@ -94,7 +94,10 @@ def _tokens(
     """Return the tokens of one image."""
     reader = READERS[shape.family]
     if reader["tokens"]:
-        return shape.settings[reader["tokens"]]
+        setting: Any = shape.settings
+        for part in reader["tokens"].split("."):
+            setting = setting[part]
+        return setting
     processor = _processor(shape, max_pixels)
     try:
         patches = processor.get_number_of_image_patches(height, width, {})
@@ -116,9 +119,9 @@ def marked(recipe: WithImages) -> Iterator[list[int]]:
     """Yield of each image the ids that stand for it, those around it included."""
     reader = READERS[recipe.shape.family]
     settings = recipe.shape.settings
-    before, after = (settings[name] for name in reader["around"])
+    around = [settings[name] for name in reader["around"]]
     for count in tokens(recipe):
-        yield [before, *[settings[reader["image"]]] * count, after]
+        yield [*around[:1], *[settings[reader["image"]]] * count, *around[1:]]
 
 
 def pixels(recipe: WithImages) -> dict[str, Any]:

@@ -26,10 +26,12 @@ def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, 
     text = torch.randint(min(special), size, generator=generator)
     before = torch.tensor(shown, dtype=torch.int64).expand(recipe.batch_size, -1)
     ids = torch.cat([before, text], dim=1)
+    # PaliGemma's say which tokens are an answer, which is all text here
+    marked = ids != image if reader.get("types_of_text") else ids == image
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        reader["types"]: (ids == image).long(),
+        reader["types"]: marked.long(),
         **images.pixels(recipe),
     }
     if recipe.trainer == "sft":
