@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from vramlab import LoRA, Recipe, Sharding, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.simulation.inductor import wrapper
+from vramlab.simulation.simulate import trace
 from vramlab.training import training as tr
 
 TINY = Recipe(
@@ -24,6 +25,9 @@ TINY = Recipe(
     32,
     torch_compile=True,
 )
+# Bytes of the first step's loss. The second step frees it, and torch's profiler does not count
+# what was made before it began.
+LOSS = 4
 # What Inductor generates for `x.sin() @ w`, shortened
 GENERATED = """
 from torch._inductor.async_compile import AsyncCompile
@@ -151,13 +155,15 @@ def real_phases(recipe: Recipe) -> dict[str, tuple[int, int]]:
     ids=str,
 )
 def test_forward_and_backward_of_a_compiled_cpu_step_are_equal_to_the_byte(recipe):
-    simulated = simulate(recipe, target="cpu")
+    history = trace(recipe, target="cpu")
     real = real_phases(recipe)
-    before = simulated.phases["between_steps"].end.total
-    for phase in ("forward", "backward"):
-        at = simulated.phases[phase]
-        highest, end = real[phase]
-        assert (at.peak.total - before, at.end.total - before) == (highest, end)
+    forward, backward, *_ = history.last_step
+    before = history.split(forward.start).total
+    for name, start, end in (forward, backward):
+        highest = history.split(history.highest(start, end)).total
+        most, left = real[name]
+        assert highest - before == most
+        assert abs(history.split(end).total - before - left) <= LOSS
 
 
 @pytest.mark.slow
