@@ -176,7 +176,8 @@ class FsdpEngine(Engine):
             return sizes
         copies = 0
         if self.recipe.shape.tied and not self.recipe.lora:
-            copies += 2
+            # A function's gradient is added to in place, a linear layer's is not (`Ledger`).
+            copies += 1 if self.recipe.trainer in FUSED else 2
         if steps > 2:
             copies += 1
         sizes["temporaries"] = copies * prod(table.shape) * table.width
