@@ -1,9 +1,10 @@
 """simulate and predict against training runs on real GPUs that others measured and published.
 
-    python benchmarks/published_runs.py            # each with what its script or its transformers
-    did differently python benchmarks/published_runs.py --plainly  # all as the installed
-    transformers would run them python benchmarks/published_runs.py --write    # store both in
-    data/, for the site's page of accuracy and the picture
+    python benchmarks/published_runs.py            # each with what its script, or its
+                                                   # transformers, did differently
+    python benchmarks/published_runs.py --plainly  # all as the installed transformers runs them
+    python benchmarks/published_runs.py --write    # store both in data/, for the site's page of
+                                                   # accuracy and the picture
 
 One line a run: the peak of `torch.cuda.max_memory_allocated()`, how far simulate and predict are
 off, and the same of reserved segments. predict describes plain runs only, so it is left out where a

@@ -1,11 +1,13 @@
-"""What a reader meets in the lines of some packages: python benchmarks/readability.py FOLDER
-[FOLDER ...]
+"""What a reader meets in the lines of some packages.
+
+    python benchmarks/readability.py FOLDER [FOLDER ...]
 
 One row for each folder, over all Python files under it (tests are left out), so that the package
 can be held against ones that people call readable:
 
-    git clone https://github.com/karpathy/nanochat && git clone
-    https://github.com/pytorch/torchtitan pip download --no-deps httpx && unzip httpx-*.whl
+    git clone https://github.com/karpathy/nanochat
+    git clone https://github.com/pytorch/torchtitan
+    pip download --no-deps httpx && unzip httpx-*.whl
     python benchmarks/readability.py helpers/vramlab nanochat/nanochat torchtitan/torchtitan httpx
 
 A line of code has a token other than a comment, outside docstrings. A syntax node is one of

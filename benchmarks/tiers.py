@@ -18,6 +18,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from vramlab import MiB, Recipe, RecipeError, find_gpu, predict, simulate
@@ -79,8 +80,11 @@ def of_stand_in() -> Iterator[Row]:
                     yield predict(Recipe(**run["recipe"]), gpu=card).reserved, run["reserved"]
 
 
-def judge(name: str, rows: list[Row], seed: int = 0) -> None:
-    """Print how right each tier is over cards drawn for each row, and the intervals' widths."""
+def judge(name: str, rows: list[Row], seed: int = 0) -> dict[str, float]:
+    """Print how right each tier is over cards drawn for each row, and the intervals' widths.
+
+    Return by tier the share of cards on which the process fits.
+    """
     rng = random.Random(seed)
     said: dict[str, list[bool]] = {tier: [] for tier in TIERS}
     for needs, took in rows:
@@ -94,8 +98,11 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> None:
         f"{name}: {len(rows)} runs; likely is low in {low}, at most in {above}; width "
         f"{width:.0%} (median)"
     )
+    shares = {}
     for tier, right in said.items():
-        print(f"    {tier}: fits on {sum(right) / len(right):.1%} of {len(right)} cards")
+        shares[tier] = sum(right) / len(right)
+        print(f"    {tier}: fits on {shares[tier]:.1%} of {len(right)} cards")
+    return shares
 
 
 def contexts() -> None:
@@ -131,13 +138,19 @@ def plans(path: Path) -> None:
         print(f"{tier}: {len(of_tier)} plans, {died} out of memory")
 
 
+SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
+    "predict, PyTorch's allocator on the stand-in": of_stand_in,
+    "predict, records": partial(of_records, predict),
+    "predict, published": partial(of_published, "predict"),
+    "simulate, records": partial(of_records, simulate),
+    "simulate, published": partial(of_published, "simulate"),
+}
+
+
 def main() -> None:
     contexts()
-    judge("predict, PyTorch's allocator on the stand-in", list(of_stand_in()))
-    judge("predict, records", list(of_records(predict)))
-    judge("predict, published", list(of_published("predict")))
-    judge("simulate, records", list(of_records(simulate)))
-    judge("simulate, published", list(of_published("simulate")))
+    for name, rows in SOURCES.items():
+        judge(name, list(rows()))
 
 
 if __name__ == "__main__":

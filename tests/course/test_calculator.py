@@ -217,9 +217,15 @@ def test_controls_without_effect_are_grey(no_figure_stays):
     pytest.importorskip("ipywidgets")
     shown = Calculator()
     grey = lambda: {key for key, control in shown._widgets.items() if control.disabled}  # noqa: E731
-    assert shown.widget and grey() == {"lora_target", "double_quant", "world_size", "engine"}
+    assert shown.widget and grey() == {
+        "lora_target",
+        "double_quant",
+        "quantize_experts",
+        "world_size",
+        "engine",
+    }
     shown.change(model="vit-base", lora_r=8, lora_target="all-linear")
-    assert grey() == {"seq_len", "double_quant", "world_size", "engine"}
+    assert grey() == {"seq_len", "double_quant", "quantize_experts", "world_size", "engine"}
     for key in grey():  # grey means that it does change nothing
         before = shown.recipe
         shown.change(**{key: CONTROLS[key][1]})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from predict_grid import written_down
 from quick import params
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
-from vramlab.formulas import account, model, model_states, operators, parameters, tensor_sizes
+from vramlab.formulas import account, elementwise, model, model_states, parameters, tensor_sizes
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import rounded
 from vramlab.recipe.options import QUANT_TYPES
@@ -175,7 +175,7 @@ def test_activations_are_counted_as_simulated(name, precision):
     assert predict(recipe).peak.total == pytest.approx(simulate(recipe).peak.total, rel=0.001)
 
 
-ACTIVATIONS = {*operators.OF_RESULT, *operators.OF_INPUT, *operators.WRITTEN_OUT}
+ACTIVATIONS = {*elementwise.OF_RESULT, *elementwise.OF_INPUT, *elementwise.WRITTEN_OUT}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ own or its like's.
 """
 
 import json
+import re
 
 import pytest
 from vramlab import GiB, LoRA, MiB, Quantization, Recipe, RecipeError
@@ -13,6 +14,8 @@ from vramlab.recipe.options import Sharding
 from vramlab.recipe.process_context import context_of, room_on
 from vramlab.report.report import Interval
 
+# A public repository, a package, or a record of ours: what can be looked up again.
+NAMED = re.compile(r"[\w.-]+/[\w.-]+( (issue|pull request) \d+|, \w)|fitcheck-llm \d")
 USUAL = [
     one for one in readings() if one.loaded not in (*LESS, CONVOLUTIONS) and one.gpu in gpu_names()
 ]
@@ -21,7 +24,7 @@ USUAL = [
 def test_each_reading_has_a_source_and_follows_from_its_message():
     rows = json.loads(data_path("contexts.json").read_text(encoding="utf-8"))["readings"]
     for row, one in zip(rows, readings(), strict=True):
-        assert row["source"] and 90 * MiB < one.size < 4 * GiB
+        assert NAMED.match(row["source"]) and 90 * MiB < one.size < 4 * GiB
         assert ("mib" in row) != ("process" in row)
     there = next(one for one in readings() if one.source.startswith("lrzjason/T2ITrainer issue 37"))
     assert there.size == pytest.approx((22.39 - 21.58) * GiB - 350.11 * MiB, abs=2)
@@ -40,10 +43,10 @@ def test_likely_is_low_in_about_half_of_the_readings_and_high_in_none():
 @pytest.mark.parametrize(
     ("card", "value", "high"),
     [
-        ("T4", 135, 160),
+        ("T4", 134, 151),
         ("RTX 4090", 476, 515),
-        ("RTX 5090", 594, 630),
-        ("A100 80GB", 510, 535),
+        ("RTX 5090", 610, 630),
+        ("A100 80GB", 512, 533),
         ("H100 SXM", 750, 760),
     ],
 )

@@ -5,6 +5,7 @@ sentence.
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -257,7 +258,8 @@ def test_options_make_the_question(monkeypatch, words, fields):
     }
     usual["liger"] = True
     usual["expandable_segments"] = True
-    assert asked == [{"model": "gpt2", "gpu": "T4", "confirm": True, **usual, **fields}]
+    given = {"model": "gpt2", "gpu": "T4", "confirm": True, "standing": None}
+    assert asked == [{**given, **usual, **fields}]
     Question("gpt2", "T4", **{**usual, **fields})
 
 
@@ -348,6 +350,12 @@ def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkey
     result = run(*words.split())
     assert result.exit_code == 2 and result.stdout == ""
     assert why in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_an_option_of_a_recipe_that_plan_does_not_take_is_said_to_be_anothers():
+    result = run("plan", "gpt2", "--gpu", "T4", "--torch-compile")
+    said = "no option --torch-compile: plan does not take it, predict and simulate do."
+    assert result.exit_code == 2 and said in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -802,9 +810,11 @@ def test_a_plan_stands_at_once_where_somebody_watches(monkeypatch):
 
     words = ("plan", "gpt2", "--gpu", "T4", "--seq-len", "32", "--method", "lora")
     whole = run(*words).stdout
-    assert "by formula; each is being simulated" not in whole, "a pipe gets the answer alone"
+    assert "by formula" not in whole, "a pipe gets the answer alone"
     monkeypatch.setattr(cli, "is_watched", lambda: True)
-    shown = run(*words).stdout
-    first, rest = shown.split("by formula; each is being simulated …\n\n")
+    shown = CliRunner().invoke(app, list(words), color=True).stdout
+    first, second, rest = re.split("\x1b\\[\\d+F\x1b\\[J", shown)
     assert rest == whole and first.startswith("method") and "lora" in first
+    assert first.endswith("░ 0 of 1 confirmed by simulation, the rest by formula\n")
+    assert second.endswith("█ 1 of 1 confirmed by simulation, the rest by formula\n")
     assert run(*words, "--json").stdout.startswith("{")

@@ -1,4 +1,4 @@
-"""YAML of axolotl, LLaMA-Factory and TRL, as their own examples write it."""
+"""Files of axolotl, LLaMA-Factory, TRL and ms-swift, as their own examples write them."""
 
 import json
 
@@ -87,6 +87,15 @@ def test_axolotls_qlora(tmp_path):
         quantization=Quantization("nf4", double=True, prepare=False),
     )
     assert notes == ["2 settings move no memory of a step"]
+
+
+def test_axolotl_packs_experts_as_they_are_loaded(tmp_path):
+    mixture = {"base_model": "Qwen/Qwen3-30B-A3B", "quantize_moe_experts": True}
+    attention = {"lora_target_linear": None, "lora_target_modules": ["q_proj", "v_proj"]}
+    recipe, _ = read(tmp_path, AXOLOTL, **mixture, **attention)
+    assert recipe.quantization.experts == "loading"
+    with pytest.raises(RecipeError, match="has no fused experts"):
+        read(tmp_path, AXOLOTL, quantize_moe_experts=True)
 
 
 def test_axolotls_full_training_keeps_weights_in_16_bits_under_autocast(tmp_path):
@@ -256,3 +265,91 @@ def test_a_part_said_at_its_default_counts_before_the_file(tmp_path):
     asked = _asked(written(tmp_path, AXOLOTL), given | {"lora_r": LoRA().r})
     assert asked["lora"].r == LoRA().r == 8
     assert asked["lora"].target_modules == "all-linear"
+
+
+SWIFT = """# one card
+ranks=2
+CUDA_VISIBLE_DEVICES=0,1 \\
+NPROC_PER_NODE=$ranks \\
+swift sft \\
+    --model Qwen/Qwen2.5-1.5B \\
+    --tuner_type lora \\
+    --dataset 'AI-ModelScope/alpaca-gpt4-data-zh#500' \\
+              'swift/self-cognition' \\
+    --torch_dtype bfloat16 \\
+    --per_device_train_batch_size 2 \\
+    --gradient_accumulation_steps $(expr 16 / $ranks) \\
+    --lora_rank 16 \\
+    --target_modules q_proj v_proj \\
+    --max_length 2048 \\
+    --attn_impl flash_attn \\
+    --system 'You are a helpful assistant.' \\
+    --deepspeed zero2
+"""
+
+
+def read_shell(folder, text=SWIFT, given=None):
+    path = folder / "train.sh"
+    path.write_text(text)
+    return read_configuration(str(path), given or {})
+
+
+def test_ms_swifts_shell_script(tmp_path):
+    recipe, notes = read_shell(tmp_path)
+    assert recipe == Recipe(
+        "Qwen/Qwen2.5-1.5B",
+        batch_size=2,
+        seq_len=2048,
+        precision="bf16-mixed",
+        optim="adamw_torch_fused",
+        dtype="bfloat16",
+        gradient_accumulation_steps=8,
+        gradient_checkpointing=True,
+        attn_implementation="flash_attention_2",
+        lora=LoRA(r=16, lora_alpha=32, lora_dropout=0.05, target_modules=("q_proj", "v_proj")),
+        sharding=Sharding(stage=2, world_size=2, engine="deepspeed"),
+    )
+    assert any("re-entrant" in note for note in notes)
+    assert any("keeps the logits of the labelled ones alone" in note for note in notes)
+
+
+def test_ms_swifts_yaml_and_what_it_takes_by_itself(tmp_path):
+    values = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "max_length": 1024}
+    values |= {"quant_method": "bnb", "quant_bits": 4, "dataset": ["a", "b"]}
+    recipe, notes = read(tmp_path, values)
+    assert recipe.lora == LoRA(r=8, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+    assert recipe.quantization == Quantization("nf4", double=True, prepare=False)
+    assert recipe.batch_size == 1 and recipe.gradient_accumulation_steps == 16
+    assert recipe.gradient_checkpointing and recipe.precision == "bf16-mixed"
+    assert "torch_dtype is not said: taken as bfloat16" in notes
+    longer, _ = read(tmp_path, values, {"seq_len": 2048}, max_length=None)
+    assert longer.seq_len == 2048
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (("--max_length 2048", ""), "train.sh: max_length"),
+        (("swift sft", "swift rlhf"), "its losses of preferences"),
+        (("swift sft", "megatron sft"), "must have one swift sft, pt or rlhf: it has 0"),
+        (("--deepspeed zero2", "--deepspeed zero2\nswift sft --model gpt2"), "it has 2"),
+        (("--tuner_type lora", "--tuner_type vera"), "recipes read lora and full of it"),
+        (("--deepspeed zero2", "--use_galore true"), "its optimizer is none of a recipe's"),
+        (("'You are", '"You are'), "its command cannot be read (No closing quotation)"),
+    ],
+)
+def test_a_script_that_cannot_be_taken_is_refused_in_a_sentence(tmp_path, change, said):
+    with pytest.raises(RecipeError) as error:
+        read_shell(tmp_path, SWIFT.replace(*change))
+    assert said in str(error.value)
+
+
+def test_explain_and_predict_take_a_shell_script(tmp_path):
+    read_shell(
+        tmp_path, SWIFT.replace("--deepspeed zero2", "").replace("NPROC_PER_NODE=$ranks", "")
+    )
+    path = str(tmp_path / "train.sh")
+    answer = CliRunner().invoke(app, ["predict", path, "--json"])
+    assert answer.exit_code == 0 and "Qwen/Qwen2.5-1.5B" in answer.stdout, answer.output
+    told = CliRunner().invoke(app, ["explain", path, "--gpu", "RTX 4090"])
+    assert "predicted: " in told.stdout or "simulated: " in told.stdout, told.output

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from vramlab import GiB, MiB, Recipe, explain, predict
 from vramlab.interfaces.cli import app
 from vramlab.interfaces.explain import MessageError, read_message
+from vramlab.report.report import format_bytes
 
 # The figures of messages in public issues, in the standard words of the program that wrote them.
 ISSUES = json.loads((Path(__file__).parent / "messages_of_issues.json").read_text(encoding="utf-8"))
@@ -358,4 +359,8 @@ def test_a_program_of_plan_is_read_as_its_recipe(tmp_path):
     ):
         found = plan("llama-3.2-1b", "RTX 4090", seq_len=64, confirm=False, offload=False, **asked)
         script = found.write(tmp_path / f"train{number}.py")[0]
-        assert f"predicted: {found.best.recipe}\n" in run(str(script)).output
+        output = run(str(script), "--gpu", "RTX 4090").output
+        assert f"predicted: {found.best.recipe}\n" in output
+        # The program sets expandable segments, so the plan's figures count.
+        likely = f"the process needs {format_bytes(found.best.needs.value)} ("
+        assert likely in output or found.best.recipe.sharding

@@ -92,6 +92,15 @@ def run(pytester, batch_size, *options):
     return pytester.runpytest_inprocess(*plugin, "--strict-markers", *options)
 
 
+def test_a_marked_test_that_returns_nothing_is_told_what_to_return(pytester):
+    body = "import pytest\n\n@pytest.mark.fits('T4')\ndef test_it():\n    pass\n"
+    pytester.makepyfile(test_it=body)
+    plugin = ("-p", "no:vramlab", "-p", "vramlab.interfaces.pytest_plugin")
+    ran = pytester.runpytest_inprocess(*plugin, "-p", "no:cacheprovider")
+    ran.assert_outcomes(failed=1)
+    ran.stdout.fnmatch_lines(["*this one returns nothing: return Recipe(*"])
+
+
 def test_the_marker_and_the_budgets(pytester):
     file = pytester.path / "test_it.budgets.json"
     first = run(pytester, 2)

@@ -34,6 +34,12 @@ def test_the_same_training_comes_first_and_what_is_not_enough_last():
     )
 
 
+@pytest.mark.parametrize(("card", "runs"), [("T4", False), ("RTX 4090", True)])
+def test_ligers_kernels_are_proposed_where_they_run(card, runs):
+    found = cheapest(Recipe("llama-3.2-1b", batch_size=4), find_gpu(card), count=99)
+    assert any("use_liger_kernel" in change.fields for change in found) == runs
+
+
 def test_what_a_recipe_has_or_cannot_have_is_not_proposed():
     recipe = Recipe(
         "llama-3.1-8b", precision="bf16-true", lora=LoRA(r=4), gradient_checkpointing=True

@@ -38,6 +38,8 @@ def test_what_differs_counts():
     assert predict(
         Recipe("Qwen3-4B-Instruct-2507", seq_len=65536, gradient_checkpointing=True)
     ).peak.total
+    for size in (7, 14, 32):
+        assert read_shape(f"Qwen/Qwen2.5-Coder-{size}B-Instruct").max_positions == 32768
     third = read_shape("mistralai/Mistral-7B-Instruct-v0.3")
     assert (third.vocab_size, third.sliding_window) == (32768, None)
     assert third.num_parameters == 7_248_023_552, "as its model card says"
@@ -53,6 +55,7 @@ def test_the_table_names_entries_and_no_spelling_of_the_catalogue():
         assert said["entry"] in catalogue()
         assert name not in claimed and name not in catalogue()
         assert read_shape(name).name == said["entry"]
+        assert said["source"], "where the row was checked"
 
 
 @pytest.mark.parametrize(

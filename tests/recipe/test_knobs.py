@@ -41,7 +41,7 @@ UNREAD = {
         "the estimate is of text, all of whose modules run": f"freeze {IMAGES}",
         "only the update is timed, not what is sampled": f"rollouts beta {SAMPLING} {VLLM} {DRAWS}",
         "products of matrices are the same": "lora_alpha lora_dropout use_rslora bias lora_bias "
-        "use_dora target_parameters modules_to_save quant_type double",
+        "use_dora target_parameters modules_to_save quant_type double experts",
         "elementwise work, which its bytes in memory say": "use_liger_kernel dtype "
         "label_smoothing_factor neftune_noise_alpha outputs_to_fp32",
         "adapters of other methods are far smaller than the base": "peft",
@@ -54,7 +54,7 @@ UNREAD = {
         "the estimate does not divide a sample's tokens": "cp_size",
     },
     "plan": {
-        "taken over as it is asked": "optim_args torch_compile loop "
+        "taken over as it is asked": "optim_args torch_compile "
         "precompute_ref_log_probs completion_lengths label_smoothing_factor neftune_noise_alpha",
         "the plan is of text, all of whose modules are trained": f"freeze {IMAGES}",
         "a factor, which has no bytes": f"{DRAWS} lora_dropout use_rslora",
@@ -63,7 +63,7 @@ UNREAD = {
         "the rank that holds the most, and FSDP's usual units": "rank wrap",
         "plan proposes no pipeline": "schedule micro_batches",
         "the loop is the Trainer's own": "zero_grad set_to_none keep_outputs outputs_to_fp32 "
-        "use_cache max_grad_norm foreach optimizer_in_backward empty_cache_steps",
+        "use_cache max_grad_norm foreach empty_cache_steps",
     },
 }
 

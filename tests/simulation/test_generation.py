@@ -278,6 +278,19 @@ def test_refuses_in_a_sentence(recipe, asked, field):
     assert caught.value.field.startswith(field) and str(caught.value).count("\n") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-true", "fp32"])
+def test_a_cache_that_quanto_packs(precision):
+    """By quanto's own code, past the 128 tokens that it keeps as they are."""
+    pytest.importorskip("optimum.quanto")
+    recipe = Recipe(config("qwen3", **LAYERS, head_dim=64), 2, precision=precision)
+    generation = Generation(7, 140, cache_implementation="quantized")
+    seen = real(recipe, generation).phases()
+    assert trace_generation(recipe, generation, "cpu").phases() == seen
+    plain = trace_generation(recipe, Generation(7, 140), "cpu").phases()
+    assert seen["decode"].end.kv_cache < plain["decode"].end.kv_cache / 2
+
+
 def test_a_quantized_cache_needs_its_package(monkeypatch):
     monkeypatch.setattr("vramlab.recipe.generation.installed", lambda name: None)
     with pytest.raises(RecipeError, match="pip install optimum-quanto"):

@@ -8,7 +8,9 @@ from test_simulate_peft import assert_equal
 from vramlab import LoRA, Quantization, Recipe, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.recipe import images
+from vramlab.recipe.from_transformers import build
 from vramlab.recipe.shapes import read_shape
+from vramlab.training.models import meta_model
 from vramlab.training.training import make_batch
 
 TEXT = {
@@ -81,7 +83,19 @@ SMALL = {
         "image_token_index": 292,
     },
 }
-TOWERS = {"qwen2_5_vl": "visual", "qwen3_vl": "visual", "gemma3": "vision_tower"}
+SMALL["paligemma"] = {
+    "model_type": "paligemma",
+    "text_config": SMALL["gemma3"]["text_config"] | {"model_type": "gemma2"},
+    "vision_config": SMALL["gemma3"]["vision_config"] | {"image_size": 16, "projection_dim": 64},
+    "projection_dim": 64,
+    "image_token_index": 292,
+}
+TOWERS = {
+    "qwen2_5_vl": "visual",
+    "qwen3_vl": "visual",
+    "gemma3": "vision_tower",
+    "paligemma": "vision_tower",
+}
 LANGUAGE = LoRA(r=4, target_modules=r".*language_model.*(q|v)_proj")
 WAYS = {
     "all of it": {"precision": "bf16-true"},
@@ -100,6 +114,8 @@ WAYS = {
         "quantization": Quantization("nf4"),
         "gradient_checkpointing": True,
     },
+    "SFT": {"precision": "bf16-mixed", "trainer": "sft"},
+    "SFT without an image": {"images": None, "image_size": None, "trainer": "sft"},
     "unlike images, eager": {"image_size": ("64x48", "100x40"), "attn_implementation": "eager"},
 }
 CASES = [(family, way) for family in SMALL for way in WAYS]
@@ -157,6 +173,15 @@ def test_published_tokens():
     assert Recipe(**smaller.to_dict()) == smaller and "at most 262,144 pixels" in str(smaller)
 
 
+def test_a_tower_takes_fused_attention_beside_gemma_2():
+    config = build(read_shape(SMALL["paligemma"])).config
+    assert config.text_config._attn_implementation == "eager"
+    chosen = meta_model(recipe_of("paligemma")).config
+    assert chosen.vision_config._attn_implementation == "sdpa"
+    assert chosen.text_config._attn_implementation == "eager"
+    assert images.tokens(Recipe("paligemma2-3b", images=1, image_size="640x480")) == [256]
+
+
 def test_a_frozen_tower_has_no_gradients():
     whole, frozen = (
         simulate(recipe_of("gemma3", freeze=freeze, precision="bf16-true"), target="cpu")
@@ -179,7 +204,8 @@ def test_a_frozen_tower_has_no_gradients():
         ({"image_size": "large"}, "such as '1024x768'"),
         ({"image_size": "10000x20", "seq_len": 9000}, "the processor refuses it: absolute aspect"),
         ({"seq_len": 100}, "the images of a sample are 124 tokens"),
-        ({"trainer": "sft"}, "not for image-text"),
+        ({"trainer": "dpo"}, "not for image-text"),
+        ({"trainer": "sft", "packing": True}, "rows of their own"),
         ({"max_pixels": 1000}, "makes smaller images 3,136 pixels large"),
         ({"lora": LANGUAGE, "freeze": "visual"}, "adapters leave the whole base frozen"),
         ({"model": SMALL["gemma3"], "max_pixels": 1000}, "makes every image the same size"),

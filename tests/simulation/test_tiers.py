@@ -3,8 +3,11 @@ clipped at the card.
 """
 
 import dataclasses
+import importlib.util
 
 import pytest
+from quick import params
+from settings import ROOT
 from vramlab import GiB, LoRA, MiB, Quantization, Recipe, predict, simulate
 from vramlab.hardware.allocator import replay
 from vramlab.hardware.gpu import find_gpu
@@ -14,6 +17,8 @@ from vramlab.simulation.as_run import simulate_as_run
 from vramlab.simulation.simulate import trace
 from vramlab.tracking.history import BEYOND, History, to_report
 from vramlab_course.published import runs
+
+BENCHMARK = ROOT / "benchmarks" / "tiers.py"
 
 POLYGLOT = Recipe("polyglot-ko-1.3b", 11, 256, "fp16-true")
 QWEN = Recipe("qwen3-0.6b", 2, 512, "fp16-mixed", "adamw_torch_fused")
@@ -123,3 +128,26 @@ def test_what_loading_leaves_counts_in_the_upper_end(name):
     run = known[0]
     said = simulate_as_run(run.recipe, run.as_run, run.use_reentrant).reserved
     assert said.value < run.reserved < said.high
+
+
+# What accuracy.md has of each: the figures of `python benchmarks/tiers.py`.
+SHARES = {
+    "predict, PyTorch's allocator on the stand-in": (100.0, 93.7, 44.5),
+    "predict, records": (100.0, 98.1, 44.5),
+    "predict, published": (100.0, 90.4, 31.1),
+    "simulate, records": (100.0, 99.7, 10.9),
+    "simulate, published": (100.0, 92.2, 7.3),
+}
+
+
+@pytest.mark.parametrize("name", params(SHARES, ["predict, published"]))
+def test_safe_is_safe_likely_likely_and_half_of_tight_dies(name):
+    spec = importlib.util.spec_from_file_location("tiers", BENCHMARK)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    shares = benchmark.judge(name, list(benchmark.SOURCES[name]()))
+    assert shares["safe"] >= 0.99 and shares["likely"] >= 0.9 and shares["tight"] <= 0.5
+    for share, said in zip(shares.values(), SHARES[name], strict=True):
+        assert 100 * share == pytest.approx(said, abs=0.5)
+    page = (ROOT / "site" / "accuracy.md").read_text(encoding="utf-8")
+    assert " | ".join(f"{said} %" for said in SHARES[name]) in page

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..base.errors import RecipeError
+from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
@@ -70,7 +71,8 @@ def _refuse_unknown(recipe: Recipe) -> None:
         allowed = f"the formulas do not know {unknown}: ask simulate"
         raise RecipeError("trainer", recipe.trainer, allowed)
     written_out = recipe.attn_implementation == "eager"
-    if recipe.shape.family == "falcon" and written_out and recipe.passes_without_gradients:
+    in_place = written_out and recipe.shape.layout and recipe.shape.layout.scores_in_place
+    if in_place and recipe.passes_without_gradients:
         unknown = "what Falcon's loop keeps of scores without gradients"
         allowed = f"the formulas do not know {unknown}: ask simulate"
         raise RecipeError("attn_implementation", "eager", allowed)
@@ -83,11 +85,7 @@ def _without_dropout(shape: Shape, reference: bool = False) -> Shape:
     Families call a function or a module: of some all dropout goes, of some none. A `reference`
     model has none at all.
     """
-    names: tuple[str, ...] = ()
-    if reference or shape.family in ("gpt2", "bert"):
-        names = DROPOUTS
-    elif shape.family in ("gpt_neox", "phi"):
-        names = ("hidden_dropout", "embedding_dropout")
+    names = DROPOUTS if reference else family_of(shape).dropout_modules
     changes: dict[str, Any] = dict.fromkeys(names, 0.0)
     return dataclasses.replace(shape, **changes)
 

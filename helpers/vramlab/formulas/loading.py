@@ -8,12 +8,14 @@ stays in 16 bits. A tied head that the file has too comes first, and goes when a
 says that it equals the embedding (`tie_weights`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
 from ..hardware.overhead import rounded
+from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import Quantization
 from ..recipe.process_context import loads_whole
@@ -22,11 +24,6 @@ from ..recipe.shapes import Shape
 from ..report.report import Bytes
 from .model_states import ParameterRow, buffer_bytes, cached_table, parameter_bytes, starred_name
 from .tensor_sizes import BLOCK, FP32, HALF, weight_width
-
-# Parts of names that sort otherwise in the published checkpoints
-# (`transformers.conversion_mapping`): w1 and w3 before w2.
-STORED_AS = {"mixtral": {"mlp": "block_sparse_moe", "gate_up_proj": "a", "down_proj": "b"}}
-STORED_FUSED = ("gpt_oss",)  # whose experts a checkpoint has as the model has them
 
 
 class Moment(NamedTuple):
@@ -79,8 +76,9 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
     head = 0
     if shape.stores_tied_head:
         head = next(sum(row.blocks) for _, row in tensors if row.shape == embedding)
-    others = STORED_AS.get(shape.family, {})
-    merges = shape.family not in STORED_FUSED
+    family = family_of(shape)
+    others = family.stored_as
+    merges = not family.stored_fused
     kept = head
     moments = []
     for _, row in sorted(tensors, key=lambda tensor: _natural(tensor[0], others)):
@@ -117,7 +115,7 @@ def _tensors(shape: Shape, dtype: str, loaded: Quantization) -> list[tuple[str, 
     return tensors
 
 
-def _natural(name: str, others: dict[str, str]) -> list[tuple[int, str]]:
+def _natural(name: str, others: Mapping[str, str]) -> list[tuple[int, str]]:
     """Return the key that sorts names as `dot_natural_key` does: layer 10 follows layer 9."""
     key = []
     for part in name.split("."):

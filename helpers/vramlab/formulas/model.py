@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..base.errors import RecipeError
-from ..recipe.families import Stack
+from ..recipe.families import Stack, family_of
 from ..recipe.recipe import Recipe
 from .attention import AttentionKernels
 from .embeddings import Embeddings
@@ -140,8 +140,7 @@ class Model:
         if kernel == "flash_attention_2":
             return None
         tokens = self.rows.tokens
-        # OPT gives itself a mask of ones, so it sees joined samples as one.
-        joined = self.rows.joined > 1 and self.shape.family != "opt"
+        joined = self.rows.joined > 1 and not family_of(self.shape).own_mask
         apart = joined or bool(self.rows.padded)
         if not (self.layout.causal or apart):
             return None

@@ -31,6 +31,7 @@ from .command_group import Commands
 from .command_options import JSON, number, option, takes
 from .command_output import (
     DOES_NOT_FIT,
+    InPlace,
     as_text,
     asked_card,
     card_of,
@@ -74,7 +75,7 @@ EXPLAINED = (
 )
 EXPLAINED += (
     "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
-    "LLaMA-Factory or TRL, or the script that trains."
+    "LLaMA-Factory, TRL or ms-swift, or the script that trains."
 )
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(
@@ -268,11 +269,9 @@ def plan(
             dataset,
             functools.partial(tokens_of, asked["model"], pretrained),
         )
-    if confirm and is_watched() and not as_json:
-        at_once = plan(gpu=gpu, confirm=False, **asked)
-        if at_once.choices:
-            say(f"{at_once.table()}\nby formula; each is being simulated …\n")
-    planned = plan(gpu=gpu, confirm=confirm, **asked)
+    with InPlace() as place:
+        standing = place.show_standing if is_watched() and not as_json else None
+        planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
     if write and planned.choices:
         there = write.exists()
@@ -301,6 +300,7 @@ def explain(
 ) -> None:
     from .explain import explain
     from .explain_recipe import says_no_method
+    from .script import sets_expandable_segments
 
     first, *rest = words or ["-"]
     notes: list[str] = []
@@ -323,7 +323,8 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
-    granted = granted_to(card, other_memory, expandable_segments)
+    segments = expandable_segments or any(map(sets_expandable_segments, words or []))
+    granted = granted_to(card, other_memory, segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))

@@ -1,8 +1,10 @@
 """What the commands share: how they print, read a card, and end."""
 
 import json
+import math
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,44 @@ STOPPED = 130
 def say(text: Any, err: bool = False) -> None:
     """Print `text` without what a terminal would obey: it may quote a file of others."""
     typer.echo(printable(str(text)), err=err)
+
+
+class InPlace:
+    """Text in a terminal that the next takes the place of; nothing is left of it at the end."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def __enter__(self) -> "InPlace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+    def show(self, text: str) -> None:
+        """Print `text` in the place of what was shown before."""
+        self._clear()
+        say(text)
+        width = shutil.get_terminal_size().columns
+        self._rows = sum(max(1, math.ceil(len(line) / width)) for line in text.split("\n"))
+
+    def show_standing(self, found: Any, done: int, count: int) -> None:
+        """Show the answers of a Plan as they stand, `done` of `count` of them simulated."""
+        if found.choices:
+            rest = "confirmed by simulation, the rest by formula"
+            self.show(f"{found.table()}\n\n{bar(done, count)} {rest}")
+
+    def _clear(self) -> None:
+        if self._rows:
+            # ECMA-48: to the start of the line so many rows above, and erase what is below.
+            typer.echo(f"\x1b[{self._rows}F\x1b[J", nl=False)
+        self._rows = 0
+
+
+def bar(done: int, count: int, width: int = 20) -> str:
+    """Return a bar of how much is done, and how much that is."""
+    full = width * done // count
+    return f"{'█' * full}{'░' * (width - full)} {done} of {count}"
 
 
 def as_text(answer: dict[str, Any]) -> str:
@@ -75,8 +115,12 @@ def asked_card(name: str | None, recipe: Recipe) -> Gpu | None:
 
 
 def is_watched() -> bool:
-    """Return whether somebody reads what is printed as it comes."""
-    return bool(sys.stdout and sys.stdout.isatty())
+    """Return whether somebody reads what is printed as it comes.
+
+    That is in a terminal that can erase it.
+    """
+    is_terminal = bool(sys.stdout and sys.stdout.isatty())
+    return is_terminal and os.environ.get("TERM") != "dumb"
 
 
 def is_size(name: str | None) -> bool:

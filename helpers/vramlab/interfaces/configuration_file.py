@@ -29,13 +29,15 @@ class Configuration:
     """What a file says: model, fields of a recipe, and `notes` in words.
 
     `arguments` are those of a Trainer's class, `kind`, whose reader makes the rest of the recipe;
-    None where there are none. `asked`: the trainer that an option names.
+    None where there are none. `asked` is the trainer that an option names, `asked_length` the
+    tokens.
     """
 
     program: str
     path: Path
     values: dict[str, Any]
     asked: str | None = None
+    asked_length: int | None = None
     model: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] | None = None

@@ -1,8 +1,9 @@
-"""Reads the configuration of a program that trains: axolotl's and LLaMA-Factory's YAML, TRL's.
+"""Reads the configuration of a program that trains, a YAML or ms-swift's shell script.
 
+The programs are axolotl, LLaMA-Factory, TRL's command line and ms-swift.
 Each of its settings is taken, refused in a sentence, said to be not modelled, or known to move no
 memory; `data/configurations.json` has them all, from the programs' own sources. What these
-programs make of the settings that are taken stands in `axolotl_file` and `trl_file`.
+programs make of the settings that are taken stands in `axolotl_file`, `trl_file` and `swift_file`.
 """
 
 import dataclasses
@@ -18,15 +19,19 @@ from .axolotl_file import read_axolotl
 from .command_output import say
 from .configuration_file import Configuration, known_settings
 from .recipe_options import OPTIONS, fields_of, recipe_of, recipe_of_arguments, said_options
+from .swift_file import read_script, read_swift
 from .trl_file import OF_TRL, read_llama_factory, read_trl
 
 AXOLOTL = "axolotl"
 LLAMA_FACTORY = "LLaMA-Factory"
-SUFFIXES = (".yaml", ".yml")
+MS_SWIFT = "ms-swift"
+OF_SWIFT = {"command", "tuner_type", "train_type"}  # what no other program's file has
+SHELL = ".sh"
+SUFFIXES = (".yaml", ".yml", SHELL)
 
 
 def is_configuration(model: Any) -> bool:
-    """Tell whether `model` is the path of a YAML that is there."""
+    """Tell whether `model` is the path of a YAML or shell script that is there."""
     return isinstance(model, str) and model.lower().endswith(SUFFIXES) and Path(model).is_file()
 
 
@@ -42,7 +47,9 @@ def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, lis
     values = _read(Path(path))
     program = _program(Path(path), values)
     own = said_options(OPTIONS, given)
-    configuration = Configuration(program, Path(path), values, own.get("trainer"))
+    configuration = Configuration(
+        program, Path(path), values, own.get("trainer"), own.get("seq_len")
+    )
     _check(configuration)
     READERS[program](configuration)
     fields = configuration.fields
@@ -102,6 +109,8 @@ def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     with needing("a YAML"):
         import yaml
+    if path.suffix.lower() == SHELL:
+        return read_script(path)
     try:
         values = yaml.safe_load(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -116,6 +125,8 @@ def _program(path: Path, values: Mapping[str, Any]) -> str:
     """Return whose configuration it is; RecipeError if that is nobody's that is known."""
     if "base_model" in values:
         return AXOLOTL
+    if "model" in values and values.keys() & OF_SWIFT:
+        return MS_SWIFT
     if "compute_environment" in values or "distributed_type" in values:
         rest = "it is accelerate's file and says how many processes train, not what: give a model "
         raise RecipeError("model", str(path), rest + "and its settings as options")
@@ -126,7 +137,8 @@ def _program(path: Path, values: Mapping[str, Any]) -> str:
         own = known_settings()[LLAMA_FACTORY]
         theirs = {*own["mapped"], *own["neutral"]} - {*DECLARED, *OF_TRL}
         return LLAMA_FACTORY if theirs & values.keys() else "TRL"
-    rest = "a YAML must be axolotl's (base_model), LLaMA-Factory's or TRL's (model_name_or_path): "
+    rest = "a YAML must be axolotl's (base_model), LLaMA-Factory's or TRL's (model_name_or_path), "
+    rest += "or ms-swift's (model, tuner_type): "
     raise RecipeError("model", str(path), rest + "give a model and its settings as options")
 
 
@@ -147,4 +159,9 @@ def _check(configuration: Configuration) -> None:
             configuration.notes.append(f"not modelled: {words} ({', '.join(said)})")
 
 
-READERS = {AXOLOTL: read_axolotl, LLAMA_FACTORY: read_llama_factory, "TRL": read_trl}
+READERS = {
+    AXOLOTL: read_axolotl,
+    LLAMA_FACTORY: read_llama_factory,
+    MS_SWIFT: read_swift,
+    "TRL": read_trl,
+}

@@ -74,9 +74,11 @@ def explain(
     """
     card = find_gpu(gpu) if gpu else None
     if isinstance(what, Path) and what.suffix == ".py":
-        from .script import recipe_of_script
+        from .script import recipe_of_script, sets_expandable_segments
 
         read, notes = recipe_of_script(what)
+        if sets_expandable_segments(what):
+            granted["expandable_segments"] = True
         explained = _of_recipe(Run(read, card, granted))
         explained.notes += notes
         return explained

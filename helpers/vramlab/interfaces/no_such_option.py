@@ -33,4 +33,7 @@ def instead(error: Any, command: str | None) -> str:
         "",
     ).format(command)
     why = f"say {SAY[name]}" if SAY.get(name) in known else why
+    # `plan` chooses much of a recipe itself.
+    if not why and name in OPTIONS and command in ("plan", "generate"):
+        why = f"{command} does not take it, predict and simulate do"
     return f"There is no option {option}: {why}." if why and command else ""

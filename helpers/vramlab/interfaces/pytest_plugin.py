@@ -41,7 +41,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from .explain import assert_fits
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    assert_fits(pyfuncitem.obj(**arguments), *marker.args, **marker.kwargs)
+    returned = pyfuncitem.obj(**arguments)
+    if returned is None:
+        pytest.fail(
+            "a test marked fits returns what is held against the card, and this one returns "
+            "nothing: return Recipe(…), or a module's dict(model=…, batch=…, optimizer=…)"
+        )
+    assert_fits(returned, *marker.args, **marker.kwargs)
     return True
 
 

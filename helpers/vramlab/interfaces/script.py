@@ -24,6 +24,8 @@ KINDS = {"Trainer": "transformers", "Seq2SeqTrainer": "transformers"} | {
     name: kind for kind, name in TRL.items()
 }
 COLLATORS = re.compile("|".join([*WORDS["collators"], "default_data_collator"]))
+# The variable that sets the allocator, and its name before torch 2.9
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 @dataclass
@@ -52,6 +54,23 @@ def read_script(path: Path) -> Script:
         return _Reader(path).read()
     except (RecursionError, Unread) as error:
         raise RecipeError("script", str(path), "it is nested too deeply to be read") from error
+
+
+def sets_expandable_segments(what: str | Path) -> bool:
+    """Return whether a script sets its allocator to expandable segments, as those of plan do.
+
+    What is no script sets nothing.
+    """
+    path = Path(what)
+    if path.suffix != ".py":
+        return False
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
+        if not isinstance(node, ast.Assign | ast.Call):
+            continue
+        texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+        if "expandable_segments:True" in texts and not ALLOCATOR.isdisjoint(texts):
+            return True
+    return False
 
 
 def recipe_of_script(

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,11 +31,12 @@ from .search_space import (
     EFFORTS,
     counted_as,
     effort_of,
-    held_bytes,
     host_memory,
     is_sound,
+    least_bytes,
     method_of,
     notes_on,
+    saved_bytes,
     without_switches,
 )
 from .step_time import StepTime, estimate, step_time
@@ -135,24 +136,34 @@ class Candidate:
         epoch where the data's lengths are known, else of a step, whose rows are padded, unless they
         cannot be.
         """
+        return self._rank(pages=True) if self.recipe.optim.startswith("paged") else self.soonest
+
+    @cached_property
+    def soonest(self) -> tuple:
+        """A lower bound of `rank`, without what a paged optimizer moves."""
+        return self._rank(pages=False)
+
+    def _rank(self, pages: bool) -> tuple:
         parts = estimate(
             self.rows[-1],
             self.question.gpu,
             self.question.link,
+            pages,
         )
         seconds = epoch_of(self.question, self.recipe, parts) or sum(parts.values())
         return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
         """Return a lower bound of the upper end of `interval` for `tier`."""
+        least_held = max(self.least, self.saved)
         if self.question.expandable_segments:
             # A simulated peak is exact.
             error = 1.0 if self.simulated else reserved.EXACT
-            inside = expandable(self._least_held, error)
+            inside = expandable(least_held, error)
         else:
             sharding = self.recipe.sharding
             is_sharded = bool(sharding and sharding.stage)
-            inside = reserved.reserved(Counter(), self._least_held, is_sharded)
+            inside = reserved.reserved(Counter(), least_held, is_sharded)
         return getattr(inside + self._context, TIERS[tier])
 
     @cached_property
@@ -160,8 +171,14 @@ class Candidate:
         return context_of(self.recipe, self.question.gpu)
 
     @cached_property
-    def _least_held(self) -> int:
-        return held_bytes(self.rows[0], self.question.gpu.chip)
+    def least(self) -> int:
+        """A lower bound of its peak, which takes no walk."""
+        return least_bytes(self.rows[0])
+
+    @cached_property
+    def saved(self) -> int:
+        """A lower bound of its peak, which a larger micro-batch does not lower."""
+        return saved_bytes(self.rows[0], self.question.gpu.chip)
 
     @cached_property
     def report(self) -> Report | None:
@@ -289,38 +306,47 @@ def simulate_briefly(
 
 
 @no_collection(before=False)
-def confirm(candidates: list[Candidate]) -> None:
-    """Simulate the candidates, several at once where this process may be forked."""
+def confirm(candidates: list[Candidate], tell: Callable[[int, int], None] | None = None) -> None:
+    """Simulate the candidates, several at once where this process may be forked.
+
+    `tell` is called before the first and after each, with how many are done, and of how many.
+    """
+    count = len(candidates)
+    if tell:
+        tell(0, count)
     # Had torch been used, a forked process could wait for its threads.
     forks = sys.platform == "linux" and "torch" not in sys.modules
     forks = forks and threading.active_count() == 1
-    simulations: Sequence[Report | str]
+    simulations: Iterable[Report | str]
     try:
         with needing("a simulation"):
             build(candidates[0].recipe.shape)  # loads the libraries once for all
         simulations = _simulations(candidates, forks)
     except (VramLabError, ImportError) as error:
         simulations = [str(error)] * len(candidates)
-    for candidate, simulation in zip(candidates, simulations, strict=True):
+    for done, (candidate, simulation) in enumerate(zip(candidates, simulations, strict=True), 1):
         candidate.tried = True
         if isinstance(simulation, str):
             candidate.unsimulated = simulation
         else:
             candidate.simulated = simulation
+        if tell:
+            tell(done, count)
 
 
 def _simulations(
     candidates: list[Candidate],
     forks: bool,
-) -> list[Report | str]:
-    """Return each candidate's simulation, or why there is none."""
+) -> Iterator[Report | str]:
+    """Yield each candidate's simulation, or why there is none."""
     workers = min(len(candidates), os.cpu_count() or 1)
     if not forks or workers < 2:
-        return [candidate.simulation() for candidate in candidates]
+        yield from (candidate.simulation() for candidate in candidates)
+        return
     fork = multiprocessing.get_context("fork")
     # An interrupt is this process's to answer.
     with fork.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        return pool.map(Candidate.simulation, candidates, chunksize=1)
+        yield from pool.imap(Candidate.simulation, candidates)
 
 
 def epoch_of(
@@ -356,6 +382,10 @@ def best_first(choices: Sequence[Choice]) -> list[Choice]:
     ordered = []
     while left:
         alike = [choice for choice in left if is_as_fast(choice, left[0])]
+        # What waits for the host is no simpler if it has to hold more there.
+        sharding = left[0].recipe.sharding
+        if sharding and sharding.offload:
+            alike = [choice for choice in alike if choice.host <= left[0].host]
         simplest = min(alike, key=lambda choice: METHODS.index(choice.method))
         ordered.append(simplest)
         left.remove(simplest)

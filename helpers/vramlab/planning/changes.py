@@ -16,7 +16,7 @@ from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import Report, format_bytes, unit_for
 from .candidate import Candidate, simulate_briefly
-from .question import RANK, Question
+from .question import LIGER_SINCE, RANK, Question
 from .search import Search
 from .search_space import counted_as, least_bytes
 from .step_time import estimate
@@ -78,6 +78,9 @@ def cheapest(
     seconds = _seconds(recipe, card)
     changes = []
     for fields, same in _changes(recipe):
+        # Triton's kernels do not run on older cards.
+        if "use_liger_kernel" in fields and card and card.compute_capability < LIGER_SINCE:
+            continue
         # This model or trainer cannot have it, or the formulas do not know it.
         with contextlib.suppress(RecipeError):
             changed = recipe.replace(**fields)

@@ -13,7 +13,7 @@ what is assumed of the context. Memory is `predict`'s, then `simulate`'s; second
 import json
 import os
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from ..base.files import NOT_OURS, is_ours, write_files
 from ..hardware.gpu import Gpu
 from ..recipe.recipe import Recipe
 from ..report.report import GiB, encode, format_bytes, text_table
-from .candidate import Choice, best_first
+from .alternatives import Alternative, alternatives
+from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .plan_notes import notes_on_question
 from .plan_script import scripts, words
@@ -56,6 +57,7 @@ class Plan:
         question: what was asked.
         usable: bytes that one card's process can have.
         choices: the best recipe of each method that fits, by `candidate.WAYS`.
+        alternatives: by method the answer with one switch turned each, by formula.
         better: of each method, what is faster and at most 2 GiB short, or else the lightest.
         advice: when nothing fits, what would: one computed sentence each.
         refused: by method without any recipe: the rules.
@@ -67,6 +69,7 @@ class Plan:
     question: dict[str, Any]
     usable: int
     choices: tuple[Choice, ...]
+    alternatives: dict[str, tuple[Alternative, ...]] = field(default_factory=dict)
     better: tuple[Choice, ...] = ()
     advice: tuple[str, ...] = ()
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -188,6 +191,9 @@ class Plan:
             lines.append(f"{method}: no recipe, because {'; '.join(rules)}")
         lines += [f"- {advice}" for advice in self.advice]
         lines += [_costs(choice) for choice in self.choices if choice.without]
+        for choice in self.choices:
+            others = self.alternatives.get(choice.method, ())
+            lines += [f"{choice.method} {other}" for other in others]
         if self.choices and self.question["expandable_segments"]:
             lines.append(self._by_default())
         lines += [_host(choice) for choice in self.choices if choice.host >= GiB]
@@ -258,6 +264,10 @@ class Plan:
         answers = (choice for choice in self.choices if choice.method == better.method)
         answer = next(answers, None)
         lacks = f"lacks {format_bytes(better.over, digits=2)}"
+        loading = better.report.loading
+        # Each rank may load what it shards afterwards.
+        if loading and loading.total > better.report.peak.total:
+            lacks += " while it loads"
         if answer:
             lacks += f" to be {answer.tier}"
         if better.tier:
@@ -268,12 +278,16 @@ class Plan:
         return f"{better.method} at {rate} {lacks}: {_short(better.recipe)}"
 
 
+Standing = Callable[[Plan, int, int], None]
+
+
 def plan(
     model: object,
     gpu: str | Gpu | None = None,
     gpus: int = 1,
     *,
     confirm: bool = True,
+    standing: Standing | None = None,
     **asked: Any,
 ) -> Plan:
     """Return the best full, LoRA and QLoRA recipe for `model` on `gpus` cards of the kind `gpu`.
@@ -284,6 +298,8 @@ def plan(
         confirm: whether to simulate each answer, some seconds each; one that does not fit then is
             none. Without the libraries that `simulate` needs, formulas answer, and the first line
             says so.
+        standing: called with the plan as it stands, how many of its answers are simulated, and how
+            many there are: first by formula alone, then after each simulation.
         asked: what is wanted and what may be used, the other fields of
             `vramlab.planning.question.Question`: global_batch, seq_len, method, precisions, optims,
             attention, checkpointing, engines, offload, lora, task, num_layers, trainer, memory,
@@ -293,8 +309,26 @@ def plan(
     """
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
-    answers = search.answers(confirm)
+
+    # Each standing is a plan of its own: an answer that did not fit has given way by then.
+    def tell(done: int, count: int) -> None:
+        if standing is not None:
+            standing(_found(search, search.answers(False), False), done, count)
+
+    return _found(search, search.answers(confirm, tell), True)
+
+
+def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_last: bool) -> Plan:
+    """Return the plan that has these answers by method, each with its tier.
+
+    Alternatives, and what would fit where nothing does, are looked for only if it `is_last`.
+    """
+    question = search.question
     choices = best_first([answer.choice() for answer, _ in answers.values() if answer])
+    others = {}
+    for method, (answer, _) in answers.items():
+        if answer and is_last:
+            others[method] = tuple(alternatives(answer))
     better = []
     for method, (answer, tier) in answers.items():
         # What is faster by much and lacks little is worth knowing, for a card can be emptied.
@@ -316,8 +350,9 @@ def plan(
         },
         usable=question.usable,
         choices=tuple(choices),
+        alternatives=others,
         better=tuple(better),
-        advice=() if choices else tuple(advise(question)),
+        advice=() if choices or not is_last else tuple(advise(question)),
         refused=_refused(search),
         considered=len(search.candidates),
         predicted=search.predicted,

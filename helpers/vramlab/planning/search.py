@@ -4,7 +4,10 @@ Recipes are tried in the order of their estimated time, until enough are found. 
 states and saved activations alone are too large is dropped without a prediction.
 """
 
+import heapq
 import math
+from collections.abc import Callable, Iterator
+from itertools import groupby, takewhile
 
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
@@ -54,28 +57,68 @@ class Search:
             if is_end or recipe.gradient_accumulation_steps == 2:
                 self.ends.append(candidate)
         self._ordered: dict[Kind, list[Candidate]] = {}
+        self._waiting: dict[Kind, list[tuple[tuple, Candidate]]] = {}
 
-    def ordered(self, kind: Kind) -> list[Candidate]:
-        """Return the candidates of a kind, fastest first."""
+    def ordered(self, kind: Kind) -> Iterator[Candidate]:
+        """Yield the candidates of a kind, fastest first.
+
+        Their exact times are computed no sooner than it takes to tell the next.
+        """
         if kind not in self._ordered:
-            alike = [candidate for candidate in self.candidates if candidate.kind == kind]
-            self._ordered[kind] = sorted(alike, key=lambda candidate: candidate.rank)
-        return self._ordered[kind]
+            self._ordered[kind] = []
+            self._waiting[kind] = [(each.soonest, each) for each in self._possible(kind)]
+            heapq.heapify(self._waiting[kind])
+        known = self._ordered[kind]
+        waiting = self._waiting[kind]
+        place = 0
+        while place < len(known) or waiting:
+            if place < len(known):
+                yield known[place]
+                place += 1
+                continue
+            # A time is either exact already, or its candidate waits on with the exact one.
+            bound, candidate = heapq.heappop(waiting)
+            if candidate.rank > bound:
+                heapq.heappush(waiting, (candidate.rank, candidate))
+            else:
+                known.append(candidate)
+
+    def _possible(self, kind: Kind) -> Iterator[Candidate]:
+        """Yield the candidates of a kind that may fit, or lack at most NEAR."""
+        most = self.question.usable + NEAR
+        tier = self.question.tiers[-1]
+        # The last of the tiers asked for is the loosest.
+        alike = [candidate for candidate in self.candidates if candidate.kind == kind]
+        # The largest micro-batches come first, and what a smaller one lacks a larger one does.
+        for _, family in groupby(reversed(alike), key=lambda candidate: candidate.family):
+            for candidate in family:
+                # Gradients are fewer where the whole batch goes at once, so a larger one may fit.
+                if candidate.least > most:
+                    continue
+                if candidate.saved > most:
+                    break
+                if candidate.bound(tier) <= most:
+                    yield candidate
 
     @property
     def predicted(self) -> int:
         """How many candidates have been predicted so far."""
         return sum("report" in vars(candidate) for candidate in self.candidates)
 
-    def answers(self, confirmed: bool) -> dict[str, tuple[Candidate | None, str]]:
-        """Return by method its answer; if `confirmed` each is simulated, and must fit then too."""
+    def answers(
+        self, confirmed: bool, tell: Callable[[int, int], None] | None = None
+    ) -> dict[str, tuple[Candidate | None, str]]:
+        """Return by method its answer; if `confirmed` each is simulated, and must fit then too.
+
+        `tell` is called with how many are simulated, and of how many, as they are.
+        """
         methods = self.question.methods
         answers = {method: self.answer(method) for method in methods}
         # A candidate of one search is never simulated twice.
         untried = [answer for answer, _ in answers.values() if answer and not answer.tried]
         if confirmed and untried:
             # All at once first, for they run beside each other.
-            confirm(untried)
+            confirm(untried, tell)
             answers = {method: self.answer(method, confirmed) for method in methods}
         return answers
 
@@ -114,7 +157,7 @@ class Search:
         if answer is None:
             return self.nearest(method, tier)
         limit = answer.rank[0] * FASTER
-        faster = [one for one in self.ordered(answer.kind) if one.rank[0] < limit]
+        faster = takewhile(lambda one: one.rank[0] < limit, self.ordered(answer.kind))
         highest = self.question.usable + NEAR
         near = [one for one in faster if one.bound(tier) <= highest and 0 < one.over(tier) <= NEAR]
         return min(near, key=lambda one: (one.over(tier), one.rank), default=None)

@@ -384,9 +384,17 @@ def held_bytes(recipe: Recipe, chip: Chip) -> int:
 
     That is model states, and gradients or what is saved when forward ends.
     """
+    return max(least_bytes(recipe), saved_bytes(recipe, chip))
+
+
+def saved_bytes(recipe: Recipe, chip: Chip) -> int:
+    """Return a lower bound of a rank's peak, which grows with the micro-batch.
+
+    That is weights, states and what is saved when forward ends.
+    """
     rank = shards.rank_bytes(recipe)
     saved = int(SURE * walk(model_states.compute_recipe(recipe), chip).kept)
-    return rank.parameters + rank.optimizer_states + max(_waiting(recipe, rank), saved)
+    return rank.parameters + rank.optimizer_states + saved
 
 
 def _waiting(recipe: Recipe, rank: model_states.RankBytes) -> int:

@@ -124,11 +124,15 @@ def estimate(
     recipe: Recipe,
     card: Gpu,
     link: float | None = None,
+    pages: bool = True,
 ) -> dict[str, float]:
-    """Return the parts of the step with their likely seconds, whatever a card's records say."""
+    """Return the parts of the step with their likely seconds, whatever a card's records say.
+
+    Without `pages` of a paged optimizer it is a lower bound, and needs no prediction.
+    """
     return _with_waits(
         _computed(recipe, card),
-        waits(recipe, card, link),
+        waits(recipe, card, link, pages),
         0,
         1.0,
     )

@@ -164,8 +164,12 @@ def waits(
     recipe: Recipe,
     card: Gpu,
     link: float | None,
+    pages: bool = True,
 ) -> dict[str, Range]:
-    """Return "links" and "host" with their seconds, none hidden behind computation."""
+    """Return "links" and "host" with their seconds, none hidden behind computation.
+
+    `pages`: with those of a paged optimizer's states, which take a prediction.
+    """
     seconds = {}
     moved = sent(recipe)
     if moved:
@@ -173,11 +177,11 @@ def waits(
         likely, least, most = (moved / (rate * share) for share in shares)
         seconds["links"] = (likely, least, most)
     crossing, through = to_host(recipe)
-    pages = moved_pages(recipe, card)
-    if crossing or through or any(pages):
+    paging = moved_pages(recipe, card) if pages else (0.0, 0.0, 0.0)
+    if crossing or through or any(paging):
         pcie = pcie_bandwidth(card.pcie)
         each = []
-        rates = zip(pages, PCIE_SHARE, (HOST_BANDWIDTH, *HOST_RANGE), strict=True)
+        rates = zip(paging, PCIE_SHARE, (HOST_BANDWIDTH, *HOST_RANGE), strict=True)
         for paged, share, memory in rates:
             each.append((crossing + paged) / (pcie * share) + through / memory)
         likely, least, most = each

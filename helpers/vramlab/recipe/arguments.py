@@ -104,8 +104,8 @@ def settings(recipe: RecipeFields) -> dict[str, Any]:
     if recipe.rollouts:
         values |= _values(recipe.rollouts, _same_names(Rollouts))
     elif recipe.trainer != "transformers":
-        # SFTTrainer refuses it where it does not cut samples
-        is_uncut = recipe.padding_free and not recipe.packing
+        # SFTTrainer refuses it where it does not cut samples, and must not cut images
+        is_uncut = recipe.images or (recipe.padding_free and not recipe.packing)
         values["max_length"] = None if is_uncut else recipe.seq_len
     return values
 

@@ -1,6 +1,7 @@
 """Model families: what the package knows of one `model_type`.
 
-It is in the family's record in `data/families.json` and its layout here. A model that differs from
+It is in the family's record in `data/families.json` (`data/families.schema.json` says each of its
+words) and its layout here. A model that differs from
 Llama in names, norms or biases is a record alone; another needs a layout too. Sources, of
 transformers 5.23: the class defaults of `configuration_*.py`, the `__init__` and `forward` of
 `modeling_*.py`; of PEFT 0.21: `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`.
@@ -168,6 +169,15 @@ class Family:
     # among tensor and pipeline ranks: matrices are `nn.Linear`, transformers has a `tp_plan`
     divisible: bool = False
     whole_embedding: bool = False  # which that plan leaves out
+    # `Shape` fields of dropout that is a module, which TRL takes out (`disable_dropout_in_model`)
+    dropout_modules: tuple[str, ...] = ()
+    # it gives itself a mask of ones, so it sees joined samples as one
+    own_mask: bool = False
+    # Parts of weights' names to what they sort as in the published file, in whose order loading
+    # takes them (`transformers.conversion_mapping`): Mixtral's w1 and w3 are before w2.
+    stored_as: Mapping[str, str] = field(default_factory=dict)
+    # that file has experts as the model has them; others have each expert's matrices apart
+    stored_fused: bool = False
 
 
 SEPARATE = "q=self_attn.q_proj k=self_attn.k_proj v=self_attn.v_proj out=self_attn.o_proj"
@@ -289,3 +299,9 @@ def _head(sizes: Sizes, kind: str) -> str:
 
 _RECORDS = json.loads(data_path("families.json").read_text(encoding="utf-8"))
 FAMILIES = {name: Family(**record) for name, record in _RECORDS.items()}
+_UNKNOWN = Family(classes={})
+
+
+def family_of(sizes: Sizes) -> Family:
+    """Return the record of a model's family, an empty one where it has none."""
+    return FAMILIES.get(sizes.family, _UNKNOWN)

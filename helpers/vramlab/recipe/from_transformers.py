@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.errors import RecipeError
 from .configuration import READERS, reason
-from .families import TASKS
+from .families import FAMILIES, TASKS
 from .model_sizes import Sizes
 
 Row = tuple[str, tuple[int, ...], str, int | None]  # the fields of a `Weight`
@@ -92,6 +92,17 @@ def build(sizes: Sizes) -> Any:
     return make(sizes, dtype=torch.float32)
 
 
+def _fused(sizes: Sizes) -> str | dict[str, str]:
+    """Return the attention that a model takes where fused kernels are asked for.
+
+    A tower takes them beside a language model that cannot (Gemma 2's soft caps), as transformers
+    chooses by itself.
+    """
+    language = sizes.config.get("text_config", {}).get("model_type")
+    cannot = language in FAMILIES and not FAMILIES[language].sdpa
+    return {"text_config": "eager"} if cannot else "sdpa"
+
+
 def make(sizes: Sizes, **options: Any) -> Any:
     """Return a new transformers model on the meta device (`from_config`).
 
@@ -105,6 +116,8 @@ def make(sizes: Sizes, **options: Any) -> Any:
         has_start = getattr(config, "decoder_start_token_id", None) is not None
         if "seq2seq" in sizes.task and not has_start:
             config.decoder_start_token_id = config.pad_token_id or 0
+        if options.get("attn_implementation") == "sdpa":
+            options["attn_implementation"] = _fused(sizes)
         auto_class = getattr(transformers, TASKS[sizes.task].auto_class)
         with torch.device("meta"):
             return auto_class.from_config(config, **options)

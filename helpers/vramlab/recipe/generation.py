@@ -111,9 +111,14 @@ class Generation:
         return arguments
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the cache is quantized."""
+        return self.cache_implementation == "quantized"
+
+    @property
     def period(self) -> int:
         """Decoding steps after which the cache has the same form again, but is longer."""
-        has_residual = self.cache_implementation == "quantized" and self.cache_backend != "fp8"
+        has_residual = self.quantizes and self.cache_backend != "fp8"
         return RESIDUAL if has_residual else 1
 
     def title(self, recipe: Recipe) -> str:

@@ -94,7 +94,10 @@ def _tokens(
     """Return the tokens of one image."""
     reader = READERS[shape.family]
     if reader["tokens"]:
-        return shape.settings[reader["tokens"]]
+        setting: Any = shape.settings
+        for part in reader["tokens"].split("."):
+            setting = setting[part]
+        return setting
     processor = _processor(shape, max_pixels)
     try:
         patches = processor.get_number_of_image_patches(height, width, {})
@@ -116,9 +119,9 @@ def marked(recipe: WithImages) -> Iterator[list[int]]:
     """Yield of each image the ids that stand for it, those around it included."""
     reader = READERS[recipe.shape.family]
     settings = recipe.shape.settings
-    before, after = (settings[name] for name in reader["around"])
+    around = [settings[name] for name in reader["around"]]
     for count in tokens(recipe):
-        yield [before, *[settings[reader["image"]]] * count, after]
+        yield [*around[:1], *[settings[reader["image"]]] * count, *around[1:]]
 
 
 def pixels(recipe: WithImages) -> dict[str, Any]:
@@ -154,8 +157,9 @@ def refusals(recipe: Any) -> Refusals:
     is_less = recipe.max_pixels and recipe.max_pixels < least
     yield "max_pixels", is_less, f"the processor makes smaller images {least:,} pixels large"
     yield "sharding", recipe.sharding, "samples with images are modelled on one device"
-    for name in ("lengths", "pad_to_multiple_of"):
-        allowed = "samples with images have one length here"
+    # SFTTrainer itself refuses packing and padding_free for images
+    for name in ("lengths", "completion_lengths", "pad_to_multiple_of", "packing", "padding_free"):
+        allowed = "samples with images have one length here, and rows of their own"
         yield name, getattr(recipe, name), allowed
     needed = sum(map(len, marked(recipe))) if recipe.images else 0
     allowed = f"the images of a sample are {needed:,} tokens, and text needs some more"

@@ -176,6 +176,9 @@ def _named_elsewhere(model: str, *said: Any) -> Shape | None:
     words = f"{model} has the architecture of {entry['name']}"
     if differs:
         words += ", but " + ", ".join(f"{key} {value}" for key, value in differs.items())
+    if model.lower().endswith("-4bit"):
+        words += "; its weights are stored in 4 bits: with --quantization nf4 and --lora-r 16 they "
+        words += "are counted so"
     return dataclasses.replace(shape, shares=words)
 
 

@@ -21,7 +21,8 @@ def refusals(recipe: RecipeFields) -> Refusals:
     name = TRL[recipe.trainer]
     task = "sequence-classification" if recipe.trainer == "reward" else "causal-lm"
     allowed = f"{name} trains models for {task}, not for {recipe.shape.task}"
-    yield "trainer", recipe.shape.task != task, allowed
+    reads_images = recipe.trainer == "sft" and recipe.shape.task == "image-text"
+    yield "trainer", recipe.shape.task != task and not reads_images, allowed
     usual = dataclasses.replace(recipe.loop, max_grad_norm=1.0, empty_cache_steps=None)
     allowed = f"{name} has the Trainer's loop without a cache: use loop='trainer'"
     yield "loop", usual != LOOPS["trainer"], allowed

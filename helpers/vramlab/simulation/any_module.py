@@ -216,7 +216,8 @@ class ModuleStep:
         """Return what the simulation leaves out."""
         notes = loop_notes(self.loop)
         if is_compiled(self.model):
-            return ["torch.compile: the eager step is simulated", *notes]
+            rest = "of a module the eager step is simulated; a Recipe with it is compiled"
+            return [f"torch.compile: {rest}", *notes]
         return notes
 
 

@@ -5,8 +5,10 @@ backward, what is computed again and which buffer takes another's place (`induct
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..recipe.recipe import Recipe
+from ..tracking.fake_tracker import FakeTracker
 from ..training.engine import Training
 from ..training.patched import is_replaced, put_back, replaced
 from .cuda import CudaKernels
@@ -43,15 +46,24 @@ def is_compiled(recipe: Recipe) -> bool:
     return True
 
 
+class _UntracedTracker(FakeTracker):
+    """A tracker that dynamo does not compile where it follows what stays outside of graphs."""
+
+    _should_skip_dynamo = staticmethod(lambda: True)
+
+    def __torch_dispatch__(self, *args: Any) -> Any:
+        return super().__torch_dispatch__(*args)
+
+
 @contextlib.contextmanager
 def compiled_step(
-    training: Training, card: Gpu | None, kernels: CudaKernels | None
+    training: Training, tracker: FakeTracker, card: Gpu | None, kernels: CudaKernels | None
 ) -> Iterator[None]:
     """While entered, `training`'s model runs as torch.compile makes it for `card`.
 
     `kernels` are those of CUDA; None compiles for the CPU.
     """
-    from torch._dynamo import config, eval_frame
+    from torch._dynamo import config, eval_frame, pgo
     from torch._functorch import config as functorch
 
     if not hasattr(eval_frame, "_callback_from_stance"):
@@ -63,6 +75,7 @@ def compiled_step(
         on_host = kernels.on_host
     model = training.model
     training.is_compiled = True
+    tracker.__class__ = _UntracedTracker
     codes: list[Any] = []
     model.compile(backend=compiler(chip, on_host), options={"guard_filter_fn": _kept})
     call = model._compiled_call_impl
@@ -83,7 +96,9 @@ def compiled_step(
     try:
         with (
             replaced(eval_frame, "_callback_from_stance", callback),
-            config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False),
+            config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
+            # sizes that other steps had, which would make this one's dynamic
+            patch.object(pgo, "_CODE_STATE", defaultdict(pgo.CodeState)),
             functorch.patch(enable_autograd_cache=False),
         ):
             yield

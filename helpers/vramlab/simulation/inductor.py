@@ -9,6 +9,7 @@ graphs are given that device before Inductor schedules them.
 import ast
 import contextlib
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,8 +305,9 @@ def _names(
         "torch": SimpleNamespace(**{**vars(torch), **own}),
         "aten": torch.ops.aten,
         "device": torch.device,
-        "inf": float("inf"),
-        "nan": float("nan"),
+        "math": math,
+        "inf": math.inf,
+        "nan": math.nan,
         "extern_kernels": SimpleNamespace(**products),
         "get_raw_stream": lambda index: 0,
         "assert_size_stride": lambda *args: None,

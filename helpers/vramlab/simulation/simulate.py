@@ -383,7 +383,7 @@ def _run(
                 then = partial(evaluate, training, evaluation, batch, full)
             way: AbstractContextManager[Any] = nullcontext()
             if compiles:
-                way = compiled_step(training, card, kernels)
+                way = compiled_step(training, tracker, card, kernels)
             elif recipe.rollouts and not full:
                 way = skipped(training, tracker, recipe.rollouts)
             with way:

@@ -27,6 +27,7 @@ from ..training.quiet import no_collection
 from . import fakes
 from .deepen import deepen
 from .fakes import fake_world
+from .quantized_caches import packed
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .simulate import (
@@ -218,7 +219,11 @@ class _Runs:
     def run(self, recipe: Recipe, skipped: int, steps: int) -> FakeTracker:
         """Return the tracker of a run whose prompt has `skipped` tokens more."""
         load_libraries(recipe)
-        with fakes.lock, fake_world(self.target, self.card) as (mode, kernels):
+        with (
+            fakes.lock,
+            fake_world(self.target, self.card) as (mode, kernels),
+            packed(self.generation),
+        ):
             try:
                 started = build_generation(recipe, self.generation, skipped)
                 tracker = make_tracker(started, self.card, kernels)

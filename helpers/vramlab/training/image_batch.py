@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import needing
 from ..recipe import images
 from ..recipe.recipe import Recipe
 
@@ -25,10 +26,27 @@ def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, 
     text = torch.randint(min(special), size, generator=generator)
     before = torch.tensor(shown, dtype=torch.int64).expand(recipe.batch_size, -1)
     ids = torch.cat([before, text], dim=1)
-    return {
+    # PaliGemma's say which tokens are an answer, which is all text here
+    marked = ids != image if reader.get("types_of_text") else ids == image
+    batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        reader["types"]: (ids == image).long(),
-        "labels": ids.masked_fill(ids == image, NO_LABEL),
+        reader["types"]: marked.long(),
         **images.pixels(recipe),
     }
+    if recipe.trainer == "sft":
+        return _by_trl(batch)
+    return batch | {"labels": ids.masked_fill(ids == image, NO_LABEL)}
+
+
+@needing("trainer='sft'")
+def _by_trl(processed: dict[str, Any]) -> dict[str, Any]:
+    """Return what TRL's collator makes of what a processor made: images have labels there."""
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    def processor(**unused: Any) -> dict[str, Any]:
+        return processed
+
+    own: Any = processor
+    collator = DataCollatorForVisionLanguageModeling(own)
+    return collator([{"text": "", "images": []}])

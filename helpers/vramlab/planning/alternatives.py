@@ -1,0 +1,122 @@
+"""Other ways to train by the same method: an answer with one switch turned, and what it comes to.
+
+Each has the micro-batch and the checkpointing with which it is fastest, all by formula.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.errors import RecipeError
+from ..formulas.fused_head import with_its_adapters
+from ..recipe.recipe import Recipe
+from ..report.report import GiB
+from .candidate import SURE, Candidate
+from .question import Question
+from .search_space import micro_batches, sizes_of, with_micro_batch
+from .step_time import step_time
+
+MOST = 3  # alternatives of an answer
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """An answer with one switch turned.
+
+    Attributes:
+        switch: what is other than in the answer, such as "without Liger's kernels"; with it
+            "checkpointing" may be needed too, or no longer.
+        tier: the surest in which it fits.
+        high: bytes of the process at most.
+        tokens_per_second: likely ones.
+    """
+
+    switch: str
+    recipe: Recipe
+    tier: str
+    high: float
+    tokens_per_second: float
+
+    def __str__(self) -> str:
+        size = f"{self.tier}, at most {self.high / GiB:.2f}"
+        rate = f"{self.tokens_per_second:,.0f} tokens/s"
+        return f"{self.switch}: {size}, {rate}, batch {self.recipe.batch_size}"
+
+
+def alternatives(answer: Candidate) -> Iterator[Alternative]:
+    """Yield at most MOST alternatives of an answer, in the order of `_turned`."""
+    count = 0
+    # Of these no formula says whether they fit.
+    if answer.must_be_simulated:
+        return
+    for switch, fields in _turned(answer.question, answer.recipe):
+        found = _fastest(answer, fields)
+        if found is None:
+            continue
+        # It is said only where the switch brings it along.
+        again = found.recipe.gradient_checkpointing
+        if again != answer.recipe.gradient_checkpointing and "checkpointing" not in switch:
+            switch += f", {'with' if again else 'without'} checkpointing"
+        time = step_time(found.rows[-1], found.question.gpu, found.question.link)
+        yield Alternative(
+            switch,
+            found.recipe,
+            next(tier for tier in SURE if found.fits(tier)),
+            found.interval.high,
+            time.tokens_per_second,
+        )
+        count += 1
+        if count == MOST:
+            return
+
+
+def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each switch that can be turned, and the fields that turn it."""
+    plain = {"use_liger_kernel": False}
+    offloads = recipe.sharding is not None and bool(recipe.sharding.offload)
+    # Without fp32 weights and states nothing has to go to the host.
+    half = "bf16-true" if question.gpu.supports("bf16") else ""
+    if offloads and question.gpus == 1 and half and not question.precisions:
+        alone: dict[str, Any] = {"sharding": None, "precision": half}
+        alone["optim"] = "paged_adamw_8bit"
+        alone["use_liger_kernel"] = question.liger_is_possible()
+        yield f"on the card alone in {half}, which rounds small updates away", alone
+    is_on_request = question.plain.trainer != "transformers"
+    if recipe.trainer == "transformers":
+        yield "with TRL's SFTTrainer", {**plain, "trainer": "sft", "packing": question.packing}
+    elif recipe.trainer == "sft" and not is_on_request:
+        yield "without TRL", {"trainer": "transformers", "packing": False, "padding_free": False}
+    if recipe.use_liger_kernel:
+        yield "without Liger's kernels", plain
+    if recipe.gradient_checkpointing and False in question.checkpointing:
+        yield "without checkpointing", {"gradient_checkpointing": False}
+    # Adapters have small states, and DeepSpeed updates what is offloaded with its own Adam.
+    if recipe.adapters or offloads:
+        return
+    if "8bit" in recipe.optim and "adamw_torch_fused" in question.optims:
+        yield "with 32-bit states", {"optim": "adamw_torch_fused"}
+    elif "8bit" not in recipe.optim and "adamw_bnb_8bit" in question.optims:
+        yield "with 8-bit states", {"optim": "adamw_bnb_8bit"}
+
+
+def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
+    """Return the fastest recipe with these fields that is safe or likely to fit."""
+    question = answer.question
+    possible = []
+    for checkpointing in question.checkpointing:
+        turned = {"gradient_checkpointing": checkpointing} | fields
+        try:
+            family = answer.recipe.replace(lengths=None, **turned)
+            with_its_adapters(family)
+        except RecipeError:
+            continue
+        for size in sizes_of(family, micro_batches(question)):
+            recipe = with_micro_batch(family, size)
+            possible.append(Candidate(question, recipe, int(checkpointing)))
+    room = question.usable
+    # Two lower bounds spare most predictions, as in a search.
+    possible = [one for one in possible if one.least <= room and one.bound(SURE[-1]) <= room]
+    for candidate in sorted(possible, key=lambda one: one.rank):
+        if any(candidate.fits(tier) for tier in SURE):
+            return candidate
+    return None
