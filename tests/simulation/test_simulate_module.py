@@ -754,3 +754,11 @@ def test_errors_name_the_line(capfd):
     with pytest.raises(RecipeError, match="its forward fails on fake tensors: RuntimeError"):
         of_mlp(batch=torch.rand(4, 63))
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_loss_that_takes_no_batch_is_told_how_it_is_called():
+    model = nn.Linear(4, 4)
+    asked = dict(model=model, batch=torch.rand(2, 4), optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(RecipeError, match=r"'loss' .* it is called as loss\(output, batch\)"):
+        simulate(**asked, loss=lambda out: out.sum())
+    assert simulate(**asked, loss=lambda out, _: out.sum(), target="cpu").peak.total

@@ -2,6 +2,7 @@
 a tracker, against the simulation, phase by phase.
 """
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -12,6 +13,7 @@ import datasets
 import pytest
 import tokenizers
 import transformers
+import trl
 from quick import params
 from test_trainer_loop import SCALARS
 from tiny_models import config
@@ -476,4 +478,16 @@ def test_a_plan_with_vllm_names_the_card_in_its_program(tmp_path):
     program = path.read_text()
     assert 'simulate(recipe, gpu="RTX 4090")' in program
     assert "vllm_enable_sleep_mode=True," in program and "vllm" in program.split('"""')[1]
-    compile(program, str(path), "exec")
+    calls = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)]
+    (config_call,) = [node for node in calls if ast.unparse(node.func) == "GRPOConfig"]
+    written = {keyword.arg: keyword.value for keyword in config_call.keywords}
+    known = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    assert written.keys() <= known.keys()
+    # what is not written is TRL's default
+    rollouts = found.best.recipe.rollouts
+    shared = ("vllm_mode", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization")
+    for name in ("use_vllm", "num_generations", "max_completion_length", *shared):
+        value = known[name]
+        if name in written:
+            value = ast.literal_eval(written[name])
+        assert value == getattr(rollouts, name), name

@@ -4,6 +4,7 @@ Fake tensors take the place of the module's own, and its optimizer is made again
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,8 @@ class ModuleStep:
         allowed = "it must be a torch.optim.Optimizer, a list of them, or a function that makes "
         allowed += "one from parameters"
         yield "optimizer", not self._has_optimizer(), allowed
+        allowed = "it is called as loss(output, batch): take two arguments"
+        yield "loss", self.loss is not None and not _takes_two(self.loss), allowed
         allowed = "it must be a Loop, or the name of one such as 'plain'"
         yield "loop", not isinstance(self.loop, Loop), allowed
         yield "loop.foreach", self.loop.foreach is not None, "say it to the module's optimizer"
@@ -233,6 +236,17 @@ def _module_refusals(model: nn.Module) -> Refusals:
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     yield "model", not is_trained, "no parameter of it requires a gradient"
     yield "model", any(map(_is_unsimulated, modules)), UNSIMULATED
+
+
+def _takes_two(function: Any) -> bool:
+    """Tell whether a function can be called with two arguments; built in ones may not say."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def _is_unsimulated(module: nn.Module) -> bool:
