@@ -113,7 +113,9 @@ class _Rank:
         self.reduced = HALF if mixed else FP32
         self.tied_gradient = 0
         if shape.tied and not recipe.lora:
-            self.tied_gradient = 3 * self.sizes[0]
+            # A function's gradient is added to in place, a linear layer's is not (`Ledger`).
+            copies = 2 if recipe.trainer in FUSED else 3
+            self.tied_gradient = copies * self.sizes[0]
         self.precision_set = mixed or self.width == FP32
         self.bucket = HIDDEN["reduce_bucket_size"](shape.hidden_size)
         self.one_group = recipe.loop.name != "trainer" or all(row.decayed for row in rows)

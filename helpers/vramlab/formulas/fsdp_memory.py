@@ -176,7 +176,10 @@ class FsdpEngine(Engine):
             return sizes
         copies = 0
         if self.recipe.shape.tied and not self.recipe.lora:
-            copies += 2
+            # A function's gradient is added to in place, a linear layer's is not (`Ledger`).
+            copies += 1
+            if self.recipe.trainer not in FUSED:
+                copies += 1
         if steps > 2:
             copies += 1
         sizes["temporaries"] = copies * prod(table.shape) * table.width
