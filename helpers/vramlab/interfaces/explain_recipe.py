@@ -1,7 +1,7 @@
 """What a recipe holds at its peak, compared with what a message says of it."""
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ..base.errors import RecipeError
@@ -42,14 +42,14 @@ class Run:
     def __init__(self, recipe: Recipe, card: Gpu | None, granted: dict[str, Any]):
         self.recipe = recipe
         self.card = card
-        self.witness: Callable[..., Report] = predict
+        self.witness: Callable[..., Report] = partial(predict, gpu=card, **granted)
         try:
-            self.report = predict(recipe, gpu=card, **granted)
+            self.report = self.witness(recipe)
         except RecipeError:
             from ..simulation.simulate import simulate
 
-            self.witness = simulate
-            self.report = simulate(recipe, gpu=card, **granted)
+            self.witness = partial(simulate, gpu=card, **granted)
+            self.report = self.witness(recipe)
 
     def lines(self) -> list[str]:
         """Return what fills the peak, and whether it fits the card."""
@@ -96,13 +96,20 @@ class Run:
         except (GpuError, RecipeError):
             return None
 
-    def changes(self, missing: int | None) -> list[dict[str, Any]]:
-        """Return the three cheapest changes, as `Explanation` has them."""
-        need = missing or 0
-        ranked = cheapest(self.recipe, self.card, need, witness=self.witness)
-        return [self._facts(change, need) for change in ranked]
+    def changes(self, missing: int | None, of_process: bool = False) -> list[dict[str, Any]]:
+        """Return the three cheapest changes, as `Explanation` has them.
 
-    def _facts(self, change: Change, need: int) -> dict[str, Any]:
+        `of_process`: what is missing is the process's and not the tensors' of a message.
+        """
+        need = missing or 0
+        ranked = cheapest(self.recipe, self.card, need, witness=self.witness, of_process=of_process)
+        facts = []
+        for change in ranked:
+            taken = change.frees if of_process else change.saves
+            facts.append(self._facts(change, taken >= need))
+        return facts
+
+    def _facts(self, change: Change, enough: bool) -> dict[str, Any]:
         seconds = None
         if self.seconds and change.time:
             seconds = self.seconds * change.time
@@ -110,7 +117,7 @@ class Run:
             "text": str(change),
             "fields": encode(change.fields),
             "saves": change.saves,
-            "enough": change.saves >= need,
+            "enough": enough,
             "seconds": seconds,
             "seconds_before": self.seconds,
             "same": change.same,
