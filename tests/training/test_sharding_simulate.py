@@ -487,3 +487,17 @@ def test_recipes_that_no_engine_runs_are_refused():
         Sharding(stage=1, engine="fsdp")
     with pytest.raises(RecipeError, match="rank"):
         Sharding(world_size=2, rank=2)
+
+
+def test_a_program_that_is_a_rank_itself_simulates_one_too():
+    """As a written program does, which asks what it takes when its own group is there."""
+    from torch import distributed
+
+    recipe = Recipe(config("gpt2"), 2, 24, num_layers=1, sharding=Sharding(0, 2, "ddp"))
+    expected = simulate(recipe, "cpu").peak.total
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert simulate(recipe, "cpu").peak.total == expected
+        assert distributed.get_world_size() == 1
+    finally:
+        distributed.destroy_process_group()
