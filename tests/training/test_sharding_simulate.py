@@ -5,6 +5,8 @@ fake tensors, in a process group whose other ranks do not exist. Losses, gradien
 the real ranks are held against one process that trains the same global batch.
 """
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -351,6 +353,19 @@ def test_gradients_of_samples_with_lengths_go_after_the_step(stage):
     sharding = Sharding(stage, 2, "fsdp")
     recipe = Recipe(config("llama"), num_layers=1, lengths=(9, 20), sharding=sharding)
     assert simulate(recipe).phases["between_steps"].end.gradients == 0
+
+
+def test_the_sharded_optimizer_is_loaded_before_anything_is_changed():
+    """TorchScript compiles a module of it, and read functions that a simulation had replaced."""
+    program = f"""
+from vramlab import Recipe, simulate
+from vramlab.recipe.options import Sharding
+recipe = Recipe({config("llama")!r}, 2, 8, num_layers=1, trainer="sft", padding_free=True,
+                sharding=Sharding(1, 2, "ddp"))
+assert simulate(recipe).peak.total > 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_thousand_ranks_in_seconds():
