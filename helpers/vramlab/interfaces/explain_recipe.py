@@ -1,7 +1,7 @@
 """What a recipe holds at its peak, compared with what a message says of it."""
 
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from ..base.errors import RecipeError
@@ -42,14 +42,19 @@ class Run:
     def __init__(self, recipe: Recipe, card: Gpu | None, granted: dict[str, Any]):
         self.recipe = recipe
         self.card = card
-        self.witness: Callable[..., Report] = partial(predict, gpu=card, **granted)
+        self.granted = granted
+        self._source: Callable[..., Report] = predict
         try:
             self.report = self.witness(recipe)
         except RecipeError:
             from ..simulation.simulate import simulate
 
-            self.witness = partial(simulate, gpu=card, **granted)
+            self._source = simulate
             self.report = self.witness(recipe)
+
+    def witness(self, recipe: Recipe) -> Report:
+        """Return the report of a recipe on the same card, with the same that is granted."""
+        return self._source(recipe, gpu=self.card, **self.granted)
 
     def lines(self) -> list[str]:
         """Return what fills the peak, and whether it fits the card."""
