@@ -39,7 +39,7 @@ from .search_space import (
     saved_bytes,
     without_switches,
 )
-from .step_time import StepTime, estimate, step_time
+from .step_time import WAITS, StepTime, estimate, issuing, step_time
 
 Kind = tuple[str, bool, str]  # of a recipe: its method, whether it is sound, its effort
 
@@ -121,9 +121,13 @@ class Candidate:
         counted = counted_as(recipe)
         self.must_be_simulated = counted is not recipe
         self.rows = [counted]  # what its micro-batches may be: of one length, or padded
-        lengths = question.lengths_of(recipe.batch_size)
+        lengths = question.lengths_of(recipe)
         if lengths:
             self.rows.append(unchecked(counted, lengths=lengths))
+        self.timed = self.rows[-1]
+        if lengths and recipe.packing:
+            usual = question.packed_lengths(recipe.batch_size, is_usual=True)
+            self.timed = unchecked(counted, lengths=usual)
         self.simulated: Report | None = None
         self.tried = False  # to simulate it
         self.unsimulated = ""
@@ -145,12 +149,12 @@ class Candidate:
 
     def _rank(self, pages: bool) -> tuple:
         parts = estimate(
-            self.rows[-1],
+            self.timed,
             self.question.gpu,
             self.question.link,
             pages,
         )
-        seconds = epoch_of(self.question, self.recipe, parts) or sum(parts.values())
+        seconds = epoch_of(self.question, self.timed, parts) or sum(parts.values())
         return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
@@ -253,7 +257,7 @@ class Candidate:
         question = self.question
         surest = next((name for name in TIERS if self.fits(name)), "")
         time = step_time(
-            self.rows[-1],
+            self.timed,
             question.gpu,
             question.link,
         )
@@ -268,7 +272,7 @@ class Candidate:
             host=host_memory(self.recipe),
             over=max(0, int(over)),
             notes=tuple(notes_on(self.recipe, question.gpu)),
-            epoch=epoch_of(question, self.recipe, time.parts),
+            epoch=epoch_of(question, self.timed, time.parts),
             without=without_switches(self.recipe, question.gpu),
             unsimulated=self.unsimulated,
         )
@@ -361,16 +365,25 @@ def epoch_of(
     """
     if not question.lengths:
         return None
-    packs = question.packing and (recipe.packing or recipe.trainer == "transformers")
-    drawn = 1 if packs or recipe.padding_free else recipe.batch_size
+    by_trainer = question.packing and recipe.trainer == "transformers"
     # Packed and joined rows have no padding: each sample counts by its own length.
+    drawn = 1 if recipe.joins or by_trainer else recipe.batch_size
     share = question.mean_width(drawn) / question.plain.seq_len
     seconds = sum(parts.values())
-    steps = len(question.lengths) / question.global_batch
-    if packs:
-        return steps * share * seconds
-    by_width = parts["matmuls"] + parts["attention"] + parts["memory"]
-    return steps * (seconds - (1 - share) * by_width)
+    rows = len(question.lengths)
+    in_step = recipe.batch_size * recipe.gradient_accumulation_steps * question.gpus
+    if by_trainer:
+        return rows * share / in_step * seconds
+    if recipe.packing:
+        # What the last sample leaves free in a row stays free.
+        share *= rows / question.packed_rows
+        rows = question.packed_rows
+    steps = rows / in_step
+    by_width = share * (parts["matmuls"] + parts["attention"] + parts["memory"])
+    # Kernels of narrow rows run sooner, and are issued no sooner.
+    issued = issuing(recipe, question.gpu) - by_width - parts["optimizer"]
+    others = sum(parts.get(name, 0.0) for name in ("optimizer", *WAITS))
+    return steps * (by_width + others + max(parts["launches"], issued))
 
 
 def best_first(choices: Sequence[Choice]) -> list[Choice]:

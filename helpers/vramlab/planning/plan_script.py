@@ -241,7 +241,7 @@ def words(recipe: Recipe) -> str:
         "",
         1,
     )
-    return f"{text} · padded" if recipe.lengths else text
+    return f"{text} · padded" if recipe.lengths and not recipe.packing else text
 
 
 def _names(program: str) -> set[str]:
@@ -314,7 +314,12 @@ def _unseen(recipe: Recipe) -> Arguments:
         unseen["precision"] = recipe.precision
     if recipe.lengths:
         shortest = int(recipe.lengths[-1])
-        unseen["lengths"] = Code(f"(TOKENS,) * {recipe.batch_size - 1} + ({shortest},)")
+        lengths = f"(TOKENS,) * {recipe.batch_size - 1} + ({shortest},)"
+        if recipe.packing:  # each row has as many samples as any of the data set
+            times = len(recipe.lengths) // recipe.batch_size - 1
+            row = f"({int(recipe.lengths[0])},) + ({shortest},) * {times}"
+            lengths = f"({row}) * {recipe.batch_size}"
+        unseen["lengths"] = Code(lengths)
     default = Recipe(
         recipe.model,
         recipe.batch_size,

@@ -4,9 +4,13 @@ The command line reads its options from the fields.
 """
 
 import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..base.errors import RecipeError, needing
@@ -46,6 +50,7 @@ UNNAMED: Any = None  # this machine's card, or the least with so much memory
 SIZES = ("memory", "host_memory", "other_memory")
 FLASH_SINCE = (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
 ENGINES = ("ddp", "fsdp", "deepspeed")
+PACKED_AT_ONCE = 1000  # samples: `trl.pack_dataset` maps the data set in batches of that size
 # All linear layers: Dettmers et al. 2023, section 4.
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -187,7 +192,10 @@ class Question:
     )
     packing: bool = knob(
         False,
-        help="Fill rows of seq_len tokens with several samples.",
+        help=(
+            "Fill rows of seq_len tokens with several samples. With known lengths SFTTrainer's "
+            "packing is tried by itself."
+        ),
         option=True,
     )
     link: float | None = knob(
@@ -331,18 +339,22 @@ class Question:
         """Return the trainers to try.
 
         SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run, as
-        under FSDP and DeepSpeed. It launches kernels of Triton's too
-        (trl/kernels/chunked_logprob.py).
+        under FSDP and DeepSpeed, and where it can put several samples into a row. It launches
+        kernels of Triton's too (trl/kernels/chunked_logprob.py).
         """
         shape = self.plain.shape
         trainer = self.plain.trainer
         if self.gpu.compute_capability < LIGER_SINCE:
             return (trainer,)
         is_possible = self.liger and trainer == "transformers" and shape.task == "causal-lm"
-        has_other = self.gpus == 1 and self.liger_is_possible()
-        if is_possible and not has_other and not shape.image_tokens:
+        is_of_use = self.can_share_rows() or not self.liger_replaces_trl()
+        if is_possible and is_of_use and not shape.image_tokens:
             return (trainer, "sft")
         return (trainer,)
+
+    def liger_replaces_trl(self) -> bool:
+        """Tell whether Liger's kernels run wherever SFTTrainer's loss would be tried."""
+        return self.gpus == 1 and self.liger_is_possible()
 
     def can_be_joined(self) -> bool:
         """Tell whether the samples of a micro-batch may become one row.
@@ -356,6 +368,55 @@ class Question:
             return False
         has_flash = self.gpu.compute_capability >= FLASH_SINCE
         return has_flash and self.plain.shape.task == "causal-lm"
+
+    def can_share_rows(self) -> bool:
+        """Tell whether SFTTrainer may put several samples into one row, unasked."""
+        return self.can_be_joined() or self.can_be_packed()
+
+    def can_be_packed(self) -> bool:
+        """Tell whether packing, which is not asked for, would make fewer rows.
+
+        FlashAttention keeps the samples of a row apart: TRL tells it where they end.
+        """
+        shape = self.plain.shape
+        is_sft = self.plain.trainer in ("transformers", "sft")
+        if not self.lengths or self.packing or not is_sft or shape.image_tokens:
+            return False
+        has_flash = self.gpu.compute_capability >= FLASH_SINCE
+        is_causal = has_flash and shape.task == "causal-lm"
+        return is_causal and self.packed_rows < len(self.lengths)
+
+    @cached_property
+    def packed_rows(self) -> int:
+        """How many rows of seq_len tokens SFTTrainer packs the data set into.
+
+        It packs PACKED_AT_ONCE samples at a time; every n-th of the sorted ones stand for those.
+        """
+        cut = [min(length, self.plain.seq_len) for length in self.lengths or ()]
+        times = math.ceil(len(cut) / PACKED_AT_ONCE)
+        return sum(_rows_of(cut[first::times], self.plain.seq_len) for first in range(times))
+
+    @property
+    def packed_rows_per_gpu(self) -> int:
+        """Rows of one GPU that have about its share of the global batch's samples."""
+        per_row = len(self.lengths or ()) / self.packed_rows
+        return max(1, round(self.samples_per_gpu / per_row))
+
+    def packed_lengths(self, rows: int, is_usual: bool) -> tuple[int, ...]:
+        """Return the samples of `rows` full rows, of the data set's most samples to a row.
+
+        If `is_usual` they have the mean row's pairs of tokens, which take attention its time.
+        """
+        longest = self.plain.seq_len
+        lengths = self.lengths or ()
+        sums = itertools.accumulate(lengths[:PACKED_AT_ONCE])
+        count = sum(total <= longest for total in sums)
+        if is_usual:
+            pairs = sum(min(length, longest) ** 2 for length in lengths) / self.packed_rows
+            count = int(longest**2 / pairs)
+        shortest = longest // max(1, count)
+        first = longest - max(0, count - 1) * shortest
+        return ((first,) + (shortest,) * (count - 1)) * rows
 
     def mean_width(self, drawn: int) -> float:
         """Return the mean tokens of the longest of `drawn` samples, drawn at random."""
@@ -371,13 +432,17 @@ class Question:
             self._widths[drawn] = sum(parts)
         return self._widths[drawn]
 
-    def lengths_of(self, size: int) -> tuple[int, ...] | None:
-        """Return the lengths of the highest padded micro-batch of `size` samples.
+    def lengths_of(self, recipe: Recipe) -> tuple[int, ...] | None:
+        """Return the lengths of the samples in the highest micro-batch of `recipe`.
 
-        That is the longest, and a shorter one; None where none is padded.
+        Of padded rows those are the longest, and a shorter one; of packed rows as many samples as
+        any row has. None where none is padded, or what is packed is not known.
         """
         plain = self.plain
         shape = plain.shape
+        size = recipe.batch_size
+        if recipe.packing and self.lengths:
+            return self.packed_lengths(size, is_usual=False)
         if size <= 1 or plain.trainer not in ("transformers", "sft"):
             return None
         if self.packing or shape.image_tokens or shape.num_decoder_layers:
@@ -387,6 +452,25 @@ class Question:
         if not 0 < shortest < plain.seq_len:
             return None
         return (plain.seq_len,) * (size - 1) + (shortest,)
+
+
+def _rows_of(lengths: Sequence[int], longest: int) -> int:
+    """Return the rows of `longest` tokens that sorted samples are packed into.
+
+    Best fit decreasing, as `trl.data_utils._pack_bfd`.
+    """
+    rows = 0
+    free: list[int] = []  # tokens in each row that is not full, sorted
+    for length in reversed(lengths):
+        place = bisect_left(free, length)
+        if place < len(free):
+            left = free.pop(place) - length
+        else:
+            rows += 1
+            left = longest - length
+        if left:
+            insort(free, left)
+    return rows
 
 
 def card_with(memory: int) -> Gpu:

@@ -42,20 +42,19 @@ class Search:
         for method, sentences in self.refused.items():
             ways += families(question, method, sentences)
         batches = micro_batches(question)
-        self.candidates = []
+        self.candidates: list[Candidate] = []
+        self.ends: list[Candidate] = []
         for number, way in enumerate(ways):
-            for size in sizes_of(way, batches):
-                recipe = with_micro_batch(way, size)
-                self.candidates.append(Candidate(question, recipe, number))
-        # Memory is least at either end: the whole batch at once accumulates no gradients. The
-        # second of two micro-batches alone is reduced as it comes, which saves a tied head's third
-        # gradient.
-        self.ends = []
-        for candidate in self.candidates:
-            recipe = candidate.recipe
-            is_end = recipe.batch_size in (batches[0], batches[-1])
-            if is_end or recipe.gradient_accumulation_steps == 2:
-                self.ends.append(candidate)
+            sizes = sizes_of(way, batches)
+            for size in sizes:
+                candidate = Candidate(question, with_micro_batch(way, size), number)
+                self.candidates.append(candidate)
+                # Memory is least at either end: the whole batch at once accumulates no gradients.
+                # The second of two micro-batches alone is reduced as it comes, which saves a tied
+                # head's third gradient.
+                steps = candidate.recipe.gradient_accumulation_steps
+                if size in (sizes[0], sizes[-1]) or steps == 2:
+                    self.ends.append(candidate)
         self._ordered: dict[Kind, list[Candidate]] = {}
         self._waiting: dict[Kind, list[tuple[tuple, Candidate]]] = {}
 

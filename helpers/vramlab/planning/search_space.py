@@ -61,9 +61,13 @@ ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}
 
 def micro_batches(question: Question) -> tuple[int, ...]:
     """Return the possible micro-batches, largest first."""
-    samples = question.samples_per_gpu
-    sizes = range(samples, question.plain.batch_size - 1, -1)
-    return tuple(size for size in sizes if samples % size == 0)
+    return _divisors(question.samples_per_gpu, question.plain.batch_size)
+
+
+def _divisors(number: int, least: int = 1) -> tuple[int, ...]:
+    """Return the divisors of `number` from `least` on, largest first."""
+    sizes = range(number, least - 1, -1)
+    return tuple(size for size in sizes if number % size == 0)
 
 
 def families(
@@ -85,12 +89,12 @@ def families(
     options = _options(question, method)
     for values in itertools.product(*options.values()):
         fields = dict(zip(options, values, strict=True))
-        if not _is_tried(fields):
+        if not (_is_tried(fields) and _joins_as_tried(question, fields)):
             continue
         # The dtype and the rows follow from what is chosen.
         fields |= _implied(question, method, fields)
         try:  # the model, the base or the trainer cannot have it
-            family = question.plain.replace(**fixed, **fields)
+            family = question.plain.replace(**fixed | fields)
             with_its_adapters(without_rollouts(family))
         except RecipeError as error:
             refused.append(f"{error.field} {error.value!r}: {error.allowed}")
@@ -125,6 +129,7 @@ def _options(
         "loop": _loops(question, method),
         "optim": question.optims,
         "attn_implementation": _kernels(question),
+        "packing": (False, True) if question.can_be_packed() else (question.packing,),
         "precision": question.precisions or _precisions(question.gpu, method),
         "quantization": bases,
     }
@@ -150,11 +155,31 @@ def _implied(
     if method == "lora" and half:
         # Autocast over a frozen fp32 base would cast it anew in every step.
         implied["dtype"] = half
-    if fields["trainer"] == "sft":
+    packs = fields["packing"] and fields["trainer"] == "sft"
+    implied["packing"] = packs
+    if packs and not question.packing:
+        # A step has about as many samples as without packing, in fewer rows.
+        implied["batch_size"] = question.packed_rows_per_gpu
+    elif fields["trainer"] == "sft":
         is_flash = fields["attn_implementation"] == "flash_attention_2"
-        implied["packing"] = question.packing
         implied["padding_free"] = is_flash and question.can_be_joined()
     return implied
+
+
+def _joins_as_tried(question: Question, fields: dict[str, Any]) -> bool:
+    """Tell whether a combination, by its rows, is not another one under a second name."""
+    is_sft = fields["trainer"] == "sft"
+    is_flash = fields["attn_implementation"] == "flash_attention_2"
+    packs = fields["packing"]
+    if packs and not question.packing and not (is_sft and is_flash):
+        return False  # SFTConfig: joined rows are "only supported with the FlashAttention 2 or 3"
+    if is_sft and (packs or (is_flash and question.can_be_joined())):
+        return True
+    if is_flash and "sdpa" in question.attention:
+        return False  # sdpa takes that kernel by itself
+    # SFTTrainer is tried for its loss, or for its rows alone.
+    is_added = is_sft and question.plain.trainer != "sft"
+    return not (is_added and question.liger_replaces_trl())
 
 
 def _kernels(question: Question) -> list[str]:
@@ -163,7 +188,7 @@ def _kernels(question: Question) -> list[str]:
     flash-attn's own is for rows of which each is several samples, and on request.
     """
     has_flash = question.gpu.compute_capability >= FLASH_SINCE
-    joins = question.can_be_joined() and "sft" in question.trainers()
+    joins = "sft" in question.trainers() and question.can_share_rows()
     left_out = set()
     if has_flash:  # from Ampere on sdpa has a kernel for shared keys
         left_out.add(REPEATED)
@@ -217,10 +242,14 @@ def with_micro_batch(family: Recipe, size: int) -> Recipe:
 
 
 def sizes_of(family: Recipe, sizes: Sequence[int]) -> Sequence[int]:
-    """Return those micro-batches of `sizes`, largest first, that the family can have."""
+    """Return those micro-batches of `sizes`, largest first, that the family can have.
+
+    Where several samples are a row, they are of the fewer rows.
+    """
     if family.loop.optimizer_in_backward:
         return sizes[:1]  # no gradient survives to accumulate
-    return sizes
+    rows = family.batch_size * family.gradient_accumulation_steps
+    return sizes if rows == sizes[0] else _divisors(rows)
 
 
 def method_of(recipe: Recipe) -> str:
@@ -336,7 +365,8 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "Liger's kernels", {"use_liger_kernel": False}
     if recipe.trainer == "sft":
         fields = {"trainer": "transformers", "packing": False, "padding_free": False}
-        yield "SFTTrainer's loss", fields
+        rows = None if recipe.packing else recipe.lengths
+        yield "SFTTrainer's loss", {**fields, "lengths": rows}
     if recipe.gradient_checkpointing:
         yield "checkpointing", {"gradient_checkpointing": False}
     if recipe.activation_offloading:
@@ -431,13 +461,15 @@ def _shardings(question: Question) -> Iterator[Sharding | None]:
 def _is_tried(fields: dict[str, Any]) -> bool:
     """Tell whether a combination runs, is known, and is not another one under a second name."""
     sharding = fields["sharding"]
+    if fields["use_liger_kernel"] and fields["trainer"] == "sft":
+        return False  # TRL's own loss makes no logits either
     if fields["loop"].optimizer_in_backward:
         # The loss scaler divides and checks gradients that are gone by then.
         other = sharding or fields["trainer"] != "transformers"
         return not other and not fields["precision"].startswith("fp16")
     if sharding is None:
         return True
-    if fields["use_liger_kernel"] and (sharding.engine != "ddp" or fields["trainer"] == "sft"):
+    if fields["use_liger_kernel"] and sharding.engine != "ddp":
         return False  # beside adapters FSDP leaves the head's weight cut: `recipe.liger`
     if sharding.engine == "deepspeed" and fields["precision"].endswith("-true"):
         # DeepSpeed keeps fp32 copies of half-precision weights either way: that is "-mixed", in no

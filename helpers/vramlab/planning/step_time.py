@@ -161,11 +161,17 @@ def _computed(
         "memory": times * TRANSFERS * walked.written / bandwidth,
         "optimizer": optimizer_traffic(recipe) / bandwidth,
     }
-    issuing = times * walked.kernels * rates.issue
     # The host issues kernels while others run, so only what takes it longer counts.
-    parts["launches"] = max(0.0, issuing - sum(parts.values()))
+    parts["launches"] = max(0.0, issuing(recipe, card) - sum(parts.values()))
     parts["optimizer"] += WAITING_TENSOR * waiting_tensors(recipe)
     return parts
+
+
+def issuing(recipe: Recipe, card: Gpu) -> float:
+    """Return the seconds in which the host issues the kernels of a step, however wide rows are."""
+    rates = RATES.get(card.name, USUAL)
+    kernels = walk(recipe, card.chip).kernels
+    return recipe.gradient_accumulation_steps * kernels * rates.issue
 
 
 def _with_waits(
