@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import params
+from tiny_models import config
 from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, simulate, step_time
 from vramlab.base.errors import RecipeError
@@ -354,6 +355,41 @@ def test_activations_go_to_the_host_where_nothing_else_fits():
     assert any(
         advice.startswith("activation_offloading=True fits (SFTTrainer)") for advice in found.advice
     )
+
+
+def test_activations_go_to_the_host_where_a_method_has_no_other_answer(tmp_path):
+    deep = config(
+        "llama",
+        num_hidden_layers=8,
+        hidden_size=512,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1 << 17,
+    )
+    asked = dict(seq_len=1 << 17, method="lora", global_batch=1, trainer="sft")
+    asked |= dict(optims="adamw_torch_fused", precisions="bf16-mixed", attention="sdpa")
+    ends = Search(Question(deep, "RTX 4090", **asked)).ends
+    asked["memory"] = int(min(end.interval.low for end in ends)) - 1
+    found = plan(deep, "RTX 4090", **asked)
+    (choice,) = found.choices
+    recipe = choice.recipe
+    assert recipe.activation_offloading and recipe.gradient_checkpointing
+    assert choice.report.source == "simulated" and choice.tier in ("safe", "likely")
+    inputs = 8 * (1 << 17) * 512 * 2
+    assert choice.host >= inputs
+    text = " ".join(str(found).split())
+    assert f"lora: {choice.tier} with {choice.host / GiB:.1f} GiB of host memory free" in text
+    assert "activations offloaded: up to" in text
+    kept = step_time(recipe.replace(activation_offloading=False), "RTX 4090")
+    assert choice.time.high > kept.high and choice.time.seconds >= kept.seconds
+    last = dataclasses.replace(choice, recipe=recipe.replace(activation_offloading=False))
+    assert best_first([choice, last]) == [last, choice]
+    program = found.write(tmp_path / "train.py")[0].read_text()
+    assert "activation_offloading=torch.cuda.is_available()," in program
+    compile(program, "train.py", "exec")
+    for no in ({"confirm": False}, {"offload": False}, {"host_memory": inputs}):
+        assert not plan(deep, "RTX 4090", **asked | no).choices
 
 
 def test_packed_rows_of_the_trainer_are_said_to_have_no_mask():

@@ -298,8 +298,9 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
         config["zero_optimization"] = config["zero_optimization"] | saves
     if "fsdp_config" in arguments:  # one rank reads the weights, the others get their shards
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
-    if "use_liger_kernel" in arguments:  # Triton compiles for no CPU
-        arguments["use_liger_kernel"] = Code("torch.cuda.is_available()")
+    # Triton compiles for no CPU, and TRL offloads from an accelerator.
+    for name in {"use_liger_kernel", "activation_offloading"} & arguments.keys():
+        arguments[name] = Code("torch.cuda.is_available()")
     if arguments.get("max_length"):
         arguments["max_length"] = Code("TOKENS")
     return arguments, config

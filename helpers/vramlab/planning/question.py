@@ -342,15 +342,19 @@ class Question:
         under FSDP and DeepSpeed, and where it can put several samples into a row. It launches
         kernels of Triton's too (trl/kernels/chunked_logprob.py).
         """
-        shape = self.plain.shape
         trainer = self.plain.trainer
-        if self.gpu.compute_capability < LIGER_SINCE:
+        if trainer == "sft" or not (self.liger and self.may_use_sft()):
             return (trainer,)
-        is_possible = self.liger and trainer == "transformers" and shape.task == "causal-lm"
         is_of_use = self.can_share_rows() or not self.liger_replaces_trl()
-        if is_possible and is_of_use and not shape.image_tokens:
-            return (trainer, "sft")
-        return (trainer,)
+        return (trainer, "sft") if is_of_use else (trainer,)
+
+    def may_use_sft(self) -> bool:
+        """Tell whether SFTTrainer trains what is asked, and its loss's kernels run on the card."""
+        if self.plain.trainer == "sft":
+            return True
+        is_text = self.plain.shape.task == "causal-lm" and not self.plain.shape.image_tokens
+        runs = self.gpu.compute_capability >= LIGER_SINCE
+        return is_text and runs and self.plain.trainer == "transformers"
 
     def liger_replaces_trl(self) -> bool:
         """Tell whether Liger's kernels run wherever SFTTrainer's loss would be tried."""

@@ -4,18 +4,22 @@ Recipes are tried in the order of their estimated time, until enough are found. 
 states and saved activations alone are too large is dropped without a prediction.
 """
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator
 from itertools import groupby, takewhile
 
+from ..base.errors import RecipeError
+from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
-from .candidate import WAYS, Candidate, Kind, confirm
+from .candidate import TIGHT, WAYS, Candidate, Kind, confirm
 from .question import Question
 from .search_space import (
     EFFORTS,
     families,
+    has_room,
     least_bytes,
     micro_batches,
     sizes_of,
@@ -32,6 +36,7 @@ class Search:
     Attributes:
         candidates: its recipes.
         ends: of each family those that take the least memory.
+        offloads: whether it looked for answers with offloaded activations.
         refused: by method why there are no others.
     """
 
@@ -44,6 +49,7 @@ class Search:
         batches = micro_batches(question)
         self.candidates: list[Candidate] = []
         self.ends: list[Candidate] = []
+        self.offloads = False
         for number, way in enumerate(ways):
             sizes = sizes_of(way, batches)
             for size in sizes:
@@ -113,13 +119,55 @@ class Search:
         """
         methods = self.question.methods
         answers = {method: self.answer(method) for method in methods}
+        self.offloads = confirmed
         # A candidate of one search is never simulated twice.
         untried = [answer for answer, _ in answers.values() if answer and not answer.tried]
         if confirmed and untried:
             # All at once first, for they run beside each other.
             confirm(untried, tell)
             answers = {method: self.answer(method, confirmed) for method in methods}
+        for method, (answer, tier) in list(answers.items()):
+            # What is only tight is no answer while there is another.
+            if confirmed and (answer is None or tier in TIGHT):
+                offloaded, sure = self.offloaded(method)
+                if offloaded and (answer is None or sure not in TIGHT):
+                    answers[method] = offloaded, sure
         return answers
+
+    def offloaded(self, method: str) -> tuple[Candidate | None, str]:
+        """Return what fits with its activations in the host's memory, and the tier it does in.
+
+        That is simulated: the lightest of SFTTrainer's recipes that keep small updates, else the
+        lightest of all.
+        """
+        question = self.question
+        nothing = None, question.tiers[-1]
+        # `activation_offloading` is TRL's, and SFTTrainer trains what the plain Trainer does.
+        if question.gpus > 1 or not question.offload or not question.may_use_sft():
+            return nothing
+        again = max(question.checkpointing)
+        asked = {"trainer": "sft", "checkpointing": (again,), "offload": False, "method": method}
+        try:
+            ends = Search(dataclasses.replace(question, **asked)).ends
+        except RecipeError:
+            return nothing
+        light = [end for end in ends if least_bytes(end.recipe) <= question.usable]
+        light.sort(key=lambda end: end.bound(question.tiers[0]))
+        for sound in (True, False):
+            lightest = next((end for end in light if end.kind[1] is sound), None)
+            if lightest is None:
+                continue
+            recipe = unchecked(lightest.recipe, activation_offloading=True)
+            if not has_room(question, recipe):
+                continue
+            candidate = Candidate(lightest.question, recipe, lightest.family)
+            if candidate.report is None:
+                continue
+            confirm([candidate])
+            for tier in question.tiers:
+                if candidate.simulated and candidate.fits(tier):
+                    return candidate, tier
+        return nothing
 
     def answer(
         self,

@@ -17,7 +17,7 @@ from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
 from ..formulas.loading import loaded_on_host
 from ..formulas.predict import predict
-from ..hardware.gpu import Chip, Gpu
+from ..hardware.gpu import DEFAULT_CHIP, Chip, Gpu
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import has_experts, unquantized
@@ -51,7 +51,11 @@ PRECISIONS_OF = {
 PREFERRED = ("sdpa", REPEATED, "eager", "flash_attention_2")
 # What a recipe may go without to take less memory, the best first: nothing; clipping and
 # accumulation, where weights are updated in the backward pass; time, where it waits for the host.
-EFFORTS = ("", "in_backward", "offload")
+# What backward needs goes there only where a method has no other answer.
+EFFORTS = ("", "in_backward", "offload", "activations")
+PINNED = (
+    2  # `CachingHostAllocator` rounds pinned blocks up to a power of two: at most twice as much
+)
 # Part of the saved activations interpolated from two micro-batches: rounding of blocks is not
 # affine.
 SURE = 0.98
@@ -99,7 +103,7 @@ def families(
         except RecipeError as error:
             refused.append(f"{error.field} {error.value!r}: {error.allowed}")
             continue
-        if question.host_memory is None or host_memory(family) <= question.host_memory:
+        if has_room(question, family):
             yield family
         else:
             size = format_bytes(question.host_memory, digits=2)
@@ -209,6 +213,8 @@ def counted_as(recipe: Recipe) -> Recipe:
     given.
     """
     recipe = without_rollouts(recipe)
+    if recipe.activation_offloading:
+        recipe = unchecked(recipe, activation_offloading=False)
     if recipe.peft:
         return unchecked(recipe, lora=LoRA(target_modules="all-linear"), peft=None)
     lora = recipe.lora
@@ -286,7 +292,19 @@ def host_memory(recipe: Recipe) -> int:
     That is for the weights while they load, then for what is there.
     """
     counted = counted_as(recipe)
-    return max(loaded_on_host(counted), host_bytes(counted))
+    return max(loaded_on_host(counted), host_bytes(counted) + activations_on_host(recipe))
+
+
+def has_room(question: Question, recipe: Recipe) -> bool:
+    """Tell whether the host has the memory that all ranks need there."""
+    return question.host_memory is None or host_memory(recipe) <= question.host_memory
+
+
+def activations_on_host(recipe: Recipe) -> int:
+    """Return the most bytes of host memory that offloaded activations take, which is pinned."""
+    if not recipe.activation_offloading:
+        return 0
+    return PINNED * walk(counted_as(recipe), DEFAULT_CHIP).kept
 
 
 def is_sound(recipe: Recipe) -> bool:
@@ -300,6 +318,8 @@ def is_sound(recipe: Recipe) -> bool:
 
 def effort_of(recipe: Recipe) -> str:
     """Return what `recipe` goes without to take less: one of `EFFORTS`."""
+    if recipe.activation_offloading:
+        return "activations"
     if recipe.sharding and recipe.sharding.offload:
         return "offload"
     return "in_backward" if recipe.loop.optimizer_in_backward else ""
@@ -320,6 +340,9 @@ def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
     if recipe.optim.startswith("paged"):
         size = format_bytes(host_bytes(counted_as(recipe)), digits=2)
         yield f"paged states: {size} of host memory when the card is full"
+    if recipe.activation_offloading:
+        size = format_bytes(activations_on_host(recipe), digits=2)
+        yield f"activations offloaded: up to {size} of host memory, pinned"
     yield from unquantized(recipe)
     sharding = recipe.sharding
     if sharding and sharding.offload:
@@ -346,7 +369,8 @@ def without_switches(
     card: Gpu,
 ) -> dict[str, int]:
     """Return by switch that is on in `recipe` what leaving it out adds to the predicted peak."""
-    if recipe.rollouts:  # the peak may be where it samples
+    if recipe.rollouts or recipe.activation_offloading:
+        # The peak may be where it samples, or is none of the formulas'.
         return {}
     recipe = counted_as(recipe)
     before = predict(recipe, card).peak.total
@@ -369,8 +393,6 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "SFTTrainer's loss", {**fields, "lengths": rows}
     if recipe.gradient_checkpointing:
         yield "checkpointing", {"gradient_checkpointing": False}
-    if recipe.activation_offloading:
-        yield "offloaded activations", {"activation_offloading": False}
     if recipe.loop.optimizer_in_backward:
         yield "updates in the backward pass", {"loop": "trainer"}
     if "8bit" in recipe.optim:

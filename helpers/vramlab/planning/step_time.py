@@ -32,8 +32,10 @@ from ..formulas.account import Account
 from ..formulas.fused_head import with_its_adapters
 from ..formulas.model_states import Settings
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
+from ..hardware.links import PCIE_SHARE, pcie_bandwidth
 from ..measurement.records import load, measurements_folder
 from ..recipe import liger
+from ..recipe.knobs import unchecked
 from ..recipe.options import FUSED, LOOPS, LoRA
 from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
@@ -48,7 +50,8 @@ WAITING_TENSOR = 160e-6  # seconds, σ
 
 # The part of the computing time that hides communication, for the likely, the least and the most.
 HIDDEN = (0.5, 1.0, 0.0)
-WAITS = ("links", "host")
+HIDES = ("links", "copies")  # on a stream of their own
+WAITS = (*HIDES, "host")
 FEW = 5  # records, below which their spread says little
 FORMS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -59,7 +62,8 @@ class StepTime:
 
     Attributes:
         parts: "matmuls", "attention" (in a fused kernel), "memory", "launches" (what issuing takes
-            longer than computing), "optimizer", "links" that are not hidden, "host".
+            longer than computing), "optimizer", "links" and "copies" of activations that are not
+            hidden, "host".
         tokens: that all ranks together read in the step.
         basis: what the figure rests on, one sentence.
     """
@@ -101,7 +105,7 @@ def step_time(
     card.require(recipe.precision)
     factors, basis = calibration(card.name)
     computed = _computed(recipe, card)
-    waited = waits(recipe, card, link)
+    waited = _waited(recipe, card, link)
     parts = []
     for which, factor in enumerate(factors):
         parts.append(_with_waits(computed, waited, which, factor))
@@ -132,7 +136,7 @@ def estimate(
     """
     return _with_waits(
         _computed(recipe, card),
-        waits(recipe, card, link, pages),
+        _waited(recipe, card, link, pages),
         0,
         1.0,
     )
@@ -167,6 +171,25 @@ def _computed(
     return parts
 
 
+def _waited(
+    recipe: Recipe,
+    card: Gpu,
+    link: float | None,
+    pages: bool = True,
+) -> dict[str, Range]:
+    """Return the seconds by what is waited for: `waits`, and offloaded activations' "copies".
+
+    Those go to the host in forward and come back in backward.
+    """
+    seconds = waits(unchecked(recipe, activation_offloading=False), card, link, pages)
+    if recipe.activation_offloading:
+        moved = 2 * recipe.gradient_accumulation_steps * walk(recipe, card.chip).kept
+        pcie = pcie_bandwidth(card.pcie)
+        likely, least, most = (moved / (pcie * share) for share in PCIE_SHARE)
+        seconds["copies"] = (likely, least, most)
+    return seconds
+
+
 def issuing(recipe: Recipe, card: Gpu) -> float:
     """Return the seconds in which the host issues the kernels of a step, however wide rows are."""
     rates = RATES.get(card.name, USUAL)
@@ -188,7 +211,7 @@ def _with_waits(
     parts = {name: factor * seconds for name, seconds in computed.items()}
     hides = HIDDEN[which] * (sum(parts.values()) - parts["optimizer"])
     for name, seconds in waited.items():
-        hidden = min(seconds[which], hides) if name == "links" else 0.0
+        hidden = min(seconds[which], hides) if name in HIDES else 0.0
         parts[name] = seconds[which] - hidden
     return parts
 
@@ -343,6 +366,7 @@ def _walked(recipe: Recipe, batch_size: int) -> Settings:
         optim_args=None,
         gradient_accumulation_steps=1,
         sharding=None,
+        activation_offloading=False,
     )
 
 
