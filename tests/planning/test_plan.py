@@ -381,6 +381,8 @@ def test_activations_go_to_the_host_where_a_method_has_no_other_answer(tmp_path)
     text = " ".join(str(found).split())
     assert f"lora: {choice.tier} with {choice.host / GiB:.1f} GiB of host memory free" in text
     assert "activations offloaded: up to" in text
+    assert f"GiB to be {choice.tier}: batch 1 · bf16-mixed" in text
+    assert not found.better[0].recipe.activation_offloading
     kept = step_time(recipe.replace(activation_offloading=False), "RTX 4090")
     assert choice.time.high > kept.high and choice.time.seconds >= kept.seconds
     last = dataclasses.replace(choice, recipe=recipe.replace(activation_offloading=False))

@@ -146,9 +146,15 @@ class Search:
         if question.gpus > 1 or not question.offload or not question.may_use_sft():
             return nothing
         again = max(question.checkpointing)
-        asked = {"trainer": "sft", "checkpointing": (again,), "offload": False, "method": method}
         try:
-            ends = Search(dataclasses.replace(question, **asked)).ends
+            changed = dataclasses.replace(
+                question,
+                trainer="sft",
+                checkpointing=(again,),
+                offload=False,
+                method=method,
+            )
+            ends = Search(changed).ends
         except RecipeError:
             return nothing
         light = [end for end in ends if least_bytes(end.recipe) <= question.usable]
@@ -199,9 +205,9 @@ class Search:
     ) -> Candidate | None:
         """Return what is faster than `answer` and lacks the least in `tier`, at most NEAR.
 
-        Without an answer that is what lacks least.
+        Without an answer, or with activations offloaded, that is what lacks least.
         """
-        if answer is None:
+        if answer is None or answer.recipe.activation_offloading:
             return self.nearest(method, tier)
         limit = answer.rank[0] * FASTER
         faster = takewhile(lambda one: one.rank[0] < limit, self.ordered(answer.kind))

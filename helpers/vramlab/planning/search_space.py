@@ -106,7 +106,7 @@ def families(
         if has_room(question, family):
             yield family
         else:
-            size = format_bytes(question.host_memory, digits=2)
+            size = format_bytes(question.host_memory or 0, digits=2)
             refused.append(f"what the host has to hold is more than its {size}")
 
 
