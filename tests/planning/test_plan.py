@@ -870,13 +870,9 @@ def test_a_plan_of_trls_trainer_has_no_logits():
         fused.recipe.trainer == "sft"
         and fused.report.peak.total < plain.report.peak.total - 2 * GiB
     )
-    for model, gpus, field, name in (
-        ("mixtral-8x7b", 1, "trainer", "sft"),
-        ("gpt2", 2, "gpus", "grpo"),
-    ):
-        with pytest.raises(RecipeError) as caught:
-            plan(model, "RTX 4090", gpus, trainer=name)
-        assert caught.value.field == field
+    with pytest.raises(RecipeError) as caught:
+        plan("mixtral-8x7b", "RTX 4090", trainer="sft")
+    assert caught.value.field == "trainer"
 
 
 @pytest.mark.parametrize("trainer", ["dpo", "kto", "reward"])

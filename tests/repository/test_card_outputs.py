@@ -128,3 +128,14 @@ def test_chapters_that_show_most_of_a_card_come_first():
     assert order[:3] == ["07", "08", "00"] and sorted(order) == [
         path.stem[:2] for path in settings.chapters()
     ]
+
+
+def test_what_a_card_gave_is_of_a_cell_as_it_stands():
+    stale = []
+    for path in sorted(card_outputs.FOLDER.glob("*/*.json")):
+        cells = nbformat.read(settings.NOTEBOOKS / f"{path.stem}.ipynb", as_version=4).cells
+        for part in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            source = cells[part["cell"]].source if part["cell"] < len(cells) else ""
+            if part["source"] != card_outputs.digest(source):
+                stale.append(f"{path.name}: cell {part['cell']} has changed, drop what it gave")
+    assert stale == []

@@ -298,15 +298,16 @@ def simulate_briefly(
 ) -> Report | str:
     """Return the simulation, in which two micro-batches stand for any more.
 
-    Where none of its layers can stand for another, those may be `deepest` at most. Without a
-    simulation here, return why.
+    Where none of its layers can stand for another, those may be `deepest` at most, unless it
+    samples, which no formula answers. Without a simulation here, return why.
     """
     layers = recipe.shape.num_layers
     try:
         with needing("a simulation"):
             from ..simulation.simulate import may_be_deepened, simulate
 
-        if layers > deepest and not may_be_deepened(recipe, "cuda"):
+        is_too_deep = layers > deepest and not recipe.rollouts
+        if is_too_deep and not may_be_deepened(recipe, "cuda"):
             why = f"none of {layers} layers can stand for another in this recipe"
             return f"{why}; plan simulates up to {deepest}"
         if not recipe.rollouts:  # of which all micro-batches are sampled at once

@@ -10,6 +10,7 @@ from ..recipe.recipe import Recipe
 from ..report.report import format_bytes
 from .candidate import Choice, epoch_of, is_as_fast
 from .question import Question
+from .search_space import counted_as
 from .step_time import walk
 
 LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
@@ -72,7 +73,7 @@ def _about_kernels(
         # Other models have no sdpa.
         if recipe.attn_implementation == "eager" and recipe.shape.attention != "eager":
             # Padded rows need a mask, which some of sdpa's kernels do not take.
-            by_sdpa = unchecked(recipe, attn_implementation="sdpa")
+            by_sdpa = unchecked(counted_as(recipe), attn_implementation="sdpa")
             if not walk(by_sdpa, question.gpu.chip).fused:
                 rest = f"has no fused kernel for this model on {name}"
                 yield f"eager: for rows of one length sdpa {rest}"

@@ -323,7 +323,8 @@ def _unseen(recipe: Recipe) -> Arguments:
         unseen["lengths"] = Code(lengths)
     default = Recipe(
         recipe.model,
-        recipe.batch_size,
+        # one rank samples a group; several may share it
+        recipe.rollouts.num_generations if recipe.rollouts else recipe.batch_size,
         gradient_accumulation_steps=recipe.gradient_accumulation_steps,
         trainer=recipe.trainer,
         rollouts=recipe.rollouts,

@@ -19,7 +19,7 @@ from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memo
 from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
-from ..recipe.options import GENERATING, LoRA, Rollouts
+from ..recipe.options import GENERATING, LoRA, Rollouts, Sharding
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
     ATTENTION,
@@ -241,9 +241,11 @@ class Question:
         """Refuse what is allowed by itself but not with the rest of the question."""
         # Raises RecipeError for what the formulas do not know of the trainer.
         with_its_adapters(without_rollouts(self.plain))
-        if self.trainer in GENERATING and self.gpus > 1:
-            rest = f"with trainer={self.trainer!r} one device is modelled so far"
-            raise RecipeError("gpus", self.gpus, rest)
+        if self.plain.sharding and "ddp" not in self.engines:
+            rest = (
+                f"with trainer={self.trainer!r} plans are made for 'ddp', whose ranks sample whole"
+            )
+            raise RecipeError("engines", self.engines, rest)
         if self.peft and self.gpus > 1:
             rest = "PEFT's methods other than LoRA are modelled on one device"
             raise RecipeError("gpus", self.gpus, rest)
@@ -300,11 +302,14 @@ class Question:
             positions = Recipe(self.model, task=self.task).shape.max_positions
             seq_len = min(longest, positions or longest)
         samples = self.trainer in GENERATING
+        # A group's completions are those of all ranks.
+        shares = samples and self.gpus > 1
         return Recipe(
             self.model,
             batch_size=least,
             gradient_accumulation_steps=self.samples_per_gpu if samples else 1,
             rollouts=self.rollouts,
+            sharding=Sharding(0, self.gpus, "ddp") if shares else None,
             seq_len=seq_len,
             task=self.task,
             num_layers=self.num_layers,

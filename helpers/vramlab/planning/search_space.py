@@ -473,7 +473,7 @@ def _shardings(question: Question) -> Iterator[Sharding | None]:
         yield None
         known = shards.ON_ONE_GPU
     for engine, ways in known.items():
-        if engine not in question.engines:
+        if engine not in question.engines or (question.plain.sharding and engine != "ddp"):
             continue
         for stage, offload in ways:
             if question.offload or not offload:
