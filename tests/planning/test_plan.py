@@ -318,13 +318,13 @@ def test_rows_are_as_many_as_trl_packs(count):
     recipe = Recipe("gpt2", 1, 512, trainer="sft", packing=True)
     rows = _packed(recipe, lengths)
     if count <= 1000:
-        assert question.packed_rows == len(rows)
+        assert question.data.packed_rows == len(rows)
     # What lies together in a thousand samples depends on their order.
-    assert question.packed_rows == pytest.approx(len(rows), rel=0.01)
-    row = question.packed_lengths(1, is_usual=False)
+    assert question.data.packed_rows == pytest.approx(len(rows), rel=0.01)
+    row = question.data.packed_lengths(1, is_usual=False)
     assert sum(row) == 512 and len(row) >= max(map(len, rows))
     pairs = sum(sum(length**2 for length in row) for row in rows) / len(rows)
-    usual = question.packed_lengths(1, is_usual=True)
+    usual = question.data.packed_lengths(1, is_usual=True)
     assert sum(length**2 for length in usual) == pytest.approx(pairs, rel=0.25)
 
 

@@ -26,12 +26,11 @@ from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report
 from ..training.quiet import no_collection
+from .counted import counted_as, host_memory
 from .question import METHODS, Question
 from .search_space import (
     EFFORTS,
-    counted_as,
     effort_of,
-    host_memory,
     is_sound,
     least_bytes,
     method_of,
@@ -130,7 +129,7 @@ class Candidate:
             self.rows.append(unchecked(counted, lengths=lengths))
         self.timed = self.rows[-1]
         if lengths and recipe.packing:
-            usual = question.packed_lengths(recipe.batch_size, is_usual=True)
+            usual = question.data.packed_lengths(recipe.batch_size, is_usual=True)
             self.timed = unchecked(counted, lengths=usual)
         if recipe.activation_offloading:
             self.timed = unchecked(self.timed, activation_offloading=True)
@@ -382,7 +381,7 @@ def epoch_of(
     by_trainer = question.packing and recipe.trainer == "transformers"
     # Packed and joined rows have no padding: each sample counts by its own length.
     drawn = 1 if recipe.joins or by_trainer else recipe.batch_size
-    share = question.mean_width(drawn) / question.plain.seq_len
+    share = question.data.mean_width(drawn) / question.plain.seq_len
     seconds = sum(parts.values())
     rows = len(question.lengths)
     in_step = recipe.batch_size * recipe.gradient_accumulation_steps * question.gpus
@@ -390,8 +389,8 @@ def epoch_of(
         return rows * share / in_step * seconds
     if recipe.packing:
         # What the last sample leaves free in a row stays free.
-        share *= rows / question.packed_rows
-        rows = question.packed_rows
+        share *= rows / question.data.packed_rows
+        rows = question.data.packed_rows
     steps = rows / in_step
     by_width = share * (parts["matmuls"] + parts["attention"] + parts["memory"])
     # Kernels of narrow rows run sooner, and are issued no sooner.

@@ -13,9 +13,9 @@ from ..recipe.knobs import knobs
 from ..recipe.options import TRL, Quantization
 from ..recipe.recipe import Recipe
 from ..report.report import Report, format_bytes, unit_for
+from .counted import counted_as
 from .question import LIGER_SINCE, RANK, Question
 from .search import Search
-from .search_space import counted_as
 from .step_time import estimate
 
 Fields = dict[str, Any]  # of a recipe or a question: names and their new values

@@ -9,9 +9,9 @@ from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from ..report.report import format_bytes
 from .candidate import Choice, epoch_of, is_as_fast
+from .counted import counted_as
 from .question import Question
-from .search_space import counted_as
-from .step_time import walk
+from .step_walk import walk
 
 LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 
@@ -107,7 +107,7 @@ def _about_packing(question: Question, recipe: Recipe) -> str:
         apart += "FlashAttention alone)"
     if not question.lengths:
         return apart
-    per_row = len(question.lengths) / question.packed_rows
+    per_row = len(question.lengths) / question.data.packed_rows
     rows = recipe.batch_size * recipe.gradient_accumulation_steps * question.gpus
     return f"{apart}, {per_row:.1f} on average, {rows * per_row:,.0f} in a step"
 

@@ -27,7 +27,8 @@ from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.report import installed, repository
-from .search_space import counted_as, to_install
+from .counted import counted_as
+from .search_space import to_install
 from .source_text import Code, docstring, identifier, literal
 
 Arguments = dict[str, Any]

@@ -4,13 +4,9 @@ The command line reads its options from the fields.
 """
 
 import dataclasses
-import itertools
-import math
 import re
-from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..base.errors import RecipeError, needing
@@ -31,6 +27,7 @@ from ..recipe.recipe import (
 )
 from ..recipe.samples import check_lengths
 from ..report.report import TIERS
+from .data_rows import DataRows
 
 METHODS = ("full", "lora", "qlora")
 UNITS = {
@@ -50,7 +47,6 @@ UNNAMED: Any = None  # this machine's card, or the least with so much memory
 SIZES = ("memory", "host_memory", "other_memory")
 FLASH_SINCE = (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
 ENGINES = ("ddp", "fsdp", "deepspeed")
-PACKED_AT_ONCE = 1000  # samples: `trl.pack_dataset` maps the data set in batches of that size
 # All linear layers: Dettmers et al. 2023, section 4.
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -232,9 +228,8 @@ class Question:
         # Those in which an answer is looked for, in this order.
         self.tiers = (self.tier,) if self.tier else tuple(TIERS)
         self.usable = self._usable()  # bytes of one card that a process can have
-        # By samples drawn, since a search asks for the same few over and over.
-        self._widths: dict[int, float] = {}
         self.plain = self._plain()
+        self.data = DataRows(self.lengths or (), self.plain.seq_len)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -393,53 +388,7 @@ class Question:
             return False
         has_flash = self.gpu.compute_capability >= FLASH_SINCE
         is_causal = has_flash and shape.task == "causal-lm"
-        return is_causal and self.packed_rows < len(self.lengths)
-
-    @cached_property
-    def packed_rows(self) -> int:
-        """How many rows of seq_len tokens SFTTrainer packs the data set into.
-
-        It packs PACKED_AT_ONCE samples at a time; every n-th of the sorted ones stand for those.
-        """
-        cut = [min(length, self.plain.seq_len) for length in self.lengths or ()]
-        times = math.ceil(len(cut) / PACKED_AT_ONCE)
-        return sum(_rows_of(cut[first::times], self.plain.seq_len) for first in range(times))
-
-    @property
-    def packed_rows_per_gpu(self) -> int:
-        """Rows of one GPU that have about its share of the global batch's samples."""
-        per_row = len(self.lengths or ()) / self.packed_rows
-        return max(1, round(self.samples_per_gpu / per_row))
-
-    def packed_lengths(self, rows: int, is_usual: bool) -> tuple[int, ...]:
-        """Return the samples of `rows` full rows, of the data set's most samples to a row.
-
-        If `is_usual` they have the mean row's pairs of tokens, which take attention its time.
-        """
-        longest = self.plain.seq_len
-        lengths = self.lengths or ()
-        sums = itertools.accumulate(lengths[:PACKED_AT_ONCE])
-        count = sum(total <= longest for total in sums)
-        if is_usual:
-            pairs = sum(min(length, longest) ** 2 for length in lengths) / self.packed_rows
-            count = int(longest**2 / pairs)
-        shortest = longest // max(1, count)
-        first = longest - max(0, count - 1) * shortest
-        return ((first,) + (shortest,) * (count - 1)) * rows
-
-    def mean_width(self, drawn: int) -> float:
-        """Return the mean tokens of the longest of `drawn` samples, drawn at random."""
-        if drawn not in self._widths:
-            lengths = self.lengths or ()
-            count = len(lengths)
-            parts = []
-            # Sorted, the sample `rank` is the longest where all are among the first rank + 1, but
-            # not all among the first `rank`.
-            for rank, length in enumerate(lengths):
-                probability = ((rank + 1) / count) ** drawn - (rank / count) ** drawn
-                parts.append(min(length, self.plain.seq_len) * probability)
-            self._widths[drawn] = sum(parts)
-        return self._widths[drawn]
+        return is_causal and self.data.packed_rows < len(self.lengths)
 
     def lengths_of(self, recipe: Recipe) -> tuple[int, ...] | None:
         """Return the lengths of the samples in the highest micro-batch of `recipe`.
@@ -451,7 +400,7 @@ class Question:
         shape = plain.shape
         size = recipe.batch_size
         if recipe.packing and self.lengths:
-            return self.packed_lengths(size, is_usual=False)
+            return self.data.packed_lengths(size, is_usual=False)
         if size <= 1 or plain.trainer not in ("transformers", "sft"):
             return None
         if self.packing or shape.image_tokens or shape.num_decoder_layers:
@@ -461,25 +410,6 @@ class Question:
         if not 0 < shortest < plain.seq_len:
             return None
         return (plain.seq_len,) * (size - 1) + (shortest,)
-
-
-def _rows_of(lengths: Sequence[int], longest: int) -> int:
-    """Return the rows of `longest` tokens that sorted samples are packed into.
-
-    Best fit decreasing, as `trl.data_utils._pack_bfd`.
-    """
-    rows = 0
-    free: list[int] = []  # tokens in each row that is not full, sorted
-    for length in reversed(lengths):
-        place = bisect_left(free, length)
-        if place < len(free):
-            left = free.pop(place) - length
-        else:
-            rows += 1
-            left = longest - length
-        if left:
-            insort(free, left)
-    return rows
 
 
 def card_with(memory: int) -> Gpu:

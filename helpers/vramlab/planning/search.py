@@ -15,11 +15,11 @@ from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
 from .candidate import TIGHT, WAYS, Candidate, Kind, confirm
+from .counted import has_room
 from .question import Question
 from .search_space import (
     EFFORTS,
     families,
-    has_room,
     least_bytes,
     micro_batches,
     sizes_of,

@@ -8,17 +8,14 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from math import prod
 from typing import Any
 
 from ..base.errors import RecipeError
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
-from ..formulas.loading import loaded_on_host
 from ..formulas.predict import predict
-from ..hardware.gpu import DEFAULT_CHIP, Chip, Gpu
-from ..recipe import liger, lora_modules
+from ..hardware.gpu import Chip, Gpu
+from ..recipe import liger
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import has_experts, unquantized
 from ..recipe.options import (
@@ -28,16 +25,14 @@ from ..recipe.options import (
     REPEATED,
     TRL,
     Loop,
-    LoRA,
     Quantization,
     Sharding,
 )
-from ..recipe.recipe import LATER_OF_LORA, Recipe
-from ..recipe.shapes import Shape
+from ..recipe.recipe import Recipe
 from ..report.report import format_bytes
+from .counted import activations_on_host, counted_as, has_room, host_bytes
 from .question import FLASH_SINCE, Question, without_rollouts
-from .step_time import walk
-from .step_traffic import paged_bytes
+from .step_walk import walk
 
 SHARDED_OPTIMS = ("adamw_torch_fused", "adamw_torch")  # bitsandbytes does not update shards
 # Precisions to try by method, "half" being the card's. Full training in fp16-true only on request:
@@ -53,9 +48,6 @@ PREFERRED = ("sdpa", REPEATED, "eager", "flash_attention_2")
 # accumulation, where weights are updated in the backward pass; time, where it waits for the host.
 # What backward needs goes there only where a method has no other answer.
 EFFORTS = ("", "in_backward", "offload", "activations")
-PINNED = (
-    2  # `CachingHostAllocator` rounds pinned blocks up to a power of two: at most twice as much
-)
 # Part of the saved activations interpolated from two micro-batches: rounding of blocks is not
 # affine.
 SURE = 0.98
@@ -163,7 +155,7 @@ def _implied(
     implied["packing"] = packs
     if packs and not question.packing:
         # A step has about as many samples as without packing, in fewer rows.
-        implied["batch_size"] = question.packed_rows_per_gpu
+        implied["batch_size"] = question.data.packed_in_step(question.samples_per_gpu)
     elif fields["trainer"] == "sft":
         is_flash = fields["attn_implementation"] == "flash_attention_2"
         implied["padding_free"] = is_flash and question.can_be_joined()
@@ -206,38 +198,6 @@ def _kernels(question: Question) -> list[str]:
     return sorted(kernels, key=PREFERRED.index)
 
 
-def counted_as(recipe: Recipe) -> Recipe:
-    """Return the recipe by which formulas count.
-
-    Adapters that they do not know stand as plain ones on all linear layers, what is sampled as
-    given.
-    """
-    recipe = without_rollouts(recipe)
-    if recipe.activation_offloading:
-        recipe = unchecked(recipe, activation_offloading=False)
-    if recipe.peft:
-        return unchecked(recipe, lora=LoRA(target_modules="all-linear"), peft=None)
-    lora = recipe.lora
-    if lora is None or not _is_unknown(recipe.shape, lora):
-        return recipe
-    plain = dataclasses.replace(
-        lora,
-        target_modules="all-linear",
-        use_dora=False,
-        lora_bias=False,
-        target_parameters=None,
-    )
-    return unchecked(recipe, lora=plain)
-
-
-@lru_cache(maxsize=64)
-def _is_unknown(shape: Shape, lora: LoRA) -> bool:
-    """Tell whether no formula knows these adapters."""
-    if any(getattr(lora, name) for name in LATER_OF_LORA):
-        return True
-    return lora_modules.differ_by_layer(shape, lora) or lora_modules.adapts_experts(shape, lora)
-
-
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
     """Return the family's recipe with micro-batches of `size` samples.
 
@@ -263,48 +223,6 @@ def method_of(recipe: Recipe) -> str:
     if recipe.quantization:
         return "qlora"
     return "lora" if recipe.adapters else "full"
-
-
-def host_bytes(recipe: Recipe) -> int:
-    """Return the bytes that all ranks together offload to the host's memory or may page there."""
-    sharding = recipe.sharding
-    if not (sharding and sharding.offload):
-        return paged_bytes(recipe)
-    computed = recipe
-    moved = model_states.optimizer_state_bytes(recipe)
-    if sharding.engine == "deepspeed":
-        # fp32 weights with their gradients beside the states, and a buffer for what the device
-        # sends or gets: gradients at stage 3 (zero/stage3.py, grad_partitions_flat_buffer), weights
-        # below (zero/stage_1_and_2.py, param_buffer_of_bit16_for_cpu_offload_groups)
-        computed = model_states.compute_recipe(recipe)
-        rows = [row for row in model_states.parameter_table(recipe) if row.trained]
-        numbers = sum(row.count * prod(row.shape) for row in rows)
-        moved += 2 * model_states.FP32 * numbers
-    moved += model_states.gradient_bytes(computed)
-    if sharding.offload == "parameters":
-        moved += model_states.parameter_bytes(computed)
-    return moved
-
-
-def host_memory(recipe: Recipe) -> int:
-    """Return the bytes of host memory that all ranks together need.
-
-    That is for the weights while they load, then for what is there.
-    """
-    counted = counted_as(recipe)
-    return max(loaded_on_host(counted), host_bytes(counted) + activations_on_host(recipe))
-
-
-def has_room(question: Question, recipe: Recipe) -> bool:
-    """Tell whether the host has the memory that all ranks need there."""
-    return question.host_memory is None or host_memory(recipe) <= question.host_memory
-
-
-def activations_on_host(recipe: Recipe) -> int:
-    """Return the most bytes of host memory that offloaded activations take, which is pinned."""
-    if not recipe.activation_offloading:
-        return 0
-    return PINNED * walk(counted_as(recipe), DEFAULT_CHIP).kept
 
 
 def is_sound(recipe: Recipe) -> bool:
