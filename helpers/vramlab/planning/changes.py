@@ -34,6 +34,7 @@ class Change:
     Attributes:
         fields: the fields to change.
         saves: bytes that it takes off the peak.
+        frees: bytes that it takes off the likely figure of the process, with the allocator's own.
         time: the step's time afterwards over that before; None if unknown.
         same: whether it computes the same training.
     """
@@ -42,6 +43,7 @@ class Change:
     saves: int
     time: float | None
     same: bool
+    frees: int = 0
 
     def __str__(self) -> str:
         names = []
@@ -64,13 +66,16 @@ def cheapest(
     need: int = 0,
     count: int = 3,
     witness: Callable[..., Report] = predict,
+    of_process: bool = False,
 ) -> list[Change]:
     """Return up to `count` changes that each take bytes off the peak.
 
-    First come those that take `need`, of these first what computes the same training, then what
-    costs the least time. Raises RecipeError where `witness` refuses the recipe itself.
+    First come those that take `need` off the peak, or off the process if `of_process`, of these
+    first what computes the same training, then what costs the least time. Raises RecipeError
+    where `witness` refuses the recipe itself.
     """
-    before = witness(recipe).peak.total
+    report = witness(recipe)
+    before = report.peak.total
     seconds = _seconds(recipe, card)
     changes = []
     for fields, same in _changes(recipe):
@@ -78,19 +83,27 @@ def cheapest(
         if "use_liger_kernel" in fields and card and card.compute_capability < LIGER_SINCE:
             continue
         # This model or trainer cannot have it, or the formulas do not know it.
-        with contextlib.suppress(RecipeError):
+        with contextlib.suppress(RecipeError, GpuError):
             changed = recipe.replace(**fields)
-            saves = before - witness(changed).peak.total
+            changed_report = witness(changed)
+            saves = before - changed_report.peak.total
             after = _seconds(changed, card)
             if saves > LEAST_SAVED * before:
                 time = after / seconds if after and seconds else None
-                changes.append(Change(fields, saves, time, same))
+                frees = _process(report) - _process(changed_report)
+                changes.append(Change(fields, saves, time, same, frees))
 
     # An unknown time counts as no slower.
     def order(change: Change) -> tuple:
-        return change.saves < need, not change.same, change.time or 1.0, -change.saves
+        taken = change.frees if of_process else change.saves
+        return taken < need, not change.same, change.time or 1.0, -change.saves
 
     return sorted(changes, key=order)[:count]
+
+
+def _process(report: Report) -> int:
+    """Return the likely bytes of the process, or the peak's where nothing says more."""
+    return report.peak.total if report.process is None else int(report.process)
 
 
 def _seconds(recipe: Recipe, card: Gpu | None) -> float | None:
