@@ -459,6 +459,50 @@ def test_a_plan_writes_a_program_that_samples(method, tmp_path):
         assert abs(ran - said.phases[phase].peak.total) <= SCALARS, phase
 
 
+def test_a_plan_for_several_cards_shares_a_group(tmp_path):
+    asked = dict(
+        trainer="grpo",
+        method="lora",
+        precisions="bf16-mixed",
+        optims="adamw_torch_fused",
+        num_layers=2,
+        global_batch=8,
+        rollouts=Rollouts(8, 64, 32),
+    )
+    found = plan("qwen3-0.6b", "RTX 4090", 2, **asked)
+    best = found.best
+    recipe = best.recipe
+    assert (recipe.sharding.engine, recipe.sharding.world_size) == ("ddp", 2)
+    # a rank's four completions are half a group
+    assert recipe.batch_size * recipe.gradient_accumulation_steps == 4
+    assert best.report.source == "simulated"
+    assert best.report.peak.total == simulate(recipe, gpu="RTX 4090").peak.total
+    path, batch = found.write(tmp_path / "train.py")
+    program = path.read_text()
+    compile(program, "train.py", "exec")
+    assert "torchrun --nproc-per-node 2 train.py" in program and batch.name == "train.sbatch"
+    assert 'Sharding(stage=0, world_size=2, engine="ddp")' in program
+    with pytest.raises(RecipeError, match=r"engines.*'ddp', whose ranks sample whole"):
+        plan("qwen3-0.6b", "RTX 4090", 2, engines="fsdp", **asked)
+    with pytest.raises(RecipeError, match="6 completions are sampled at once"):
+        plan("qwen3-0.6b", "RTX 4090", 2, **asked | {"global_batch": 6})
+
+
+def test_a_plan_whose_attention_is_eager_says_why():
+    found = plan(
+        "qwen3-0.6b",
+        "RTX 4090",
+        trainer="grpo",
+        method="lora",
+        precisions="fp32",
+        attention="eager",
+        num_layers=2,
+        global_batch=8,
+        rollouts=Rollouts(8, 64, 32),
+    )
+    assert "sdpa has no fused kernel" in str(found)
+
+
 def test_a_plan_with_vllm_names_the_card_in_its_program(tmp_path):
     found = plan(
         "qwen3-0.6b",

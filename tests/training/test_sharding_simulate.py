@@ -5,6 +5,8 @@ fake tensors, in a process group whose other ranks do not exist. Losses, gradien
 the real ranks are held against one process that trains the same global batch.
 """
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -353,6 +355,19 @@ def test_gradients_of_samples_with_lengths_go_after_the_step(stage):
     assert simulate(recipe).phases["between_steps"].end.gradients == 0
 
 
+def test_the_sharded_optimizer_is_loaded_before_anything_is_changed():
+    """TorchScript compiles a module of it, and read functions that a simulation had replaced."""
+    program = f"""
+from vramlab import Recipe, simulate
+from vramlab.recipe.options import Sharding
+recipe = Recipe({config("llama")!r}, 2, 8, num_layers=1, trainer="sft", padding_free=True,
+                sharding=Sharding(1, 2, "ddp"))
+assert simulate(recipe).peak.total > 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_thousand_ranks_in_seconds():
     """Llama 3.1 8B at stage 3 on 1,024 ranks: 1/1,024 of parameters and of states, and one layer
     gathered at a time.
@@ -487,3 +502,17 @@ def test_recipes_that_no_engine_runs_are_refused():
         Sharding(stage=1, engine="fsdp")
     with pytest.raises(RecipeError, match="rank"):
         Sharding(world_size=2, rank=2)
+
+
+def test_a_program_that_is_a_rank_itself_simulates_one_too():
+    """As a written program does, which asks what it takes when its own group is there."""
+    from torch import distributed
+
+    recipe = Recipe(config("gpt2"), 2, 24, num_layers=1, sharding=Sharding(0, 2, "ddp"))
+    expected = simulate(recipe, "cpu").peak.total
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert simulate(recipe, "cpu").peak.total == expected
+        assert distributed.get_world_size() == 1
+    finally:
+        distributed.destroy_process_group()

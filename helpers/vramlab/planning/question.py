@@ -15,7 +15,7 @@ from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memo
 from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
-from ..recipe.options import GENERATING, LoRA, Rollouts
+from ..recipe.options import GENERATING, LoRA, Rollouts, Sharding
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
     ATTENTION,
@@ -27,6 +27,7 @@ from ..recipe.recipe import (
 )
 from ..recipe.samples import check_lengths
 from ..report.report import TIERS
+from .data_rows import DataRows
 
 METHODS = ("full", "lora", "qlora")
 UNITS = {
@@ -187,7 +188,10 @@ class Question:
     )
     packing: bool = knob(
         False,
-        help="Fill rows of seq_len tokens with several samples.",
+        help=(
+            "Fill rows of seq_len tokens with several samples. With known lengths SFTTrainer's "
+            "packing is tried by itself."
+        ),
         option=True,
     )
     link: float | None = knob(
@@ -224,18 +228,19 @@ class Question:
         # Those in which an answer is looked for, in this order.
         self.tiers = (self.tier,) if self.tier else tuple(TIERS)
         self.usable = self._usable()  # bytes of one card that a process can have
-        # By samples drawn, since a search asks for the same few over and over.
-        self._widths: dict[int, float] = {}
         self.plain = self._plain()
+        self.data = DataRows(self.lengths or (), self.plain.seq_len)
         self._check_together()
 
     def _check_together(self) -> None:
         """Refuse what is allowed by itself but not with the rest of the question."""
         # Raises RecipeError for what the formulas do not know of the trainer.
         with_its_adapters(without_rollouts(self.plain))
-        if self.trainer in GENERATING and self.gpus > 1:
-            rest = f"with trainer={self.trainer!r} one device is modelled so far"
-            raise RecipeError("gpus", self.gpus, rest)
+        if self.plain.sharding and "ddp" not in self.engines:
+            rest = (
+                f"with trainer={self.trainer!r} plans are made for 'ddp', whose ranks sample whole"
+            )
+            raise RecipeError("engines", self.engines, rest)
         if self.peft and self.gpus > 1:
             rest = "PEFT's methods other than LoRA are modelled on one device"
             raise RecipeError("gpus", self.gpus, rest)
@@ -292,11 +297,14 @@ class Question:
             positions = Recipe(self.model, task=self.task).shape.max_positions
             seq_len = min(longest, positions or longest)
         samples = self.trainer in GENERATING
+        # A group's completions are those of all ranks.
+        shares = samples and self.gpus > 1
         return Recipe(
             self.model,
             batch_size=least,
             gradient_accumulation_steps=self.samples_per_gpu if samples else 1,
             rollouts=self.rollouts,
+            sharding=Sharding(0, self.gpus, "ddp") if shares else None,
             seq_len=seq_len,
             task=self.task,
             num_layers=self.num_layers,
@@ -331,18 +339,26 @@ class Question:
         """Return the trainers to try.
 
         SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run, as
-        under FSDP and DeepSpeed. It launches kernels of Triton's too
-        (trl/kernels/chunked_logprob.py).
+        under FSDP and DeepSpeed, and where it can put several samples into a row. It launches
+        kernels of Triton's too (trl/kernels/chunked_logprob.py).
         """
-        shape = self.plain.shape
         trainer = self.plain.trainer
-        if self.gpu.compute_capability < LIGER_SINCE:
+        if trainer == "sft" or not (self.liger and self.may_use_sft()):
             return (trainer,)
-        is_possible = self.liger and trainer == "transformers" and shape.task == "causal-lm"
-        has_other = self.gpus == 1 and self.liger_is_possible()
-        if is_possible and not has_other and not shape.image_tokens:
-            return (trainer, "sft")
-        return (trainer,)
+        is_of_use = self.can_share_rows() or not self.liger_replaces_trl()
+        return (trainer, "sft") if is_of_use else (trainer,)
+
+    def may_use_sft(self) -> bool:
+        """Tell whether SFTTrainer trains what is asked, and its loss's kernels run on the card."""
+        if self.plain.trainer == "sft":
+            return True
+        is_text = self.plain.shape.task == "causal-lm" and not self.plain.shape.image_tokens
+        runs = self.gpu.compute_capability >= LIGER_SINCE
+        return is_text and runs and self.plain.trainer == "transformers"
+
+    def liger_replaces_trl(self) -> bool:
+        """Tell whether Liger's kernels run wherever SFTTrainer's loss would be tried."""
+        return self.gpus == 1 and self.liger_is_possible()
 
     def can_be_joined(self) -> bool:
         """Tell whether the samples of a micro-batch may become one row.
@@ -357,27 +373,34 @@ class Question:
         has_flash = self.gpu.compute_capability >= FLASH_SINCE
         return has_flash and self.plain.shape.task == "causal-lm"
 
-    def mean_width(self, drawn: int) -> float:
-        """Return the mean tokens of the longest of `drawn` samples, drawn at random."""
-        if drawn not in self._widths:
-            lengths = self.lengths or ()
-            count = len(lengths)
-            parts = []
-            # Sorted, the sample `rank` is the longest where all are among the first rank + 1, but
-            # not all among the first `rank`.
-            for rank, length in enumerate(lengths):
-                probability = ((rank + 1) / count) ** drawn - (rank / count) ** drawn
-                parts.append(min(length, self.plain.seq_len) * probability)
-            self._widths[drawn] = sum(parts)
-        return self._widths[drawn]
+    def can_share_rows(self) -> bool:
+        """Tell whether SFTTrainer may put several samples into one row, unasked."""
+        return self.can_be_joined() or self.can_be_packed()
 
-    def lengths_of(self, size: int) -> tuple[int, ...] | None:
-        """Return the lengths of the highest padded micro-batch of `size` samples.
+    def can_be_packed(self) -> bool:
+        """Tell whether packing, which is not asked for, would make fewer rows.
 
-        That is the longest, and a shorter one; None where none is padded.
+        FlashAttention keeps the samples of a row apart: TRL tells it where they end.
+        """
+        shape = self.plain.shape
+        is_sft = self.plain.trainer in ("transformers", "sft")
+        if not self.lengths or self.packing or not is_sft or shape.image_tokens:
+            return False
+        has_flash = self.gpu.compute_capability >= FLASH_SINCE
+        is_causal = has_flash and shape.task == "causal-lm"
+        return is_causal and self.data.packed_rows < len(self.lengths)
+
+    def lengths_of(self, recipe: Recipe) -> tuple[int, ...] | None:
+        """Return the lengths of the samples in the highest micro-batch of `recipe`.
+
+        Of padded rows those are the longest, and a shorter one; of packed rows as many samples as
+        any row has. None where none is padded, or what is packed is not known.
         """
         plain = self.plain
         shape = plain.shape
+        size = recipe.batch_size
+        if recipe.packing and self.lengths:
+            return self.data.packed_lengths(size, is_usual=False)
         if size <= 1 or plain.trainer not in ("transformers", "sft"):
             return None
         if self.packing or shape.image_tokens or shape.num_decoder_layers:

@@ -86,8 +86,8 @@ class _ThreadsWorld:
 
     def __init__(self, others: Any) -> None:
         for name in dir(others):  # newer releases keep more
-            # `pg_config_info` is computed of the rest
-            if not name.startswith("_") and name != "pg_config_info":
+            # the one is set below, the other computed of the rest
+            if not name.startswith("_") and name not in ("default_pg", "pg_config_info"):
                 kind = type(getattr(others, name))
                 setattr(self, name, kind())
         self.default_pg = None

@@ -4,6 +4,7 @@ With it comes ZeRO stage 1 by `ZeroRedundancyOptimizer`.
 """
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,9 @@ class DDP(ShardedEngine):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._buckets: list[weakref.ref] = []  # their storages
+        if self.sharding.stage:
+            # It is compiled as TorchScript, which nothing that a simulation changes may see.
+            importlib.import_module("torch.distributed.optim")
 
     def wrap(self, model: Model) -> Model:
         """Return `model` in DDP, whose buckets are known from the start."""
