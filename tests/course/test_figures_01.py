@@ -4,7 +4,6 @@ import pytest
 from vramlab import plot
 from vramlab_course.figures import figures_01
 from vramlab_course.number_formats import FORMATS
-from vramlab_course.quantizers import NF4
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
@@ -21,12 +20,14 @@ def test_a_format_reaches_from_its_smallest_to_its_largest_number():
     assert "fp16 1 + 5 + 10 6.0e-08 6.55e+04 1/1,024" in " ".join(plot.table(figure).split())
 
 
-def test_the_bell_stands_on_the_tables_numbers():
-    figure = figures_01.bell(NF4.tolist(), 1.848)
-    nf4, int4 = (line.get_xdata() for line in figure.axes[0].lines)
-    assert list(nf4) == NF4.tolist() and int4[0] == -1 and len(int4) == 15
-    shares = [row[2] for row in figure.rows[1:]]
-    assert shares == ["6.7%"] * 7 + ["5.8%"] * 8  # as the subtitle says
+def test_shares_stand_at_the_levels_of_each_table():
+    tables = {"NF4": {-1.0: 0.02, 0.0: 0.88, 1.0: 0.1}, "int4": {-1.0: 0.3, 1.0: 0.7}}
+    figure = figures_01.code_shares(tables)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    assert lines["NF4"] == [[-1, 2], [0, 88], [1, pytest.approx(10)]]
+    assert lines["int4"] == [[-1, 30], [1, 70]]
+    assert figure.rows[1:] == [("NF4", "2.0%", "88.0%"), ("int4", "30.0%", "70.0%")]
+    assert figure.heading == "A code's share of the numbers: NF4's 2 to 88 %, int4's 30 to 70 %"
 
 
 def test_costs_are_drawn_from_the_least_to_the_most():

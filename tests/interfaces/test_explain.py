@@ -138,6 +138,16 @@ def test_a_bare_model_is_trained_as_the_message_says():
     assert "PEFT in its traceback" in str(fallen)
 
 
+def test_a_change_is_enough_if_the_process_fits_with_it():
+    """Its tensors alone shrink by less than is missing: the allocator's own goes with them."""
+    recipe = Recipe("qwen2.5-1.5b", 4, 1024, "bf16-mixed", "adamw_torch_fused")
+    found = explain(recipe, gpu="A100 40GB")
+    change = next(one for one in found.changes if "use_liger_kernel" in one["fields"])
+    changed = predict(recipe.replace(**change["fields"]), gpu="A100 40GB")
+    assert change["saves"] < found.missing
+    assert int(changed.process) <= changed.usable and change["enough"]
+
+
 def test_changes_come_with_gib_and_seconds():
     found = explain(message(asked="7.83 GiB"), "llama-3.1-8b", gpu="RTX 4090")
     assert len(found.changes) == 3

@@ -99,7 +99,8 @@ def explain(
 def _of_recipe(run: Run) -> Explanation:
     """Return what fills a recipe's peak, and the cheapest changes."""
     missing = run.missing()
-    changes = run.changes(missing)
+    # Without a message what is missing is of the whole process, with the allocator's own.
+    changes = run.changes(missing, of_process=True)
     lines = [*run.lines(), *run.change_lines(changes, missing)]
     split = {"peak": run.report.peak.total, **dict(run.report.peak.items())}
     return Explanation(lines, split, missing=missing, changes=changes)

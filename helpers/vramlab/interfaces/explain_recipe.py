@@ -8,7 +8,7 @@ from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..planning.changes import DEFAULT_CARD, Change, cheapest
-from ..planning.search_space import counted_as, host_memory
+from ..planning.counted import counted_as, host_memory
 from ..planning.step_time import estimate
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
@@ -42,14 +42,19 @@ class Run:
     def __init__(self, recipe: Recipe, card: Gpu | None, granted: dict[str, Any]):
         self.recipe = recipe
         self.card = card
-        self.witness: Callable[..., Report] = predict
+        self.granted = granted
+        self._source: Callable[..., Report] = predict
         try:
-            self.report = predict(recipe, gpu=card, **granted)
+            self.report = self.witness(recipe)
         except RecipeError:
             from ..simulation.simulate import simulate
 
-            self.witness = simulate
-            self.report = simulate(recipe, gpu=card, **granted)
+            self._source = simulate
+            self.report = self.witness(recipe)
+
+    def witness(self, recipe: Recipe) -> Report:
+        """Return the report of a recipe on the same card, with the same that is granted."""
+        return self._source(recipe, gpu=self.card, **self.granted)
 
     def lines(self) -> list[str]:
         """Return what fills the peak, and whether it fits the card."""
@@ -96,13 +101,20 @@ class Run:
         except (GpuError, RecipeError):
             return None
 
-    def changes(self, missing: int | None) -> list[dict[str, Any]]:
-        """Return the three cheapest changes, as `Explanation` has them."""
-        need = missing or 0
-        ranked = cheapest(self.recipe, self.card, need, witness=self.witness)
-        return [self._facts(change, need) for change in ranked]
+    def changes(self, missing: int | None, of_process: bool = False) -> list[dict[str, Any]]:
+        """Return the three cheapest changes, as `Explanation` has them.
 
-    def _facts(self, change: Change, need: int) -> dict[str, Any]:
+        `of_process`: what is missing is the process's and not the tensors' of a message.
+        """
+        need = missing or 0
+        ranked = cheapest(self.recipe, self.card, need, witness=self.witness, of_process=of_process)
+        facts = []
+        for change in ranked:
+            taken = change.frees if of_process else change.saves
+            facts.append(self._facts(change, taken >= need))
+        return facts
+
+    def _facts(self, change: Change, enough: bool) -> dict[str, Any]:
         seconds = None
         if self.seconds and change.time:
             seconds = self.seconds * change.time
@@ -110,7 +122,7 @@ class Run:
             "text": str(change),
             "fields": encode(change.fields),
             "saves": change.saves,
-            "enough": change.saves >= need,
+            "enough": enough,
             "seconds": seconds,
             "seconds_before": self.seconds,
             "same": change.same,

@@ -9,16 +9,13 @@ from typing import Any
 from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
-from ..hardware.overhead import expandable
 from ..recipe.knobs import knobs
 from ..recipe.options import TRL, Quantization
-from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import Report, format_bytes, unit_for
-from .candidate import Candidate, simulate_briefly
+from .counted import counted_as
 from .question import LIGER_SINCE, RANK, Question
 from .search import Search
-from .search_space import counted_as, least_bytes
 from .step_time import estimate
 
 Fields = dict[str, Any]  # of a recipe or a question: names and their new values
@@ -28,7 +25,6 @@ LEAST_SAVED = 0.01  # of the peak: less is no help
 LEAST_SLOWER = 0.02  # of the step: less is not said
 SHORTEST = 64  # tokens
 MOST_GPUS = 1024
-OFFLOADED_LAYERS = 48  # that are simulated one by one, half a minute
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,7 @@ class Change:
     Attributes:
         fields: the fields to change.
         saves: bytes that it takes off the peak.
+        frees: bytes that it takes off the likely figure of the process, with the allocator's own.
         time: the step's time afterwards over that before; None if unknown.
         same: whether it computes the same training.
     """
@@ -46,6 +43,7 @@ class Change:
     saves: int
     time: float | None
     same: bool
+    frees: int = 0
 
     def __str__(self) -> str:
         names = []
@@ -68,13 +66,16 @@ def cheapest(
     need: int = 0,
     count: int = 3,
     witness: Callable[..., Report] = predict,
+    of_process: bool = False,
 ) -> list[Change]:
     """Return up to `count` changes that each take bytes off the peak.
 
-    First come those that take `need`, of these first what computes the same training, then what
-    costs the least time. Raises RecipeError where `witness` refuses the recipe itself.
+    First come those that take `need` off the peak, or off the process if `of_process`, of these
+    first what computes the same training, then what costs the least time. Raises RecipeError
+    where `witness` refuses the recipe itself.
     """
-    before = witness(recipe).peak.total
+    report = witness(recipe)
+    before = report.peak.total
     seconds = _seconds(recipe, card)
     changes = []
     for fields, same in _changes(recipe):
@@ -82,19 +83,27 @@ def cheapest(
         if "use_liger_kernel" in fields and card and card.compute_capability < LIGER_SINCE:
             continue
         # This model or trainer cannot have it, or the formulas do not know it.
-        with contextlib.suppress(RecipeError):
+        with contextlib.suppress(RecipeError, GpuError):
             changed = recipe.replace(**fields)
-            saves = before - witness(changed).peak.total
+            changed_report = witness(changed)
+            saves = before - changed_report.peak.total
             after = _seconds(changed, card)
             if saves > LEAST_SAVED * before:
                 time = after / seconds if after and seconds else None
-                changes.append(Change(fields, saves, time, same))
+                frees = _process(report) - _process(changed_report)
+                changes.append(Change(fields, saves, time, same, frees))
 
     # An unknown time counts as no slower.
     def order(change: Change) -> tuple:
-        return change.saves < need, not change.same, change.time or 1.0, -change.saves
+        taken = change.frees if of_process else change.saves
+        return taken < need, not change.same, change.time or 1.0, -change.saves
 
     return sorted(changes, key=order)[:count]
+
+
+def _process(report: Report) -> int:
+    """Return the likely bytes of the process, or the peak's where nothing says more."""
+    return report.peak.total if report.process is None else int(report.process)
 
 
 def _seconds(recipe: Recipe, card: Gpu | None) -> float | None:
@@ -133,12 +142,13 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield {"seq_len": recipe.seq_len // 2}, False
 
 
-def advise(question: Question) -> Iterator[str]:
+def advise(question: Question, offloaded: bool = False) -> Iterator[str]:
     """Say the least change of each kind that makes something fit.
 
     The kinds are method, trainer, offload, sequences, GPUs and card. Of recipes that differ in
     checkpointing alone, only the lighter is tried. Where a rule refused all recipes, no memory is
-    missing, and what is under another rule comes alone.
+    missing, and what is under another rule comes alone. Activations were `offloaded` already where
+    that is no advice.
     """
     question = dataclasses.replace(question, checkpointing=(max(question.checkpointing),))
     refused = not Search(question).candidates
@@ -150,37 +160,20 @@ def advise(question: Question) -> Iterator[str]:
             yield sentence
     if refused and fits_elsewhere:
         return
-    with contextlib.suppress(RecipeError):
+    if not offloaded:
         yield from _with_offloaded_activations(question)
     for changes in _wider(question):
         yield from _first_fit(question, changes)
 
 
 def _with_offloaded_activations(question: Question) -> Iterator[str]:
-    """Say whether SFTTrainer's lightest recipe fits with its activations in host memory.
-
-    The formulas do not know that, so it is simulated.
-    """
-    # `activation_offloading` is TRL's, and SFTTrainer trains what the plain Trainer does.
-    trainers = {question.plain.trainer, *question.trainers()}
-    if question.gpus > 1 or not question.offload or not trainers & {"transformers", "sft"}:
-        return
-    changed = dataclasses.replace(question, trainer="sft", checkpointing=(True,), offload=False)
-
-    def bound(candidate: Candidate) -> int:
-        return candidate.bound("safe")
-
-    lightest = min(Search(changed).ends, key=bound, default=None)
-    if lightest is None or least_bytes(lightest.recipe) > question.usable:
-        return
-    recipe = lightest.recipe.replace(activation_offloading=True)
-    simulated = simulate_briefly(recipe, question, deepest=OFFLOADED_LAYERS)
-    if isinstance(simulated, str):
-        return
-    inside = expandable(max(simulated.allocated or 0, simulated.peak.total), 1.0)
-    process = inside + context_of(recipe, question.gpu)
-    if process.high <= question.usable:
-        yield f"activation_offloading=True fits (SFTTrainer): {recipe}"
+    """Say what fits with its activations in host memory, which is simulated."""
+    search = Search(question)
+    for method in question.methods:
+        found, tier = search.offloaded(method)
+        if found and tier == "safe":
+            yield f"activation_offloading=True fits (SFTTrainer): {found.recipe}"
+            return
 
 
 def _first_fit(

@@ -1,8 +1,6 @@
 """Drawings of chapter 01. Each function draws a figure and returns it."""
 
-import itertools
-from collections.abc import Mapping, Sequence
-from statistics import NormalDist
+from collections.abc import Mapping
 
 from vramlab.interfaces.plot import canvas
 
@@ -62,36 +60,27 @@ def ranges():
     return ax.figure
 
 
-def bell(table: Sequence[float], deviations: float):
-    """Draw the share of normal numbers between neighbouring codes; 1 is so many standard
-    deviations.
-    """
-    normal = NormalDist(0, 1 / deviations)
-    rows = [("from", "to", "share of the numbers")]
-    title = "Between two NF4 levels lies about the same share of the numbers"
-    said = (
-        f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Dotted lines halfway "
-        f"between two levels: what lies between two of these gets one code. Below it int4's "
-        f"codes, in even steps."
-    )
-    about = f"derived: normal numbers, 1 is {deviations:.2f} deviations; dotted: the next code"
+def code_shares(tables: Mapping[str, Mapping[float, float]]):
+    """Draw by table which share of the numbers each level's code gets."""
+    rows = [("codes", "least", "most")]
+    reach = []
+    for name, shares in tables.items():
+        least, most = min(shares.values()), max(shares.values())
+        rows.append((name, f"{least:.1%}", f"{most:.1%}"))
+        reach.append(f"{name}'s {100 * least:.0f} to {100 * most:.0f} %")
+    title = f"A code's share of the numbers: {', '.join(reach)}"
+    said = f"Stems at each level, as high as its share of the numbers. {'; '.join(reach)}."
+    about = "measured: layer 0's up_proj of the base model, each block of 64 over its maximum"
     with canvas(title, said, about, rows) as ax:
-        for i, (a, b) in enumerate(itertools.pairwise(table)):
-            share = normal.cdf(b) - normal.cdf(a)
-            rows.append((f"{a:+.4f}", f"{b:+.4f}", f"{share:.1%}"))
-            x = [a + (b - a) * k / 20 for k in range(21)]
-            height = [normal.pdf(n) for n in x]
-            colour = (SKY, PALE)[i % 2]
-            ax.fill_between(x, height, color=colour, linewidth=0)
-        borders = [(a + b) / 2 for a, b in itertools.pairwise(table)]
-        heights = [normal.pdf(border) for border in borders]
-        ax.vlines(borders, 0, heights, colors=INK, linestyles=":", linewidth=1)
-        even = [k / 7 for k in range(-7, 8)]
-        for y, codes in ((-0.06, table), (-0.14, even)):
-            ax.plot(codes, [y] * len(codes), "|", color=INK, markersize=15, markeredgewidth=2)
-        ax.set_yticks([-0.06, -0.14], ["NF4", "int4"])
-        ax.set(xlabel="number / absolute maximum of its block", ylim=(-0.2, None))
-        ax.grid(False)
+        for (name, shares), mark, colour in zip(
+            tables.items(), ("o", "^"), (BLUE, RED), strict=True
+        ):
+            levels = list(shares)
+            heights = [100 * share for share in shares.values()]
+            ax.vlines(levels, 0, heights, colors=colour, linewidth=1)
+            ax.plot(levels, heights, mark, linestyle="", color=colour, label=name)
+        ax.set(xlabel="number / absolute maximum of its block", ylabel="% of the numbers")
+        ax.set_ylim(0, None)
     return ax.figure
 
 

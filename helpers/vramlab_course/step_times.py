@@ -1,0 +1,145 @@
+"""The fit of `step_time`'s constants, and each model's step times by a fit that has not seen it.
+
+`benchmarks/step_times.py` prints both and says where the runs and the constants are from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from vramlab import Recipe, find_gpu
+from vramlab.planning.step_time import (
+    RATES,
+    TRANSFERS,
+    USUAL,
+    WAITING_TENSOR,
+    attention_operations,
+    form_of,
+    operations,
+    timed_records,
+    walk,
+)
+from vramlab.planning.step_traffic import optimizer_traffic, waiting_tensors
+from vramlab.recipe.options import REPEATED
+
+from .published import runs
+
+AS_RUN = "repeated keys"  # which is a kernel of the recipe
+CARDS = ("T4", "H100 SXM")
+OUTSIDE = 20  # one part in so many on either side is left out of an interval
+ROUNDS, DAMPING = 60, 1e-2  # of Levenberg and Marquardt's method
+STEP = 1e-5
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A run whose step was timed on `card`."""
+
+    card: str
+    recipe: Recipe
+    seconds: float
+
+
+@cache
+def chosen(card: str) -> tuple[Timed, ...]:
+    """The runs on a card that say their seconds and ran plainly."""
+    found = []
+    for run in runs():
+        if run.seconds and run.as_run in (None, AS_RUN) and find_gpu(run.gpu).name == card:
+            kernel = REPEATED if run.as_run else run.recipe.attn_implementation
+            found.append(Timed(card, run.recipe.replace(attn_implementation=kernel), run.seconds))
+    return (*found, *(Timed(card, recipe, seconds) for recipe, seconds in timed_records(card)))
+
+
+@cache
+def features(run: Timed) -> tuple[float, ...]:
+    """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
+    tensors waited for.
+    """
+    card, recipe = find_gpu(run.card), run.recipe
+    walked, times = walk(recipe, card.chip), recipe.gradient_accumulation_steps
+    computing = times * sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
+    fused = (
+        times * attention_operations(recipe, walked) / card.flops(form_of(recipe))
+        if walked.fused
+        else 0.0
+    )
+    moved = times * TRANSFERS * walked.written + optimizer_traffic(recipe)
+    return (
+        computing - fused,
+        fused,
+        moved / card.bandwidth,
+        times * walked.kernels,
+        waiting_tensors(recipe),
+    )
+
+
+def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
+    """Seconds by (U, W, V, τ, σ): the longer of computing and issuing, and what is waited for."""
+    *shares, issue, waiting = constants
+    computing = (x[:, :3] / np.array(shares)).sum(axis=1)
+    return np.maximum(computing, x[:, 3] * issue) + x[:, 4] * waiting
+
+
+def in_use(card: str) -> tuple[float, ...]:
+    """The constants that `step_time` has for a card."""
+    return (*RATES.get(card, USUAL), WAITING_TENSOR)
+
+
+def fit(found: Sequence[Timed]) -> tuple[float, ...]:
+    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it
+    is where no run waits.
+    """
+    x, measured = np.array([features(run) for run in found]), np.log([run.seconds for run in found])
+    start = np.log(in_use(found[0].card))
+
+    def off(logarithms: np.ndarray) -> np.ndarray:
+        return np.log(estimated(x, np.exp(logarithms))) - measured
+
+    at, damping = start, DAMPING
+    errors = off(at)
+    for _ in range(ROUNDS):
+        slopes = np.stack(
+            [(off(at + STEP * one) - errors) / STEP for one in np.eye(len(at))], axis=1
+        )
+        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ errors)
+        tried = off(at + change)
+        if tried @ tried < errors @ errors:
+            at, errors, damping = at + change, tried, damping / 3
+        else:
+            damping *= 4
+    return tuple(np.exp(at))
+
+
+def ratios(found: Sequence[Timed], constants: Sequence[float]) -> list[float]:
+    """Measured over estimated seconds."""
+    said = estimated(np.array([features(run) for run in found]), constants)
+    return [run.seconds / seconds for run, seconds in zip(found, said, strict=True)]
+
+
+@cache
+def held_out(card: str) -> tuple[tuple[Timed, float], ...]:
+    """Each run with measured over estimated seconds, by the constants of all other models' runs on
+    its card.
+    """
+    found, pairs = chosen(card), []
+    for name in sorted({run.recipe.name for run in found}):
+        rest = fit([run for run in found if run.recipe.name != name])
+        own = [run for run in found if run.recipe.name == name]
+        pairs += zip(own, ratios(own, rest), strict=True)
+    return tuple(pairs)
+
+
+def spread(found: Sequence[float]) -> tuple[float, float]:
+    """(least, most) of all but the outermost twentieth on either side."""
+    ordered, out = sorted(found), len(found) // OUTSIDE
+    return ordered[out], ordered[-1 - out]
+
+
+def elsewhere() -> list[float]:
+    """`ratios` of each card's runs by the constants of the other, as of an unseen card."""
+    (one, other), found = CARDS, []
+    for card, rates in ((one, other), (other, one)):
+        found += ratios(chosen(card), in_use(rates))
+    return found
