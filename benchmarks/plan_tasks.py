@@ -178,7 +178,7 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
 
 def rows_of(question: Question, recipe: Recipe) -> list[Recipe]:
     """The recipe with rows of one length, and with padded ones where it can have them."""
-    padded = question.lengths_of(recipe.batch_size)
+    padded = question.lengths_of(recipe)
     lengths = (None, padded) if padded and not recipe.joins else (recipe.lengths,)
     return [recipe.replace(lengths=each) for each in lengths]
 

@@ -7,17 +7,21 @@ import importlib
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import params
+from tiny_models import config
 from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, simulate, step_time
 from vramlab.base.errors import RecipeError
+from vramlab.formulas.whole_run import _packed
 from vramlab.hardware.gpu import GpuError
 from vramlab.interfaces.cli import app
 from vramlab.planning.candidate import Candidate, best_first, is_as_fast
@@ -34,7 +38,7 @@ from vramlab.planning.search_space import (
     sizes_of,
     with_micro_batch,
 )
-from vramlab.planning.step_time import _ratios, estimate
+from vramlab.planning.step_time import _ratios, estimate, issuing
 from vramlab.planning.step_traffic import link_of, waits
 from vramlab.recipe.options import IN_BACKWARD, LOOPS
 from vramlab.recipe.peft_methods import Peft
@@ -269,17 +273,77 @@ def test_weights_are_updated_in_the_backward_pass_before_updates_are_rounded_awa
 
 
 def test_samples_of_several_lengths_are_ranked_by_the_epoch_and_joined_where_that_is_faster():
-    lengths = [1000] * 10 + [100] * 90
+    lengths = [1000] * 10 + [600] * 90  # no two of which make a row
     asked = dict(lengths=lengths, method="lora", trainer="sft", global_batch=16, confirm=False)
     best = plan("qwen2.5-0.5b", "RTX 4090", **asked).best
     assert best.recipe.padding_free and best.recipe.attn_implementation == "flash_attention_2"
     padded = plan("qwen2.5-0.5b", "RTX 4090", attention="sdpa", **asked).best
-    assert not padded.recipe.padding_free and padded.epoch > best.epoch
-    assert padded.recipe.batch_size < 16  # the more samples, the longer the longest of them
+    assert not padded.recipe.joins and padded.epoch > best.epoch
     alike = plan("qwen2.5-0.5b", "RTX 4090", **asked | {"lengths": [1000] * 100}).best.recipe
     cut = plan("qwen2.5-0.5b", "RTX 4090", **asked, seq_len=500).best.recipe
     old = plan("qwen2.5-0.5b", "T4", **asked).best.recipe
-    assert not (alike.padding_free or cut.padding_free or old.padding_free)
+    assert not (alike.joins or cut.joins or old.joins)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "transformers"])
+def test_short_samples_are_packed_where_an_epoch_is_faster(trainer):
+    """A step keeps its samples, in fewer rows, and FlashAttention keeps those apart."""
+    lengths = [1000] * 10 + [100] * 90
+    asked = dict(lengths=lengths, method="lora", trainer=trainer, global_batch=16, confirm=False)
+    found = plan("qwen2.5-0.5b", "RTX 4090", **asked)
+    best = found.best
+    recipe = best.recipe
+    assert recipe.packing and recipe.trainer == "sft"
+    assert recipe.attn_implementation == "flash_attention_2"
+    # 19 rows of 100 samples: 3 rows have about 16
+    assert recipe.batch_size * recipe.gradient_accumulation_steps == 3
+    assert recipe.lengths is None or max(Counter(recipe.lengths).values()) >= 10
+    text = " ".join(str(found).split())
+    assert "FlashAttention keeps the samples of a row apart, 5.3 on average, 16 in a step" in text
+    without = next(
+        other for other in found.alternatives["lora"] if other.switch.startswith("without packing")
+    )
+    assert without.recipe.batch_size * without.recipe.gradient_accumulation_steps == 16
+    assert not without.recipe.packing and without.epoch > best.epoch
+    for card, asked_too in (("RTX 4090", {"attention": "sdpa"}), ("T4", {})):
+        apart = plan("qwen2.5-0.5b", card, **asked, **asked_too).best
+        assert not apart.recipe.packing and apart.epoch > best.epoch
+
+
+@pytest.mark.parametrize("count", [900, 2500])
+def test_rows_are_as_many_as_trl_packs(count):
+    draw = random.Random(count)
+    lengths = [min(700, int(draw.lognormvariate(4.5, 0.9)) + 1) for _ in range(count)]
+    question = Question("gpt2", "RTX 4090", lengths=lengths, seq_len=512, trainer="sft")
+    recipe = Recipe("gpt2", 1, 512, trainer="sft", packing=True)
+    rows = _packed(recipe, lengths)
+    if count <= 1000:
+        assert question.data.packed_rows == len(rows)
+    # What lies together in a thousand samples depends on their order.
+    assert question.data.packed_rows == pytest.approx(len(rows), rel=0.01)
+    row = question.data.packed_lengths(1, is_usual=False)
+    assert sum(row) == 512 and len(row) >= max(map(len, rows))
+    pairs = sum(sum(length**2 for length in row) for row in rows) / len(rows)
+    usual = question.data.packed_lengths(1, is_usual=True)
+    assert sum(length**2 for length in usual) == pytest.approx(pairs, rel=0.25)
+
+
+def test_an_epoch_of_narrow_rows_takes_no_less_than_to_issue_their_kernels():
+    asked = dict(
+        method="lora", global_batch=4, confirm=False, attention="sdpa", optims="adamw_torch"
+    )
+    lengths = [1024] + [4] * 999
+    found = plan("gpt2", "RTX 4090", lengths=lengths, **asked, checkpointing=False).best
+    steps = 1000 / 4
+    assert found.epoch >= steps * issuing(found.recipe, find_gpu("RTX 4090"))
+
+
+def test_packing_that_is_asked_for_says_what_keeps_samples_apart():
+    asked = dict(seq_len=128, method="lora", packing=True, trainer="sft", confirm=False)
+    asked |= dict(global_batch=2, attention="sdpa", checkpointing=False)
+    for model, said in (("gpt2", "a mask of tokens × tokens"), ("opt-125m", "another training")):
+        text = " ".join(str(plan(model, "RTX 4090", **asked)).split())
+        assert f"lora packed: {said}" in text
 
 
 @pytest.mark.slow
@@ -291,6 +355,43 @@ def test_activations_go_to_the_host_where_nothing_else_fits():
     assert any(
         advice.startswith("activation_offloading=True fits (SFTTrainer)") for advice in found.advice
     )
+
+
+def test_activations_go_to_the_host_where_a_method_has_no_other_answer(tmp_path):
+    deep = config(
+        "llama",
+        num_hidden_layers=8,
+        hidden_size=512,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1 << 17,
+    )
+    asked = dict(seq_len=1 << 17, method="lora", global_batch=1, trainer="sft")
+    asked |= dict(optims="adamw_torch_fused", precisions="bf16-mixed", attention="sdpa")
+    ends = Search(Question(deep, "RTX 4090", **asked)).ends
+    asked["memory"] = int(min(end.interval.low for end in ends)) - 1
+    found = plan(deep, "RTX 4090", **asked)
+    (choice,) = found.choices
+    recipe = choice.recipe
+    assert recipe.activation_offloading and recipe.gradient_checkpointing
+    assert choice.report.source == "simulated" and choice.tier in ("safe", "likely")
+    inputs = 8 * (1 << 17) * 512 * 2
+    assert choice.host >= inputs
+    text = " ".join(str(found).split())
+    assert f"lora: {choice.tier} with {choice.host / GiB:.1f} GiB of host memory free" in text
+    assert "activations offloaded: up to" in text
+    assert f"GiB to be {choice.tier}: batch 1 · bf16-mixed" in text
+    assert not found.better[0].recipe.activation_offloading
+    kept = step_time(recipe.replace(activation_offloading=False), "RTX 4090")
+    assert choice.time.high > kept.high and choice.time.seconds >= kept.seconds
+    last = dataclasses.replace(choice, recipe=recipe.replace(activation_offloading=False))
+    assert best_first([choice, last]) == [last, choice]
+    program = found.write(tmp_path / "train.py")[0].read_text()
+    assert "activation_offloading=torch.cuda.is_available()," in program
+    compile(program, "train.py", "exec")
+    for no in ({"confirm": False}, {"offload": False}, {"host_memory": inputs}):
+        assert not plan(deep, "RTX 4090", **asked | no).choices
 
 
 def test_packed_rows_of_the_trainer_are_said_to_have_no_mask():

@@ -48,8 +48,7 @@ UNREAD = {
         "the optimizer's own name says what it reads and writes": "optim_args foreach",
         "when memory is freed, not what is computed": "zero_grad set_to_none keep_outputs "
         "use_cache optimizer_in_backward empty_cache_steps",
-        "what is sent is the same": "rank wrap reshard_root memory_efficient_linear "
-        "activation_offloading",
+        "what is sent is the same": "rank wrap reshard_root memory_efficient_linear",
         "plan proposes no pipeline": "schedule micro_batches",
         "the estimate does not divide a sample's tokens": "cp_size",
     },

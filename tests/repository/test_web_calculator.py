@@ -16,10 +16,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlencode
 
+import grpo_table
 import pytest
 import web_calculator
 from typer.testing import CliRunner
-from vramlab import find_gpu, model_names, predict
+from vramlab import GiB, find_gpu, model_names, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.hardware.gpu import usable_memory
 from vramlab.interfaces.cli import app
@@ -646,3 +647,17 @@ def test_an_address_answers_for_what_it_says_or_not_at_all(page):
         answer = settle(page, f"location.hash = 'seq_len={number}'")
         same(answer, bridge.BEGIN | {"seq_len": number})
         assert page.locator("#calculator-seq_len").input_value() == str(number)
+
+
+def test_the_table_of_grpo_is_what_simulate_says():
+    answers = grpo_table.stored()["answers"]
+    assert list(answers) == list(grpo_table.MODELS)
+    model, engine, card = "qwen3-0.6b", "vLLM on a server", "RTX 4090"
+    report = simulate(grpo_table.recipe_of(model, engine), gpu=card)
+    assert answers[model][engine][card] == grpo_table.answer_of(report)
+    head, _, *rows = grpo_table.grpo_answers().partition("\n\n")[0].splitlines()
+    assert head.count("|") == rows[0].count("|") == len(grpo_table.CARDS) + 3
+    assert len(rows) == len(grpo_table.MODELS) * len(grpo_table.ENGINES)
+    likely = report.process.value / GiB
+    (row,) = [row for row in rows if row.startswith(f"| {model} | {engine} |")]
+    assert f"| {likely:.1f} {report.verdict} ({report.peak_phase}) |" in row

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import canonical
 import card_outputs
+import grpo_table
 import nbformat
 import settings
 import site_evidence
@@ -82,6 +83,7 @@ def assemble(
         "claims": site_pages.claims_page(verdicts, titles, tested),
         "usual": web_calculator.usual_answers(),
         "quick": web_calculator.quick_answers(),
+        "grpo": grpo_table.grpo_answers(),
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),

@@ -11,7 +11,7 @@ from real_ranks import assert_learned_alike, cases, differing, learned, when_ask
 from tiny_models import config
 from vramlab.base.errors import MissingExtra, RecipeError
 from vramlab.formulas.predict import predict
-from vramlab.planning.search_space import host_bytes
+from vramlab.planning.counted import host_bytes
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation.simulate import simulate

@@ -61,7 +61,9 @@ CASES |= {
     "padding-free sft lora": dict(
         MIXED, seq_len=64, method="lora", trainer="sft", changes={"padding_free": True}
     ),
-    "packed sft lora": dict(MIXED, method="lora", trainer="sft", packing=True),
+    "packed sft lora": dict(
+        MIXED, method="lora", trainer="sft", packing=True, lengths=[6] * 20 + [20] * 20
+    ),
 }
 QUICK = (
     "packed lora",
@@ -226,6 +228,17 @@ def test_a_program_with_repeated_keys_trains(base, tmp_path):
     )
     (seen,) = run_script(tmp_path, "--watch", steps=STEPS[:1])
     assert differing_dtypes(seen, simulated(recipe, 2)) == {}
+
+
+def test_activations_are_offloaded_where_there_is_a_card(base, tmp_path):
+    """TRL offloads from an accelerator; on a CPU the same program trains without."""
+    changes = {"activation_offloading": True, "gradient_checkpointing": True}
+    asked = dict(MIXED, method="lora", trainer="sft", changes=changes)
+    _, files = written(base, tmp_path, **asked)
+    program = files[0].read_text()
+    assert "activation_offloading=torch.cuda.is_available()," in program
+    assert "simulate(" in program
+    assert len(run_script(tmp_path, "--watch", steps=STEPS[:1])) == 1
 
 
 def test_ligers_kernels_are_on_where_there_is_a_card(base, tmp_path):

@@ -8,7 +8,7 @@ from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..planning.changes import DEFAULT_CARD, Change, cheapest
-from ..planning.search_space import counted_as, host_memory
+from ..planning.counted import counted_as, host_memory
 from ..planning.step_time import estimate
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe

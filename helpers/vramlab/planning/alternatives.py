@@ -11,7 +11,7 @@ from ..base.errors import RecipeError
 from ..formulas.fused_head import with_its_adapters
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
-from .candidate import SURE, Candidate
+from .candidate import SURE, Candidate, epoch_of
 from .question import Question
 from .search_space import micro_batches, sizes_of, with_micro_batch
 from .step_time import step_time
@@ -29,6 +29,7 @@ class Alternative:
         tier: the surest in which it fits.
         high: bytes of the process at most.
         tokens_per_second: likely ones.
+        epoch: seconds of one over the data set, where its lengths are known.
     """
 
     switch: str
@@ -36,11 +37,13 @@ class Alternative:
     tier: str
     high: float
     tokens_per_second: float
+    epoch: float | None = None
 
     def __str__(self) -> str:
         size = f"{self.tier}, at most {self.high / GiB:.2f}"
         rate = f"{self.tokens_per_second:,.0f} tokens/s"
-        return f"{self.switch}: {size}, {rate}, batch {self.recipe.batch_size}"
+        epoch = f", an epoch {self.epoch / 3600:,.2g} h" if self.epoch else ""
+        return f"{self.switch}: {size}, {rate}, batch {self.recipe.batch_size}{epoch}"
 
 
 def alternatives(answer: Candidate) -> Iterator[Alternative]:
@@ -57,13 +60,14 @@ def alternatives(answer: Candidate) -> Iterator[Alternative]:
         again = found.recipe.gradient_checkpointing
         if again != answer.recipe.gradient_checkpointing and "checkpointing" not in switch:
             switch += f", {'with' if again else 'without'} checkpointing"
-        time = step_time(found.rows[-1], found.question.gpu, found.question.link)
+        time = step_time(found.timed, found.question.gpu, found.question.link)
         yield Alternative(
             switch,
             found.recipe,
             next(tier for tier in SURE if found.fits(tier)),
             found.interval.high,
             time.tokens_per_second,
+            epoch_of(found.question, found.timed, time.parts),
         )
         count += 1
         if count == MOST:
@@ -81,6 +85,9 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
         alone["optim"] = "paged_adamw_8bit"
         alone["use_liger_kernel"] = question.liger_is_possible()
         yield f"on the card alone in {half}, which rounds small updates away", alone
+    if recipe.packing and not question.packing:
+        joins = question.can_be_joined()
+        yield "without packing", {"packing": False, "padding_free": joins}
     is_on_request = question.plain.trainer != "transformers"
     if recipe.trainer == "transformers":
         yield "with TRL's SFTTrainer", {**plain, "trainer": "sft", "packing": question.packing}
@@ -102,6 +109,10 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
 def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
     """Return the fastest recipe with these fields that is safe or likely to fit."""
     question = answer.question
+    if answer.recipe.packing and not fields.get("packing", True):
+        # A sample is a row again.
+        whole = {"batch_size": question.samples_per_gpu, "gradient_accumulation_steps": 1}
+        fields = fields | whole
     possible = []
     for checkpointing in question.checkpointing:
         turned = {"gradient_checkpointing": checkpointing} | fields

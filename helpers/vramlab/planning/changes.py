@@ -9,16 +9,13 @@ from typing import Any
 from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
-from ..hardware.overhead import expandable
 from ..recipe.knobs import knobs
 from ..recipe.options import TRL, Quantization
-from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import Report, format_bytes, unit_for
-from .candidate import Candidate, simulate_briefly
+from .counted import counted_as
 from .question import LIGER_SINCE, RANK, Question
 from .search import Search
-from .search_space import counted_as, least_bytes
 from .step_time import estimate
 
 Fields = dict[str, Any]  # of a recipe or a question: names and their new values
@@ -28,7 +25,6 @@ LEAST_SAVED = 0.01  # of the peak: less is no help
 LEAST_SLOWER = 0.02  # of the step: less is not said
 SHORTEST = 64  # tokens
 MOST_GPUS = 1024
-OFFLOADED_LAYERS = 48  # that are simulated one by one, half a minute
 
 
 @dataclass(frozen=True)
@@ -146,12 +142,13 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield {"seq_len": recipe.seq_len // 2}, False
 
 
-def advise(question: Question) -> Iterator[str]:
+def advise(question: Question, offloaded: bool = False) -> Iterator[str]:
     """Say the least change of each kind that makes something fit.
 
     The kinds are method, trainer, offload, sequences, GPUs and card. Of recipes that differ in
     checkpointing alone, only the lighter is tried. Where a rule refused all recipes, no memory is
-    missing, and what is under another rule comes alone.
+    missing, and what is under another rule comes alone. Activations were `offloaded` already where
+    that is no advice.
     """
     question = dataclasses.replace(question, checkpointing=(max(question.checkpointing),))
     refused = not Search(question).candidates
@@ -163,37 +160,20 @@ def advise(question: Question) -> Iterator[str]:
             yield sentence
     if refused and fits_elsewhere:
         return
-    with contextlib.suppress(RecipeError):
+    if not offloaded:
         yield from _with_offloaded_activations(question)
     for changes in _wider(question):
         yield from _first_fit(question, changes)
 
 
 def _with_offloaded_activations(question: Question) -> Iterator[str]:
-    """Say whether SFTTrainer's lightest recipe fits with its activations in host memory.
-
-    The formulas do not know that, so it is simulated.
-    """
-    # `activation_offloading` is TRL's, and SFTTrainer trains what the plain Trainer does.
-    trainers = {question.plain.trainer, *question.trainers()}
-    if question.gpus > 1 or not question.offload or not trainers & {"transformers", "sft"}:
-        return
-    changed = dataclasses.replace(question, trainer="sft", checkpointing=(True,), offload=False)
-
-    def bound(candidate: Candidate) -> int:
-        return candidate.bound("safe")
-
-    lightest = min(Search(changed).ends, key=bound, default=None)
-    if lightest is None or least_bytes(lightest.recipe) > question.usable:
-        return
-    recipe = lightest.recipe.replace(activation_offloading=True)
-    simulated = simulate_briefly(recipe, question, deepest=OFFLOADED_LAYERS)
-    if isinstance(simulated, str):
-        return
-    inside = expandable(max(simulated.allocated or 0, simulated.peak.total), 1.0)
-    process = inside + context_of(recipe, question.gpu)
-    if process.high <= question.usable:
-        yield f"activation_offloading=True fits (SFTTrainer): {recipe}"
+    """Say what fits with its activations in host memory, which is simulated."""
+    search = Search(question)
+    for method in question.methods:
+        found, tier = search.offloaded(method)
+        if found and tier == "safe":
+            yield f"activation_offloading=True fits (SFTTrainer): {found.recipe}"
+            return
 
 
 def _first_fit(

@@ -352,7 +352,7 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         choices=tuple(choices),
         alternatives=others,
         better=tuple(better),
-        advice=() if choices or not is_last else tuple(advise(question)),
+        advice=() if choices or not is_last else tuple(advise(question, search.offloads)),
         refused=_refused(search),
         considered=len(search.candidates),
         predicted=search.predicted,

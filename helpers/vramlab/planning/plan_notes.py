@@ -3,14 +3,15 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from ..report.report import format_bytes
 from .candidate import Choice, epoch_of, is_as_fast
+from .counted import counted_as
 from .question import Question
-from .search_space import counted_as
-from .step_time import walk
+from .step_walk import walk
 
 LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 
@@ -28,6 +29,9 @@ def notes_on_question(
     if question.packing and any(choice.recipe.trainer == "transformers" for choice in choices):
         joined = "the samples of a row attend to those before them, as in transformers' run_clm.py"
         yield f"packing: {joined}; SFTTrainer's keeps them apart (--trainer sft)"
+    for choice in choices:
+        if choice.recipe.packing:
+            yield f"{choice.method} packed: {_about_packing(question, choice.recipe)}"
     if question.lengths:
         yield _about_lengths(question, question.lengths)
         if choices and question.plain.trainer in ("transformers", "sft"):
@@ -92,12 +96,28 @@ def _about_lengths(
     return f"data: {len(lengths):,} samples of {tokens}{rest}"
 
 
+def _about_packing(question: Question, recipe: Recipe) -> str:
+    """Return what keeps the samples of a row apart, and how many a step has."""
+    if recipe.attn_implementation == "flash_attention_2":
+        apart = "FlashAttention keeps the samples of a row apart"
+    elif family_of(recipe.shape).own_mask:
+        apart = "another training: the samples of a row attend to those before them"
+    else:
+        apart = "a mask of tokens × tokens keeps the samples of a row apart (TRL names "
+        apart += "FlashAttention alone)"
+    if not question.lengths:
+        return apart
+    per_row = len(question.lengths) / question.data.packed_rows
+    rows = recipe.batch_size * recipe.gradient_accumulation_steps * question.gpus
+    return f"{apart}, {per_row:.1f} on average, {rows * per_row:,.0f} in a step"
+
+
 def _packed(choice: Choice, question: Question) -> str:
     """Return how much faster an epoch of `choice` would be with packed rows.
 
     That is "" where padding is less than a tenth of the rows.
     """
-    if question.packing or choice.epoch is None:
+    if question.packing or choice.recipe.packing or choice.epoch is None:
         return ""
     # Joined rows and packed ones exclude each other; only SFTTrainer packs by itself.
     recipe = unchecked(

@@ -27,7 +27,8 @@ from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.report import installed, repository
-from .search_space import counted_as, to_install
+from .counted import counted_as
+from .search_space import to_install
 from .source_text import Code, docstring, identifier, literal
 
 Arguments = dict[str, Any]
@@ -241,7 +242,7 @@ def words(recipe: Recipe) -> str:
         "",
         1,
     )
-    return f"{text} · padded" if recipe.lengths else text
+    return f"{text} · padded" if recipe.lengths and not recipe.packing else text
 
 
 def _names(program: str) -> set[str]:
@@ -298,8 +299,9 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
         config["zero_optimization"] = config["zero_optimization"] | saves
     if "fsdp_config" in arguments:  # one rank reads the weights, the others get their shards
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
-    if "use_liger_kernel" in arguments:  # Triton compiles for no CPU
-        arguments["use_liger_kernel"] = Code("torch.cuda.is_available()")
+    # Triton compiles for no CPU, and TRL offloads from an accelerator.
+    for name in {"use_liger_kernel", "activation_offloading"} & arguments.keys():
+        arguments[name] = Code("torch.cuda.is_available()")
     if arguments.get("max_length"):
         arguments["max_length"] = Code("TOKENS")
     return arguments, config
@@ -314,7 +316,12 @@ def _unseen(recipe: Recipe) -> Arguments:
         unseen["precision"] = recipe.precision
     if recipe.lengths:
         shortest = int(recipe.lengths[-1])
-        unseen["lengths"] = Code(f"(TOKENS,) * {recipe.batch_size - 1} + ({shortest},)")
+        lengths = f"(TOKENS,) * {recipe.batch_size - 1} + ({shortest},)"
+        if recipe.packing:  # each row has as many samples as any of the data set
+            times = len(recipe.lengths) // recipe.batch_size - 1
+            row = f"({int(recipe.lengths[0])},) + ({shortest},) * {times}"
+            lengths = f"({row}) * {recipe.batch_size}"
+        unseen["lengths"] = Code(lengths)
     default = Recipe(
         recipe.model,
         # one rank samples a group; several may share it

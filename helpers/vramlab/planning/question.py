@@ -27,6 +27,7 @@ from ..recipe.recipe import (
 )
 from ..recipe.samples import check_lengths
 from ..report.report import TIERS
+from .data_rows import DataRows
 
 METHODS = ("full", "lora", "qlora")
 UNITS = {
@@ -187,7 +188,10 @@ class Question:
     )
     packing: bool = knob(
         False,
-        help="Fill rows of seq_len tokens with several samples.",
+        help=(
+            "Fill rows of seq_len tokens with several samples. With known lengths SFTTrainer's "
+            "packing is tried by itself."
+        ),
         option=True,
     )
     link: float | None = knob(
@@ -224,9 +228,8 @@ class Question:
         # Those in which an answer is looked for, in this order.
         self.tiers = (self.tier,) if self.tier else tuple(TIERS)
         self.usable = self._usable()  # bytes of one card that a process can have
-        # By samples drawn, since a search asks for the same few over and over.
-        self._widths: dict[int, float] = {}
         self.plain = self._plain()
+        self.data = DataRows(self.lengths or (), self.plain.seq_len)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -336,18 +339,26 @@ class Question:
         """Return the trainers to try.
 
         SFTTrainer, whose loss makes no logits, is tried too where Liger's kernels do not run, as
-        under FSDP and DeepSpeed. It launches kernels of Triton's too
-        (trl/kernels/chunked_logprob.py).
+        under FSDP and DeepSpeed, and where it can put several samples into a row. It launches
+        kernels of Triton's too (trl/kernels/chunked_logprob.py).
         """
-        shape = self.plain.shape
         trainer = self.plain.trainer
-        if self.gpu.compute_capability < LIGER_SINCE:
+        if trainer == "sft" or not (self.liger and self.may_use_sft()):
             return (trainer,)
-        is_possible = self.liger and trainer == "transformers" and shape.task == "causal-lm"
-        has_other = self.gpus == 1 and self.liger_is_possible()
-        if is_possible and not has_other and not shape.image_tokens:
-            return (trainer, "sft")
-        return (trainer,)
+        is_of_use = self.can_share_rows() or not self.liger_replaces_trl()
+        return (trainer, "sft") if is_of_use else (trainer,)
+
+    def may_use_sft(self) -> bool:
+        """Tell whether SFTTrainer trains what is asked, and its loss's kernels run on the card."""
+        if self.plain.trainer == "sft":
+            return True
+        is_text = self.plain.shape.task == "causal-lm" and not self.plain.shape.image_tokens
+        runs = self.gpu.compute_capability >= LIGER_SINCE
+        return is_text and runs and self.plain.trainer == "transformers"
+
+    def liger_replaces_trl(self) -> bool:
+        """Tell whether Liger's kernels run wherever SFTTrainer's loss would be tried."""
+        return self.gpus == 1 and self.liger_is_possible()
 
     def can_be_joined(self) -> bool:
         """Tell whether the samples of a micro-batch may become one row.
@@ -362,27 +373,34 @@ class Question:
         has_flash = self.gpu.compute_capability >= FLASH_SINCE
         return has_flash and self.plain.shape.task == "causal-lm"
 
-    def mean_width(self, drawn: int) -> float:
-        """Return the mean tokens of the longest of `drawn` samples, drawn at random."""
-        if drawn not in self._widths:
-            lengths = self.lengths or ()
-            count = len(lengths)
-            parts = []
-            # Sorted, the sample `rank` is the longest where all are among the first rank + 1, but
-            # not all among the first `rank`.
-            for rank, length in enumerate(lengths):
-                probability = ((rank + 1) / count) ** drawn - (rank / count) ** drawn
-                parts.append(min(length, self.plain.seq_len) * probability)
-            self._widths[drawn] = sum(parts)
-        return self._widths[drawn]
+    def can_share_rows(self) -> bool:
+        """Tell whether SFTTrainer may put several samples into one row, unasked."""
+        return self.can_be_joined() or self.can_be_packed()
 
-    def lengths_of(self, size: int) -> tuple[int, ...] | None:
-        """Return the lengths of the highest padded micro-batch of `size` samples.
+    def can_be_packed(self) -> bool:
+        """Tell whether packing, which is not asked for, would make fewer rows.
 
-        That is the longest, and a shorter one; None where none is padded.
+        FlashAttention keeps the samples of a row apart: TRL tells it where they end.
+        """
+        shape = self.plain.shape
+        is_sft = self.plain.trainer in ("transformers", "sft")
+        if not self.lengths or self.packing or not is_sft or shape.image_tokens:
+            return False
+        has_flash = self.gpu.compute_capability >= FLASH_SINCE
+        is_causal = has_flash and shape.task == "causal-lm"
+        return is_causal and self.data.packed_rows < len(self.lengths)
+
+    def lengths_of(self, recipe: Recipe) -> tuple[int, ...] | None:
+        """Return the lengths of the samples in the highest micro-batch of `recipe`.
+
+        Of padded rows those are the longest, and a shorter one; of packed rows as many samples as
+        any row has. None where none is padded, or what is packed is not known.
         """
         plain = self.plain
         shape = plain.shape
+        size = recipe.batch_size
+        if recipe.packing and self.lengths:
+            return self.data.packed_lengths(size, is_usual=False)
         if size <= 1 or plain.trainer not in ("transformers", "sft"):
             return None
         if self.packing or shape.image_tokens or shape.num_decoder_layers:

@@ -4,14 +4,18 @@ Recipes are tried in the order of their estimated time, until enough are found. 
 states and saved activations alone are too large is dropped without a prediction.
 """
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator
 from itertools import groupby, takewhile
 
+from ..base.errors import RecipeError
+from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
-from .candidate import WAYS, Candidate, Kind, confirm
+from .candidate import TIGHT, WAYS, Candidate, Kind, confirm
+from .counted import has_room
 from .question import Question
 from .search_space import (
     EFFORTS,
@@ -32,6 +36,7 @@ class Search:
     Attributes:
         candidates: its recipes.
         ends: of each family those that take the least memory.
+        offloads: whether it looked for answers with offloaded activations.
         refused: by method why there are no others.
     """
 
@@ -42,20 +47,20 @@ class Search:
         for method, sentences in self.refused.items():
             ways += families(question, method, sentences)
         batches = micro_batches(question)
-        self.candidates = []
+        self.candidates: list[Candidate] = []
+        self.ends: list[Candidate] = []
+        self.offloads = False
         for number, way in enumerate(ways):
-            for size in sizes_of(way, batches):
-                recipe = with_micro_batch(way, size)
-                self.candidates.append(Candidate(question, recipe, number))
-        # Memory is least at either end: the whole batch at once accumulates no gradients. The
-        # second of two micro-batches alone is reduced as it comes, which saves a tied head's third
-        # gradient.
-        self.ends = []
-        for candidate in self.candidates:
-            recipe = candidate.recipe
-            is_end = recipe.batch_size in (batches[0], batches[-1])
-            if is_end or recipe.gradient_accumulation_steps == 2:
-                self.ends.append(candidate)
+            sizes = sizes_of(way, batches)
+            for size in sizes:
+                candidate = Candidate(question, with_micro_batch(way, size), number)
+                self.candidates.append(candidate)
+                # Memory is least at either end: the whole batch at once accumulates no gradients.
+                # The second of two micro-batches alone is reduced as it comes, which saves a tied
+                # head's third gradient.
+                steps = candidate.recipe.gradient_accumulation_steps
+                if size in (sizes[0], sizes[-1]) or steps == 2:
+                    self.ends.append(candidate)
         self._ordered: dict[Kind, list[Candidate]] = {}
         self._waiting: dict[Kind, list[tuple[tuple, Candidate]]] = {}
 
@@ -114,13 +119,61 @@ class Search:
         """
         methods = self.question.methods
         answers = {method: self.answer(method) for method in methods}
+        self.offloads = confirmed
         # A candidate of one search is never simulated twice.
         untried = [answer for answer, _ in answers.values() if answer and not answer.tried]
         if confirmed and untried:
             # All at once first, for they run beside each other.
             confirm(untried, tell)
             answers = {method: self.answer(method, confirmed) for method in methods}
+        for method, (answer, tier) in list(answers.items()):
+            # What is only tight is no answer while there is another.
+            if confirmed and (answer is None or tier in TIGHT):
+                offloaded, sure = self.offloaded(method)
+                if offloaded and (answer is None or sure not in TIGHT):
+                    answers[method] = offloaded, sure
         return answers
+
+    def offloaded(self, method: str) -> tuple[Candidate | None, str]:
+        """Return what fits with its activations in the host's memory, and the tier it does in.
+
+        That is simulated: the lightest of SFTTrainer's recipes that keep small updates, else the
+        lightest of all.
+        """
+        question = self.question
+        nothing = None, question.tiers[-1]
+        # `activation_offloading` is TRL's, and SFTTrainer trains what the plain Trainer does.
+        if question.gpus > 1 or not question.offload or not question.may_use_sft():
+            return nothing
+        again = max(question.checkpointing)
+        try:
+            changed = dataclasses.replace(
+                question,
+                trainer="sft",
+                checkpointing=(again,),
+                offload=False,
+                method=method,
+            )
+            ends = Search(changed).ends
+        except RecipeError:
+            return nothing
+        light = [end for end in ends if least_bytes(end.recipe) <= question.usable]
+        light.sort(key=lambda end: end.bound(question.tiers[0]))
+        for sound in (True, False):
+            lightest = next((end for end in light if end.kind[1] is sound), None)
+            if lightest is None:
+                continue
+            recipe = unchecked(lightest.recipe, activation_offloading=True)
+            if not has_room(question, recipe):
+                continue
+            candidate = Candidate(lightest.question, recipe, lightest.family)
+            if candidate.report is None:
+                continue
+            confirm([candidate])
+            for tier in question.tiers:
+                if candidate.simulated and candidate.fits(tier):
+                    return candidate, tier
+        return nothing
 
     def answer(
         self,
@@ -152,9 +205,9 @@ class Search:
     ) -> Candidate | None:
         """Return what is faster than `answer` and lacks the least in `tier`, at most NEAR.
 
-        Without an answer that is what lacks least.
+        Without an answer, or with activations offloaded, that is what lacks least.
         """
-        if answer is None:
+        if answer is None or answer.recipe.activation_offloading:
             return self.nearest(method, tier)
         limit = answer.rank[0] * FASTER
         faster = takewhile(lambda one: one.rank[0] < limit, self.ordered(answer.kind))

@@ -8,17 +8,14 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from math import prod
 from typing import Any
 
 from ..base.errors import RecipeError
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
-from ..formulas.loading import loaded_on_host
 from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
-from ..recipe import liger, lora_modules
+from ..recipe import liger
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import has_experts, unquantized
 from ..recipe.options import (
@@ -28,16 +25,14 @@ from ..recipe.options import (
     REPEATED,
     TRL,
     Loop,
-    LoRA,
     Quantization,
     Sharding,
 )
-from ..recipe.recipe import LATER_OF_LORA, Recipe
-from ..recipe.shapes import Shape
+from ..recipe.recipe import Recipe
 from ..report.report import format_bytes
+from .counted import activations_on_host, counted_as, has_room, host_bytes
 from .question import FLASH_SINCE, Question, without_rollouts
-from .step_time import walk
-from .step_traffic import paged_bytes
+from .step_walk import walk
 
 SHARDED_OPTIMS = ("adamw_torch_fused", "adamw_torch")  # bitsandbytes does not update shards
 # Precisions to try by method, "half" being the card's. Full training in fp16-true only on request:
@@ -51,7 +46,8 @@ PRECISIONS_OF = {
 PREFERRED = ("sdpa", REPEATED, "eager", "flash_attention_2")
 # What a recipe may go without to take less memory, the best first: nothing; clipping and
 # accumulation, where weights are updated in the backward pass; time, where it waits for the host.
-EFFORTS = ("", "in_backward", "offload")
+# What backward needs goes there only where a method has no other answer.
+EFFORTS = ("", "in_backward", "offload", "activations")
 # Part of the saved activations interpolated from two micro-batches: rounding of blocks is not
 # affine.
 SURE = 0.98
@@ -61,9 +57,13 @@ ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}
 
 def micro_batches(question: Question) -> tuple[int, ...]:
     """Return the possible micro-batches, largest first."""
-    samples = question.samples_per_gpu
-    sizes = range(samples, question.plain.batch_size - 1, -1)
-    return tuple(size for size in sizes if samples % size == 0)
+    return _divisors(question.samples_per_gpu, question.plain.batch_size)
+
+
+def _divisors(number: int, least: int = 1) -> tuple[int, ...]:
+    """Return the divisors of `number` from `least` on, largest first."""
+    sizes = range(number, least - 1, -1)
+    return tuple(size for size in sizes if number % size == 0)
 
 
 def families(
@@ -85,20 +85,20 @@ def families(
     options = _options(question, method)
     for values in itertools.product(*options.values()):
         fields = dict(zip(options, values, strict=True))
-        if not _is_tried(fields):
+        if not (_is_tried(fields) and _joins_as_tried(question, fields)):
             continue
         # The dtype and the rows follow from what is chosen.
         fields |= _implied(question, method, fields)
         try:  # the model, the base or the trainer cannot have it
-            family = question.plain.replace(**fixed, **fields)
+            family = question.plain.replace(**fixed | fields)
             with_its_adapters(without_rollouts(family))
         except RecipeError as error:
             refused.append(f"{error.field} {error.value!r}: {error.allowed}")
             continue
-        if question.host_memory is None or host_memory(family) <= question.host_memory:
+        if has_room(question, family):
             yield family
         else:
-            size = format_bytes(question.host_memory, digits=2)
+            size = format_bytes(question.host_memory or 0, digits=2)
             refused.append(f"what the host has to hold is more than its {size}")
 
 
@@ -125,6 +125,7 @@ def _options(
         "loop": _loops(question, method),
         "optim": question.optims,
         "attn_implementation": _kernels(question),
+        "packing": (False, True) if question.can_be_packed() else (question.packing,),
         "precision": question.precisions or _precisions(question.gpu, method),
         "quantization": bases,
     }
@@ -150,11 +151,31 @@ def _implied(
     if method == "lora" and half:
         # Autocast over a frozen fp32 base would cast it anew in every step.
         implied["dtype"] = half
-    if fields["trainer"] == "sft":
+    packs = fields["packing"] and fields["trainer"] == "sft"
+    implied["packing"] = packs
+    if packs and not question.packing:
+        # A step has about as many samples as without packing, in fewer rows.
+        implied["batch_size"] = question.data.packed_in_step(question.samples_per_gpu)
+    elif fields["trainer"] == "sft":
         is_flash = fields["attn_implementation"] == "flash_attention_2"
-        implied["packing"] = question.packing
         implied["padding_free"] = is_flash and question.can_be_joined()
     return implied
+
+
+def _joins_as_tried(question: Question, fields: dict[str, Any]) -> bool:
+    """Tell whether a combination, by its rows, is not another one under a second name."""
+    is_sft = fields["trainer"] == "sft"
+    is_flash = fields["attn_implementation"] == "flash_attention_2"
+    packs = fields["packing"]
+    if packs and not question.packing and not (is_sft and is_flash):
+        return False  # SFTConfig: joined rows are "only supported with the FlashAttention 2 or 3"
+    if is_sft and (packs or (is_flash and question.can_be_joined())):
+        return True
+    if is_flash and "sdpa" in question.attention:
+        return False  # sdpa takes that kernel by itself
+    # SFTTrainer is tried for its loss, or for its rows alone.
+    is_added = is_sft and question.plain.trainer != "sft"
+    return not (is_added and question.liger_replaces_trl())
 
 
 def _kernels(question: Question) -> list[str]:
@@ -163,7 +184,7 @@ def _kernels(question: Question) -> list[str]:
     flash-attn's own is for rows of which each is several samples, and on request.
     """
     has_flash = question.gpu.compute_capability >= FLASH_SINCE
-    joins = question.can_be_joined() and "sft" in question.trainers()
+    joins = "sft" in question.trainers() and question.can_share_rows()
     left_out = set()
     if has_flash:  # from Ampere on sdpa has a kernel for shared keys
         left_out.add(REPEATED)
@@ -177,36 +198,6 @@ def _kernels(question: Question) -> list[str]:
     return sorted(kernels, key=PREFERRED.index)
 
 
-def counted_as(recipe: Recipe) -> Recipe:
-    """Return the recipe by which formulas count.
-
-    Adapters that they do not know stand as plain ones on all linear layers, what is sampled as
-    given.
-    """
-    recipe = without_rollouts(recipe)
-    if recipe.peft:
-        return unchecked(recipe, lora=LoRA(target_modules="all-linear"), peft=None)
-    lora = recipe.lora
-    if lora is None or not _is_unknown(recipe.shape, lora):
-        return recipe
-    plain = dataclasses.replace(
-        lora,
-        target_modules="all-linear",
-        use_dora=False,
-        lora_bias=False,
-        target_parameters=None,
-    )
-    return unchecked(recipe, lora=plain)
-
-
-@lru_cache(maxsize=64)
-def _is_unknown(shape: Shape, lora: LoRA) -> bool:
-    """Tell whether no formula knows these adapters."""
-    if any(getattr(lora, name) for name in LATER_OF_LORA):
-        return True
-    return lora_modules.differ_by_layer(shape, lora) or lora_modules.adapts_experts(shape, lora)
-
-
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
     """Return the family's recipe with micro-batches of `size` samples.
 
@@ -217,10 +208,14 @@ def with_micro_batch(family: Recipe, size: int) -> Recipe:
 
 
 def sizes_of(family: Recipe, sizes: Sequence[int]) -> Sequence[int]:
-    """Return those micro-batches of `sizes`, largest first, that the family can have."""
+    """Return those micro-batches of `sizes`, largest first, that the family can have.
+
+    Where several samples are a row, they are of the fewer rows.
+    """
     if family.loop.optimizer_in_backward:
         return sizes[:1]  # no gradient survives to accumulate
-    return sizes
+    rows = family.batch_size * family.gradient_accumulation_steps
+    return sizes if rows == sizes[0] else _divisors(rows)
 
 
 def method_of(recipe: Recipe) -> str:
@@ -228,36 +223,6 @@ def method_of(recipe: Recipe) -> str:
     if recipe.quantization:
         return "qlora"
     return "lora" if recipe.adapters else "full"
-
-
-def host_bytes(recipe: Recipe) -> int:
-    """Return the bytes that all ranks together offload to the host's memory or may page there."""
-    sharding = recipe.sharding
-    if not (sharding and sharding.offload):
-        return paged_bytes(recipe)
-    computed = recipe
-    moved = model_states.optimizer_state_bytes(recipe)
-    if sharding.engine == "deepspeed":
-        # fp32 weights with their gradients beside the states, and a buffer for what the device
-        # sends or gets: gradients at stage 3 (zero/stage3.py, grad_partitions_flat_buffer), weights
-        # below (zero/stage_1_and_2.py, param_buffer_of_bit16_for_cpu_offload_groups)
-        computed = model_states.compute_recipe(recipe)
-        rows = [row for row in model_states.parameter_table(recipe) if row.trained]
-        numbers = sum(row.count * prod(row.shape) for row in rows)
-        moved += 2 * model_states.FP32 * numbers
-    moved += model_states.gradient_bytes(computed)
-    if sharding.offload == "parameters":
-        moved += model_states.parameter_bytes(computed)
-    return moved
-
-
-def host_memory(recipe: Recipe) -> int:
-    """Return the bytes of host memory that all ranks together need.
-
-    That is for the weights while they load, then for what is there.
-    """
-    counted = counted_as(recipe)
-    return max(loaded_on_host(counted), host_bytes(counted))
 
 
 def is_sound(recipe: Recipe) -> bool:
@@ -271,6 +236,8 @@ def is_sound(recipe: Recipe) -> bool:
 
 def effort_of(recipe: Recipe) -> str:
     """Return what `recipe` goes without to take less: one of `EFFORTS`."""
+    if recipe.activation_offloading:
+        return "activations"
     if recipe.sharding and recipe.sharding.offload:
         return "offload"
     return "in_backward" if recipe.loop.optimizer_in_backward else ""
@@ -291,6 +258,9 @@ def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
     if recipe.optim.startswith("paged"):
         size = format_bytes(host_bytes(counted_as(recipe)), digits=2)
         yield f"paged states: {size} of host memory when the card is full"
+    if recipe.activation_offloading:
+        size = format_bytes(activations_on_host(recipe), digits=2)
+        yield f"activations offloaded: up to {size} of host memory, pinned"
     yield from unquantized(recipe)
     sharding = recipe.sharding
     if sharding and sharding.offload:
@@ -317,7 +287,8 @@ def without_switches(
     card: Gpu,
 ) -> dict[str, int]:
     """Return by switch that is on in `recipe` what leaving it out adds to the predicted peak."""
-    if recipe.rollouts:  # the peak may be where it samples
+    if recipe.rollouts or recipe.activation_offloading:
+        # The peak may be where it samples, or is none of the formulas'.
         return {}
     recipe = counted_as(recipe)
     before = predict(recipe, card).peak.total
@@ -336,11 +307,10 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "Liger's kernels", {"use_liger_kernel": False}
     if recipe.trainer == "sft":
         fields = {"trainer": "transformers", "packing": False, "padding_free": False}
-        yield "SFTTrainer's loss", fields
+        rows = None if recipe.packing else recipe.lengths
+        yield "SFTTrainer's loss", {**fields, "lengths": rows}
     if recipe.gradient_checkpointing:
         yield "checkpointing", {"gradient_checkpointing": False}
-    if recipe.activation_offloading:
-        yield "offloaded activations", {"activation_offloading": False}
     if recipe.loop.optimizer_in_backward:
         yield "updates in the backward pass", {"loop": "trainer"}
     if "8bit" in recipe.optim:
@@ -431,13 +401,15 @@ def _shardings(question: Question) -> Iterator[Sharding | None]:
 def _is_tried(fields: dict[str, Any]) -> bool:
     """Tell whether a combination runs, is known, and is not another one under a second name."""
     sharding = fields["sharding"]
+    if fields["use_liger_kernel"] and fields["trainer"] == "sft":
+        return False  # TRL's own loss makes no logits either
     if fields["loop"].optimizer_in_backward:
         # The loss scaler divides and checks gradients that are gone by then.
         other = sharding or fields["trainer"] != "transformers"
         return not other and not fields["precision"].startswith("fp16")
     if sharding is None:
         return True
-    if fields["use_liger_kernel"] and (sharding.engine != "ddp" or fields["trainer"] == "sft"):
+    if fields["use_liger_kernel"] and sharding.engine != "ddp":
         return False  # beside adapters FSDP leaves the head's weight cut: `recipe.liger`
     if sharding.engine == "deepspeed" and fields["precision"].endswith("-true"):
         # DeepSpeed keeps fp32 copies of half-precision weights either way: that is "-mixed", in no

@@ -25,20 +25,18 @@ import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from typing import NamedTuple
 
 from ..base.errors import RecipeError
-from ..formulas.account import Account
-from ..formulas.fused_head import with_its_adapters
-from ..formulas.model_states import Settings
-from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
+from ..hardware.gpu import Gpu, GpuError, find_gpu
+from ..hardware.links import PCIE_SHARE, pcie_bandwidth
 from ..measurement.records import load, measurements_folder
-from ..recipe import liger
-from ..recipe.options import FUSED, LOOPS, LoRA
-from ..recipe.recipe import LEAST_BATCH, Recipe
+from ..recipe.knobs import unchecked
+from ..recipe.options import FUSED, LoRA
+from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .rates import ASSUMED, BASIS, RATES, SPREAD, SPREAD_ELSEWHERE, USUAL
 from .step_traffic import optimizer_traffic, waiting_tensors, waits
+from .step_walk import Walk, walk
 
 Range = tuple[float, float, float]  # likely, least, most
 
@@ -48,7 +46,8 @@ WAITING_TENSOR = 160e-6  # seconds, σ
 
 # The part of the computing time that hides communication, for the likely, the least and the most.
 HIDDEN = (0.5, 1.0, 0.0)
-WAITS = ("links", "host")
+HIDES = ("links", "copies")  # on a stream of their own
+WAITS = (*HIDES, "host")
 FEW = 5  # records, below which their spread says little
 FORMS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -59,7 +58,8 @@ class StepTime:
 
     Attributes:
         parts: "matmuls", "attention" (in a fused kernel), "memory", "launches" (what issuing takes
-            longer than computing), "optimizer", "links" that are not hidden, "host".
+            longer than computing), "optimizer", "links" and "copies" of activations that are not
+            hidden, "host".
         tokens: that all ranks together read in the step.
         basis: what the figure rests on, one sentence.
     """
@@ -101,7 +101,7 @@ def step_time(
     card.require(recipe.precision)
     factors, basis = calibration(card.name)
     computed = _computed(recipe, card)
-    waited = waits(recipe, card, link)
+    waited = _waited(recipe, card, link)
     parts = []
     for which, factor in enumerate(factors):
         parts.append(_with_waits(computed, waited, which, factor))
@@ -132,7 +132,7 @@ def estimate(
     """
     return _with_waits(
         _computed(recipe, card),
-        waits(recipe, card, link, pages),
+        _waited(recipe, card, link, pages),
         0,
         1.0,
     )
@@ -161,11 +161,36 @@ def _computed(
         "memory": times * TRANSFERS * walked.written / bandwidth,
         "optimizer": optimizer_traffic(recipe) / bandwidth,
     }
-    issuing = times * walked.kernels * rates.issue
     # The host issues kernels while others run, so only what takes it longer counts.
-    parts["launches"] = max(0.0, issuing - sum(parts.values()))
+    parts["launches"] = max(0.0, issuing(recipe, card) - sum(parts.values()))
     parts["optimizer"] += WAITING_TENSOR * waiting_tensors(recipe)
     return parts
+
+
+def _waited(
+    recipe: Recipe,
+    card: Gpu,
+    link: float | None,
+    pages: bool = True,
+) -> dict[str, Range]:
+    """Return the seconds by what is waited for: `waits`, and offloaded activations' "copies".
+
+    Those go to the host in forward and come back in backward.
+    """
+    seconds = waits(unchecked(recipe, activation_offloading=False), card, link, pages)
+    if recipe.activation_offloading:
+        moved = 2 * recipe.gradient_accumulation_steps * walk(recipe, card.chip).kept
+        pcie = pcie_bandwidth(card.pcie)
+        likely, least, most = (moved / (pcie * share) for share in PCIE_SHARE)
+        seconds["copies"] = (likely, least, most)
+    return seconds
+
+
+def issuing(recipe: Recipe, card: Gpu) -> float:
+    """Return the seconds in which the host issues the kernels of a step, however wide rows are."""
+    rates = RATES.get(card.name, USUAL)
+    kernels = walk(recipe, card.chip).kernels
+    return recipe.gradient_accumulation_steps * kernels * rates.issue
 
 
 def _with_waits(
@@ -182,14 +207,14 @@ def _with_waits(
     parts = {name: factor * seconds for name, seconds in computed.items()}
     hides = HIDDEN[which] * (sum(parts.values()) - parts["optimizer"])
     for name, seconds in waited.items():
-        hidden = min(seconds[which], hides) if name == "links" else 0.0
+        hidden = min(seconds[which], hides) if name in HIDES else 0.0
         parts[name] = seconds[which] - hidden
     return parts
 
 
 def operations(
     recipe: Recipe,
-    walked: "Walk",
+    walked: Walk,
 ) -> dict[str, int]:
     """Return by format the floating-point operations of one micro-batch's matrix products.
 
@@ -231,7 +256,7 @@ def operations(
     return {name: count for name, count in counts.items() if count}
 
 
-def attention_operations(recipe: Recipe, walked: "Walk") -> int:
+def attention_operations(recipe: Recipe, walked: Walk) -> int:
     """Return those of `operations` that are attention's products with pairs of tokens."""
     *_, channels = _sizes(recipe.shape)
     task = recipe.shape.task
@@ -288,83 +313,6 @@ def _adapters(shape: Shape, lora: LoRA) -> int:
     """Return the weights of all adapters."""
     targets = shape.lora_targets(lora.target_modules)
     return sum(lora.r * (inside + outside) for _, inside, outside in targets)
-
-
-class Walk(NamedTuple):
-    """One micro-batch in `predict`'s ledger."""
-
-    written: int  # bytes that its operators write
-    kept: int  # bytes of activations at the end of forward
-    kernels: int  # how many operators there are
-    fused: bool  # attention is one kernel
-    masked: bool  # it is given a mask
-
-
-def walk(recipe: Recipe, chip: Chip) -> Walk:
-    """Return the walk of `recipe`, which depends on no optimizer, accumulation or sharding.
-
-    Everything else that the account reads is read here too. Rows of one length are affine in the
-    micro-batch (but for the rounding of blocks), so two walks give all sizes. Samples of several
-    lengths are not, nor are Liger's chunks, of which there are about as many for a large
-    micro-batch as for a small one: those are walked as they are.
-    """
-    if recipe.is_ragged or liger.kernels(recipe):
-        return _walk(_walked(recipe, recipe.batch_size), chip)
-    least = LEAST_BATCH.get(recipe.trainer, 1)
-    one = _walk(_walked(recipe, least), chip)
-    two = _walk(_walked(recipe, least + 1), chip)
-    # Sizes grow by the same for each further sample.
-    more = recipe.batch_size - least
-    return Walk(
-        written=one.written + (two.written - one.written) * more,
-        kept=one.kept + (two.kept - one.kept) * more,
-        kernels=one.kernels,
-        fused=one.fused,
-        masked=one.masked,
-    )
-
-
-def _walked(recipe: Recipe, batch_size: int) -> Settings:
-    """Return `recipe` without what no walk depends on, as the key of a cache.
-
-    Its micro-batches have `batch_size` samples.
-    """
-    return Settings(
-        recipe,
-        batch_size=batch_size,
-        loop=LOOPS["trainer"],
-        optim="sgd",
-        optim_args=None,
-        gradient_accumulation_steps=1,
-        sharding=None,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _walk(settings: Settings, chip: Chip) -> Walk:
-    """Return the ledger's walk of one micro-batch.
-
-    Each layer that it writes out is counted as often as there are such layers.
-    """
-    account = Account(with_its_adapters(settings.recipe), chip)
-    written = account.ledger.rewritten
-    count = 0
-    is_fused = False
-    is_masked = False
-    for times, block in account.births():
-        if block.op == "sum" and block.category == "workspace":
-            continue  # far too large
-        written += times * block.size
-        count += times
-        is_fused = is_fused or block.op.endswith("_attention")
-        is_masked = is_masked or block.op == "mask"
-    return Walk(
-        written,
-        account.phases[2]["activations"],
-        count,
-        is_fused,
-        is_masked,
-    )
 
 
 def _known(

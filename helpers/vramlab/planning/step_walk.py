@@ -1,0 +1,90 @@
+"""What one micro-batch writes, keeps and launches, by `predict`'s ledger."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..formulas.account import Account
+from ..formulas.fused_head import with_its_adapters
+from ..formulas.model_states import Settings
+from ..hardware.gpu import Chip
+from ..recipe import liger
+from ..recipe.options import LOOPS
+from ..recipe.recipe import LEAST_BATCH, Recipe
+
+
+class Walk(NamedTuple):
+    """One micro-batch in `predict`'s ledger."""
+
+    written: int  # bytes that its operators write
+    kept: int  # bytes of activations at the end of forward
+    kernels: int  # how many operators there are
+    fused: bool  # attention is one kernel
+    masked: bool  # it is given a mask
+
+
+def walk(recipe: Recipe, chip: Chip) -> Walk:
+    """Return the walk of `recipe`, which depends on no optimizer, accumulation or sharding.
+
+    Everything else that the account reads is read here too. Rows of one length are affine in the
+    micro-batch (but for the rounding of blocks), so two walks give all sizes. Samples of several
+    lengths are not, nor are Liger's chunks, of which there are about as many for a large
+    micro-batch as for a small one: those are walked as they are.
+    """
+    if recipe.is_ragged or liger.kernels(recipe):
+        return _walk(_walked(recipe, recipe.batch_size), chip)
+    least = LEAST_BATCH.get(recipe.trainer, 1)
+    one = _walk(_walked(recipe, least), chip)
+    two = _walk(_walked(recipe, least + 1), chip)
+    # Sizes grow by the same for each further sample.
+    more = recipe.batch_size - least
+    return Walk(
+        written=one.written + (two.written - one.written) * more,
+        kept=one.kept + (two.kept - one.kept) * more,
+        kernels=one.kernels,
+        fused=one.fused,
+        masked=one.masked,
+    )
+
+
+def _walked(recipe: Recipe, batch_size: int) -> Settings:
+    """Return `recipe` without what no walk depends on, as the key of a cache.
+
+    Its micro-batches have `batch_size` samples.
+    """
+    return Settings(
+        recipe,
+        batch_size=batch_size,
+        loop=LOOPS["trainer"],
+        optim="sgd",
+        optim_args=None,
+        gradient_accumulation_steps=1,
+        sharding=None,
+        activation_offloading=False,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _walk(settings: Settings, chip: Chip) -> Walk:
+    """Return the ledger's walk of one micro-batch.
+
+    Each layer that it writes out is counted as often as there are such layers.
+    """
+    account = Account(with_its_adapters(settings.recipe), chip)
+    written = account.ledger.rewritten
+    count = 0
+    is_fused = False
+    is_masked = False
+    for times, block in account.births():
+        if block.op == "sum" and block.category == "workspace":
+            continue  # far too large
+        written += times * block.size
+        count += times
+        is_fused = is_fused or block.op.endswith("_attention")
+        is_masked = is_masked or block.op == "mask"
+    return Walk(
+        written,
+        account.phases[2]["activations"],
+        count,
+        is_fused,
+        is_masked,
+    )
