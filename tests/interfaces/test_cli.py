@@ -818,3 +818,16 @@ def test_a_plan_stands_at_once_where_somebody_watches(monkeypatch):
     assert first.endswith("░ 0 of 1 confirmed by simulation, the rest by formula\n")
     assert second.endswith("█ 1 of 1 confirmed by simulation, the rest by formula\n")
     assert run(*words, "--json").stdout.startswith("{")
+
+
+def test_plans_unprepared_base_can_be_asked_of_predict_too():
+    words = ["predict", "qwen3-0.6b", "--lora-r", "8", "--quantization", "nf4", "--precision"]
+    words += ["bf16-mixed", "--json"]
+    said = [
+        json.loads(CliRunner().invoke(app, [*words, *more]).stdout)
+        for more in ([], ["--no-prepare"])
+    ]
+    assert [each["recipe"]["quantization"]["prepare"] for each in said] == [True, False]
+    assert said[1]["peak"]["total"] < said[0]["peak"]["total"]
+    without = json.loads(CliRunner().invoke(app, ["predict", "gpt2", "--json"]).stdout)
+    assert without["recipe"]["quantization"] is None

@@ -141,6 +141,10 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         default = bool(knob.default)
         names = ALSO.get(name, (f"--{dashed}/--no-{dashed}" if default else f"--{dashed}",))
         kind = option(bool, text, *names)
+        if default and len(path) > 1:
+            # A part that nothing is said of is not made.
+            default = None
+            kind = option(bool | None, text, *names)
     else:
         unsaid = len(path) > 1 or knob.many or name == "samples"
         default = None if unsaid else knob.default

@@ -154,6 +154,7 @@ class Quantization:
     prepare: bool = knob(
         True,
         help="Call `prepare_model_for_kbit_training`: what is not quantized goes to fp32.",
+        option=True,
     )
     experts: str | None = knob(
         None,
