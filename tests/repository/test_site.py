@@ -295,6 +295,15 @@ def test_what_leads_nowhere_or_away_is_found(tmp_path, old, new, said):
     assert said in wrong
 
 
+def test_the_readmes_short_answer_is_the_one_of_the_page_of_use():
+    whole = (SITE / "use.md").read_text(encoding="utf-8").splitlines()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in readme if re.match(r"(lora|qlora|full) {2,}\w", line)]
+    assert len(rows) == 3
+    for row in rows:
+        assert any(line.startswith(row) for line in whole), row
+
+
 # --- for language models, and on a phone
 
 
