@@ -147,7 +147,7 @@ def test_the_report_says_peaks_lines_and_why_it_ended(left, tmp_path):
     result = CliRunner().invoke(app, [words[0], *options, *words[1:]])
     assert result.exit_code == 1 and result.stdout.startswith("emulated: ")
     for text in (
-        "peaks 0.007 GiB allocated, 0.020 GiB reserved; with CUDA's context 0.152 GiB",
+        "peaks 0.007 GiB allocated, 0.020 GiB reserved; with CUDA's context 0.151 GiB",
         "6.000 MiB in   1 from train.py:7 loss = model(batch)",
         "1.000 MiB in   1 from no line of Python, as in autograd's own thread",
         "out of memory: 64.000 MiB asked for, 2.000 MiB free on the device",
