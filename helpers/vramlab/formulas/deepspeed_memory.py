@@ -301,6 +301,7 @@ class DeepSpeedEngine(Engine):
         self.sharding = sharding
         self.gathered: Block | None = None
         self.sizes: dict[str, int] = {}
+        self.copies: dict[str, int] = {}
         self.in_fp32 = asked.precision.endswith("-true")
         self.kept: list[Block] = []
         self.added = False
@@ -317,7 +318,8 @@ class DeepSpeedEngine(Engine):
             head_in_root = recipe.trainer in FUSED
             checkpoints = recipe.gradient_checkpointing
             elements = gathered(recipe.shape, checkpoints, ranks, head_in_root)
-            self.sizes = {part: count * width for part, count in elements.items()}
+            self.sizes = {part: count * width for part, (count, _) in elements.items()}
+            self.copies = {part: copied * width for part, (_, copied) in elements.items()}
 
     def begin(self, gradients_exist: bool) -> None:
         super().begin(gradients_exist)
@@ -340,6 +342,8 @@ class DeepSpeedEngine(Engine):
         # Stages 1 and 2 gather nothing.
         if self.sizes:
             self.gathered = self.ledger.group("all_gather", [(self.sizes[part], 1)], "workspace")
+            # A rank's part on its way from the host, while it is gathered.
+            self.ledger.group("_to_copy", [(self.copies[part], 1)], "temporaries")
 
     def finish(self) -> None:
         self.gathered = None

@@ -88,8 +88,8 @@ def gathered(
     checkpoints: bool,
     ranks: int = 0,
     head_in_root: bool = False,
-) -> dict[str, int]:
-    """Return the peak of gathered elements in each part of a steady step.
+) -> dict[str, tuple[int, int]]:
+    """Return the peak of gathered elements in each part of a steady step, and what copies add.
 
     With activation checkpointing backward first runs each layer again. Where parts are offloaded,
     each of `ranks` copies its part of a weight to the device before it is gathered; the largest of
@@ -117,6 +117,7 @@ def gathered(
     live: Weights = {}
     fetched: dict[str, int] = {}  # the step that a weight was last fetched for
     most = dict.fromkeys(PARTS, 0)
+    with_copies = dict.fromkeys(PARTS, 0)
     for step, (part, weights, reduces_head) in enumerate(runs):
         new = [size for name, size in weights.items() if name not in live]
         live |= weights
@@ -130,7 +131,8 @@ def gathered(
                 ahead += use.size
                 new.append(use.size)
         copied = ceil(max(new, default=0) / ranks) if ranks else 0
-        most[part] = max(most[part], sum(live.values()) + copied)
+        most[part] = max(most[part], sum(live.values()))
+        with_copies[part] = max(with_copies[part], sum(live.values()) + copied)
         if reduces_head:
             most["reduced"] = sum(live.values())
         for name in weights.keys() - kept.keys():
@@ -138,7 +140,7 @@ def gathered(
             # One that was fetched for later was not prefetched, because it was still gathered.
             if min(later, default=MOST) >= MOST and fetched[name] <= step + 1:
                 del live[name]
-    return most
+    return {part: (most[part], max(0, with_copies[part] - most[part])) for part in PARTS}
 
 
 def _runs(root: Module, head: Module, checkpoints: bool) -> list[Run]:
