@@ -38,6 +38,7 @@ def run_script(
     import torch
     from accelerate.state import AcceleratorState
     from torch.nn.parallel import DistributedDataParallel
+    from transformers import core_model_loading, modeling_utils
 
     seen = []
     with (
@@ -52,6 +53,12 @@ def run_script(
             patch.setattr(
                 torch.Tensor, "pin_memory", lambda tensor: tensor
             )  # as FSDP does with what it offloads
+        # What a program changes for itself is not for later tests.
+        for module, name in (
+            (core_model_loading, "set_param_for_module"),
+            (modeling_utils, "caching_allocator_warmup"),
+        ):
+            patch.setattr(module, name, getattr(module, name))
         patch.setattr(AcceleratorState, "__init__", _sharding_on_cpus(AcceleratorState.__init__))
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
