@@ -4,11 +4,12 @@ JSON.
 Runs on the standard library alone, in the browser under Pyodide as well as here.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
 
-from vramlab import Loop
+from vramlab import Loop, predict
 from vramlab.base.errors import RecipeError, VramLabError
 from vramlab.hardware.gpu import Gpu, find_gpu, usable_memory
 from vramlab.interfaces.plot.style import LOOK
@@ -17,6 +18,7 @@ from vramlab.planning.changes import cheapest
 from vramlab.planning.step_time import step_time
 from vramlab.recipe.recipe import Recipe
 from vramlab.recipe.shapes import read_shape
+from vramlab.report.report import Report
 from vramlab_course.calculator import (
     CONTROLS,
     LABELS,
@@ -219,19 +221,27 @@ def answer(given: str) -> str:
         said = {"error": _why(error), "control": control_of(error), "idle": _idle(state)}
         return json.dumps(said)
     expandable = state["expandable_segments"]
-    need = report.process
     return json.dumps(
         {
             "recipe": str(recipe), "peak": report.peak.total, "phase": report.peak_phase,
             "why": report.why,
             "parts": [[name, size] for name, size in report.peak.items() if size],
-            "process": [need.low, need.value, need.high], "card": [card.name, report.usable],
-            "tier": report.verdict,
-            "idle": _idle(state), "notes": report.notes, "speed": _speed(recipe, card),
+            "card": [card.name, report.usable], "idle": _idle(state), "notes": report.notes,
+            **_fit(recipe, card, report),
             "code": code_of(recipe, card.name, expandable, other_memory(state, card)),
             "command": _command(state, recipe), "arguments": _arguments(recipe),
         }
     )  # fmt: skip
+
+
+def _fit(recipe: Recipe, card: Gpu, report: Report) -> dict:
+    """What a card's answer says: the tier, the process's least, likely and most bytes, speed."""
+    need = report.process
+    return {
+        "tier": report.verdict,
+        "process": [need.low, need.value, need.high],
+        "speed": _speed(recipe, card),
+    }
 
 
 def _speed(recipe: Recipe, card: Gpu) -> dict:
@@ -267,10 +277,7 @@ def cards(given: str) -> str:
         except VramLabError as error:
             row["error"] = _why(error)
         else:
-            need = report.process
-            row["tier"] = report.verdict
-            row["process"] = [need.low, need.value, need.high]
-            row["speed"] = _speed(recipe, card)
+            row |= _fit(recipe, card, report)
         rows.append(row)
     return json.dumps(sorted(rows, key=lambda row: (row["memory"], row["card"])))
 
@@ -288,7 +295,13 @@ def changes(given: str) -> str:
         return json.dumps({"error": _why(error)})
     missing = max(0, report.process.high - report.usable)
     rows = []
-    for change in cheapest(recipe, card, missing, count=MOST_CHANGES):
+    granted = {
+        "gpu": card,
+        "other_memory": other_memory(state, card),
+        "expandable_segments": state["expandable_segments"],
+    }
+    witness = functools.partial(predict, **granted)
+    for change in cheapest(recipe, card, missing, MOST_CHANGES, witness, of_process=True):
         moved = _moved(recipe, recipe.replace(**change.fields))
         if moved and _refusal(state | moved) is None:
             kind = {"saves": change.saves, "time": change.time, "same": change.same}
