@@ -219,7 +219,8 @@ def test_verdict_on_a_gpu(stand_in, needs, answer):
     found = Report.from_json(shown.stdout)
     tier = answer.partition(":")[0]
     fits = {"safe": True, "does not fit": False}.get(tier)
-    assert (found.environment, shown.exit_code) == ({"gpu": "T4", "fits": fits, "tier": tier}, code)
+    said = {"gpu": "T4", "fits": fits, "tier": tier, "grade": tier}
+    assert (found.environment, shown.exit_code) == (said, code)
     assert found.notes[-1].startswith(answer)
 
 

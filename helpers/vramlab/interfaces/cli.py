@@ -43,7 +43,13 @@ from .command_output import (
     say,
     standard_input,
 )
-from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
+from .configurations import (
+    SUFFIXES,
+    is_configuration,
+    question_of,
+    recipe_in,
+    recipe_or_configuration,
+)
 from .recipe_options import (
     OPTIONS,
     Options,
@@ -121,7 +127,7 @@ def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, E
 
 def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
-    if not is_configuration(model):
+    if not is_configuration(model) and recipe_in(model) is None:
         return {"model": model, **fields_of(PLAN_OPTIONS, given)}
     return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
 

@@ -18,7 +18,7 @@ from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.counted import host_memory
 from ..planning.question import card_with, size_of
 from ..recipe.recipe import Recipe
-from ..report.report import TIERS, GiB, Interval, Report, format_bytes
+from ..report.report import TIERS, GiB, Report
 from .recipe_options import fits_card
 
 DOES_NOT_FIT = FAILED = 1
@@ -193,12 +193,9 @@ def finish(
     if card and report.process is not None:
         report.usable = usable_memory(card) if report.usable is None else report.usable
         fits = fits_card(report)
-        has = format_bytes(report.usable)
-        needs = Interval.of(report.process)
-        sentence = (
-            f"{report.verdict}: {card.name} has {has}, the process needs {needs}{on_host(report)}"
-        )
+        sentence = report.answer(card.name, on_host(report))
         report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
+        report.environment["grade"] = report.grade
         if as_json:
             report.notes += [sentence]
     whole = whole or report
