@@ -1,9 +1,9 @@
 """The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
-Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and it fits where a
-card was named; 1 it does not fit, no plan does, the run failed, or doctor misses what the package
-needs; 2 asked wrongly (one sentence on stderr); 130 stopped with Ctrl-C. `run` passes on the
-script's own.
+Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and where a card was
+named it fits, safe or likely (explain: answered); 1 it does not fit or is only tight, of which half
+die, no plan fits, the run failed, or doctor misses what the package needs; 2 asked wrongly (one
+sentence on stderr); 130 stopped with Ctrl-C. `run` passes on the script's own.
 """
 
 import functools
@@ -38,6 +38,7 @@ from .command_output import (
     check_written,
     finish,
     granted_to,
+    host_of,
     is_size,
     is_watched,
     say,
@@ -77,7 +78,11 @@ EXPLAINED += (
     "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
     "LLaMA-Factory, TRL or ms-swift, or the script that trains."
 )
-GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+GpuName = option(
+    str | None,
+    "A card by name, such as T4. Exit status 1: does not fit, or only tight.",
+    "--gpu",
+)
 Release = option(
     str | None,
     "An older version whose ways are known, such as 4.48.",
@@ -195,13 +200,23 @@ def evaluate(
     asked: tuple[Recipe, Evaluation],
     target: Target = "cuda",
     gpu: GpuName = None,
+    host_memory: option(
+        str | None,
+        "Memory of the host, where predictions may end: 64GiB, or bytes.",
+        "--host-memory",
+    ) = None,
     as_json: JSON = False,
 ) -> None:
     with no_collection(before=False):
+        from ..planning.evaluation_cures import cures
         from ..simulation.simulate import simulate_evaluation
 
     card = asked_card(gpu, asked[0])
-    finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
+    host = host_of(host_memory)
+    found = simulate_evaluation(*asked, target=target, gpu=card)
+    if card and target == "cuda":
+        found.notes += cures(*asked, found, card, host.size)
+    finish(found, card, as_json, host=host)
 
 
 @app.command(
