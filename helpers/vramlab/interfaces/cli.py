@@ -44,7 +44,14 @@ from .command_output import (
     say,
     standard_input,
 )
-from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
+from .configurations import (
+    EVALUATION,
+    SUFFIXES,
+    is_configuration,
+    question_of,
+    recipe_and_evaluation,
+    recipe_or_configuration,
+)
 from .recipe_options import (
     OPTIONS,
     Options,
@@ -109,19 +116,6 @@ Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 takes_recipe = takes(OPTIONS, recipe_or_configuration)
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
-EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
-
-
-def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
-    said = {name: given.pop(name) for name in EVALUATION}
-    if said["compute_metrics"] and said["samples"] is None:
-        rest = (
-            "with compute_metrics all of them keep their predictions on the card: say how "
-            "many the evaluation set has"
-        )
-        raise RecipeError("evaluation.samples", None, rest)
-    evaluation = Evaluation(**fields_of(EVALUATION, said))
-    return recipe_or_configuration(model, given), evaluation
 
 
 def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +189,7 @@ def simulate(
 @app.command(
     help="Memory of the Trainer's evaluation between two steps of training, on fake tensors."
 )
-@takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
+@takes(EVALUATION | OPTIONS, recipe_and_evaluation)
 def evaluate(
     asked: tuple[Recipe, Evaluation],
     target: Target = "cuda",
