@@ -80,16 +80,10 @@ DIFFERING = (
 EXPLAINED = (
     "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
     "then or alone MODEL "
-)
-EXPLAINED += (
     "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
     "LLaMA-Factory, TRL or ms-swift, or the script that trains."
 )
-GpuName = option(
-    str | None,
-    "A card by name, such as T4. Exit status 1: does not fit, or only tight.",
-    "--gpu",
-)
+GpuName = option(str | None, "A card by name, such as T4. Exit status 1: not even likely.", "--gpu")
 Release = option(
     str | None,
     "An older version whose ways are known, such as 4.48.",
