@@ -83,7 +83,7 @@ EXPLAINED = (
     "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
     "LLaMA-Factory, TRL or ms-swift, or the script that trains."
 )
-GpuName = option(str | None, "A card by name, such as T4. Exit status 1: not even likely.", "--gpu")
+GpuName = option(str | None, "A card by name, such as T4. Exit status 1: tight or worse.", "--gpu")
 Release = option(
     str | None,
     "An older version whose ways are known, such as 4.48.",

@@ -7,10 +7,9 @@ are there beside it until it is done.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 
 class Kept(NamedTuple):
@@ -20,10 +19,10 @@ class Kept(NamedTuple):
     on_host: int
 
 
-def kept(tensors: Any) -> list[Kept]:
+def kept(tensors: Iterable[torch.Tensor]) -> list[Kept]:
     """Return what `nested_numpify` makes of the tensors of one container."""
     found = []
-    for tensor in tree_leaves(tensors):
+    for tensor in tensors:
         width = tensor.itemsize
         if tensor.dtype == torch.bfloat16:
             width = torch.float32.itemsize

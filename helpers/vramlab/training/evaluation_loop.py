@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..recipe.evaluation import Evaluation
 from .engine import AUTOCAST, Training, autocast_inside
@@ -198,7 +198,7 @@ def _patches(moved: list[list[Kept]]) -> Iterator[contextlib.AbstractContextMana
 
     def numpify(tensors: Any) -> None:
         # fake tensors have no values to give
-        moved.append(kept(tensors))
+        moved.append(kept(tree_leaves(tensors)))
 
     yield replaced(trainer_pt_utils, "nested_numpify", numpify)
     # the model is where it belongs, and trained as it is
