@@ -16,7 +16,7 @@ from ..base.files import MOST_TEXT, NOT_OURS, is_ours
 from ..base.text import printable
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.counted import HOSTS, host_memory
-from ..planning.question import card_with, size_of
+from ..planning.sizes import card_with, size_of
 from ..recipe.recipe import Recipe
 from ..report.report import NO_TIER, TIERS, GiB, Interval, Report, format_bytes
 from .recipe_options import fits_card
