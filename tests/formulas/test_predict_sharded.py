@@ -488,10 +488,13 @@ def _named(changes: dict) -> str:
 
 
 OTHER_HEADS = _with_other_heads()
+# And the reward trainer's full training at FSDP's stage 2: its peak is where the embedding's
+# gradient is reduced, of which `foreach_reduce` holds the last whole one.
+FEW_HEADS = [*OTHER_HEADS[9::16], OTHER_HEADS[33]]
 
 
 @pytest.mark.parametrize("steps", (1, 2))
-@pytest.mark.parametrize("changes", params(OTHER_HEADS, OTHER_HEADS[9::16]), ids=_named)
+@pytest.mark.parametrize("changes", params(OTHER_HEADS, FEW_HEADS), ids=_named)
 def test_ranks_divide_the_heads_of_trl_and_liger_as_others(changes, steps):
     """The same engines run them: what was refused is within 0.3 %."""
     sized = dict(batch_size=2, seq_len=512, num_layers=4, gradient_accumulation_steps=steps)
@@ -506,8 +509,8 @@ def test_ranks_divide_the_heads_of_trl_and_liger_as_others(changes, steps):
     except RecipeError:
         return  # the library trains it otherwise: tests/recipe/test_refusals.py
     is_whole = recipe.sharding.engine == "fsdp" and not recipe.lora
-    if is_whole and (recipe.use_liger_kernel or recipe.trainer == "reward"):
-        with pytest.raises(RecipeError, match="do not know what FSDP keeps of the heads"):
+    if is_whole and recipe.use_liger_kernel:
+        with pytest.raises(RecipeError, match="do not know what FSDP keeps of the head"):
             predict(recipe, "RTX 4090")
         return
     if recipe.sharding.engine == "deepspeed":
