@@ -91,6 +91,9 @@ Release = option(
     "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+CONFIRM = (
+    "Simulate each answer; with --no-confirm only what no formula knows, such as GRPO's sampling."
+)
 Pretrained = option(
     bool,
     "Download the model's tokenizer for the text of --dataset.",
@@ -118,6 +121,13 @@ def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
     if not is_configuration(model) and recipe_in(model) is None:
         return {"model": model, **fields_of(PLAN_OPTIONS, given)}
     return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
+
+
+def _sets_segments(what: str) -> bool:
+    """Tell whether a script or a program's YAML sets its allocator to expandable segments."""
+    from . import configurations, script
+
+    return script.sets_expandable_segments(what) or configurations.sets_expandable_segments(what)
 
 
 @app.callback(invoke_without_command=True)
@@ -252,7 +262,7 @@ def plan(
     gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
     dataset: option(Path | None, LENGTHS + ".", "--dataset", "--lengths") = None,
     pretrained: Pretrained = False,
-    confirm: option(bool, "Simulate each answer.", "--confirm/--no-confirm") = True,
+    confirm: option(bool, CONFIRM, "--confirm/--no-confirm") = True,
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: JSON = False,
 ) -> None:
@@ -304,7 +314,6 @@ def explain(
 ) -> None:
     from .explain import explain
     from .explain_recipe import says_no_method
-    from .script import sets_expandable_segments
 
     first, *rest = words or ["-"]
     notes: list[str] = []
@@ -327,7 +336,7 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
-    segments = expandable_segments or any(map(sets_expandable_segments, words or []))
+    segments = expandable_segments or any(map(_sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes

@@ -195,6 +195,7 @@ class Question:
         # Sizes first, for the card may be found by its memory.
         self._read_sizes()
         self.assumed = self.memory is not None and self.gpu is None
+        self.said_gpu = self.gpu if isinstance(self.gpu, str) else ""
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}

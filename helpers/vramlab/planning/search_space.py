@@ -215,7 +215,7 @@ def sizes_of(family: Recipe, sizes: Sequence[int]) -> Sequence[int]:
     if family.loop.optimizer_in_backward:
         return sizes[:1]  # no gradient survives to accumulate
     rows = family.batch_size * family.gradient_accumulation_steps
-    return sizes if rows == sizes[0] else _divisors(rows)
+    return sizes if not sizes or rows == sizes[0] else _divisors(rows)
 
 
 def method_of(recipe: Recipe) -> str:

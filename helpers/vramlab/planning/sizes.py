@@ -3,7 +3,7 @@
 import re
 
 from ..base.errors import RecipeError
-from ..hardware.gpu import Gpu, find_gpu, gpu_names
+from ..hardware.gpu import Gpu, cards_of, find_gpu, gpu_names
 
 UNITS = {
     "": 1,
@@ -16,10 +16,13 @@ UNITS = {
 
 
 def card_with(memory: int) -> Gpu:
-    """Return the table's least card of at least `memory` bytes.
+    """Return the least of the cards that report `memory` bytes, or the least of at least as many.
 
     Raises RecipeError where there is none.
     """
+    exactly = cards_of(memory)
+    if exactly:
+        return min(exactly, key=lambda card: (abs(card.total - memory), card.name))
     cards = map(find_gpu, gpu_names())
     large_enough = [card for card in cards if card.memory_gb << 30 >= memory]
     if not large_enough:
