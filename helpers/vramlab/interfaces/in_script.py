@@ -63,6 +63,8 @@ def install() -> None:
 
 def follow(torch: ModuleType) -> None:
     """Record the allocator's history from the script's first use of CUDA to its end."""
+    from ..private import of_torch
+
     torch.backends.cuda.enable_cudnn_sdp(
         False
     )  # its workspace is not known: flash attention in its place
@@ -70,15 +72,9 @@ def follow(torch: ModuleType) -> None:
     last_a_while(torch)
     end_after(int(os.environ.get(STEPS) or 0))
     LoopWatch(torch).install()
-    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: (
-        tensor
-    )  # it draws until no value lies outside
-    history = functools.partial(
-        torch.cuda.memory._record_memory_history,
-        max_entries=EVENTS,
-        stacks="python",
-    )
-    torch.cuda._lazy_call(history)
+    # it draws until no value lies outside
+    setattr(torch.nn.init, of_torch.TRUNC_NORMAL, lambda tensor, *_, **__: tensor)
+    of_torch.once_cuda_is_used(functools.partial(of_torch.record_history, EVENTS))
     peaks = {"allocated": 0, "reserved": 0}
 
     def look() -> None:
@@ -92,11 +88,8 @@ def follow(torch: ModuleType) -> None:
 
         return first_look
 
-    for name in (
-        "_cuda_resetPeakMemoryStats",
-        "_accelerator_resetPeakStats",
-    ):  # a script's own measuring
-        setattr(torch._C, name, looking(getattr(torch._C, name)))
+    # a script may measure by itself
+    of_torch.replace_resets_of_peaks(looking)
     atexit.register(leave, torch, peaks, look, os.getpid())
 
 
@@ -186,7 +179,9 @@ class LoopWatch:
     def _alone(self) -> bool:
         distributed = self.torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
-        is_compiled = hasattr(self.model, "_orig_mod")
+        from ..private.of_torch import original_of
+
+        is_compiled = original_of(self.model) is not self.model
         by_trainer = any(type(other) is not LoopWatch for other in watched)
         return not (several or is_compiled or by_trainer or self.report)
 
@@ -253,6 +248,8 @@ def leave(
     process: int,
 ) -> None:
     """Write peaks, the last Trainer's watched report and the allocator's history to the folder."""
+    from ..private import of_torch
+
     folder = os.environ.get(FOLDER)
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():
         return
@@ -267,5 +264,5 @@ def leave(
         "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
         "report": report and report.to_dict(),
     }
-    torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{process}.pickle"))
+    of_torch.dump_history(os.path.join(folder, f"{process}.pickle"))
     Path(folder, f"{process}.json").write_text(json.dumps(process_facts))

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..private import of_transformers
+from ..private.of_fake_tensors import FakeTensor
 from ..recipe.options import Rollouts
 from ..tracking.tracker import Tracker
 from ..training.engine import Training
@@ -77,7 +78,7 @@ def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterato
     training.most_tokens = FIRST + LAST
     training.on_token = on_token
     with (
-        afterwards(GenerationMixin, "_update_model_kwargs_for_generation", lengthen),
+        afterwards(GenerationMixin, of_transformers.UPDATE_ARGUMENTS, lengthen),
         replaced(GenerationMixin, "generate", generate_all),
     ):
         yield
