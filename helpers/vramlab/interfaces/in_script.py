@@ -23,10 +23,6 @@ FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what i
 STEPS = "VRAMLAB_RUN_STEPS"
 EVENTS = 100_000  # of the allocator that are kept, the newest
 SITE = "import vramlab.interfaces.in_script\nvramlab.interfaces.in_script.install()\n"
-watched: list[
-    Any
-] = []  # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
-kept: list[Any] = []  # what ends when it is freed
 
 
 class AfterImport:
@@ -54,24 +50,28 @@ class AfterImport:
 
 def install() -> None:
     """Wait for the script to load torch and transformers."""
+    # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
+    watched: list[Any] = []
     zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
-    sys.meta_path.insert(
-        0,
-        AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero}),
-    )
+    functions: dict[str, Callable[[ModuleType], None]] = {
+        "torch": functools.partial(follow, watched=watched),
+        "transformers.trainer": functools.partial(watch_trainers, watched=watched),
+    }
+    sys.meta_path.insert(0, AfterImport(functions | zero))
 
 
-def follow(torch: ModuleType) -> None:
+def follow(torch: ModuleType, watched: list[Any]) -> None:
     """Record the allocator's history from the script's first use of CUDA to its end."""
     from ..private import of_torch
 
     torch.backends.cuda.enable_cudnn_sdp(
         False
     )  # its workspace is not known: flash attention in its place
-    select_all(torch)
+    # its kernel is there as long as the library is
+    library = select_all(torch)
     last_a_while(torch)
     end_after(int(os.environ.get(STEPS) or 0))
-    LoopWatch(torch).install()
+    LoopWatch(torch, watched).install()
     # it draws until no value lies outside
     setattr(torch.nn.init, of_torch.TRUNC_NORMAL, lambda tensor, *_, **__: tensor)
     of_torch.once_cuda_is_used(functools.partial(of_torch.record_history, EVENTS))
@@ -90,7 +90,7 @@ def follow(torch: ModuleType) -> None:
 
     # a script may measure by itself
     of_torch.replace_resets_of_peaks(looking)
-    atexit.register(leave, torch, peaks, look, os.getpid())
+    atexit.register(leave, torch, peaks, look, os.getpid(), watched, library)
 
 
 def last_a_while(torch: ModuleType) -> None:
@@ -131,8 +131,9 @@ class LoopWatch:
     a process of several ranks or with a compiled model none: a watch would run it otherwise.
     """
 
-    def __init__(self, torch: ModuleType):
+    def __init__(self, torch: ModuleType, watched: list[Any]):
         self.torch = torch
+        self.watched = watched
         self.report: Any = None
         self.model: Any = None
         self.running: Any = None
@@ -153,7 +154,7 @@ class LoopWatch:
         # through
         module.__call__ = called
         self.after = register_optimizer_step_post_hook(self.after_step)
-        watched.append(self)
+        self.watched.append(self)
 
     def before_call(self, module: Any) -> None:
         """Note the model; end the watch with the forward pass after the step that was watched."""
@@ -182,7 +183,7 @@ class LoopWatch:
         from ..private.of_torch import original_of
 
         is_compiled = original_of(self.model) is not self.model
-        by_trainer = any(type(other) is not LoopWatch for other in watched)
+        by_trainer = any(type(other) is not LoopWatch for other in self.watched)
         return not (several or is_compiled or by_trainer or self.report)
 
     def end(self) -> None:
@@ -195,17 +196,18 @@ class LoopWatch:
             self.report = self.running.report()
 
 
-def select_all(torch: ModuleType) -> None:
+def select_all(torch: ModuleType) -> Any:
     """Let a mask select everything, as a condition on values holds.
 
-    Without values it would be nothing, or any number.
+    Without values it would be nothing, or any number. Return the library that does.
     """
 
     def nonzero(mask: Any) -> Any:
         return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
-    kept.append(torch.library.Library("aten", "IMPL"))
-    kept[-1].impl("nonzero", nonzero, "CUDA", allow_override=True)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("nonzero", nonzero, "CUDA", allow_override=True)
+    return library
 
 
 def step_always(module: ModuleType) -> None:
@@ -222,7 +224,7 @@ def step_always(module: ModuleType) -> None:
     patched.is_invalid_grad_norm = lambda norm: False
 
 
-def watch_trainers(module: ModuleType) -> None:
+def watch_trainers(module: ModuleType, watched: list[Any]) -> None:
     """Give each Trainer a WatchCallback, for the split by phase.
 
     Not one that compiles, which a watch would run eagerly.
@@ -246,8 +248,13 @@ def leave(
     peaks: dict[str, int],
     look: Callable[[], None],
     process: int,
+    watched: list[Any],
+    *kept: Any,
 ) -> None:
-    """Write peaks, the last Trainer's watched report and the allocator's history to the folder."""
+    """Write peaks, the last Trainer's watched report and the allocator's history to the folder.
+
+    What is `kept` stays until then.
+    """
     from ..private import of_torch
 
     folder = os.environ.get(FOLDER)

@@ -68,6 +68,7 @@ class _Shared:
                 del self.attributes[key]
 
 
+# one for all threads: an attribute has one stand-in, which gives each thread its value
 _shared = _Shared()
 
 
