@@ -48,7 +48,9 @@ def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterato
     """While entered, the model samples a completion's first and last tokens only.
 
     For those between them the cache grows by its own code: what else a token takes grows from token
-    to token, so that the last one's is the most.
+    to token, so that the last one's is the most. A generation of its own is run again from a later
+    token on, with a longer prompt (`simulate_generation.py`); one inside a step cannot, as the step
+    holds what came before.
     """
     from transformers.generation import GenerationMixin
 

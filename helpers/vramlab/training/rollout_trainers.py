@@ -23,6 +23,15 @@ from .fixed_generation import fixed_length
 from .patched import replaced
 from .trl_trainers import argument_defaults, balances, reference_model, trl_class
 
+# Arguments of the trainer that are generate's.
+OF_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "cache_implementation",
+)
 TOKEN = 1  # every token of a prompt, and the padding
 BUFFERS = ("prompt", "completion", "advantages")  # of the log that TRL prints
 
@@ -164,9 +173,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": [never],
     }
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        generation[name] = said[name]
-    generation["cache_implementation"] = said["cache_implementation"]
+    generation |= {name: said[name] for name in OF_SAMPLING}
     config = model.config.get_text_config()
     ranks = 1
     if recipe.sharding:
