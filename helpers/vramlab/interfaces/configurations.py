@@ -14,11 +14,20 @@ from typing import Any
 from ..base.errors import RecipeError, needing
 from ..base.files import read_text
 from ..recipe.argument_classes import DECLARED
+from ..recipe.evaluation import Evaluation
+from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from .axolotl_file import read_axolotl
 from .command_output import say
 from .configuration_file import Configuration, known_settings
-from .recipe_options import OPTIONS, fields_of, recipe_of, recipe_of_arguments, said_options
+from .recipe_options import (
+    OPTIONS,
+    Options,
+    fields_of,
+    recipe_of,
+    recipe_of_arguments,
+    said_options,
+)
 from .swift_file import read_script, read_swift
 from .trl_file import OF_TRL, read_llama_factory, read_trl
 
@@ -27,6 +36,7 @@ LLAMA_FACTORY = "LLaMA-Factory"
 MS_SWIFT = "ms-swift"
 OF_SWIFT = {"command", "tuner_type", "train_type"}  # what no other program's file has
 SHELL = ".sh"
+EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
 SUFFIXES = (".yaml", ".yml", SHELL)
 
 
@@ -81,6 +91,19 @@ def recipe_or_configuration(model: str, given: Mapping[str, Any]) -> Recipe:
     for note in [str(recipe), *notes]:
         say(f"note: {note}", err=True)
     return recipe
+
+
+def recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
+    """Return both of a model with options; raise RecipeError where samples are to be said."""
+    said = {name: given.pop(name) for name in EVALUATION}
+    if said["compute_metrics"] and said["samples"] is None:
+        rest = (
+            "with compute_metrics all of them keep their predictions on the card: say how "
+            "many the evaluation set has"
+        )
+        raise RecipeError("evaluation.samples", None, rest)
+    evaluation = Evaluation(**fields_of(EVALUATION, said))
+    return recipe_or_configuration(model, given), evaluation
 
 
 def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,8 @@ class Report:
     usable: int | None = None
     granted: str = ""  # what of it the allocator was given in the simulation, in words
     rss: int | None = None  # on a CPU run, the process's peak resident set
+    # What an evaluation keeps of its predictions in host memory, at the highest moment.
+    kept_on_host: int | None = None
     # The highest moment of loading a quantized base; None: not above phase "load".
     loading: Bytes | None = None
     speed: Speed | None = None
@@ -288,6 +290,9 @@ class Report:
             value = getattr(self, name)
             if value is not None:
                 yield f"{name} {Interval.of(value).text(unit_for(int(value)))}"
+        if self.kept_on_host:
+            kept = format_bytes(self.kept_on_host, unit_for(self.kept_on_host))
+            yield f"predictions kept in host memory {kept}"
         if self.granted:
             yield self.granted
         # Loading counts only where it decides whether the recipe fits.
