@@ -2,7 +2,6 @@
 and steps that empty the cache.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -88,14 +87,15 @@ def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
 
 def steps(runs: Mapping[str, Report], title: str, about: str):
     """Return a figure of what is alive over one step of each run, drawn equally wide whatever their
-    number of events, with a dot where a backward pass begins.
+    number of events, with a dot where the first backward pass begins.
     """
     rows = [
         ("run", "peak, MiB"),
         *((name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items()),
     ]
     alt = (
-        f"What is alive over one step, a line each, a dot where a backward pass begins. {title}. "
+        f"What is alive over one step, a line each, a dot where the first backward pass begins. "
+        f"{title}. "
         f"{'; '.join(': '.join(row) for row in rows)}."
     )
     with plot.canvas(title, alt, about, rows) as ax:
@@ -109,14 +109,9 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
             x = [i / len(moments) for i in range(len(moments))]
             sizes = [m.bytes.total / MiB for m in moments]
             (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
-            begins = [
-                i
-                for i, (before, now) in enumerate(itertools.pairwise(moments), 1)
-                if (before.phase, now.phase) == ("forward", "backward")
-            ]
-            for i in begins:
-                ax.plot(x[i], sizes[i], "o", color=drawn.get_color(), markersize=7)
-        ax.plot([], [], "o", color="#888888", label="backward begins")
+            begins = next(i for i, moment in enumerate(moments) if moment.phase == "backward")
+            ax.plot(x[begins], sizes[begins], "o", color=drawn.get_color(), markersize=7)
+        ax.plot([], [], "o", color="#888888", label="the first backward pass begins")
         ax.set(
             ylabel="MiB",
             xlabel="allocations and releases of one step",
