@@ -70,14 +70,14 @@ def predict(
     groups = blocks.groups(stepped, account.alive(highest), peak)
     loading = loading_peak(recipe)
     most = max(peak.total, loading.total if loading else 0)
-    if expandable_segments:
-        segments = expandable(most, reserved.EXACT)
-    else:
-        sharded = bool(recipe.sharding and recipe.sharding.stage)
-        alive = blocks.counts(groups, peak)
-        segments = reserved.reserved(alive, peak.total, sharded)
-        # Nothing is known of the blocks that loading holds.
-        segments = segments.at_least(reserved.reserved(Counter(), most, sharded))
+    sharded = bool(recipe.sharding and recipe.sharding.stage)
+    alive = blocks.counts(groups, peak)
+    by_default = reserved.reserved(alive, peak.total, sharded)
+    # Nothing is known of the blocks that loading holds.
+    by_default = by_default.at_least(reserved.reserved(Counter(), most, sharded))
+    growing = expandable(most, reserved.EXACT)
+    segments, others = (growing, by_default) if expandable_segments else (by_default, growing)
+    context = context_of(recipe, card)
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -89,7 +89,9 @@ def predict(
         cause=phases[highest].cause,
         largest=blocks.largest(groups),
         reserved=segments,
-        process=segments + context_of(recipe, card),
+        process=segments + context,
+        expandable_segments=expandable_segments,
+        otherwise=others + context,
         usable=room.usable if room else None,
         loading=loading,
         notes=_notes(recipe, card),

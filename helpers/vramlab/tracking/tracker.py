@@ -61,6 +61,8 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
         # the only device of its type to count; None counts all
         self.only_device: torch.device | None = None
         self.notes: list[str] = []
+        # bytes that an evaluation keeps on the host
+        self.kept_on_host: int | None = None
         # Whether to log what a step is given and none of it made: a recipe's is known, and what
         # else there is (code tables of bitsandbytes, DDP's maps, FSDP's emptied units) is no part
         # of it.

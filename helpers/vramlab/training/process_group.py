@@ -60,6 +60,8 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
         finally:
             world.names += world.pg_names.values()
             dist.destroy_process_group()
+            # a mesh of the process's own that is alike would get tensors of the fake one
+            _forget_dtensor_shards()
 
 
 def _forget_dtensor_shards() -> None:
