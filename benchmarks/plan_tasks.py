@@ -21,8 +21,8 @@ trains the best answer with rows of one length and with padded ones. The tokens 
 logarithm, 128 to 4,096: where texts are short the answers have micro-batches of several samples,
 which can be padded. In two of three questions the lengths of the samples are known, so that rows
 may be packed or joined. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's
-folder. Of the first ten with an answer it also tries every recipe of the space: is there one that fits as
-surely, is as sound, and faster by more than the error that is stated?
+folder. Of the first ten with an answer it also tries every recipe of the space: is there one that
+fits as surely, is as sound, and faster by more than the error that is stated?
 
 """
 
