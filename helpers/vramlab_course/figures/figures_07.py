@@ -187,6 +187,7 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
     figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True)
     lines = [group.line for group in next(iter(runs.values())).largest(count=len(BANDS) - 1)]
     rows = [("run", "peak, MiB", "at the end, MiB")]
+    longest = max(len(snapshot.allocated) for snapshot in runs.values())
     for ax, (name, snapshot) in zip(axes, runs.items(), strict=True):
         events = range(len(snapshot.allocated))
         bands = [[0] * len(events) for _ in BANDS]
@@ -205,7 +206,7 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
         sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
         said = f"{name}: at most {sizes[0] / MiB:,.1f} MiB"
         ax.annotate(said, (0, 1), (6, -14), xycoords="axes fraction", **NEAR, fontweight="bold")
-        ax.set(ylabel="MiB alive", xlim=(0, None), ylim=(0, 1.25 * sizes[0] / MiB))
+        ax.set(ylabel="MiB alive", xlim=(0, longest), ylim=(0, 1.25 * sizes[0] / MiB))
         rows.append((name, *(f"{size / MiB:.1f}" for size in sizes)))
     axes[-1].set_xlabel("allocations and releases, in their order")
     alt = (
