@@ -64,9 +64,9 @@ def _about_the_card(question: Question) -> Iterator[str]:
             if others:
                 rest = f"which reports so much, as {', '.join(others)}"
         yield f"no card is named: speed and kernels are {name}'s, {rest}"
-    others = ", ".join(is_also(question.said_gpu)) if question.said_gpu else ""
-    if others:
-        yield f"{question.said_gpu} is taken as {name}; there is also {others}"
+    more = ", ".join(is_also(question.said_gpu)) if question.said_gpu else ""
+    if more:
+        yield f"{question.said_gpu} is taken as {name}; there is also {more}"
     if not (question.memory or question.gpu.total_known):
         usable = format_bytes(question.usable, digits=2)
         rest = f"{usable} is the least part of its box that any card reports"
