@@ -110,9 +110,12 @@ def check_written(**files: Path | None) -> None:
 
 def asked_card(name: str | None, recipe: Recipe) -> Gpu | None:
     """Return the GPU asked for; refuse a precision that it lacks."""
-    card = card_of(name) if name is not None else None
-    if card:
-        _require(card, recipe)
+    if name is None:
+        return None
+    card = card_of(name) if is_size(name) else find_gpu(name)
+    _require(card, recipe)
+    if not is_size(name):
+        _say_family(name, card)
     return card
 
 
@@ -152,18 +155,23 @@ def card_of(name: str) -> Gpu:
     """Return the card of a name, or the table's least that has a size of memory, and say it."""
     if not is_size(name):
         card = find_gpu(name)
-        others = ", ".join(is_also(name))
-        if others:
-            say(f"note: {name} is taken as {card.name}; there is also {others}", err=True)
+        _say_family(name, card)
         return card
     size = size_of("gpu", name)
     assert size is not None  # it is one
     card = card_with(size)
     why = "the table's least card of that memory"
-    if card in cards_of(size):
+    if size % GiB and card in cards_of(size):
         why = "which reports so much"
     say(f"note: {name} is taken as {card.name}, {why}", err=True)
     return card
+
+
+def _say_family(name: str, card: Gpu) -> None:
+    """Say which card a family's name is taken as."""
+    others = ", ".join(is_also(name))
+    if others:
+        say(f"note: {name} is taken as {card.name}; there is also {others}", err=True)
 
 
 def granted_to(

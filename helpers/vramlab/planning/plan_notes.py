@@ -8,7 +8,7 @@ from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
-from ..report.report import format_bytes
+from ..report.report import GiB, format_bytes
 from .candidate import Choice, epoch_of, is_as_fast
 from .counted import counted_as
 from .question import Question
@@ -58,7 +58,7 @@ def _about_the_card(question: Question) -> Iterator[str]:
     if question.assumed:
         alike = [card.name for card in cards_of(question.memory or 0)]
         rest = "the table's least with so much memory"
-        if name in alike:
+        if name in alike and (question.memory or 0) % GiB:
             others = [other for other in alike if other != name]
             rest = "likely, by its size"
             if others:

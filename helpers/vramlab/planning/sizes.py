@@ -4,6 +4,7 @@ import re
 
 from ..base.errors import RecipeError
 from ..hardware.gpu import Gpu, cards_of, find_gpu, gpu_names
+from ..report.report import GiB
 
 UNITS = {
     "": 1,
@@ -21,7 +22,8 @@ def card_with(memory: int) -> Gpu:
     Raises RecipeError where there is none.
     """
     exactly = cards_of(memory)
-    if exactly:
+    # A whole number of GiB is what a box says.
+    if exactly and memory % GiB:
         return min(exactly, key=lambda card: (abs(card.total - memory), card.name))
     cards = map(find_gpu, gpu_names())
     large_enough = [card for card in cards if card.memory_gb << 30 >= memory]
