@@ -37,7 +37,7 @@ def advised(said: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "precision", "trainer"), itertools.product(METHODS, PRECISIONS, TRAINERS)
+    ("method", "precision", "trainer"), list(itertools.product(METHODS, PRECISIONS, TRAINERS))
 )
 def test_what_a_T4_refuses_names_options_that_do(method, precision, trainer):
     """Once refused, the options that the refusal says are answered: no circle of advice."""
