@@ -57,6 +57,18 @@ def test_a_generated_wrapper_runs_without_its_kernels():
     assert reused.untyped_storage().nbytes() == x.nbytes
 
 
+def test_a_generated_wrapper_calls_convolutions_too():
+    convolution = "extern_kernels.convolution"
+    shape = "stride=(2,), padding=(0,), dilation=(1,), transposed=False, output_padding=(0,)"
+    code = f"""
+def call(args):
+    image, filters = args
+    return ({convolution}(image, filters, {shape}, groups=1, bias=None),)
+"""
+    (convolved,) = wrapper(code, {}, on_host=list)([torch.ones(2, 3, 8), torch.ones(4, 3, 2)])
+    assert convolved.shape == (2, 4, 4)
+
+
 def test_compiling_moves_the_peak_and_changes_nothing_else():
     sizes = pgo.get_code_state().copy()
     eager = simulate(TINY.replace(torch_compile=False))
