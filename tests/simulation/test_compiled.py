@@ -1,5 +1,7 @@
 """The compiled step: Inductor's wrappers on fake tensors, held against really compiled steps."""
 
+import weakref
+
 import pytest
 import torch
 from torch._dynamo import pgo
@@ -116,6 +118,22 @@ def test_what_does_not_compile_is_said_in_one_sentence(monkeypatch):
     ) as seen:
         simulate(TINY)
     assert "\n" not in str(seen.value)
+    assert not holds_arguments_longer()
+
+
+def holds_arguments_longer() -> bool:
+    """Tell whether dynamo still takes part in each call: a caller then holds what it hands on."""
+
+    def is_last(argument: object) -> bool:
+        alive = weakref.ref(argument)
+        del argument
+        return alive() is None
+
+    return not is_last(Held())
+
+
+class Held:
+    """Something that can be followed."""
 
 
 def real_phases(recipe: Recipe) -> dict[str, tuple[int, int]]:

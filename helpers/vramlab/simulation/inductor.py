@@ -267,7 +267,6 @@ def _names(
     constants: dict[str, Any], on_host: Callable[[list[torch.Tensor]], None] | None
 ) -> dict[str, Any]:
     """Return what the generated module finds under its names."""
-    from torch._inductor.select_algorithm import extern_kernels
 
     def empty(shape: tuple, strides: tuple, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype)
@@ -304,7 +303,7 @@ def _names(
         "math": math,
         "inf": math.inf,
         "nan": math.nan,
-        "extern_kernels": extern_kernels,
+        "extern_kernels": inductor("select_algorithm").extern_kernels,
         "get_raw_stream": lambda index: 0,
         "assert_size_stride": lambda *args: None,
         "assert_alignment": lambda *args: None,
