@@ -63,7 +63,7 @@ from .recipe_options import (
     said_options,
     tokens_of,
 )
-from .words import said, words_of
+from .words import said, sets_segments, words_of
 
 app = typer.Typer(
     cls=Commands,
@@ -121,13 +121,6 @@ def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
     if not is_configuration(model) and recipe_in(model) is None:
         return {"model": model, **fields_of(PLAN_OPTIONS, given)}
     return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
-
-
-def _sets_segments(what: str) -> bool:
-    """Tell whether a script or a program's YAML sets its allocator to expandable segments."""
-    from . import configurations, script
-
-    return script.sets_expandable_segments(what) or configurations.sets_expandable_segments(what)
 
 
 @app.callback(invoke_without_command=True)
@@ -336,7 +329,7 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
-    segments = expandable_segments or any(map(_sets_segments, words or []))
+    segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
