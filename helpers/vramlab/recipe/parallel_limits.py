@@ -41,6 +41,8 @@ def refusals(recipe: RecipeFields) -> Refusals:
         yield from _divided(recipe, sharding)
     if sharding.cp_size > 1:
         yield from _in_rings(recipe, sharding.cp_size)
+    if sharding.sp_size > 1:
+        yield from _in_ulysses(recipe, sharding.sp_size)
 
 
 def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
@@ -68,6 +70,32 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
     allowed += "compute in bf16 or fp16"
     yield "precision", is_wide and shape.num_kv_heads < shape.num_heads, allowed
+
+
+def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:
+    """Return what DeepSpeed's Ulysses does not exchange (`UlyssesSPAttentionHF`)."""
+    shape = recipe.shape
+    allowed = "Ulysses exchanges the heads of 'sdpa' and 'flash_attention_2'"
+    is_known = recipe.attn_implementation in ("sdpa", "flash_attention_2")
+    yield "attn_implementation", not is_known, allowed
+    allowed = "Ulysses is modelled for the Trainer's and SFTTrainer's loops"
+    is_other = recipe.trainer not in ("transformers", "sft") or recipe.loop.name != "trainer"
+    yield "sharding.sp_size", is_other, allowed
+    allowed = f"Ulysses is for causal models, and {shape.name} is one for {shape.task}"
+    yield "sharding.sp_size", shape.task != "causal-lm" or recipe.images, allowed
+    allowed = f"a token of {shape.name} looks back {shape.sliding_window} tokens only, and Ulysses "
+    allowed += "drops that mask"
+    yield "sharding.sp_size", shape.sliding_window, allowed
+    allowed = "samples that are joined are not divided here: leave packing and padding_free out"
+    yield "sharding.sp_size", recipe.joins, allowed
+    _, width = recipe.rows
+    allowed = f"rows of {width:,} tokens do not divide into an equal part for each of {ranks} ranks"
+    yield "sharding.sp_size", width % ranks, allowed
+    allowed = f"it must divide the {shape.num_heads} heads of {shape.name}, and its "
+    allowed += f"{shape.num_kv_heads} key/value heads or be a multiple of them"
+    keys = shape.num_kv_heads
+    is_uneven = shape.num_heads % ranks or (keys % ranks and ranks % keys)
+    yield "sharding.sp_size", is_uneven, allowed
 
 
 def _adapter_refusals(lora: LoRA, engine: str) -> Refusals:

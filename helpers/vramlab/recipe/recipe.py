@@ -82,6 +82,7 @@ LATER_OF_PARTS = {
     "memory_efficient_linear": True,
     "dp_replicate_size": 1,
     "cp_size": 1,
+    "sp_size": 1,
 }
 
 

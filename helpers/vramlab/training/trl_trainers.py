@@ -133,7 +133,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
     config = model.config.get_text_config()
     accelerator = SimpleNamespace(
         device=training.device,
-        parallelism_config=None,
+        parallelism_config=parallelism_of(recipe),
         # this rank's values stand for all ranks'
         gather=lambda value: value,
         gather_for_metrics=lambda value: value,
@@ -157,6 +157,15 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "_total_train_tokens": 0,
         "_tp_size": 1,
     }
+
+
+def parallelism_of(recipe: Recipe) -> Any:
+    """Return what `compute_loss` reads of accelerate's configuration of a mesh."""
+    if recipe.sharding is None or recipe.sharding.sp_size == 1:
+        return None
+    from .engines.ulysses import parallelism
+
+    return parallelism(recipe.sharding.sp_size)
 
 
 def argument_defaults(recipe: Recipe) -> dict[str, Any]:

@@ -7,11 +7,13 @@ run, and allocates what the question would. Nothing else of DeepSpeed is replace
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.nn import functional as collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.errors import RecipeError
@@ -109,12 +111,15 @@ def _keep_device(result: None, engine: Any, model: Any) -> None:
 
 
 def _streams(accelerator: type) -> Iterator[contextlib.AbstractContextManager]:
-    """Return a GPU's streams, which stage 3 gathers and reduces on.
+    """Return a GPU's streams, which stage 3 gathers and reduces on, and its collectives.
 
-    They are torch's for CPUs, whose work is done when it is asked for.
+    Streams are torch's for CPUs, whose work is done when it is asked for.
     """
     yield replaced(torch.cpu.Stream, "synchronize", lambda stream: None)
     yield replaced(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    # where gradients of what was gathered are summed as NCCL does it
+    nccl = {"get_backend": lambda group: "nccl"}
+    yield replaced(collectives, "dist", SimpleNamespace(**vars(collectives.dist) | nccl))
     yield replaced(accelerator, "Stream", torch.cpu.Stream)
     yield replaced(accelerator, "Event", torch.cpu.Event)
     for name in ("stream", "current_stream"):
@@ -208,6 +213,11 @@ def forget() -> None:
 
     comm.cdb = None
     groups._WORLD_GROUP = None
+    groups.mpu = None
+    sequences: Any = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if sequences is not None:
+        sequences._SEQUENCE_PARALLEL_GROUP = None
+        sequences._SEQUENCE_DATA_PARALLEL_GROUP = None
     functional = torch.nn.functional
     if functional.linear is partition_parameters.zero3_linear_wrap:
         original = partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk
