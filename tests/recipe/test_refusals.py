@@ -110,6 +110,20 @@ def test_formulas_leave_ulysses_to_simulate():
     assert refused(predict, recipe).field == "sharding"
 
 
+def test_a_model_that_transformers_divides():
+    """Its `to_dict` leaves out how, so it would be read as a whole model."""
+    from transformers import MixtralConfig
+    from transformers.distributed import DistributedConfig
+
+    model = MixtralConfig(num_hidden_layers=1)
+    model.distributed_config = DistributedConfig(ep_size=2, fsdp_size=2)
+    error = refused(Recipe, model)
+    assert error.field == "model.distributed_config"
+    assert "fsdp_size=2, ep_size=2" in str(error) and "the router sends it" in str(error)
+    model.distributed_config = DistributedConfig()
+    assert Recipe(model).shape.num_layers == 1
+
+
 def test_a_ring_runs_on_gpus_alone():
     sharding = Sharding(3, 2, cp_size=2)
     recipe = Recipe(LLAMA, seq_len=32, precision="bf16-mixed", sharding=sharding)

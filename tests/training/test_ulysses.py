@@ -76,6 +76,7 @@ def test_ranks_learn_what_one_process_does_of_whole_samples(real, name):
     assert_learned_alike(recipe, found)
 
 
+@pytest.mark.slow
 def test_ranks_hold_their_part_of_the_tokens():
     """At a length where activations are all, a rank of four takes a quarter of what one takes whose
     samples are whole.
