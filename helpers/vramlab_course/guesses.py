@@ -26,12 +26,11 @@ from numbers import Real
 
 from .exercises import wrapped
 from .live import tagged
+from .session import SESSION
 
 # Factors between a guess and what was found.
 CLOSE = 1.25
 NEAR = 2.0
-
-_guesses: dict[str, "Guess"] = {}
 
 
 @dataclass
@@ -105,13 +104,14 @@ def guess(question: str, unit: str, mine: float | None = None) -> Guess:
     print(
         wrapped(f"{question} Your guess in {unit}: {'none yet' if mine is None else f'{mine:,g}'}.")
     )
-    _guesses[question] = made = Guess(question, unit, mine)
+    made = Guess(question, unit, mine)
+    SESSION.guesses[question] = made
     return made
 
 
 def score() -> str:
     """How well the reader guessed in this session, in a sentence or two."""
-    asked = [each for each in _guesses.values() if each.found is not None]
+    asked = [each for each in SESSION.guesses.values() if each.found is not None]
     made = [each for each in asked if each.mine is not None]
     if not made:
         return (

@@ -5,11 +5,12 @@ run to run.
 import pytest
 from vramlab_course import guesses
 from vramlab_course.guesses import guess, score
+from vramlab_course.session import Session
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(guesses, "_guesses", {})
+    monkeypatch.setattr(guesses, "SESSION", Session())
 
 
 def compared(mine, found, capsys, **options) -> str:

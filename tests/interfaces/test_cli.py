@@ -220,7 +220,7 @@ def test_verdict_on_a_gpu(stand_in, needs, answer):
     found = Report.from_json(shown.stdout)
     tier = answer.partition(":")[0]
     fits = {"safe": True, "does not fit": False}.get(tier)
-    said = {"gpu": "T4", "fits": fits, "tier": tier, "host_memory": WEIGHTS}
+    said = {"gpu": "T4", "fits": fits, "tier": tier, "grade": tier, "host_memory": WEIGHTS}
     assert (found.environment, shown.exit_code) == (said, code)
     assert found.notes[-1].startswith(answer)
 

@@ -50,6 +50,7 @@ from .configurations import (
     is_configuration,
     question_of,
     recipe_and_evaluation,
+    recipe_in,
     recipe_or_configuration,
 )
 from .recipe_options import (
@@ -114,7 +115,7 @@ PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Que
 
 def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
-    if not is_configuration(model):
+    if not is_configuration(model) and recipe_in(model) is None:
         return {"model": model, **fields_of(PLAN_OPTIONS, given)}
     return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
 

@@ -16,7 +16,7 @@ from ..base.files import MOST_TEXT, NOT_OURS, is_ours
 from ..base.text import printable
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.counted import HOSTS, host_memory
-from ..planning.question import card_with, size_of
+from ..planning.sizes import card_with, size_of
 from ..recipe.recipe import Recipe
 from ..report.report import NO_TIER, TIERS, GiB, Interval, Report, format_bytes
 from .recipe_options import fits_card
@@ -209,19 +209,22 @@ def finish(
     if card and report.process is not None:
         report.usable = usable_memory(card) if report.usable is None else report.usable
         fits = fits_card(report)
-        has = format_bytes(report.usable)
-        needs = Interval.of(report.process)
+        grade = report.grade
         tier = report.verdict
         free = on_host(report)
         rest = ""
         if free >= GiB and tier in TIERS:
             rest = f", and {free / GiB:.1f} GiB of host memory are free"
+        sentence = report.answer(card.name, rest)
         if host and free > host.size:
             fits = False
-            tier = NO_TIER
+            grade = tier = NO_TIER
+            needs = Interval.of(report.process)
             rest = f", but {free / GiB:.1f} GiB of host memory are needed, of {host.words}"
-        sentence = f"{tier}: {card.name} has {has}, the process needs {needs}{rest}"
-        report.environment |= {"gpu": card.name, "fits": fits, "tier": tier, "host_memory": free}
+            has = format_bytes(report.usable)
+            sentence = f"{tier}: {card.name} has {has}, the process needs {needs}{rest}"
+        report.environment |= {"gpu": card.name, "fits": fits, "tier": tier, "grade": grade}
+        report.environment["host_memory"] = free
         if as_json:
             report.notes += [sentence]
     whole = whole or report

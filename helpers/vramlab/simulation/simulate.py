@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..base.errors import RecipeError, VramLabError, needing
 from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
+from ..private.of_torch import tree_map_only
 from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL

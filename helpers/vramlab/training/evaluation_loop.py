@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..private.of_torch import tree_leaves, tree_map
+from ..private.of_transformers import MOVE_MODEL, SHARED_STATE, prepare_evaluation
 from ..recipe.evaluation import Evaluation
 from .engine import AUTOCAST, Training, autocast_inside
 from .evaluation_host import Kept, host_peak, kept
@@ -135,18 +136,15 @@ def _trainer(
         trainer.optimizer = training.optimizer
         trainer.is_in_train = True
         trainer.num_examples = lambda loader: evaluation.samples
-        # as `Seq2SeqTrainer.evaluate` sets them
-        trainer._gen_kwargs = {}
+        generation = {}
         for name in ("max_length", "num_beams"):
             if getattr(evaluation, f"generation_{name}"):
-                trainer._gen_kwargs[name] = getattr(evaluation, f"generation_{name}")
+                generation[name] = getattr(evaluation, f"generation_{name}")
 
         def wrapped(model: Any, **options: Any) -> Callable:
             return lambda **inputs: forward(training, inputs)
 
-        trainer._wrap_model = wrapped
-        # so that it is not prepared again
-        trainer.accelerator._models.append(training.model)
+        prepare_evaluation(trainer, training.model, wrapped, generation)
         yield trainer
 
 
@@ -194,7 +192,7 @@ def _patches(moved: list[list[Kept]]) -> Iterator[contextlib.AbstractContextMana
     from transformers import trainer as trainer_module
 
     for state in (PartialState, AcceleratorState, GradientState):
-        yield replaced(state, "_shared_state", {})
+        yield replaced(state, SHARED_STATE, {})
 
     def numpify(tensors: Any) -> None:
         # fake tensors have no values to give
@@ -202,7 +200,7 @@ def _patches(moved: list[list[Kept]]) -> Iterator[contextlib.AbstractContextMana
 
     yield replaced(trainer_pt_utils, "nested_numpify", numpify)
     # the model is where it belongs, and trained as it is
-    yield replaced(Trainer, "_move_model_to_device", lambda *args: None)
+    yield replaced(Trainer, MOVE_MODEL, lambda *args: None)
     yield replaced(trainer_module, "validate_quantization_for_training", lambda model: None)
     # it would seed the process's generators
     yield replaced(trainer_module, "set_seed", lambda seed: None)

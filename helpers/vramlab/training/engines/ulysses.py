@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...private import of_transformers
 from ...recipe.recipe import Recipe
 from ..engine import Model, Training
 from ..patched import replaced
@@ -30,7 +31,6 @@ def attach(training: Training, recipe: Recipe) -> tuple[Any, Callable]:
     attention for this thread's micro-batches alone.
     """
     from deepspeed import comm
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     assert recipe.sharding is not None  # it is DeepSpeed's
     comm.init_distributed(dist_init_required=False)
@@ -44,16 +44,15 @@ def attach(training: Training, recipe: Recipe) -> tuple[Any, Callable]:
         disable_in_eval=True,
     )
     # the process's own table keeps what it has
-    attention = ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name)
+    attention = of_transformers.take_attention(name)
     if training.compute_loss is None:
         _give_loss(training, recipe.sharding.sp_size)
 
     @contextlib.contextmanager
     def exchanging(model: Model, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        table = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
         sent = _answers() if is_fake_group() else contextlib.nullcontext()
         quiet = unheard("torch.distributed.nn.functional.all_gather is deprecated")
-        with replaced(table, name, attention), sent, quiet:
+        with replaced(of_transformers.all_attention(), name, attention), sent, quiet:
             yield dict(batch)
 
     return groups, exchanging
