@@ -64,3 +64,34 @@ def test_vramlab_reads_the_t4_script_as_the_run_that_the_chapter_simulates(t4_sc
     assert (recipe.precision, recipe.dtype) == ("fp16-mixed", "float16")
     assert recipe.gradient_checkpointing and recipe.lora.r == 16
     assert recipe.quantization.double and not recipe.quantization.prepare
+
+
+@pytest.mark.slow  # imports TRL
+def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch):
+    from datasets import Dataset
+    from peft import AutoPeftModelForCausalLM, LoraConfig
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    monkeypatch.chdir(tmp_path)
+    (lines,) = (script for script in scripts("05") if "SFTTrainer(" in script)
+    here = {
+        '"meta-llama/Llama-3.1-8B"': repr(str(base_model_folder())),
+        "bf16=True": "use_cpu=True, bf16=True, max_steps=1",
+        "max_length=2048": "max_length=32",
+    }
+    for old, new in here.items():
+        assert old in lines
+        lines = lines.replace(old, new)
+    texts = Dataset.from_dict({"text": ["def number():\n    return 1\n"] * 2})
+    names = {
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "LoraConfig": LoraConfig,
+        "SFTConfig": SFTConfig,
+        "SFTTrainer": SFTTrainer,
+        "texts": texts,
+    }
+    exec(lines, names)
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
+    assert len(moved) == 4 * 7 and all(moved)

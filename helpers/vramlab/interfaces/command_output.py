@@ -227,8 +227,11 @@ def finish(
         report.environment["host_memory"] = free
         if as_json:
             report.notes += [sentence]
+    whose = recorded_on(report)
+    if as_json and whose:
+        report.notes.insert(0, whose)
     whole = whole or report
-    lines = [recorded_on(report), str(whole), sentence]
+    lines = [whose, str(whole), sentence]
     text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, lines))
     say(text)
     if report.status != "ok" or fits is False or report.environment.get("tier") == "tight":

@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "quantization": Quantization(),
     },
 }
+WITHOUT_BF16 = {"bf16-mixed": "fp16-mixed", "bf16-true": "fp16-true", "bfloat16": "float16"}
 # The allocator asks CUDA for requests over 10 MiB in multiples of this (kRoundLarge).
 ROUNDED = 2 * MiB
 LARGE = 64 * MiB  # smaller requests have the size of too many tensors
@@ -233,9 +234,13 @@ def says_no_method(recipe: Recipe) -> bool:
     return all(getattr(recipe, name) == getattr(usual, name) for name in names)
 
 
-def taken_from(message: Message, recipe: Recipe) -> tuple[Recipe, str]:
+def taken_from(message: Message, recipe: Recipe, card: Gpu | None) -> tuple[Recipe, str]:
     """Return the recipe trained as the message says, and a sentence on what was taken from it."""
     fields, why = _method(message, recipe)
+    if card and not card.supports("bf16-mixed"):
+        # as many bytes, in the half precision that it has
+        fields = {name: WITHOUT_BF16.get(str(value), value) for name, value in fields.items()}
+        why = why.replace("bf16", "fp16")
     recipe = recipe.replace(**fields)
     sized_as = _tokens(message, recipe)
     said = [why] if why else []

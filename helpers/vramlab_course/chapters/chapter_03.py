@@ -31,11 +31,13 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
+        # several tensors that are saved may be views of one storage
         kept.setdefault(storage.data_ptr(), storage.nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
+    # a weight is saved too, and is there anyway
     return sum(size for pointer, size in kept.items() if pointer not in known), result
 
 
@@ -105,6 +107,7 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
             ("-", "--", "-."),
             strict=True,
         ):
+            # while the model is built there are fewer parameters: that is no part of the step
             moments = [m for m in report.timeline if m.bytes.parameters == report.peak.parameters]
             x = [i / len(moments) for i in range(len(moments))]
             sizes = [m.bytes.total / MiB for m in moments]
