@@ -158,12 +158,11 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
 
 
 def parallelism_of(recipe: Recipe) -> Any:
-    """Return what `compute_loss` reads of accelerate's configuration of a mesh."""
+    """Return what the Trainers read of accelerate's `ParallelismConfig`; None without Ulysses."""
     if recipe.sharding is None or recipe.sharding.sp_size == 1:
         return None
-    from .engines.ulysses import parallelism
-
-    return parallelism(recipe.sharding.sp_size)
+    ranks = recipe.sharding.sp_size
+    return SimpleNamespace(sp_backend="deepspeed", sp_enabled=True, sp_size=ranks)
 
 
 def argument_defaults(recipe: Recipe) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..engine import Model, Training
 from ..patched import replaced
 from ..process_group import is_fake_group
 from ..quiet import unheard
+from ..trl_trainers import parallelism_of
 
 WITHOUT_LABEL = -100
 
@@ -46,7 +47,7 @@ def attach(training: Training, recipe: Recipe) -> tuple[Any, Callable]:
     # the process's own table keeps what it has
     attention = of_transformers.take_attention(name)
     if training.compute_loss is None:
-        _give_loss(training, recipe.sharding.sp_size)
+        _give_loss(training, parallelism_of(recipe))
 
     @contextlib.contextmanager
     def exchanging(model: Model, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -62,17 +63,12 @@ def _library() -> Any:
     return importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
 
 
-def parallelism(ranks: int) -> Any:
-    """Return what the Trainers read of accelerate's `ParallelismConfig`."""
-    return SimpleNamespace(sp_backend="deepspeed", sp_enabled=ranks > 1, sp_size=ranks)
-
-
-def _give_loss(training: Training, ranks: int) -> None:
+def _give_loss(training: Training, parallelism: Any) -> None:
     """Let the Trainer's own function compute the loss."""
     from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
     def loss_of(run: Callable, batch: dict[str, Any]) -> torch.Tensor:
-        return deepspeed_sp_compute_loss(None, run, batch, False, parallelism(ranks))
+        return deepspeed_sp_compute_loss(None, run, batch, False, parallelism)
 
     training.compute_loss = loss_of
 
