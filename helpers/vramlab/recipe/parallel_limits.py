@@ -1,5 +1,8 @@
 """What can be cut by tensors or by layers, into how many parts, and what trains shards."""
 
+from typing import Any
+
+from ..base.errors import RecipeError
 from ..hardware.overhead import efficient_takes_groups
 from . import lora_modules
 from .families import FAMILIES
@@ -43,6 +46,19 @@ def refusals(recipe: RecipeFields) -> Refusals:
         yield from _in_rings(recipe, sharding.cp_size)
     if sharding.sp_size > 1:
         yield from _in_ulysses(recipe, sharding.sp_size)
+
+
+def check_division(division: Any) -> None:
+    """Raise RecipeError where transformers itself has divided a model (its `DistributedConfig`)."""
+    if division is None:
+        return
+    sizes = {name: size for name, size in vars(division).items() if name.endswith("_size")}
+    divided = ", ".join(f"{name}={size}" for name, size in sizes.items() if (size or 1) > 1)
+    if divided:
+        rest = "from_pretrained divides such a model itself, which no recipe describes, and with "
+        rest += "expert parallel a rank holds the tokens that the router sends it: WatchCallback() "
+        rest += "in its Trainer measures it, and sharding=Sharding(…) is for FSDP and DeepSpeed"
+        raise RecipeError("model.distributed_config", divided, rest)
 
 
 def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:

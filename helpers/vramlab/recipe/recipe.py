@@ -425,25 +425,12 @@ def _as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _check_division(division: Any) -> None:
-    """Raise RecipeError where transformers itself has divided a model (its `DistributedConfig`)."""
-    if division is None:
-        return
-    sizes = {name: size for name, size in vars(division).items() if name.endswith("_size")}
-    divided = ", ".join(f"{name}={size}" for name, size in sizes.items() if (size or 1) > 1)
-    if divided:
-        rest = "from_pretrained divides such a model itself, which no recipe describes, and with "
-        rest += "expert parallel a rank holds the tokens that the router sends it: WatchCallback() "
-        rest += "in its Trainer measures it, and sharding=Sharding(…) is for FSDP and DeepSpeed"
-        raise RecipeError("model.distributed_config", divided, rest)
-
-
 def _described(model: Any) -> Any:
     """Return the text or the dictionary that says which `model` it is."""
     if isinstance(model, os.PathLike):
         return os.fspath(model)
     if hasattr(model, "to_dict") and not isinstance(model, Recipe):
-        _check_division(getattr(model, "distributed_config", None))
+        parallel_limits.check_division(getattr(model, "distributed_config", None))
         model = model.to_dict()
     return plain(model) if isinstance(model, Mapping) else model
 
