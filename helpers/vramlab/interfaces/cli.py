@@ -91,9 +91,7 @@ Release = option(
     "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
-CONFIRM = (
-    "Simulate each answer; with --no-confirm only what no formula knows, such as GRPO's sampling."
-)
+CONFIRM = "Simulate each answer; with --no-confirm only what no formula knows, as GRPO's sampling."
 Pretrained = option(
     bool,
     "Download the model's tokenizer for the text of --dataset.",
