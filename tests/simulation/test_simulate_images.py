@@ -90,7 +90,33 @@ SMALL["paligemma"] = {
     "projection_dim": 64,
     "image_token_index": 292,
 }
+SMALL["qwen2_vl"] = SMALL["qwen2_5_vl"] | {
+    "model_type": "qwen2_vl",
+    "vision_config": {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+SMALL["qwen3_vl_moe"] = SMALL["qwen3_vl"] | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": SMALL["qwen3_vl"]["text_config"] | EXPERTS,
+}
 TOWERS = {
+    "qwen2_vl": "visual",
+    "qwen3_vl_moe": "visual",
     "qwen2_5_vl": "visual",
     "qwen3_vl": "visual",
     "gemma3": "vision_tower",
@@ -123,6 +149,7 @@ QUICK = [
     ("qwen2_5_vl", "all of it"),
     ("qwen3_vl", "LoRA on language in 4 bits"),
     ("gemma3", "tower frozen, recomputed"),
+    ("qwen2_vl", "SFT"),
 ]
 
 

@@ -10,29 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from ..base.errors import RecipeError, needing
 from .configuration import READERS, reason
+from .fields import RecipeFields
 from .knobs import Refusals
 from .model_sizes import Sizes
 
 MOST_SIDE = 2**14  # pixels
-
-
-class WithImages(Protocol):
-    """What of a recipe says which images a sample has."""
-
-    @property
-    def shape(self) -> Any: ...
-    @property
-    def images(self) -> int | None: ...
-    @property
-    def image_size(self) -> tuple[str, ...] | None: ...
-    @property
-    def max_pixels(self) -> int | None: ...
-    @property
-    def batch_size(self) -> int: ...
 
 
 def reader_of(shape: Sizes) -> Mapping[str, Any] | None:
@@ -40,7 +26,7 @@ def reader_of(shape: Sizes) -> Mapping[str, Any] | None:
     return READERS.get(shape.family)
 
 
-def sides(recipe: WithImages) -> list[tuple[int, int]]:
+def sides(recipe: RecipeFields) -> list[tuple[int, int]]:
     """Return height and width of each of a sample's images."""
     said = recipe.image_size or ()
     sizes = []
@@ -107,7 +93,7 @@ def _tokens(
     return patches // processor.merge_size**2
 
 
-def tokens(recipe: WithImages) -> list[int]:
+def tokens(recipe: RecipeFields) -> list[int]:
     """Return the tokens of each of a sample's images."""
     counts = []
     for height, width in sides(recipe):
@@ -115,7 +101,7 @@ def tokens(recipe: WithImages) -> list[int]:
     return counts
 
 
-def marked(recipe: WithImages) -> Iterator[list[int]]:
+def marked(recipe: RecipeFields) -> Iterator[list[int]]:
     """Yield of each image the ids that stand for it, those around it included."""
     reader = READERS[recipe.shape.family]
     settings = recipe.shape.settings
@@ -124,7 +110,7 @@ def marked(recipe: WithImages) -> Iterator[list[int]]:
         yield [*around[:1], *[settings[reader["image"]]] * count, *around[1:]]
 
 
-def pixels(recipe: WithImages) -> dict[str, Any]:
+def pixels(recipe: RecipeFields) -> dict[str, Any]:
     """Return what the processor makes of a micro-batch's images, real tensors on the CPU."""
     if not recipe.images:
         return {}
