@@ -1,5 +1,7 @@
 """The compiled step: Inductor's wrappers on fake tensors, held against really compiled steps."""
 
+import weakref
+
 import pytest
 import torch
 from torch._dynamo import pgo
@@ -57,6 +59,18 @@ def test_a_generated_wrapper_runs_without_its_kernels():
     assert reused.untyped_storage().nbytes() == x.nbytes
 
 
+def test_a_generated_wrapper_calls_convolutions_too():
+    convolution = "extern_kernels.convolution"
+    shape = "stride=(2,), padding=(0,), dilation=(1,), transposed=False, output_padding=(0,)"
+    code = f"""
+def call(args):
+    image, filters = args
+    return ({convolution}(image, filters, {shape}, groups=1, bias=None),)
+"""
+    (convolved,) = wrapper(code, {}, on_host=list)([torch.ones(2, 3, 8), torch.ones(4, 3, 2)])
+    assert convolved.shape == (2, 4, 4)
+
+
 def test_compiling_moves_the_peak_and_changes_nothing_else():
     sizes = pgo.get_code_state().copy()
     eager = simulate(TINY.replace(torch_compile=False))
@@ -104,6 +118,22 @@ def test_what_does_not_compile_is_said_in_one_sentence(monkeypatch):
     ) as seen:
         simulate(TINY)
     assert "\n" not in str(seen.value)
+    assert not holds_arguments_longer()
+
+
+def holds_arguments_longer() -> bool:
+    """Tell whether dynamo still takes part in each call: a caller then holds what it hands on."""
+
+    def is_last(argument: object) -> bool:
+        alive = weakref.ref(argument)
+        del argument
+        return alive() is None
+
+    return not is_last(Held())
+
+
+class Held:
+    """Something that can be followed."""
 
 
 def real_phases(recipe: Recipe) -> dict[str, tuple[int, int]]:

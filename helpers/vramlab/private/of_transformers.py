@@ -61,12 +61,14 @@ def drop_masks(model: Any) -> None:
     _attach_context_parallel_hooks(model)
 
 
-def divide_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[Callable, Any]:
-    """Return what the Trainer makes of a batch for context parallel: a context, and a part."""
-    from transformers import Trainer
+def divide_batch(
+    kind: Any, trainer: Any, model: Any, batch: dict[str, Any]
+) -> tuple[Callable, Any]:
+    """Return what a Trainer of that `kind` makes of a batch for context parallel.
 
-    prepare: Any = Trainer._prepare_context_parallel_inputs
-    return prepare(trainer, model, batch)
+    That is a context, and a part.
+    """
+    return kind._prepare_context_parallel_inputs(trainer, model, batch)
 
 
 def prepare_evaluation(
