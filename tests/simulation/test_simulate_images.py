@@ -140,6 +140,11 @@ WAYS = {
         "quantization": Quantization("nf4"),
         "gradient_checkpointing": True,
     },
+    "4 bits, tower left alone": {
+        "precision": "bf16-mixed",
+        "lora": LANGUAGE,
+        "gradient_checkpointing": True,
+    },
     "SFT": {"precision": "bf16-mixed", "trainer": "sft"},
     "SFT without an image": {"images": None, "image_size": None, "trainer": "sft"},
     "unlike images, eager": {"image_size": ("64x48", "100x40"), "attn_implementation": "eager"},
@@ -149,7 +154,7 @@ QUICK = [
     ("qwen2_5_vl", "all of it"),
     ("qwen3_vl", "LoRA on language in 4 bits"),
     ("gemma3", "tower frozen, recomputed"),
-    ("qwen2_vl", "SFT"),
+    ("qwen2_vl", "4 bits, tower left alone"),
 ]
 
 
@@ -163,6 +168,9 @@ def test_equals_real_tensors(family, way):
     fields = dict(WAYS[way])
     if "frozen" in way:
         fields["freeze"] = (TOWERS[family],)
+    if "left alone" in way:
+        skipped = (f"model.{TOWERS[family]}", "lm_head")
+        fields["quantization"] = Quantization("nf4", skip_modules=skipped)
     assert_equal(recipe_of(family, **fields))
 
 
@@ -207,6 +215,13 @@ def test_a_tower_takes_fused_attention_beside_gemma_2():
     assert chosen.vision_config._attn_implementation == "sdpa"
     assert chosen.text_config._attn_implementation == "eager"
     assert images.tokens(Recipe("paligemma2-3b", images=1, image_size="640x480")) == [256]
+
+
+def test_a_name_that_no_module_has_is_refused():
+    """transformers looks for names where a module's begins or ends."""
+    fields = {"precision": "bf16-mixed", "lora": LANGUAGE}
+    with pytest.raises(RecipeError, match="no weight's does"):
+        recipe_of("qwen2_5_vl", quantization=Quantization("nf4", skip_modules="visual"), **fields)
 
 
 def test_a_frozen_tower_has_no_gradients():
