@@ -16,7 +16,7 @@ from ..base.files import MOST_TEXT, NOT_OURS, is_ours
 from ..base.text import printable
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.counted import host_memory
-from ..planning.question import card_with, size_of
+from ..planning.room import card_with, size_of
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, GiB, Interval, Report, format_bytes
 from .recipe_options import fits_card

@@ -69,6 +69,7 @@ class Choice:
         needs: bytes of the process with the allocator's settings that were asked for.
         by_default: the same with the allocator's default settings, for a script of one's own.
         tier: the surest in which it fits, "" where it fits in none.
+        time: of a step; None where images are read, which no formula knows.
         host: bytes of host memory that have to be free for all ranks.
         over: bytes that it lacks in the tier asked for.
         notes: what to know before choosing it.
@@ -79,7 +80,7 @@ class Choice:
 
     recipe: Recipe
     report: Report
-    time: StepTime
+    time: StepTime | None
     needs: Interval
     by_default: Interval
     tier: str
@@ -104,7 +105,7 @@ class Choice:
     @property
     def seconds(self) -> float:
         """Of an epoch where the data's lengths are known, else of a step."""
-        return self.epoch or self.time.seconds
+        return self.epoch or (self.time.seconds if self.time else math.inf)
 
 
 class Candidate:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import RecipeError, needing
-from ..recipe import lora_modules
+from ..recipe import images, lora_modules
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
@@ -61,8 +61,15 @@ def scripts(
     if not name.isprintable():
         rest = "line breaks and control characters cannot stand in the lines that start the program"
         raise RecipeError("path", name, rest)
-    if recipe.shape.task != "causal-lm" and recipe.trainer != "reward":
-        raise RecipeError("task", recipe.shape.task, "programs are written for causal-lm")
+    task = recipe.shape.task
+    if task == "image-text" and recipe.trainer != "sft":
+        rest = "programs for samples with images are SFTTrainer's: say trainer='sft'"
+        raise RecipeError("trainer", recipe.trainer, rest)
+    if task == "image-text" and not recipe.images:
+        rest = "programs for a model that reads images train it on samples with some: say how many"
+        raise RecipeError("images", recipe.images, rest)
+    if task not in ("causal-lm", "image-text") and recipe.trainer != "reward":
+        raise RecipeError("task", task, "programs are written for causal-lm and image-text")
     sharding = recipe.sharding
     stem = Path(name).stem
     beside = ""
@@ -96,7 +103,7 @@ def scripts(
 
 def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what the templates write of the recipe, but for its arguments."""
-    trainer = PROGRAMS["trainers"][recipe.trainer]
+    trainer = PROGRAMS["images"] if recipe.images else PROGRAMS["trainers"][recipe.trainer]
     rate = trainer["learning_rate"]
     if recipe.adapters:
         rate *= ADAPTERS_TIMES
@@ -106,12 +113,14 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         subsequent_indent=8 * " ",
         break_on_hyphens=False,
     )
+    is_counted = counted_as(recipe) is recipe and not images.reader_of(recipe.shape)
     path = recipe.model if isinstance(recipe.model, str) else "path/to/the/model"
     return {
         "recipe": recipe,
         "own": trainer,
         "longer": Code("refused" if _is_uncut(recipe) else trainer["longer"]),
         "uncut": _is_uncut(recipe),
+        "shown_tokens": sum(map(len, images.marked(recipe))) if recipe.images else 0,
         "trl": TRL.get(recipe.trainer),
         "trainer_class": _trainer_class(recipe),
         "words": textwrap.fill(words(recipe), WIDTH, subsequent_indent=4 * " "),
@@ -123,7 +132,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "learning_rate": Code(f"{rate:.0e}".replace("e-0", "e-")),
         "arguments_class": arguments_class(recipe).__name__,
         "unseen": _unseen(recipe),
-        "witness": Code("predict" if counted_as(recipe) is recipe else "simulate"),
+        "witness": Code("predict" if is_counted else "simulate"),
         "adapters": _adapters(recipe) if recipe.adapters else {},
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
         "gives_adapters": _gives_adapters(recipe),
@@ -310,7 +319,7 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
 def _unseen(recipe: Recipe) -> Arguments:
     """Return what `Recipe.from_training_arguments` cannot see in the arguments."""
     unseen: Arguments = {}
-    if recipe.trainer not in TRL or _is_uncut(recipe):
+    if recipe.trainer not in TRL or _is_uncut(recipe) or recipe.images:
         unseen["seq_len"] = Code("TOKENS")
     if recipe.precision.endswith("-true"):
         unseen["precision"] = recipe.precision
@@ -341,6 +350,9 @@ def _unseen(recipe: Recipe) -> Arguments:
         "quantization",
         "sharding",
         "loop",
+        "images",
+        "image_size",
+        "max_pixels",
     ):
         if name in sources:
             unseen[name] = Code(sources[name])
