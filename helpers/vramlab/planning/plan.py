@@ -176,7 +176,8 @@ class Plan:
         title += f"on {self._cards}, {room}"
         # What leaving a switch out costs stands below, as in the text.
         costs = [costs_of(choice) for choice in self.choices if choice.without]
-        return html.table(head, rows, title, [*self.notes, *costs])
+        by_default = [self._by_default()] if self.question["expandable_segments"] else []
+        return html.table(head, rows, title, [*by_default, *self.notes, *costs])
 
     def __str__(self) -> str:
         lines = [*self._warnings(), self._asked()]

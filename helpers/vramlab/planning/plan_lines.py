@@ -5,10 +5,10 @@ import textwrap
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
 from .candidate import Choice
+from .counted import HOSTS
 from .plan_script import words
 
 WIDTH = 80  # characters of a line in a terminal
-HOSTS = {"free Colab": 12.7, "Kaggle": 30}  # GiB of host memory, as their machines show it
 
 
 def figures_of(choice: Choice) -> tuple[str, ...]:

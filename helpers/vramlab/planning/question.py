@@ -27,7 +27,7 @@ from ..recipe.recipe import (
 from ..recipe.samples import check_lengths
 from ..report.report import TIERS
 from .data_rows import DataRows
-from .room import card_with, size_of
+from .sizes import card_with, size_of
 
 METHODS = ("full", "lora", "qlora")
 # AdamW in four implementations
@@ -210,6 +210,10 @@ class Question:
             self.peft = method
         if isinstance(self.rollouts, Mapping):
             self.rollouts = Rollouts(**self.rollouts)
+        if self.rollouts and self.rollouts.is_colocated:
+            # The allocator of a vLLM that sleeps asserts that they are off
+            # (vllm/device_allocator/cumem.py, PyTorch issue 147851).
+            self.expandable_segments = False
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)

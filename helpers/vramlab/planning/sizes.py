@@ -1,4 +1,4 @@
-"""Memory as people say it, and the card that has so much."""
+"""Sizes of memory as people say them, and the card that has so much."""
 
 import re
 
