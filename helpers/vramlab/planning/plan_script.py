@@ -26,6 +26,7 @@ from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
+from ..recipe.process_context import loads_on_host
 from ..recipe.recipe import Recipe
 from ..report.report import installed, repository
 from .counted import counted_as
@@ -132,6 +133,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "learning_rate": Code(f"{rate:.0e}".replace("e-0", "e-")),
         "arguments_class": arguments_class(recipe).__name__,
         "unseen": _unseen(recipe),
+        "loads_on_host": loads_on_host(recipe),
         "witness": _witness(recipe),
         "adapters": _adapters(recipe) if recipe.adapters else {},
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
