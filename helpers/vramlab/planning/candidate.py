@@ -409,5 +409,6 @@ def is_as_fast(choice: Choice, other: Choice) -> bool:
 
     That is within the error of the other's time.
     """
+    assert other.time  # of a model that formulas know
     error = other.time.high / other.time.seconds
     return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds

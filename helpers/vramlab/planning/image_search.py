@@ -142,9 +142,9 @@ class ImageSearch:
             pixels = max(least, images.rounded(way, following) if following < whole else whole)
         fits = max(size for size, end in ends.items() if end <= usable)
         if fits == NONE:
-            size = min(recipes.keys() & ends.keys())
-            needed = format_bytes(ends[size], digits=2)
-            self.lacks[name] = f"{name}: with images of {size:,} pixels it takes {needed}"
+            fewest = min(recipes.keys() & ends.keys())
+            needed = format_bytes(ends[fewest], digits=2)
+            self.lacks[name] = f"{name}: with images of {fewest:,} pixels it takes {needed}"
             return None
         over = [size for size in ends if size > fits]
         return recipes[fits], min(over, default=None)
