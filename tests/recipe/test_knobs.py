@@ -54,7 +54,7 @@ UNREAD = {
     "plan": {
         "taken over as it is asked": "optim_args torch_compile "
         "precompute_ref_log_probs completion_lengths label_smoothing_factor neftune_noise_alpha",
-        "the plan is of text, all of whose modules are trained": f"freeze {IMAGES}",
+        "all modules of a plan's model are trained": "freeze",
         "a factor, which has no bytes": f"{DRAWS} lora_dropout use_rslora",
         "adapters are PEFT's usual ones on all linear layers": "target_modules target_parameters "
         "bias modules_to_save autocast_adapter_dtype lora_bias prepare",

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
+from math import isqrt
 from typing import Any
 
 from ..base.errors import RecipeError, needing
@@ -51,6 +52,37 @@ def read_sizes(value: Any) -> tuple[str, ...] | None:
             raise RecipeError("image_size", one, rest)
         sizes.append(f"{width}x{height}")
     return tuple(sizes)
+
+
+def largest(shape: Sizes) -> tuple[str, ...] | None:
+    """Return the size of the largest square that the processor does not make smaller."""
+    reader = reader_of(shape)
+    if reader is None:
+        return None
+    side = isqrt(reader["size"].get("longest_edge", 0))
+    side = side or shape.settings["vision_config"]["image_size"]
+    return (f"{side}x{side}",)
+
+
+def most_pixels(recipe: RecipeFields) -> int:
+    """Return the pixels to which the processor makes larger images smaller."""
+    reader = READERS[recipe.shape.family]
+    if reader["tokens"]:
+        return recipe.shape.settings["vision_config"]["image_size"] ** 2
+    return recipe.max_pixels or reader["size"]["longest_edge"]
+
+
+def least_pixels(recipe: RecipeFields) -> int:
+    """Return the least `max_pixels` that can be said, 0 where none is left to choose."""
+    is_open = recipe.images and not recipe.max_pixels
+    return READERS[recipe.shape.family]["size"].get("shortest_edge", 0) if is_open else 0
+
+
+def rounded(recipe: RecipeFields, pixels: int) -> int:
+    """Return the pixels of as many whole tokens, at most `pixels`."""
+    processor = _processor(recipe.shape, None)
+    area = (processor.patch_size * processor.merge_size) ** 2
+    return pixels // area * area
 
 
 @lru_cache(maxsize=32)
