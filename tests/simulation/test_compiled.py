@@ -30,14 +30,16 @@ TINY = Recipe(
 # Bytes of the first step's loss. The second step frees it, and torch's profiler does not count
 # what was made before it began.
 LOSS = 4
-# What Inductor generates for `x.sin() @ w`, shortened
+# What Inductor generates for `x.sin() @ w`, shortened; what it imports to check since torch 2.14
 GENERATED = """
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.runtime.runtime_utils import assert_tensor_metadata
 async_compile = AsyncCompile()
 triton_poi_fused_sin_0 = async_compile.triton('triton_poi_fused_sin_0', '''...''')
 def call(args):
     arg0_1, arg1_1 = args
     args.clear()
+    assert_tensor_metadata(arg0_1, (4, 8), (8, 1), torch.float32, 'input')
     with torch.cuda._DeviceGuard(0):
         torch.cuda.set_device(0)
         buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)

@@ -53,7 +53,7 @@ def is_known(sharding: Sharding) -> bool:
     if sharding.world_size == 1:
         ways = ON_ONE_GPU.get(sharding.engine, ways)
     in_layers = sharding.wrap == "layers" and not sharding.reshard_root
-    by_default = in_layers and sharding.memory_efficient_linear and sharding.cp_size == 1
+    by_default = in_layers and sharding.memory_efficient_linear and sharding.ranks_of_sample == 1
     return by_default and (sharding.stage, sharding.offload) in ways
 
 

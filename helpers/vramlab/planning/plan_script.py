@@ -331,7 +331,11 @@ def _write_mesh(recipe: Recipe, arguments: Arguments) -> None:
     """Write how ranks form a mesh, and of one sample's tokens that they divide equally."""
     if "parallelism_config" in arguments:
         sizes = literal(arguments["parallelism_config"])
-        arguments["parallelism_config"] = Code(f"ParallelismConfig(**{sizes})")
+        handler = ""
+        if "sp_size" in arguments["parallelism_config"]:
+            name = literal(recipe.attn_implementation)
+            handler = f", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation={name})"
+        arguments["parallelism_config"] = Code(f"ParallelismConfig(**{sizes}{handler})")
     if recipe.trainer == "sft" and recipe.pieces > 1:
         arguments.setdefault("pad_to_multiple_of", recipe.pieces)
 

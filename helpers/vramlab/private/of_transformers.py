@@ -82,3 +82,17 @@ def prepare_evaluation(
     trainer._gen_kwargs = generation
     trainer._wrap_model = wrap
     trainer.accelerator._models.append(model)
+
+
+def all_attention() -> dict[str, Callable]:
+    """Return the table of attention's functions by name."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return type(ALL_ATTENTION_FUNCTIONS)._global_mapping
+
+
+def take_attention(name: str) -> Callable:
+    """Return what was put into the place of an attention's function, which is there again."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name)

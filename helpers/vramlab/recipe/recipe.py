@@ -83,6 +83,7 @@ LATER_OF_PARTS = {
     "memory_efficient_linear": True,
     "dp_replicate_size": 1,
     "cp_size": 1,
+    "sp_size": 1,
 }
 
 
@@ -436,6 +437,7 @@ def _described(model: Any) -> Any:
     if isinstance(model, os.PathLike):
         return os.fspath(model)
     if hasattr(model, "to_dict") and not isinstance(model, Recipe):
+        parallel_limits.check_division(getattr(model, "distributed_config", None))
         model = model.to_dict()
     return plain(model) if isinstance(model, Mapping) else model
 
