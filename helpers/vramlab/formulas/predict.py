@@ -114,6 +114,10 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = f"the formulas multiply one layer, so {same}: ask simulate"
     yield "lora.target_modules", unlike, allowed
 
+    skips = recipe.quantization and recipe.quantization.skip_modules
+    allowed = "the formulas know the loader's own choice: ask simulate"
+    yield "quantization.skip_modules", skips, allowed
+
     allowed = "the formulas know LoRA's adapters only: ask simulate"
     yield "peft", recipe.peft, allowed
 

@@ -136,6 +136,7 @@ def _packed(choice: Choice, question: Question) -> str:
         packing=choice.recipe.trainer == "sft",
     )
     packing = dataclasses.replace(question, packing=True)
+    assert choice.time  # of a model that formulas know
     seconds = epoch_of(packing, recipe, choice.time.parts)
     if seconds is None or seconds > LEAST_SAVED * choice.epoch:
         return ""

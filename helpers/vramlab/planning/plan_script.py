@@ -21,7 +21,7 @@ from typing import Any
 
 from ..base.errors import RecipeError, needing
 from ..formulas import shards
-from ..recipe import lora_modules
+from ..recipe import images, lora_modules
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
@@ -63,8 +63,15 @@ def scripts(
     if not name.isprintable():
         rest = "line breaks and control characters cannot stand in the lines that start the program"
         raise RecipeError("path", name, rest)
-    if recipe.shape.task != "causal-lm" and recipe.trainer != "reward":
-        raise RecipeError("task", recipe.shape.task, "programs are written for causal-lm")
+    task = recipe.shape.task
+    if task == "image-text" and recipe.trainer != "sft":
+        rest = "programs for samples with images are SFTTrainer's: say trainer='sft'"
+        raise RecipeError("trainer", recipe.trainer, rest)
+    if task == "image-text" and not recipe.images:
+        rest = "programs for a model that reads images train it on samples with some: say how many"
+        raise RecipeError("images", recipe.images, rest)
+    if task not in ("causal-lm", "image-text") and recipe.trainer != "reward":
+        raise RecipeError("task", task, "programs are written for causal-lm and image-text")
     sharding = recipe.sharding
     stem = Path(name).stem
     beside = ""
@@ -98,7 +105,7 @@ def scripts(
 
 def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what the templates write of the recipe, but for its arguments."""
-    trainer = PROGRAMS["trainers"][recipe.trainer]
+    trainer = PROGRAMS["images"] if recipe.images else PROGRAMS["trainers"][recipe.trainer]
     rate = trainer["learning_rate"]
     if recipe.adapters:
         rate *= ADAPTERS_TIMES
@@ -114,6 +121,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "own": trainer,
         "longer": Code("refused" if _is_uncut(recipe) else trainer["longer"]),
         "uncut": _is_uncut(recipe),
+        "shown_tokens": sum(map(len, images.marked(recipe))) if recipe.images else 0,
         "trl": TRL.get(recipe.trainer),
         "trainer_class": _trainer_class(recipe),
         "words": textwrap.fill(words(recipe), WIDTH, subsequent_indent=4 * " "),
@@ -137,7 +145,8 @@ def _witness(recipe: Recipe) -> Code:
     """Return the name of what knows the bytes of this very recipe."""
     sharding = recipe.sharding
     is_known = counted_as(recipe) is recipe and (sharding is None or shards.is_known(sharding))
-    return Code("predict" if is_known else "simulate")
+    reads_images = images.reader_of(recipe.shape) is not None
+    return Code("predict" if is_known and not reads_images else "simulate")
 
 
 def _is_uncut(recipe: Recipe) -> bool:
@@ -334,7 +343,7 @@ def _write_mesh(recipe: Recipe, arguments: Arguments) -> None:
 def _unseen(recipe: Recipe) -> Arguments:
     """Return what `Recipe.from_training_arguments` cannot see in the arguments."""
     unseen: Arguments = {}
-    if recipe.trainer not in TRL or _is_uncut(recipe):
+    if recipe.trainer not in TRL or _is_uncut(recipe) or recipe.images:
         unseen["seq_len"] = Code("TOKENS")
     if recipe.precision.endswith("-true"):
         unseen["precision"] = recipe.precision
@@ -365,6 +374,9 @@ def _unseen(recipe: Recipe) -> Arguments:
         "quantization",
         "sharding",
         "loop",
+        "images",
+        "image_size",
+        "max_pixels",
     ):
         if name in sources:
             unseen[name] = Code(sources[name])
