@@ -19,9 +19,10 @@ from `data/contexts.json`.
 `questions` asks `plan` by itself, as people do, for all methods or one, also for TRL's trainer, and
 trains the best answer with rows of one length and with padded ones. The tokens are drawn as their
 logarithm, 128 to 4,096: where texts are short the answers have micro-batches of several samples,
-which can be padded. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's folder.
-Of the first ten with an answer it also tries every recipe of the space: is there one that fits as
-surely, is as sound, and faster by more than the error that is stated?
+which can be padded. In two of three questions the lengths of the samples are known, so that rows
+may be packed or joined. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's
+folder. Of the first ten with an answer it also tries every recipe of the space: is there one that
+fits as surely, is as sound, and faster by more than the error that is stated?
 
 """
 
@@ -30,6 +31,7 @@ import os
 import random
 import subprocess
 import sys
+from math import log2
 from pathlib import Path
 from statistics import mean, median
 
@@ -53,6 +55,7 @@ METHODS = ("full", "lora", "qlora")
 TIERS = ("safe", "likely", "tight")
 SECONDS = 900  # for one task
 EXHAUSTIVE = 10  # questions
+SAMPLES = 200  # of a data set whose lengths are known
 
 
 def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
@@ -147,7 +150,9 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
             "seq_len": min(tokens, LONGEST.get(model, tokens)),
             "method": rng.choice(("any", *METHODS)),
             "trainer": rng.choice(("transformers", "transformers", "sft")),
-            "offload": False,
+            "lengths": drawn_lengths(rng, tokens),
+            # Of what goes to the host only activations: DeepSpeed would really fill its memory.
+            "engines": ("ddp",),
         }
         if index < len(found):
             continue
@@ -174,6 +179,12 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
             entry.get("faster"),
             flush=True,
         )
+
+
+def drawn_lengths(rng: random.Random, longest: int) -> list[int] | None:
+    """Return the tokens of a data set's samples in two of three questions, None in the others."""
+    drawn = [round(2 ** rng.uniform(5, log2(longest))) for _ in range(SAMPLES)]
+    return drawn if rng.random() < 2 / 3 else None
 
 
 def rows_of(question: Question, recipe: Recipe) -> list[Recipe]:

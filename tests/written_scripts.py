@@ -11,7 +11,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,7 +214,14 @@ def preload(**unused: Any) -> None:
         getattr(transformers, name)
 
 
-def work(folder: str, watched: int, steps: list[int]) -> str:
+def attention_of(in_ring: bool) -> AbstractContextManager:
+    """What a ring's attention runs in on CPUs."""
+    from ring_ranks import flash_on_cpu
+
+    return flash_on_cpu() if in_ring else nullcontext()
+
+
+def work(folder: str, watched: int, steps: list[int], in_ring: bool = False) -> str:
     """On a rank: the report of the first run as JSON."""
     import torch
     from vramlab.training.engines.deepspeed import library
@@ -233,7 +240,12 @@ def work(folder: str, watched: int, steps: list[int]) -> str:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-    with one_gloo_thread(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with (
+        one_gloo_thread(),
+        attention_of(in_ring),
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
         seen = run_script(Path(folder), "--watch", watched=watched, steps=steps)
         torch.distributed.barrier()
         # destructors of tensors sent wait for Python, which waits for gloo's thread to end

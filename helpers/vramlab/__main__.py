@@ -6,12 +6,13 @@ An output that cannot be written is a sentence and status 2; one that nobody rea
 `| head`, is quiet.
 """
 
-import atexit
 import contextlib
 import errno
 import os
 import sys
 from typing import NoReturn
+
+from .private.of_python import run_exit_functions
 
 UNWRITABLE = (
     errno.ENOSPC,
@@ -82,7 +83,7 @@ def _prepare_output() -> None:
 
 def end(status: int) -> NoReturn:
     """End the process without taking torch's modules apart, which takes a second or two."""
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError):  # said before, or nobody reads it
             stream.flush()

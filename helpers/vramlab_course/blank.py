@@ -26,8 +26,7 @@ from vramlab.base.data import data_path
 from .answers import BrokenPiece, Check, Feedback
 from .exercise_data import read_blanks
 from .exercises import ExerciseError, is_empty, wrapped
-
-_hints_given: dict[str, int] = {}
+from .session import SESSION
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def check(name: str, answer: Any) -> Any:
 def hint(name: str) -> None:
     """Print the first hint; called again the second; after that, how to see the solution."""
     blank = find(name)
-    given = _hints_given[name] = _hints_given.get(name, 0) + 1
+    given = SESSION.next_hint(name)
     if given <= 2:
         print(wrapped(f"{name}, hint {given} of 2: {blank.hints[given - 1]}"))
     else:

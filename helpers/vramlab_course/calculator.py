@@ -201,6 +201,7 @@ class Calculator:
         report = self.report
         split = dict(self.report.peak.items())
         total = self.report.peak.total
+        grade = report.grade[0].upper() + report.grade[1:]
         part, size = max(split.items(), key=lambda item: item[1])
         lines = [
             f"{self.error} The picture is still that of: {self.recipe}."
@@ -209,8 +210,7 @@ class Calculator:
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
             *([f"Why there: {report.why}."] if report.cause else []),
-            f"{report.verdict.capitalize()}: the process takes {report.process}, "
-            f"{self.card.name} has "
+            f"{grade}: the process takes {report.process}, {self.card.name} has "
             f"{format_bytes(report.usable)}.",
             *(f"Note: {note}." for note in report.notes),
         ]

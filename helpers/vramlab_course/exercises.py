@@ -25,10 +25,9 @@ from vramlab.base.errors import VramLabError
 
 from .answers import NOT_ANSWERED, Check, Feedback
 from .exercise_data import read_exercises
+from .session import SESSION
 
 WIDTH = 88
-_hints_given: dict[str, int] = {}
-_passed: set[str] = set()
 
 
 class ExerciseError(VramLabError, LookupError):
@@ -120,14 +119,14 @@ def check(name: str, answer: Any = None) -> bool:
     feedback = judge(find(name), answer)
     print(wrapped(f"{name}: {feedback}"))
     if feedback.right:
-        _passed.add(name)
+        SESSION.passed.add(name)
     return feedback.right
 
 
 def hint(name: str) -> None:
     """Print the first hint; called again the second; after that, where the solution is."""
     exercise = find(name)
-    given = _hints_given[name] = _hints_given.get(name, 0) + 1
+    given = SESSION.next_hint(name)
     if given <= 2:
         print(wrapped(f"{name}, hint {given} of 2: {exercise.hints[given - 1]}"))
     else:
@@ -142,7 +141,7 @@ def certificate(number: str, name: str) -> bool:
     It is made and stays here: nothing is sent anywhere. Returns whether all have passed.
     """
     asked = list(chapter(number))
-    missing = [each for each in asked if each not in _passed]
+    missing = [each for each in asked if each not in SESSION.passed]
     if missing:
         print(
             wrapped(

@@ -5,23 +5,32 @@
     cost.compare(11.2)      # found 11.2 % · your guess: 30 %, 2.7 times too high
     print(score())          # at the chapter's end: how many were close
 
+The question stands in a cell of its own, after the text that says what exactly is asked. Whatever
+else gives the number away goes through `compare`, so that it is folded with it:
+
+    cost.compare(11.2, text_table(rows), form=".1f")    # instead of print(text_table(rows))
+
+Without a guess a notebook folds all this under "Show what was found" (`<details>`: JupyterLab,
+Colab, GitHub and the site open it at a click), so nobody reads an answer by scrolling. With a guess
+it is printed. A figure cannot be folded: draw one that shows the number in the next cell.
+
 Left at None a guess changes nothing, so that a chapter prints the same for everybody who does not
-guess. The gate (`tests/tools/canonical.py`) refuses a chapter that gives the number away above the
-cell that compares.
+guess. The gate (`tests/tools/hands.py`) refuses a chapter that gives the number away above the cell
+that compares, or beside the fold.
 """
 
 import math
 from dataclasses import dataclass
+from html import escape
 from numbers import Real
 
 from .exercises import wrapped
-from .live import live
+from .live import tagged
+from .session import SESSION
 
 # Factors between a guess and what was found.
 CLOSE = 1.25
 NEAR = 2.0
-
-_guesses: dict[str, "Guess"] = {}
 
 
 @dataclass
@@ -33,15 +42,24 @@ class Guess:
     mine: float | None
     found: float | None = None
 
-    def compare(self, found: float, form: str = ",.3g", of_this_run: bool = False) -> None:
-        """Print what was found beside the guess.
+    def compare(
+        self, found: float, *beside: object, form: str = ",.3g", of_this_run: bool = False
+    ) -> None:
+        """Show `beside`, each as print does, and what was found beside the guess; folded without
+        one.
 
-        `form` formats numbers; `of_this_run`: a time, that no run repeats.
+        `form` formats numbers; `of_this_run`: all of it differs from run to run, as times do.
         """
         self.found = float(found)
         said = "none" if self.mine is None else f"{self._shown(self.mine, ',g')}, {self.verdict()}"
-        show = live if of_this_run else print
-        show(f"found {self._shown(self.found, form)} · your guess: {said}")
+        line = f"found {self._shown(self.found, form)} · your guess: {said}"
+        text = "\n".join(map(str, [*beside, line]))
+        if of_this_run:
+            text = tagged(text)
+        if self.mine is None:
+            _fold(text)
+        else:
+            print(text)
 
     @property
     def factor(self) -> float:
@@ -65,6 +83,19 @@ class Guess:
         return f"{number:{form}} {self.unit}".strip()
 
 
+def _fold(text: str) -> None:
+    """Show `text` at a click in a notebook, and print it elsewhere."""
+    from IPython import display, get_ipython  # not needed by who only computes with guesses
+
+    if get_ipython() is None:
+        print(text)
+        return
+    # Lines keep their beginnings, by which nbval knows those of this run.
+    folded = f"<pre>\n{escape(text, quote=False)}\n</pre>"
+    html = f"<details><summary>Show what was found</summary>{folded}</details>"
+    display.display({"text/plain": text, "text/html": html}, raw=True)
+
+
 def guess(question: str, unit: str, mine: float | None = None) -> Guess:
     """Keep the reader's number `mine`, and print the question."""
     if mine is not None and (isinstance(mine, bool) or not isinstance(mine, Real)):
@@ -73,13 +104,14 @@ def guess(question: str, unit: str, mine: float | None = None) -> Guess:
     print(
         wrapped(f"{question} Your guess in {unit}: {'none yet' if mine is None else f'{mine:,g}'}.")
     )
-    _guesses[question] = made = Guess(question, unit, mine)
+    made = Guess(question, unit, mine)
+    SESSION.guesses[question] = made
     return made
 
 
 def score() -> str:
     """How well the reader guessed in this session, in a sentence or two."""
-    asked = [each for each in _guesses.values() if each.found is not None]
+    asked = [each for each in SESSION.guesses.values() if each.found is not None]
     made = [each for each in asked if each.mine is not None]
     if not made:
         return (

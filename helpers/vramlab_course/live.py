@@ -11,5 +11,9 @@ def live(*values: object, sep: str = " ") -> None:
     """Print `values` as `print` does, each line tagged as a figure of this run: a time, a rate, a
     resident set.
     """
-    lines = sep.join(map(str, values)).split("\n")
-    print("\n".join(MARKER + line for line in lines))
+    print(tagged(sep.join(map(str, values))))
+
+
+def tagged(text: str) -> str:
+    """Return `text` with each line tagged."""
+    return "\n".join(MARKER + line for line in text.split("\n"))

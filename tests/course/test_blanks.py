@@ -9,6 +9,7 @@ import settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from vramlab_course import blank
 from vramlab_course.exercises import ExerciseError
+from vramlab_course.session import Session
 
 NUMBERS = [path.name[:2] for path in settings.chapters()]
 EVERY = {name: piece for number in NUMBERS for name, piece in blank.blanks(number).items()}
@@ -184,7 +185,7 @@ def small(monkeypatch, tmp_path):
     path.parent.mkdir()
     path.write_text(SMALL)
     monkeypatch.setattr(blank, "data_path", tmp_path.joinpath)
-    monkeypatch.setattr(blank, "_hints_given", {})
+    monkeypatch.setattr(blank, "SESSION", Session())
     blank.blanks.cache_clear()
     yield path
     blank.blanks.cache_clear()

@@ -150,7 +150,13 @@ def test_the_sentences_name_total_largest_and_whether_it_fits():
         Calculator(),
         Calculator(batch_size=64),
     )
-    for shown, fits in ((small, "Safe"), (tight, "Tight"), (large, "Does not fit")):
+    default = "without expandable segments (PyTorch's default)"
+    grades = (
+        (small, "Safe with expandable segments and without"),
+        (tight, f"Tight {default}; safe with expandable segments"),
+        (large, "Does not fit"),
+    )
+    for shown, grade in grades:
         text, report = str(shown), shown.report
         part = max(dict(report.peak.items()), key=lambda key: getattr(report.peak, key))
         assert (
@@ -165,7 +171,8 @@ def test_the_sentences_name_total_largest_and_whether_it_fits():
             f"Why there: {report.why}." in text
             and report.cause == report.phases[report.peak_phase].cause
         )
-        assert f"{fits}: the process takes {report.process}, T4 has 14.562 GiB." in text
+        assert f"\n{grade}" in text
+        assert f": the process takes {report.process}, T4 has 14.562 GiB." in text
     with pytest.raises(RecipeError, match=r"T4 has compute capability 7\.5 and bf16 starts"):
         Calculator(precision="bf16-true")
     *parts, total = sizes(tight)

@@ -117,21 +117,23 @@ def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, m
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 
 
-def test_recipes_and_the_front_are_in_the_cloud():
+def test_recipes_and_the_fronts_are_in_the_cloud():
     plain = Recipe("gpt2")
-    rows = [
-        (900.0, (12 * GiB, 13 * GiB, 14 * GiB), plain),
-        (1000.0, (18 * GiB, 20 * GiB, 22 * GiB), plain.replace(gradient_checkpointing=True)),
-    ]
-    front = [(20, 1000), (13, 900)]
-    figure = figures_08.cloud(
-        rows, front, {"saves most": rows[0], "chosen": rows[1]}, 23 * GiB, "title", "about"
-    )
+    light = (900.0, (12 * GiB, 13 * GiB, 14 * GiB), plain)
+    fast = (1000.0, (18 * GiB, 20 * GiB, 22 * GiB), plain)
+    large = (1100.0, (70 * GiB, 80 * GiB, 90 * GiB), plain)
+    rows = {"16 bits": [fast, large], "4 bits": [light]}
+    fronts = {"16 bits": [(80, 1100), (20, 1000)], "4 bits": [(13, 900)]}
+    marked = {"saves most": ("4 bits", light), "chosen": ("16 bits", fast)}
+    figure = figures_08.cloud(rows, fronts, marked, 23 * GiB, "title", "about")
     where = {text.get_text(): text.xy for text in figure.axes[0].texts}
     assert (where["saves most"], where["chosen"]) == ((13, 900), (20, 1000))
+    dots = {each.get_label(): each.get_offsets().tolist() for each in figure.axes[0].collections}
+    assert dots["base in 16 bits"] == [[20, 1000], [80, 1100]]
+    assert dots["base in 4 bits"] == [[13, 900]]
     lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
-    assert lines["no checkpointing"] == [[13, 900]] and lines["checkpointing"] == [[20, 1000]]
-    assert lines["beaten by none"] == [[13, 900], [20, 1000]]
+    assert lines["beaten by none, 16 bits"] == [[20, 1000], [80, 1100]]
+    assert "1 of 3 need more than 64 GiB" in figure.axes[0].get_title(loc="left")
 
 
 def test_speeds_are_measured_over_estimated():

@@ -20,6 +20,7 @@ from vramlab.report.report import GiB, KiB, MiB
 from vramlab_course import exercises
 from vramlab_course.answers import Choice, Feedback, Function, Judge, Mistake, Number, Table
 from vramlab_course.exercises import Exercise, ExerciseError
+from vramlab_course.session import Session
 
 PARAMETERS = 124_439_808  # GPT-2's, for which 16 bytes each are 1.854 GiB
 
@@ -84,8 +85,7 @@ def chapter(monkeypatch):
     monkeypatch.setattr(
         exercises, "chapter", lambda number: found if number == "99" else chapter(number)
     )
-    monkeypatch.setattr(exercises, "_hints_given", {})
-    monkeypatch.setattr(exercises, "_passed", set())
+    monkeypatch.setattr(exercises, "SESSION", Session())
     return found
 
 

@@ -5,11 +5,12 @@ run to run.
 import pytest
 from vramlab_course import guesses
 from vramlab_course.guesses import guess, score
+from vramlab_course.session import Session
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(guesses, "_guesses", {})
+    monkeypatch.setattr(guesses, "SESSION", Session())
 
 
 def compared(mine, found, capsys, **options) -> str:
@@ -58,6 +59,43 @@ def test_a_time_is_tagged_as_one_of_this_run(capsys):
         compared(None, 1234.5, capsys, form=",.0f", of_this_run=True)
         == "live: found 1,234 GiB · your guess: none\n"
     )
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What a notebook would display."""
+    import IPython
+
+    displays = []
+    monkeypatch.setattr(IPython, "get_ipython", object)
+    monkeypatch.setattr(IPython.display, "display", lambda data, raw: displays.append(data))
+    return displays
+
+
+def test_without_a_guess_a_notebook_folds_all_that_gives_it_away(shown, capsys):
+    assert compared(None, 11.18, capsys, form=".1f") == ""
+    made = guess("How much?", "GiB")
+    made.compare(11.18, "size < 12", ["a row"], form=".1f")
+    text = "size < 12\n['a row']\nfound 11.2 GiB · your guess: none"
+    assert [data["text/plain"] for data in shown] == ["found 11.2 GiB · your guess: none", text]
+    html = text.replace("<", "&lt;")
+    summary = "<summary>Show what was found</summary>"
+    assert shown[1]["text/html"] == f"<details>{summary}<pre>\n{html}\n</pre></details>"
+
+
+def test_with_a_guess_a_notebook_prints_it(shown, capsys):
+    made = guess("How much?", "GiB", mine=12)
+    capsys.readouterr()
+    made.compare(11.18, "a table", form=".1f")
+    said = "a table\nfound 11.2 GiB · your guess: 12 GiB, which is close\n"
+    assert not shown and capsys.readouterr().out == said
+
+
+def test_what_is_folded_of_this_run_is_tagged_in_both_forms(shown):
+    guess("How much?", "s").compare(1.5, "two\nlines", of_this_run=True)
+    (data,) = shown
+    assert data["text/plain"] == "live: two\nlive: lines\nlive: found 1.5 s · your guess: none"
+    assert f"\n{data['text/plain']}\n" in data["text/html"]
 
 
 def test_the_score_counts_how_many_are_close():

@@ -195,6 +195,9 @@ def test_text_is_the_reports_own(asked):
     assert str(report(recipe=Recipe("gpt2"))) in run("predict", "gpt2").stdout
 
 
+WEIGHTS = 4 * 124439808  # gpt2's, while they load
+
+
 @pytest.mark.parametrize(
     ("needs", "answer"),
     [
@@ -210,17 +213,44 @@ def test_text_is_the_reports_own(asked):
 )
 def test_verdict_on_a_gpu(stand_in, needs, answer):
     stand_in("predict", lambda recipe, gpu, **granted: report(recipe=recipe, **needs))
-    shown, code = (
-        run("predict", "gpt2", "--gpu", "T4"),
-        1 if answer.startswith("does not fit") else 0,
-    )
+    shown = run("predict", "gpt2", "--gpu", "T4")
+    code = 1 if answer.startswith(("does not fit", "tight")) else 0  # of tight ones half die
     assert shown.stdout.splitlines()[-1].startswith(answer) and shown.exit_code == code
     shown = run("predict", "gpt2", "--gpu", "T4", "--json")
     found = Report.from_json(shown.stdout)
     tier = answer.partition(":")[0]
     fits = {"safe": True, "does not fit": False}.get(tier)
-    assert (found.environment, shown.exit_code) == ({"gpu": "T4", "fits": fits, "tier": tier}, code)
+    said = {"gpu": "T4", "fits": fits, "tier": tier, "grade": tier, "host_memory": WEIGHTS}
+    assert (found.environment, shown.exit_code) == (said, code)
     assert found.notes[-1].startswith(answer)
+
+
+def test_an_evaluation_is_judged_by_the_hosts_memory_too():
+    asked = "evaluate gpt2 --num-layers 1 --tokens 128 --compute-metrics --samples 4000 --gpu T4"
+    words = [*asked.split(), "--eval-accumulation-steps", "1"]
+    shown = run(*words)
+    said = shown.stdout.splitlines()
+    assert shown.exit_code == 1
+    assert "evaluation of 4,000 samples, 8 at once · compute_metrics" in said[0]
+    # logits in fp32, all and once more while the last are appended
+    size = 2 * 4 * 4000 * 128 * 50257 / GiB
+    assert said[-1].startswith("does not fit: T4") and f"but {size:.1f} GiB of host" in said[-1]
+    assert "of 30.000 GiB (assumed, Kaggle's: --host-memory says another)" in said[-1]
+    cures = [line for line in said if line.startswith("note: with ")]
+    for name, tier in {
+        "preprocess_logits_for_metrics='argmax'": "safe",
+        "batch_eval_metrics=True": "safe",
+        "eval_do_concat_batches=False": "too much for the host",
+        "samples=": "safe",
+        "prediction_loss_only=True": "safe",
+    }.items():
+        (cure,) = [line for line in cures if line.startswith(f"note: with {name}")]
+        assert f": {tier}, the process" in cure
+    enough = run(*words, "--host-memory", "256GiB", "--json")
+    found = json.loads(enough.stdout)["environment"]
+    assert (found["fits"], found["host_memory"] // GiB, enough.exit_code) == (True, int(size), 0)
+    kept = run(*words, "--preprocess-logits-for-metrics", "argmax", "--json")
+    assert kept.exit_code == 0 and json.loads(kept.stdout)["kept_on_host"] < GiB
 
 
 def test_a_simulation_that_does_not_fit_exits_with_1_too(stand_in):

@@ -246,10 +246,9 @@ def loop(steps):
         optimizer.zero_grad()
 
 
-def test_a_loop_without_a_trainer_has_its_phases(monkeypatch):
-    monkeypatch.setattr(in_script, "watched", [])
+def test_a_loop_without_a_trainer_has_its_phases():
     call = torch.nn.Module.__call__
-    watcher = in_script.LoopWatch(torch)
+    watcher = in_script.LoopWatch(torch, [])
     watcher.install()
     try:
         loop(3)
@@ -267,10 +266,9 @@ def test_a_loop_without_a_trainer_has_its_phases(monkeypatch):
     assert found.phases["step"].peak.optimizer_states >= 8 * values
 
 
-def test_a_trainers_process_is_watched_by_its_callback_alone(monkeypatch):
-    monkeypatch.setattr(in_script, "watched", [object()])
+def test_a_trainers_process_is_watched_by_its_callback_alone():
     call = torch.nn.Module.__call__
-    watcher = in_script.LoopWatch(torch)
+    watcher = in_script.LoopWatch(torch, [object()])
     watcher.install()
     loop(3)
     watcher.end()

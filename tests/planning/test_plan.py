@@ -43,7 +43,7 @@ from vramlab.planning.step_traffic import link_of, waits
 from vramlab.recipe.options import IN_BACKWARD, LOOPS
 from vramlab.recipe.peft_methods import Peft
 from vramlab.recipe.shapes import catalogue
-from vramlab.report.report import TIERS, GiB, MiB, Report, format_bytes
+from vramlab.report.report import TIERS, GiB, Interval, MiB, Report, format_bytes
 
 LIGER = "Liger's kernels"
 SMALL = dict(num_layers=2, seq_len=64, lora=LoRA(r=4))
@@ -444,7 +444,7 @@ def test_an_answer_is_simulated_and_gives_way_where_it_does_not_fit(monkeypatch)
     assert simulated.needs.high - simulated.report.peak.total < 3 * GiB
 
     def too_much(candidate):
-        return dataclasses.replace(candidate.report, allocated=8 * GiB)
+        return dataclasses.replace(candidate.report, otherwise=Interval.of(8 * GiB))
 
     monkeypatch.setattr(Candidate, "simulation", too_much)
     assert not plan("gpt2", "T4", **asked).choices

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from vramlab import LoRA, Recipe, find_gpu, step_time
+from vramlab import LoRA, Recipe, Sharding, find_gpu, step_time
 from vramlab.formulas.account import kept_account
 from vramlab.planning.step_time import (
     RATES,
@@ -20,7 +20,7 @@ from vramlab.planning.step_time import (
     timed_records,
     walk,
 )
-from vramlab.planning.step_traffic import moved_pages, paged_bytes
+from vramlab.planning.step_traffic import moved_pages, paged_bytes, sent
 
 BENCHMARK = Path(__file__).parent.parent.parent / "benchmarks" / "step_times.py"
 
@@ -76,6 +76,26 @@ def test_a_mask_makes_the_kernel_compare_all_pairs():
         4 * 4 * 1024**2 * even.shape.num_heads * even.shape.head_dim * 3 * 3 // 2
     )  # layers, passes
     assert pairs[1] - pairs[0] == half
+
+
+def test_ranks_that_have_a_samples_tokens_together_compute_parts_of_it():
+    whole = Recipe("qwen3-0.6b", **PLAIN | {"seq_len": 8192}, sharding=Sharding(3, 4))
+    ring = whole.replace(sharding=Sharding(3, 4, cp_size=4))
+    one, part = (operations(each, walk(each, CARD.chip)) for each in (whole, ring))
+    assert {form: 4 * count for form, count in part.items()} == one
+    # casts of weights and their gradients are whole on each rank
+    assert walk(ring, CARD.chip).written == pytest.approx(walk(whole, CARD.chip).written / 4, 0.05)
+    assert 4 * step_time(ring, CARD).tokens == step_time(whole, CARD).tokens == 4 * whole.tokens
+
+
+def test_keys_go_around_and_their_gradients_with_them():
+    """Three times in forward, three times in backward, and of each the gradient in fp32 four times
+    (torch's `_templated_ring_attention` and its backward).
+    """
+    whole = Recipe("qwen3-0.6b", **PLAIN | {"seq_len": 8192}, sharding=Sharding(3, 4))
+    ring = whole.replace(sharding=Sharding(3, 4, cp_size=4))
+    keys = 4 * 8192 // 4 * 2 * 8 * 128 * 3  # samples, tokens, both, heads, channels, layers
+    assert sent(ring) - sent(whole) == keys * (2 * (3 + 3) + 4 * 4)
 
 
 @pytest.fixture(scope="module")

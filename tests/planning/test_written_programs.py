@@ -68,6 +68,21 @@ def programs() -> dict[tuple[str, ...], str]:
     return found
 
 
+@pytest.mark.parametrize("trainer", ["transformers", "sft"])
+def test_a_mesh_is_written_and_rows_divide_into_its_pieces(trainer):
+    sharding = Sharding(3, 4, cp_size=2)
+    recipe = Recipe("llama-3.2-1b", 2, precision="bf16-mixed", sharding=sharding, trainer=trainer)
+    planned = PLANNED | {"packing": False, "expandable_segments": False}
+    text = scripts(recipe, "train.py", planned)["train.py"]
+    sizes = '{"dp_replicate_size": 1, "cp_size": 2, "dp_shard_size": 2}'
+    assert "\nfrom accelerate import ParallelismConfig\n" in text
+    assert f"parallelism_config=ParallelismConfig(**{sizes})" in text
+    assert "pad_to_multiple_of=4" in text and "needed = simulate(recipe)" in text
+    copies = recipe.replace(sharding=Sharding(3, 4, dp_replicate_size=2))
+    text = scripts(copies, "train.py", planned)["train.py"]
+    assert "ParallelismConfig(**" in text and "needed = predict(recipe)" in text
+
+
 @pytest.fixture(scope="module")
 def written() -> dict[tuple[str, ...], str]:
     with pytest.MonkeyPatch.context() as patch:

@@ -50,7 +50,6 @@ UNREAD = {
         "use_cache optimizer_in_backward empty_cache_steps",
         "what is sent is the same": "rank wrap reshard_root memory_efficient_linear",
         "plan proposes no pipeline": "schedule micro_batches",
-        "the estimate does not divide a sample's tokens": "cp_size",
     },
     "plan": {
         "taken over as it is asked": "optim_args torch_compile "

@@ -450,6 +450,22 @@ def test_a_number_that_is_given_away_above_is_refused(text, away, where, noteboo
     ) == away, found
 
 
+@pytest.mark.parametrize("where", ["stream", "alternative text"])
+@pytest.mark.parametrize(("text", "away"), [("Four bits cost 11.2 %.", True), ("Drawn.", False)])
+def test_a_number_beside_the_fold_is_refused(where, text, away, notebook, gate):
+    nb = with_hands(notebook, printed="")
+    fold = {"text/plain": FOUND, "text/html": f"<details><pre>\n{FOUND}</pre></details>"}
+    beside = new_output("stream", text=text)
+    if where == "alternative text":
+        about = {"image/png": {"alt": text}}
+        beside = new_output("display_data", {"image/png": "AAAA"}, metadata=about)
+        nb.cells[-1].source += "\nplt.show()"
+    nb.cells[-1].outputs = [new_output("display_data", fold), beside]
+    found = gate(nb)
+    assert ("cell 8: 11.2 % is to be guessed, and stands beside the fold" in found) == away, found
+    assert away or found == ""
+
+
 def test_a_number_without_a_unit_is_looked_for_whole(notebook, gate):
     notebook.cells[0].source += "\n\nThere are 160 and 16.5 and 1,016."
     printed = "found 16 · your guess: none\n"

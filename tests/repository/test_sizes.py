@@ -20,6 +20,7 @@ PACKAGES = {
     "hardware",
     "measurement",
     "planning",
+    "private",
     "recipe",
     "base",
     "report",

@@ -44,6 +44,10 @@ def test_a_run_that_just_fits_is_not_safe_with_the_allocators_default_segments(r
     )
     assert by_default.verdict == "likely" and by_default.process.high > find_gpu(card).total
     assert expandable.verdict == "safe" and expandable.process.high < by_default.process.high
+    # Each names the other setting's tier too.
+    assert (by_default.otherwise, expandable.otherwise) == (expandable.process, by_default.process)
+    assert "; safe with expandable segments" in by_default.grade
+    assert "; likely without expandable segments" in expandable.grade
 
 
 def made(usable):

@@ -4,7 +4,7 @@ is given away.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
@@ -25,7 +25,7 @@ def problems(nb: NotebookNode) -> Iterator[str]:
         for problem in [
             *_filled(tree),
             *_early(tree, guessed, number),
-            *_given_away(cell, "\n".join(above)),
+            *_given_away(cell, above),
         ]:
             yield f"cell {number}: {problem}"
         above += [cell.source, *output_texts(cell)]
@@ -35,7 +35,11 @@ def problems(nb: NotebookNode) -> Iterator[str]:
 
 def output_texts(cell: NotebookNode) -> Iterator[str]:
     """Whatever a reader sees, or hears read out, of a cell's outputs."""
-    for output in cell.get("outputs", []):
+    yield from _texts(cell.get("outputs", []))
+
+
+def _texts(outputs: Iterable[NotebookNode]) -> Iterator[str]:
+    for output in outputs:
         yield output.get("text", "")
         for mime, data in output.get("data", {}).items():
             if mime.startswith("text/"):
@@ -93,12 +97,25 @@ def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[s
             yield f"the guess {name!r} is compared in its own cell, so nobody can make it first"
 
 
-def _given_away(cell: NotebookNode, above: str) -> Iterator[str]:
-    """Numbers that a cell compares with a guess, and that stand in the cells above it."""
-    for found in FOUND.finditer("\n".join(output_texts(cell))):
-        unit = rf"[\s-]*{re.escape(found['unit'])}" if found["unit"] else r"(?![.,]?\d)"
-        if re.search(rf"(?<![\d.,]){re.escape(found['number'])}{unit}", above):
-            shown = " ".join(filter(None, (found["number"], found["unit"])))
+def _given_away(cell: NotebookNode, above: list[str]) -> Iterator[str]:
+    """Numbers that a cell compares with a guess, and that stand in the cells above it or beside the
+    fold.
+    """
+    outputs = cell.get("outputs", [])
+    folds = [output for output in outputs if "text/html" in output.get("data", {})]
+    beside = list(_texts(output for output in outputs if output not in folds)) if folds else []
+    # A fold says the same as text and as HTML.
+    said = dict.fromkeys(
+        found.group(0, "number", "unit", "mine")
+        for found in FOUND.finditer("\n".join(output_texts(cell)))
+    )
+    for _, number, unit, mine in said:
+        pattern = rf"(?<![\d.,]){re.escape(number)}"
+        pattern += rf"[\s-]*{re.escape(unit)}" if unit else r"(?![.,]?\d)"
+        shown = " ".join(filter(None, (number, unit)))
+        if re.search(pattern, "\n".join(above)):
             yield f"{shown} is to be guessed, and stands in a cell above already"
-        if found["mine"] != "none":
-            yield f"a guess is stored with the notebook: {found['mine']}"
+        if re.search(pattern, "\n".join(beside)):
+            yield f"{shown} is to be guessed, and stands beside the fold"
+        if mine != "none":
+            yield f"a guess is stored with the notebook: {mine}"

@@ -8,7 +8,6 @@ them. Nothing is uploaded: `.github/workflows/release.yml` does that when a pers
 """
 
 import argparse
-import os
 import re
 import shlex
 import shutil
@@ -16,15 +15,12 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import venv
 from pathlib import Path
 
 import settings
+from fresh_environment import IGNORED, install, interpreter, surroundings
 from vramlab import __version__
 
-IGNORED = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
-)
 SOURCES = (".", "data/base_model")
 COMMANDS = (
     "--version",
@@ -59,11 +55,8 @@ def build(out: Path, pip_flags: list[str]) -> list[Path]:
     """Build all distributions into `out` and check how an index shows them; their files."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tools = folder / "tools"
-        venv.create(tools, with_pip=True)
-        python = tools / "bin" / "python"
-        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, *pip_flags, "build", "twine"], check=True)
+        python = interpreter(folder / "tools")
+        install(python, *pip_flags, "build", "twine")
         shutil.copytree(settings.ROOT, folder / "source", ignore=IGNORED)
         for source in SOURCES:
             command = [python, "-m", "build", "--outdir", out, folder / "source" / source]
@@ -78,13 +71,11 @@ def failures(wheels: list[Path], pip_flags: list[str]) -> list[str]:
     wrong = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        venv.create(folder / "environment", with_pip=True)
-        scripts = folder / "environment" / "bin"
-        pip = [scripts / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, *pip_flags, *wheels], check=True)
-        shown = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        commands = [[scripts / "vramlab", *shlex.split(command)] for command in COMMANDS]
-        commands.append([scripts / "python", "-c", BASE_MODEL])
+        python = interpreter(folder / "environment")
+        install(python, *pip_flags, *wheels)
+        shown = surroundings(python.parent)
+        commands = [[python.parent / "vramlab", *shlex.split(command)] for command in COMMANDS]
+        commands.append([python, "-c", BASE_MODEL])
         for command in commands:
             run = subprocess.run(command, env=shown, cwd=folder, capture_output=True, text=True)
             if run.returncode or "Traceback" in run.stderr:
@@ -103,7 +94,7 @@ def main() -> int:
     if not wrong:
         shutil.rmtree(given.out, ignore_errors=True)
         flags = shlex.split(given.pip_flags)
-        made = build(given.out, flags)
+        made = build(given.out.resolve(), flags)
         wrong = failures([path for path in made if path.suffix == ".whl"], flags)
         print(*(f"{path.name}  {path.stat().st_size / 1e6:.2f} MB" for path in made), sep="\n")
     print(*wrong, sep="\n", file=sys.stderr)

@@ -11,17 +11,16 @@ pip left it.
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
 import pins
 import settings
+from fresh_environment import IGNORED, install, interpreter, surroundings
 from packaging.version import Version
 
 EXTRAS = "simulate,quantization,trl"
@@ -35,9 +34,6 @@ COMMANDS = (
     "plan gpt2 --gpu T4 --method lora",
     "measure gpt2 --num-layers 1 --seq-len 16",
 )
-IGNORED = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "base_model"
-)
 VERSIONS = """import json
 from importlib import metadata
 print(json.dumps({each.name.lower().replace("_", "-"): each.version for each in \
@@ -47,6 +43,7 @@ metadata.distributions()}))"""
 def built_wheel(root: Path, folder: Path, pip_flags: list[str]) -> Path:
     """Build the wheel of a copy of `root` in `folder`."""
     shutil.copytree(root, folder / "source", ignore=IGNORED)
+    shutil.rmtree(folder / "source" / "data" / "base_model")  # a distribution of its own
     build = [
         sys.executable,
         "-m",
@@ -63,19 +60,6 @@ def built_wheel(root: Path, folder: Path, pip_flags: list[str]) -> Path:
     shutil.rmtree(folder / "source")
     (wheel,) = folder.glob("vramlab-*.whl")
     return wheel
-
-
-def surroundings(scripts: Path) -> dict[str, str]:
-    """The variables of a shell in the environment whose programs are in `scripts`, none of which
-    show the checkout.
-    """
-    shown = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return {
-        **shown,
-        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
-        "COLUMNS": "120",
-        **settings.OFFLINE,
-    }
 
 
 def floor_flags(folder: Path) -> list[str]:
@@ -99,19 +83,8 @@ def not_at_the_floor(versions: dict[str, str]) -> list[str]:
 
 def installed(wheel: Path, folder: Path, pip_flags: list[str]) -> Path:
     """Make an environment at `folder` and install the wheel with its extras; its interpreter."""
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        *pip_flags,
-        f"{wheel}[{EXTRAS}]",
-    ]
-    subprocess.run(install, check=True, env=surroundings(python.parent), cwd=folder)
+    python = interpreter(folder)
+    install(python, *pip_flags, f"{wheel}[{EXTRAS}]")
     return python
 
 

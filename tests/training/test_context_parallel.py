@@ -1,15 +1,22 @@
 """Context parallel: torch's ring attention over FSDP's ranks, as the Trainer takes it."""
 
+import contextlib
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from quick import params
 from real_ranks import assert_learned_alike, differing
 from ring_ranks import flash_on_cpu, mean_of_squares
 from tiny_models import config
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from vramlab.recipe.recipe import Recipe, Sharding
 from vramlab.simulation.simulate import simulate
+from vramlab.training.process_group import one_rank_of
 
 SMALL = {"batch_size": 2, "seq_len": 32, "num_layers": 2, "attn_implementation": "sdpa"}
 RING = {"stage": 3, "cp_size": 2}
@@ -59,6 +66,26 @@ def test_every_rank_allocates_what_its_simulation_says(real, name):
 @pytest.mark.parametrize("name", params(LEARNED, QUICK[:1]))
 def test_ranks_learn_what_one_process_does_of_whole_samples(real, name):
     assert_learned_alike(recipe_of(name), real(name), mean_of_squares)
+
+
+def test_a_simulated_rank_leaves_no_mesh_behind():
+    """DTensor would give it to tensors of a mesh that is alike, of who trains in this process."""
+    doubled_on_a_mesh(one_rank_of(Sharding(3, 2)))
+    mesh, doubled = doubled_on_a_mesh(a_fake_group())
+    assert doubled.device_mesh is mesh
+
+
+@contextlib.contextmanager
+def a_fake_group():
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    distributed.destroy_process_group()
+
+
+def doubled_on_a_mesh(group):
+    with group:
+        mesh = init_device_mesh("cpu", (2,))
+        return mesh, DTensor.from_local(torch.ones(2), mesh, [Shard(0)]) * 2
 
 
 def test_a_ring_holds_its_part_of_the_tokens():

@@ -2,14 +2,18 @@
 `Trainer.evaluate()`.
 """
 
+import tracemalloc
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 import transformers
 from quick import params
 from real_ranks import births
 from test_trainer_loop import trainer
 from tiny_models import config
+from transformers import trainer_pt_utils
 from vramlab import (
     Evaluation,
     LoRA,
@@ -232,6 +236,70 @@ def test_bad_input(fields):
         Evaluation(**fields)
 
 
-def test_only_python_gives_a_function():
-    with pytest.raises(RecipeError, match=r"preprocess_logits_for_metrics.*function"):
-        Evaluation(preprocess_logits_for_metrics="argmax")
+def test_what_is_kept_of_logits_is_a_name_or_a_function():
+    with pytest.raises(RecipeError, match=r"preprocess_logits_for_metrics.*'argmax'.*function"):
+        Evaluation(preprocess_logits_for_metrics="softmax")
+    recipe = Recipe(config("t5"), **SIZES)  # whose logits are one of several outputs
+    named = Evaluation(11, 3, True, preprocess_logits_for_metrics="argmax")
+    written = Evaluation(
+        11,
+        3,
+        True,
+        preprocess_logits_for_metrics=lambda logits, labels: logits[0].argmax(-1),
+    )
+    assert simulate_evaluation(recipe, named).phases == simulate_evaluation(recipe, written).phases
+    kept = simulate_evaluation(recipe, named).kept_on_host
+    assert kept < simulate_evaluation(recipe, KEPT).kept_on_host / 20
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"eval_accumulation_steps": 2},
+        {"eval_accumulation_steps": 2, "eval_do_concat_batches": False},
+        {"eval_accumulation_steps": 3, "preprocess_logits_for_metrics": "argmax"},
+        {"batch_eval_metrics": True},
+    ],
+    ids=lambda changes: ", ".join(changes) or "at the end",
+)
+def test_the_host_keeps_what_a_real_trainer_keeps(changes, tmp_path, monkeypatch):
+    """NumPy tells `tracemalloc` of its arrays; from a CPU's tensors they have to be copied."""
+    evaluation = Evaluation(35, 4, True, include_for_metrics=("inputs",), **changes)
+    recipe = Recipe({**config("gpt2"), "vocab_size": 8192}, 2, 64, num_layers=1)
+    names = ("per_device_eval_batch_size", "include_for_metrics", *changes)
+    given = {name: getattr(evaluation, name) for name in names}
+    given.pop("preprocess_logits_for_metrics", None)
+    real = trainer(recipe, tmp_path, **given)
+    batch = make_batch(recipe.replace(batch_size=evaluation.samples))
+    real.eval_dataset = [
+        {key: tensor[i] for key, tensor in batch.items()} for i in range(evaluation.samples)
+    ]
+    real.compute_metrics = lambda prediction, **_: {}
+    real.preprocess_logits_for_metrics = evaluation.preprocess
+    numpify = trainer_pt_utils.nested_numpify
+
+    def copied(tensors):
+        if isinstance(tensors, torch.Tensor):
+            return np.array(numpify(tensors))
+        return type(tensors)(map(copied, tensors))
+
+    monkeypatch.setattr(trainer_pt_utils, "nested_numpify", copied)
+    tracemalloc.start()
+    try:
+        real.evaluate()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    said = simulate_evaluation(recipe, evaluation).kept_on_host
+    # Python's own objects are told too
+    assert said <= most < said + 4 * 2**20
+
+
+def test_bfloat16_is_copied_once_more():
+    """NumPy has no bfloat16, so both copies of the last tensor that moves are there."""
+    recipe = Recipe(config("llama"), **SIZES, precision="bf16-true")
+    list_of = Evaluation(9, 3, True, 1, eval_do_concat_batches=False)
+    logits = 9 * recipe.seq_len * recipe.shape.vocab_size
+    kept = simulate_evaluation(recipe, list_of).kept_on_host
+    assert logits * 4 + logits // 3 * 2 <= kept < 1.01 * (logits * 4 + logits // 3 * 2)

@@ -70,14 +70,14 @@ def predict(
     groups = blocks.groups(stepped, account.alive(highest), peak)
     loading = loading_peak(recipe)
     most = max(peak.total, loading.total if loading else 0)
-    if expandable_segments:
-        segments = expandable(most, reserved.EXACT)
-    else:
-        sharded = bool(recipe.sharding and recipe.sharding.stage)
-        alive = blocks.counts(groups, peak)
-        segments = reserved.reserved(alive, peak.total, sharded)
-        # Nothing is known of the blocks that loading holds.
-        segments = segments.at_least(reserved.reserved(Counter(), most, sharded))
+    sharded = bool(recipe.sharding and recipe.sharding.stage)
+    alive = blocks.counts(groups, peak)
+    by_default = reserved.reserved(alive, peak.total, sharded)
+    # Nothing is known of the blocks that loading holds.
+    by_default = by_default.at_least(reserved.reserved(Counter(), most, sharded))
+    growing = expandable(most, reserved.EXACT)
+    segments, others = (growing, by_default) if expandable_segments else (by_default, growing)
+    context = context_of(recipe, card)
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -89,7 +89,9 @@ def predict(
         cause=phases[highest].cause,
         largest=blocks.largest(groups),
         reserved=segments,
-        process=segments + context_of(recipe, card),
+        process=segments + context,
+        expandable_segments=expandable_segments,
+        otherwise=others + context,
         usable=room.usable if room else None,
         loading=loading,
         notes=_notes(recipe, card),
@@ -136,6 +138,25 @@ def _refusals(recipe: Recipe) -> Refusals:
         for name in LATER_OF_LORA:
             yield f"lora.{name}", getattr(lora, name), allowed
 
+    yield from _refusals_of_shards_and_kernels(recipe)
+
+    # Two halves of the same width are no difference to a formula, but a cast is one.
+    precision = recipe.precision.partition("-")[0]
+    halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(precision)}
+    mixed = halves >= {*HALF.values()}
+    cast = "which of two half-precision formats is cast to the other"
+    allowed = f"the formulas know sizes, not {cast}: ask simulate"
+    yield "dtype", recipe.dtype and mixed, allowed
+    computed = recipe.quantization and recipe.quantization.compute_dtype
+    yield "quantization.compute_dtype", computed and mixed, allowed
+
+
+def _refusals_of_shards_and_kernels(recipe: Recipe) -> Refusals:
+    """Yield what the formulas do not know of some engine or kernel with what else is asked for."""
+    shape = recipe.shape
+    lora = recipe.lora
+    sharding = recipe.sharding
+
     rank = sharding.rank if sharding else 0
     later = sharding and sharding.engine == "deepspeed" and sharding.stage == 1
     unset = recipe.precision in ("fp16-true", "bf16-true") and not lora
@@ -172,16 +193,6 @@ def _refusals(recipe: Recipe) -> Refusals:
     on_host = offloads and unit_of(f"{shape.head}.weight", recipe) == APART
     allowed = "the loss is computed on the host, which the formulas do not know: ask simulate"
     yield "sharding.offload", on_host, allowed
-
-    # Two halves of the same width are no difference to a formula, but a cast is one.
-    precision = recipe.precision.partition("-")[0]
-    halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(precision)}
-    mixed = halves >= {*HALF.values()}
-    cast = "which of two half-precision formats is cast to the other"
-    allowed = f"the formulas know sizes, not {cast}: ask simulate"
-    yield "dtype", recipe.dtype and mixed, allowed
-    computed = recipe.quantization and recipe.quantization.compute_dtype
-    yield "quantization.compute_dtype", computed and mixed, allowed
 
 
 def _as_stepped(recipe: Recipe) -> Recipe:

@@ -24,6 +24,9 @@ ROUND_LARGE = 2 * MiB
 PAGES = 80 * MiB
 MOST_PAGES = 512 * MiB
 EXACT = 0.97  # a predicted peak is known to 3 %
+# Offloaded activations are copied on a stream of their own, and the simulation has one: on the real
+# allocator two runs reserved 2.2 % more and 4.7 % less (site/accuracy.md).
+TWO_STREAMS = 0.953
 
 Release = tuple[int, int]  # of torch: (2, 13) of 2.13.0+cu130
 NEWEST = "2.13"  # of torch whose rules are known

@@ -1,9 +1,9 @@
 """The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
-Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and it fits where a
-card was named; 1 it does not fit, no plan does, the run failed, or doctor misses what the package
-needs; 2 asked wrongly (one sentence on stderr); 130 stopped with Ctrl-C. `run` passes on the
-script's own.
+Exit status, the same everywhere (`vramlab schema` says it too): 0 answered, and where a card was
+named it fits, safe or likely (explain: answered); 1 it does not fit or is only tight, of which half
+die, no plan fits, the run failed, or doctor misses what the package needs; 2 asked wrongly (one
+sentence on stderr); 130 stopped with Ctrl-C. `run` passes on the script's own.
 """
 
 import functools
@@ -38,12 +38,21 @@ from .command_output import (
     check_written,
     finish,
     granted_to,
+    host_of,
     is_size,
     is_watched,
     say,
     standard_input,
 )
-from .configurations import SUFFIXES, is_configuration, question_of, recipe_or_configuration
+from .configurations import (
+    EVALUATION,
+    SUFFIXES,
+    is_configuration,
+    question_of,
+    recipe_and_evaluation,
+    recipe_in,
+    recipe_or_configuration,
+)
 from .recipe_options import (
     OPTIONS,
     Options,
@@ -72,12 +81,10 @@ DIFFERING = (
 EXPLAINED = (
     "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
     "then or alone MODEL "
-)
-EXPLAINED += (
     "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
     "LLaMA-Factory, TRL or ms-swift, or the script that trains."
 )
-GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+GpuName = option(str | None, "A card by name, such as T4. Exit status 1: tight or worse.", "--gpu")
 Release = option(
     str | None,
     "An older version whose ways are known, such as 4.48.",
@@ -104,24 +111,11 @@ Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 takes_recipe = takes(OPTIONS, recipe_or_configuration)
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
-EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
-
-
-def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
-    said = {name: given.pop(name) for name in EVALUATION}
-    if said["compute_metrics"] and said["samples"] is None:
-        rest = (
-            "with compute_metrics all of them keep their predictions on the card: say how "
-            "many the evaluation set has"
-        )
-        raise RecipeError("evaluation.samples", None, rest)
-    evaluation = Evaluation(**fields_of(EVALUATION, said))
-    return recipe_or_configuration(model, given), evaluation
 
 
 def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
-    if not is_configuration(model):
+    if not is_configuration(model) and recipe_in(model) is None:
         return {"model": model, **fields_of(PLAN_OPTIONS, given)}
     return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
 
@@ -190,18 +184,28 @@ def simulate(
 @app.command(
     help="Memory of the Trainer's evaluation between two steps of training, on fake tensors."
 )
-@takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
+@takes(EVALUATION | OPTIONS, recipe_and_evaluation)
 def evaluate(
     asked: tuple[Recipe, Evaluation],
     target: Target = "cuda",
     gpu: GpuName = None,
+    host_memory: option(
+        str | None,
+        "Memory of the host, where predictions may end: 64GiB, or bytes.",
+        "--host-memory",
+    ) = None,
     as_json: JSON = False,
 ) -> None:
     with no_collection(before=False):
+        from ..planning.evaluation_cures import cures
         from ..simulation.simulate import simulate_evaluation
 
     card = asked_card(gpu, asked[0])
-    finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
+    host = host_of(host_memory)
+    found = simulate_evaluation(*asked, target=target, gpu=card)
+    if card and target == "cuda":
+        found.notes += cures(*asked, found, card, host.size)
+    finish(found, card, as_json, host=host)
 
 
 @app.command(

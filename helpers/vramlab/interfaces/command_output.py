@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -15,13 +15,14 @@ from ..base.errors import RecipeError
 from ..base.files import MOST_TEXT, NOT_OURS, is_ours
 from ..base.text import printable
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
-from ..planning.counted import host_memory
-from ..planning.question import card_with, size_of
+from ..planning.counted import HOSTS, host_memory
+from ..planning.sizes import card_with, size_of
 from ..recipe.recipe import Recipe
-from ..report.report import TIERS, GiB, Interval, Report, format_bytes
+from ..report.report import NO_TIER, TIERS, GiB, Interval, Report, format_bytes
 from .recipe_options import fits_card
 
 DOES_NOT_FIT = FAILED = 1
+ASSUMED_HOST = "Kaggle"  # the larger of the free machines
 WRONG = 2
 STOPPED = 130
 
@@ -165,14 +166,28 @@ def recorded_on(report: Report) -> str:
     )
 
 
-def on_host(report: Report) -> str:
-    """Return what the verdict supposes of the host's memory; "" for less than a GiB of it."""
-    size = 0
-    if report.recipe and report.verdict in TIERS:
-        size = host_memory(Recipe(**report.recipe))
-    if size < GiB:
-        return ""
-    return f", and {size / GiB:.1f} GiB of host memory are free"
+class Host(NamedTuple):
+    """The host's memory by which an answer is judged, and whose it is."""
+
+    size: int
+    words: str
+
+
+def host_of(said: str | None) -> Host:
+    """Return the host that was said, or one that is assumed."""
+    size = size_of("host_memory", said)
+    if size is not None:
+        return Host(size, format_bytes(size))
+    assumed = int(HOSTS[ASSUMED_HOST] * GiB)
+    words = f"{format_bytes(assumed)} (assumed, {ASSUMED_HOST}'s: --host-memory says another)"
+    return Host(assumed, words)
+
+
+def on_host(report: Report) -> int:
+    """Return the bytes of host memory that are needed; 0 where nothing is known of it."""
+    if not report.recipe:
+        return 0
+    return host_memory(Recipe(**report.recipe), report.kept_on_host or 0)
 
 
 def finish(
@@ -180,10 +195,11 @@ def finish(
     card: Gpu | None,
     as_json: bool,
     whole: Any = None,
+    host: Host | None = None,
 ) -> None:
-    """Print the report, or the `whole` that it is of, and whether it fits the card.
+    """Print the report, or the `whole` that it is of, and whether it fits the card and the `host`.
 
-    Exit as both mean.
+    Exit as both mean: a tight answer is one of which half die (site/accuracy.md), and no fit.
 
     In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or
     null where the card lies within the interval.
@@ -193,17 +209,27 @@ def finish(
     if card and report.process is not None:
         report.usable = usable_memory(card) if report.usable is None else report.usable
         fits = fits_card(report)
-        has = format_bytes(report.usable)
-        needs = Interval.of(report.process)
-        sentence = (
-            f"{report.verdict}: {card.name} has {has}, the process needs {needs}{on_host(report)}"
-        )
-        report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
+        grade = report.grade
+        tier = report.verdict
+        free = on_host(report)
+        rest = ""
+        if free >= GiB and tier in TIERS:
+            rest = f", and {free / GiB:.1f} GiB of host memory are free"
+        sentence = report.answer(card.name, rest)
+        if host and free > host.size:
+            fits = False
+            grade = tier = NO_TIER
+            needs = Interval.of(report.process)
+            rest = f", but {free / GiB:.1f} GiB of host memory are needed, of {host.words}"
+            has = format_bytes(report.usable)
+            sentence = f"{tier}: {card.name} has {has}, the process needs {needs}{rest}"
+        report.environment |= {"gpu": card.name, "fits": fits, "tier": tier, "grade": grade}
+        report.environment["host_memory"] = free
         if as_json:
             report.notes += [sentence]
     whole = whole or report
     lines = [recorded_on(report), str(whole), sentence]
     text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, lines))
     say(text)
-    if report.status != "ok" or fits is False:
+    if report.status != "ok" or fits is False or report.environment.get("tier") == "tight":
         raise typer.Exit(DOES_NOT_FIT)

@@ -14,11 +14,21 @@ from typing import Any
 from ..base.errors import RecipeError, needing
 from ..base.files import read_text
 from ..recipe.argument_classes import DECLARED
+from ..recipe.configuration import read_json_file
+from ..recipe.evaluation import Evaluation
+from ..recipe.knobs import options, rebuild
 from ..recipe.recipe import Recipe
 from .axolotl_file import read_axolotl
 from .command_output import say
 from .configuration_file import Configuration, known_settings
-from .recipe_options import OPTIONS, fields_of, recipe_of, recipe_of_arguments, said_options
+from .recipe_options import (
+    OPTIONS,
+    Options,
+    fields_of,
+    recipe_of,
+    recipe_of_arguments,
+    said_options,
+)
 from .swift_file import read_script, read_swift
 from .trl_file import OF_TRL, read_llama_factory, read_trl
 
@@ -27,6 +37,7 @@ LLAMA_FACTORY = "LLaMA-Factory"
 MS_SWIFT = "ms-swift"
 OF_SWIFT = {"command", "tuner_type", "train_type"}  # what no other program's file has
 SHELL = ".sh"
+EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
 SUFFIXES = (".yaml", ".yml", SHELL)
 
 
@@ -73,14 +84,63 @@ def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, lis
     return recipe, configuration.notes
 
 
+def recipe_in(path: Any) -> tuple[dict[str, Any], str] | None:
+    """Return the fields of a recipe that a JSON file holds, and what else it holds.
+
+    It is a recipe's own file, a report, or what `plan --json` prints, of which the first answer
+    counts. None of another file, as of a model's config.json. Raises RecipeError.
+    """
+    if not (isinstance(path, str) and path.endswith(".json") and Path(path).is_file()):
+        return None
+    content = read_json_file("model", path)
+    if not isinstance(content, dict) or "model_type" in content:
+        return None
+    if "choices" in content:
+        if not content["choices"]:
+            raise RecipeError("model", path, "it is a plan without an answer: nothing fits there")
+        count = len(content["choices"])
+        rest = f"{path}: the first of {count} answers of a plan; each `choices[…].recipe` alone "
+        return content["choices"][0]["recipe"], rest + "is taken too"
+    if isinstance(content.get("recipe"), dict):
+        return content["recipe"], f"{path}: the recipe of a report"
+    return (content, "") if "model" in content else None
+
+
 def recipe_or_configuration(model: str, given: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a model with options, or of a YAML, whose notes go to stderr."""
+    """Return the recipe of a model with options, or of a file, whose notes go to stderr.
+
+    The file is a program's YAML, or has a recipe in JSON; options that are given count before it.
+    """
+    found = recipe_in(model)
+    if found:
+        fields, note = found
+        for name, value in fields_of(OPTIONS, said_options(OPTIONS, given)).items():
+            before = fields.get(name)
+            both = isinstance(value, dict) and isinstance(before, dict)
+            fields[name] = before | value if both else value
+        recipe = rebuild(Recipe, "recipe", fields)
+        for line in filter(None, (note, str(recipe))):
+            say(f"note: {line}", err=True)
+        return recipe
     if not is_configuration(model):
         return recipe_of(model, given)
     recipe, notes = read_configuration(model, given)
     for note in [str(recipe), *notes]:
         say(f"note: {note}", err=True)
     return recipe
+
+
+def recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
+    """Return both of a model with options; raise RecipeError where samples are to be said."""
+    said = {name: given.pop(name) for name in EVALUATION}
+    if said["compute_metrics"] and said["samples"] is None:
+        rest = (
+            "with compute_metrics all of them keep their predictions on the card: say how "
+            "many the evaluation set has"
+        )
+        raise RecipeError("evaluation.samples", None, rest)
+    evaluation = Evaluation(**fields_of(EVALUATION, said))
+    return recipe_or_configuration(model, given), evaluation
 
 
 def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -162,6 +162,8 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
             report.message
             or f"it needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
         )
+        if report.otherwise and ";" in report.grade:
+            why += f" ({report.grade})"
         raise AssertionError(
             "\n".join([f"{report.title} does not fit {card.name} ({tier}): {why}", *parts(report)])
         )

@@ -61,10 +61,7 @@ class Run:
         report = self.report
         lines = [f"{report.source}: {self.recipe}", *parts(report)]
         if self.card and report.usable is not None:
-            has = format_bytes(report.usable)
-            lines.append(
-                f"{report.verdict}: {self.card.name} has {has}, the process needs {report.process}"
-            )
+            lines.append(report.answer(self.card.name))
         return lines
 
     def host_lines(self) -> list[str]:

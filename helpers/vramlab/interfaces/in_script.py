@@ -23,10 +23,6 @@ FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what i
 STEPS = "VRAMLAB_RUN_STEPS"
 EVENTS = 100_000  # of the allocator that are kept, the newest
 SITE = "import vramlab.interfaces.in_script\nvramlab.interfaces.in_script.install()\n"
-watched: list[
-    Any
-] = []  # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
-kept: list[Any] = []  # what ends when it is freed
 
 
 class AfterImport:
@@ -54,31 +50,31 @@ class AfterImport:
 
 def install() -> None:
     """Wait for the script to load torch and transformers."""
+    # what has a report: a WatchCallback for each Trainer, a LoopWatch for a loop without one
+    watched: list[Any] = []
     zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
-    sys.meta_path.insert(
-        0,
-        AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero}),
-    )
+    functions: dict[str, Callable[[ModuleType], None]] = {
+        "torch": functools.partial(follow, watched=watched),
+        "transformers.trainer": functools.partial(watch_trainers, watched=watched),
+    }
+    sys.meta_path.insert(0, AfterImport(functions | zero))
 
 
-def follow(torch: ModuleType) -> None:
+def follow(torch: ModuleType, watched: list[Any]) -> None:
     """Record the allocator's history from the script's first use of CUDA to its end."""
+    from ..private import of_torch
+
     torch.backends.cuda.enable_cudnn_sdp(
         False
     )  # its workspace is not known: flash attention in its place
-    select_all(torch)
+    # its kernel is there as long as the library is
+    library = select_all(torch)
     last_a_while(torch)
     end_after(int(os.environ.get(STEPS) or 0))
-    LoopWatch(torch).install()
-    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: (
-        tensor
-    )  # it draws until no value lies outside
-    history = functools.partial(
-        torch.cuda.memory._record_memory_history,
-        max_entries=EVENTS,
-        stacks="python",
-    )
-    torch.cuda._lazy_call(history)
+    LoopWatch(torch, watched).install()
+    # it draws until no value lies outside
+    setattr(torch.nn.init, of_torch.TRUNC_NORMAL, lambda tensor, *_, **__: tensor)
+    of_torch.once_cuda_is_used(functools.partial(of_torch.record_history, EVENTS))
     peaks = {"allocated": 0, "reserved": 0}
 
     def look() -> None:
@@ -92,12 +88,9 @@ def follow(torch: ModuleType) -> None:
 
         return first_look
 
-    for name in (
-        "_cuda_resetPeakMemoryStats",
-        "_accelerator_resetPeakStats",
-    ):  # a script's own measuring
-        setattr(torch._C, name, looking(getattr(torch._C, name)))
-    atexit.register(leave, torch, peaks, look, os.getpid())
+    # a script may measure by itself
+    of_torch.replace_resets_of_peaks(looking)
+    atexit.register(leave, torch, peaks, look, os.getpid(), watched, library)
 
 
 def last_a_while(torch: ModuleType) -> None:
@@ -138,8 +131,9 @@ class LoopWatch:
     a process of several ranks or with a compiled model none: a watch would run it otherwise.
     """
 
-    def __init__(self, torch: ModuleType):
+    def __init__(self, torch: ModuleType, watched: list[Any]):
         self.torch = torch
+        self.watched = watched
         self.report: Any = None
         self.model: Any = None
         self.running: Any = None
@@ -160,7 +154,7 @@ class LoopWatch:
         # through
         module.__call__ = called
         self.after = register_optimizer_step_post_hook(self.after_step)
-        watched.append(self)
+        self.watched.append(self)
 
     def before_call(self, module: Any) -> None:
         """Note the model; end the watch with the forward pass after the step that was watched."""
@@ -186,8 +180,10 @@ class LoopWatch:
     def _alone(self) -> bool:
         distributed = self.torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
-        is_compiled = hasattr(self.model, "_orig_mod")
-        by_trainer = any(type(other) is not LoopWatch for other in watched)
+        from ..private.of_torch import original_of
+
+        is_compiled = original_of(self.model) is not self.model
+        by_trainer = any(type(other) is not LoopWatch for other in self.watched)
         return not (several or is_compiled or by_trainer or self.report)
 
     def end(self) -> None:
@@ -200,17 +196,18 @@ class LoopWatch:
             self.report = self.running.report()
 
 
-def select_all(torch: ModuleType) -> None:
+def select_all(torch: ModuleType) -> Any:
     """Let a mask select everything, as a condition on values holds.
 
-    Without values it would be nothing, or any number.
+    Without values it would be nothing, or any number. Return the library that does.
     """
 
     def nonzero(mask: Any) -> Any:
         return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
-    kept.append(torch.library.Library("aten", "IMPL"))
-    kept[-1].impl("nonzero", nonzero, "CUDA", allow_override=True)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("nonzero", nonzero, "CUDA", allow_override=True)
+    return library
 
 
 def step_always(module: ModuleType) -> None:
@@ -227,7 +224,7 @@ def step_always(module: ModuleType) -> None:
     patched.is_invalid_grad_norm = lambda norm: False
 
 
-def watch_trainers(module: ModuleType) -> None:
+def watch_trainers(module: ModuleType, watched: list[Any]) -> None:
     """Give each Trainer a WatchCallback, for the split by phase.
 
     Not one that compiles, which a watch would run eagerly.
@@ -251,8 +248,15 @@ def leave(
     peaks: dict[str, int],
     look: Callable[[], None],
     process: int,
+    watched: list[Any],
+    *kept: Any,
 ) -> None:
-    """Write peaks, the last Trainer's watched report and the allocator's history to the folder."""
+    """Write peaks, the last Trainer's watched report and the allocator's history to the folder.
+
+    What is `kept` stays until then.
+    """
+    from ..private import of_torch
+
     folder = os.environ.get(FOLDER)
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():
         return
@@ -267,5 +271,5 @@ def leave(
         "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
         "report": report and report.to_dict(),
     }
-    torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{process}.pickle"))
+    of_torch.dump_history(os.path.join(folder, f"{process}.pickle"))
     Path(folder, f"{process}.json").write_text(json.dumps(process_facts))

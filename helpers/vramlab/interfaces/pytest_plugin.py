@@ -6,6 +6,7 @@ The fixture `memory_budget` takes what `assert_fits` takes, and fails where the 
 in `<test file>.budgets.json`; `--update-memory-budgets` writes that file.
 """
 
+import inspect
 import json
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     from .explain import assert_fits
 
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asked = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in asked if name in pyfuncitem.funcargs}
     returned = pyfuncitem.obj(**arguments)
     if returned is None:
         pytest.fail(

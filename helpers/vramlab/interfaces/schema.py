@@ -66,8 +66,9 @@ PRINTED: dict[str, tuple[type, ...]] = {
     "diff": (Comparison,),
 }
 EXIT_CODES = {
-    0: "answered; it fits, where a card was named",
-    1: "it does not fit, no plan does, the run failed, or doctor misses what the package needs",
+    0: "answered; where a card was named it fits, safe or likely (explain: answered)",
+    1: "it does not fit or is only tight, no plan fits, the run failed, or doctor misses what the "
+    "package needs",
     2: "asked wrongly: one sentence on stderr",
     130: "stopped with Ctrl-C",
 }

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from ..base.errors import VramLabError
 from ..hardware.gpu import source_of
 from ..hardware.overhead import UNIT
+from ..private.of_torch import address_of
 from ..report.report import Report
 from ..simulation.any_module import SCRIPTED, is_compiled, lazy_parameter
 from ..tracking.history import History, to_report
@@ -150,7 +151,7 @@ class watch:
 
     def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         for tensor in plain_tensors(tensors_in([*args, *kwargs.values()])):
-            storage = self._followed.live.get(tensor.untyped_storage()._cdata)
+            storage = self._followed.live.get(address_of(tensor.untyped_storage()))
             if storage is None or not storage.category:
                 self._followed.claim([tensor], "inputs")
         # neither a checkpoint's recomputation nor an evaluation, and no second call before the

@@ -13,7 +13,7 @@ from ..recipe.configuration import read_json_file
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import Report
-from .configurations import is_configuration, read_configuration
+from .configurations import is_configuration, read_configuration, recipe_in
 from .recipe_options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
@@ -47,8 +47,10 @@ def said(
         content = _object(words[0])
         if "phases" in content:
             return Report.from_dict(content), []
-        if "model" in content:
-            return rebuild(Recipe, "recipe", content), []
+        found = recipe_in(words[0])
+        if found:
+            fields, note = found
+            return rebuild(Recipe, "recipe", fields), [note] if note else []
     return _recipe_said(words, options)
 
 

@@ -19,6 +19,7 @@ import torch
 from ..base.errors import MeasurementError
 from ..hardware.gpu import source_of
 from ..hardware.nvml import Sensors, nvml_snapshot
+from ..private.of_torch import allocator_settings
 from ..recipe.generation import Generation
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
@@ -180,7 +181,7 @@ def steps(
     `expandable`: `card.py` has set the allocator so.
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
-    if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] != expandable:
+    if allocator_settings()["expandable_segments"] != expandable:
         raise MeasurementError("this allocator does not take expandable_segments.")
     import_libraries(trained)
     training = build(trained, "cuda")

@@ -19,6 +19,7 @@ import torch
 from ..hardware.gpu import source_of
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..hardware.overhead import UNIT
+from ..private import of_torch
 from ..recipe.recipe import Recipe
 from ..report.report import Bytes, Phase, Report, Speed
 from ..tracking.history import History, merge, to_report
@@ -109,10 +110,7 @@ def clear_cublas_workspaces() -> int:
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    # Newer releases keep none between calls.
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear:
-        clear()
+    of_torch.clear_cublas_workspaces()
     return before - torch.cuda.memory_allocated()
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ..base.errors import VramLabError
+from ..private.of_torch import set_parent_death_signal
 from ..training.quiet import no_collection, silence
 from .launch import RankError, rank_name
 
@@ -32,9 +33,6 @@ with no_collection(before=False):
     import torch
     import transformers.modeling_utils
     import transformers.trainer_pt_utils  # noqa: F401 (loaded here, once for all ranks)
-    from torch.multiprocessing import (  # type: ignore[attr-defined]
-        _prctl_pr_set_pdeathsig as set_parent_death_signal,
-    )
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 LOCALHOST = "127.0.0.1"

@@ -15,6 +15,7 @@ import torch
 from ..hardware.gpu import source_of
 from ..hardware.host import memory
 from ..hardware.nvml import Sensors, nvml_snapshot
+from ..private import of_compiler
 from ..recipe.generation import Generation
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
@@ -78,10 +79,10 @@ def preload(recipe: Recipe, **others: Any) -> None:
 
     A layer on the meta device: the model's class is looked up when it is built.
     """
-    import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel  # noqa: F401
 
+    of_compiler.dynamo("eval_frame")
     import_libraries(recipe)
     if recipe.sharding:
         importlib.import_module(f"vramlab.training.engines.{recipe.sharding.engine}")

@@ -54,9 +54,6 @@ WAYS = [
     *itertools.product((True, False), EFFORTS, TIGHT),
 ]
 OFFLOADED_LAYERS = 48  # of one with offloaded activations: half a minute
-# Offloaded activations are copied on a stream of their own, and the simulation has one: on the real
-# allocator two runs reserved 2.2 % more and 4.7 % less (site/accuracy.md).
-TWO_STREAMS = 0.953
 DEEPEST = 24  # layers of a recipe that is simulated though none of its layers can stand for another
 
 
@@ -219,19 +216,7 @@ class Candidate:
 
     def interval_with(self, expandable_segments: bool) -> Interval:
         """Return the same with the allocator's setting."""
-        report = self._best_known()
-        rollouts = self.recipe.rollouts
-        # vLLM has pools of its own, and what it takes is not known to the byte
-        beside_vllm = rollouts and rollouts.is_colocated
-        if beside_vllm or not expandable_segments:
-            return Interval.of(report.process or 0)
-        peak = max(report.allocated or 0, report.peak.total)
-        error = TWO_STREAMS if self.recipe.activation_offloading else 1.0
-        if not self.simulated:
-            least = Interval.of(report.reserved or 0).low
-            error = min(reserved.EXACT, (least + 1) / peak)
-        loading = report.loading.total if report.loading else 0
-        return expandable(max(peak, loading), error) + self._context
+        return self._best_known().process_with(expandable_segments)
 
     def _best_known(self) -> Report:
         """Return the simulation where there was one, else the prediction."""

@@ -16,6 +16,8 @@ from .question import Question, without_rollouts
 from .step_traffic import paged_bytes
 from .step_walk import walk
 
+HOSTS = {"free Colab": 12.7, "Kaggle": 30}  # GiB of host memory, as their machines show it
+
 # `CachingHostAllocator` rounds pinned blocks up to a power of two: at most twice as much.
 PINNED = 2
 
@@ -73,13 +75,15 @@ def host_bytes(recipe: Recipe) -> int:
     return moved
 
 
-def host_memory(recipe: Recipe) -> int:
+def host_memory(recipe: Recipe, kept: int = 0) -> int:
     """Return the bytes of host memory that all ranks together need.
 
-    That is for the weights while they load, then for what is there.
+    That is for the weights while they load, then for what is there, of which an evaluation has
+    `kept`.
     """
     counted = counted_as(recipe)
-    return max(loaded_on_host(counted), host_bytes(counted) + activations_on_host(recipe))
+    there = host_bytes(counted) + activations_on_host(recipe) + kept
+    return max(loaded_on_host(counted), there)
 
 
 def has_room(question: Question, recipe: Recipe) -> bool:

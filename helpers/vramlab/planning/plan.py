@@ -27,6 +27,7 @@ from ..report.report import GiB, encode, format_bytes, text_table
 from .alternatives import Alternative, alternatives
 from .candidate import Candidate, Choice, best_first
 from .changes import advise
+from .counted import HOSTS
 from .plan_notes import notes_on_question
 from .plan_script import scripts, words
 from .question import Question
@@ -40,7 +41,6 @@ MEANING = {
     "likely": "fits at the usual ones",
     "tight": "fits at the lowest only",
 }
-HOSTS = {"free Colab": 12.7, "Kaggle": 30}  # GiB of host memory, as their machines show it
 _UNPREPARED = "without PEFT's prepare_model_for_kbit_training"
 _SHORTER = "one sample of the micro-batch is shorter, which takes a mask"
 WORDS = {
@@ -176,7 +176,8 @@ class Plan:
         title += f"on {self._cards}, {room}"
         # What leaving a switch out costs stands below, as in the text.
         costs = [_costs(choice) for choice in self.choices if choice.without]
-        return html.table(head, rows, title, [*self.notes, *costs])
+        by_default = [self._by_default()] if self.question["expandable_segments"] else []
+        return html.table(head, rows, title, [*by_default, *self.notes, *costs])
 
     def __str__(self) -> str:
         lines = [*self._warnings(), self._asked()]

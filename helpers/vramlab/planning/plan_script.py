@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import RecipeError, needing
+from ..formulas import shards
 from ..recipe import lora_modules
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
@@ -123,11 +124,18 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "learning_rate": Code(f"{rate:.0e}".replace("e-0", "e-")),
         "arguments_class": arguments_class(recipe).__name__,
         "unseen": _unseen(recipe),
-        "witness": Code("predict" if counted_as(recipe) is recipe else "simulate"),
+        "witness": _witness(recipe),
         "adapters": _adapters(recipe) if recipe.adapters else {},
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
         "gives_adapters": _gives_adapters(recipe),
     }
+
+
+def _witness(recipe: Recipe) -> Code:
+    """Return the name of what knows the bytes of this very recipe."""
+    sharding = recipe.sharding
+    is_known = counted_as(recipe) is recipe and (sharding is None or shards.is_known(sharding))
+    return Code("predict" if is_known else "simulate")
 
 
 def _is_uncut(recipe: Recipe) -> bool:
@@ -302,9 +310,19 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
     # Triton compiles for no CPU, and TRL offloads from an accelerator.
     for name in {"use_liger_kernel", "activation_offloading"} & arguments.keys():
         arguments[name] = Code("torch.cuda.is_available()")
+    _write_mesh(recipe, arguments)
     if arguments.get("max_length"):
         arguments["max_length"] = Code("TOKENS")
     return arguments, config
+
+
+def _write_mesh(recipe: Recipe, arguments: Arguments) -> None:
+    """Write how ranks form a mesh, and of one sample's tokens that they divide equally."""
+    if "parallelism_config" in arguments:
+        sizes = literal(arguments["parallelism_config"])
+        arguments["parallelism_config"] = Code(f"ParallelismConfig(**{sizes})")
+    if recipe.trainer == "sft" and recipe.pieces > 1:
+        arguments.setdefault("pad_to_multiple_of", recipe.pieces)
 
 
 def _unseen(recipe: Recipe) -> Arguments:

@@ -4,14 +4,13 @@ The command line reads its options from the fields.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import RecipeError, needing
 from ..formulas.fused_head import with_its_adapters
-from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memory
+from ..hardware.gpu import Gpu, current_device, find_gpu, usable_memory
 from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
@@ -28,16 +27,9 @@ from ..recipe.recipe import (
 from ..recipe.samples import check_lengths
 from ..report.report import TIERS
 from .data_rows import DataRows
+from .sizes import card_with, size_of
 
 METHODS = ("full", "lora", "qlora")
-UNITS = {
-    "": 1,
-    "mb": 10**6,
-    "gb": 10**9,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
 # AdamW in four implementations
 OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")
 # Triton's README, "Supported Hardware": NVIDIA GPUs of compute capability 8.0 and more, since
@@ -215,6 +207,10 @@ class Question:
             self.peft = method
         if isinstance(self.rollouts, Mapping):
             self.rollouts = Rollouts(**self.rollouts)
+        if self.rollouts and self.rollouts.is_colocated:
+            # The allocator of a vLLM that sleeps asserts that they are off
+            # (vllm/device_allocator/cumem.py, PyTorch issue 147851).
+            self.expandable_segments = False
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
@@ -410,38 +406,3 @@ class Question:
         if not 0 < shortest < plain.seq_len:
             return None
         return (plain.seq_len,) * (size - 1) + (shortest,)
-
-
-def card_with(memory: int) -> Gpu:
-    """Return the table's least card of at least `memory` bytes.
-
-    Raises RecipeError where there is none.
-    """
-    cards = map(find_gpu, gpu_names())
-    large_enough = [card for card in cards if card.memory_gb << 30 >= memory]
-    if not large_enough:
-        rest = "no card of the table has so much: name the GPU"
-        raise RecipeError("memory", memory, rest)
-    return min(large_enough, key=lambda card: (card.memory_gb, card.total, card.name))
-
-
-def size_of(
-    name: str,
-    value: str | int | None,
-) -> int | None:
-    """Return the bytes of "24GiB", "64 GB" or a number of bytes; None of None.
-
-    Raises RecipeError, which calls it `name`.
-    """
-    if value is None:
-        return None
-    parts = re.fullmatch(r"(\d+\.?\d*) *([a-z]*)", str(value).strip().lower())
-    size = -1
-    if parts:
-        number, unit = parts.groups()
-        size = int(float(number) * UNITS.get(unit, 0))
-    least = 0 if name == "other_memory" else UNITS["mib"]
-    if size < least:
-        rest = "it must be a size such as '24GiB', or bytes, a MiB at least"
-        raise RecipeError(name, value, rest)
-    return size

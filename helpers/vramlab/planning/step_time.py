@@ -115,7 +115,7 @@ def step_time(
         least,
         most,
         parts[0],
-        recipe.tokens * ranks,
+        recipe.tokens * ranks // recipe.ranks_of_sample,
         basis,
     )
 
@@ -228,7 +228,7 @@ def operations(
     lora = recipe.lora
     quantization = recipe.quantization
     body, head, _ = _sizes(shape)
-    tokens = recipe.tokens // recipe.gradient_accumulation_steps
+    tokens = recipe.tokens // recipe.gradient_accumulation_steps // recipe.ranks_of_sample
     is_mixed = recipe.precision.endswith("-mixed")
     again = int(recipe.gradient_checkpointing)
     passes = 2 + recipe.passes_without_gradients
@@ -278,12 +278,13 @@ def form_of(recipe: Recipe) -> str:
 def _pairs(recipe: Recipe) -> int:
     """Return the pairs of tokens of a micro-batch that attention compares.
 
-    They are those of each row, or of each sample where FlashAttention is given their ends.
+    They are those of each row, or of each sample where FlashAttention is given their ends. Ranks
+    that have one sample's tokens together compare equally many.
     """
     if recipe.attn_implementation == "flash_attention_2" and recipe.is_ragged:
         return sum(length**2 for length in recipe.samples)
     rows, width = recipe.rows
-    return rows * recipe.sequences // recipe.batch_size * width**2
+    return rows * recipe.sequences // recipe.batch_size * width**2 // recipe.ranks_of_sample
 
 
 @lru_cache(maxsize=512)

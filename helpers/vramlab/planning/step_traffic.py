@@ -16,6 +16,9 @@ and Yuan 2009):
                                           section 7)
     C copies of the model  + 2 G (C − 1) / (C N)    N ranks divide one, whose shards of gradients
                                           are all-reduced over the copies, once a step
+    a ring of R ranks      + A (R − 1) K for each pass through a layer, backward too, and
+                           + A R K₃₂       K bytes of its own keys and values (K₃₂ in fp32), whose
+                                          gradients go around (torch's `_templated_ring_attention`)
 """
 
 from math import prod
@@ -33,6 +36,7 @@ from ..hardware.links import (
     pcie_bandwidth,
 )
 from ..recipe.optimizers import MODELLED
+from ..recipe.options import HALF, Sharding
 from ..recipe.recipe import Recipe
 from ..report.report import Interval
 
@@ -84,6 +88,11 @@ def sent(recipe: Recipe) -> float:
     sharding = recipe.sharding
     if sharding is None or sharding.world_size == 1:
         return 0.0
+    return _sent_of_states(recipe, sharding) + _sent_of_tokens(recipe, sharding)
+
+
+def _sent_of_states(recipe: Recipe, sharding: Sharding) -> float:
+    """Return the bytes of weights and gradients that one rank sends in a step."""
     # The trained weights, gathered after the update, have their gradients' size.
     weights = model_states.parameter_bytes(recipe)
     gradients = model_states.gradient_bytes(recipe)
@@ -98,6 +107,18 @@ def sent(recipe: Recipe) -> float:
     if sharding.stage == 2:
         return share * ((times + 1) * gradients)
     return share * (2 * gradients)
+
+
+def _sent_of_tokens(recipe: Recipe, sharding: Sharding) -> float:
+    """Return the bytes of its own tokens' keys and values that one rank sends in a step."""
+    ranks = sharding.cp_size
+    shape = recipe.shape
+    tokens = recipe.tokens // ranks  # of all micro-batches
+    numbers = 2 * tokens * shape.num_kv_heads * shape.head_dim * shape.num_layers
+    size = 2 if recipe.precision[:4] in HALF else 4
+    passes = 2 + int(recipe.gradient_checkpointing)
+    gradients = ranks * 4 if ranks > 1 else 0
+    return numbers * (passes * (ranks - 1) * size + gradients)
 
 
 def to_host(recipe: Recipe) -> tuple[float, float]:

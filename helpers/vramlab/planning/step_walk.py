@@ -8,6 +8,7 @@ from ..formulas.fused_head import with_its_adapters
 from ..formulas.model_states import Settings
 from ..hardware.gpu import Chip
 from ..recipe import liger
+from ..recipe.knobs import unchecked
 from ..recipe.options import LOOPS
 from ..recipe.recipe import LEAST_BATCH, Recipe
 
@@ -28,8 +29,19 @@ def walk(recipe: Recipe, chip: Chip) -> Walk:
     Everything else that the account reads is read here too. Rows of one length are affine in the
     micro-batch (but for the rounding of blocks), so two walks give all sizes. Samples of several
     lengths are not, nor are Liger's chunks, of which there are about as many for a large
-    micro-batch as for a small one: those are walked as they are.
+    micro-batch as for a small one: those are walked as they are. Ranks that have one sample's
+    tokens together have rows of a part of them; what merges parts of attention is not counted.
     """
+    if recipe.ranks_of_sample > 1:
+        _, width = recipe.rows
+        recipe = unchecked(
+            recipe,
+            seq_len=width // recipe.ranks_of_sample,
+            lengths=None,
+            completion_lengths=None,
+            pad_to_multiple_of=None,
+            sharding=None,
+        )
     if recipe.is_ragged or liger.kernels(recipe):
         return _walk(_walked(recipe, recipe.batch_size), chip)
     least = LEAST_BATCH.get(recipe.trainer, 1)

@@ -1,9 +1,20 @@
 """What the Trainer's evaluation is asked for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .knobs import Refusals, check, documented, knob, refuse
+
+
+def argmax(logits: Any, labels: Any) -> Any:
+    """Return the likeliest token of each place, as transformers' examples keep it (run_clm.py)."""
+    if isinstance(logits, tuple):
+        logits = logits[0]
+    return logits.argmax(dim=-1)
+
+
+PREPROCESSING: dict[str, Callable] = {"argmax": argmax}  # that need no Python to be said
 
 
 @documented
@@ -51,9 +62,10 @@ class Evaluation:
         help="What compute_metrics is given besides predictions and labels.",
         option=True,
     )
-    preprocess_logits_for_metrics: Callable | None = knob(
+    preprocess_logits_for_metrics: Callable | str | None = knob(
         None,
-        help="A function of (logits, labels) to what is kept of them, such as their argmax.",
+        choices=tuple(PREPROCESSING),
+        help="What is kept of the logits; in Python also a function of (logits, labels).",
         option=True,
     )
     predict_with_generate: bool = knob(
@@ -86,6 +98,35 @@ class Evaluation:
         allowed = "it belongs to predict_with_generate: say that too"
         for name in ("generation_max_length", "generation_num_beams"):
             yield name, getattr(self, name) and not self.predict_with_generate, allowed
+
+    def __str__(self) -> str:
+        """Return how many samples are evaluated, and how."""
+        size = self.per_device_eval_batch_size
+        words = [f"evaluation of {self.samples:,} samples, {size} at once"]
+        if self.compute_metrics:
+            words.append("metrics batch by batch" if self.batch_eval_metrics else "compute_metrics")
+        asked = self.preprocess_logits_for_metrics
+        if asked:
+            words.append(f"{asked if isinstance(asked, str) else 'preprocessed'} kept")
+        if self.eval_accumulation_steps:
+            words.append(f"to the host every {self.eval_accumulation_steps} batches")
+        if not self.eval_do_concat_batches:
+            words.append("not concatenated")
+        return " · ".join(words)
+
+    @property
+    def preprocess(self) -> Callable | None:
+        """The function that `preprocess_logits_for_metrics` is, or names."""
+        asked = self.preprocess_logits_for_metrics
+        return PREPROCESSING[asked] if isinstance(asked, str) else asked
+
+    @property
+    def moves(self) -> Iterator[int]:
+        """Samples whose predictions go to the host at a time."""
+        batches = self.eval_accumulation_steps or self.samples
+        at_once = batches * self.per_device_eval_batch_size
+        for start in range(0, self.samples, at_once):
+            yield min(at_once, self.samples - start)
 
     @property
     def sizes(self) -> list[int]:

@@ -352,8 +352,18 @@ class RecipeFields:
 
         They are lengths, images or, of a part of the tokens, positions and labels.
         """
-        in_parts = bool(self.sharding and self.sharding.cp_size > 1)
-        return self.is_ragged or self.shape.family in READERS or in_parts
+        has_images = self.shape.family in READERS
+        return self.is_ragged or has_images or self.ranks_of_sample > 1
+
+    @property
+    def ranks_of_sample(self) -> int:
+        """The number of ranks that have one sample's tokens together."""
+        return self.sharding.ranks_of_sample if self.sharding else 1
+
+    @property
+    def pieces(self) -> int:
+        """The number of equal pieces into which a row is divided among ranks; a ring's have two."""
+        return self.ranks_of_sample * 2 if self.ranks_of_sample > 1 else 1
 
     @property
     def joins(self) -> bool:

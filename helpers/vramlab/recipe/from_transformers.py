@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..base.errors import RecipeError
+from ..private.of_transformers import takes_sdpa
 from .configuration import READERS, reason
 from .families import FAMILIES, TASKS
 from .model_sizes import Sizes
@@ -53,7 +54,7 @@ def describe(sizes: Sizes) -> dict[str, Any]:
     weights, _ = read_off(sizes)
     model = build(sizes)
     fields: dict[str, Any] = {
-        "attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager",
+        "attention": "sdpa" if takes_sdpa(model) else "eager",
         "head": _head(model, sizes.head),
     }
     for name, module in model.named_modules():

@@ -99,9 +99,13 @@ class Knob:
         kind = self.kind
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return "" if isinstance(value, kind) else f"it must be a {kind.__name__}"
+        if kind is Callable and callable(value):
+            return ""
         if self.choices:
             is_allowed = any(_is_same(value, choice) for choice in self.choices)
-            return "" if is_allowed else "allowed are " + ", ".join(map(repr, self.choices))
+            others = " and functions, which only Python can give" if kind is Callable else ""
+            names = ", ".join(map(repr, self.choices))
+            return "" if is_allowed else f"allowed are {names}{others}"
         rule = RULES.get("share" if self.share else kind)
         if rule is None:
             return ""
@@ -158,7 +162,6 @@ RULES: dict[Any, _Rule] = {  # by a field's type
     "share": _Rule(_is_share, "a number from 0 to under 1"),
     str: _Rule(lambda knob, value: isinstance(value, str), "text"),
     tuple[str, ...]: _Rule(_is_names, "a name or a list of names"),
-    Callable: _Rule(lambda knob, value: callable(value), "a function, which only Python can give"),
 }
 
 

@@ -63,7 +63,7 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     yield "sharding.cp_size", recipe.joins, allowed + "padding_free out"
     _, width = recipe.rows
     allowed = f"rows of {width:,} tokens do not divide into two equal pieces for each of {ranks} "
-    yield "sharding.cp_size", width % (2 * ranks), allowed + "ranks"
+    yield "sharding.cp_size", width % recipe.pieces, allowed + "ranks"
     is_wide = recipe.precision in ("fp32", "tf32") and not efficient_takes_groups()
     allowed = "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
     allowed += "compute in bf16 or fp16"

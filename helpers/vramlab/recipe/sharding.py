@@ -158,6 +158,11 @@ class Sharding:
         return self.rank % self.shards
 
     @property
+    def ranks_of_sample(self) -> int:
+        """The number of ranks that have one sample's tokens together."""
+        return self.cp_size
+
+    @property
     def parallelism(self) -> dict[str, int]:
         """The arguments of accelerate's `ParallelismConfig`; {} where it needs none."""
         sizes = {"dp_replicate_size": self.dp_replicate_size, "cp_size": self.cp_size}

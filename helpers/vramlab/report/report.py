@@ -42,6 +42,12 @@ STATUSES = ("ok", "oom", "error")
 # Which end of a process's interval has to fit the card.
 TIERS = {"safe": "high", "likely": "value", "tight": "low"}
 NO_TIER = "does not fit"
+# By whether the allocator has expandable segments: its setting, in words.
+SETTINGS = {
+    True: "with expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True)",
+    False: "without expandable segments (PyTorch's default)",
+}
+EITHER_SETTING = "with expandable segments and without"
 # Categories of what comes and goes in a step; the others are there all the time.
 PASSING = ("activations", "temporaries", "kv_cache")
 MOST_BESIDE = 2  # of what else is there that `Report.why` names
@@ -142,7 +148,12 @@ class Report:
     # Of the card's bytes what the process may have, where a card was named.
     usable: int | None = None
     granted: str = ""  # what of it the allocator was given in the simulation, in words
+    # The allocator's setting that `reserved` and `process` are of, and the process with the other.
+    expandable_segments: bool = False
+    otherwise: Interval | None = None
     rss: int | None = None  # on a CPU run, the process's peak resident set
+    # What an evaluation keeps of its predictions in host memory, at the highest moment.
+    kept_on_host: int | None = None
     # The highest moment of loading a quantized base; None: not above phase "load".
     loading: Bytes | None = None
     speed: Speed | None = None
@@ -156,6 +167,36 @@ class Report:
         if self.usable is None or self.process is None:
             return ""
         return Interval.of(self.process).verdict(self.usable)
+
+    @property
+    def grade(self) -> str:
+        """The verdict and the allocator's setting that it is of, with the other one's.
+
+        Where no setting makes it fit it is NO_TIER alone; "" without a card.
+        """
+        verdict = self.verdict
+        if not verdict or self.usable is None or self.otherwise is None:
+            return verdict
+        other = self.otherwise.verdict(self.usable)
+        if other == verdict:
+            return verdict if verdict == NO_TIER else f"{verdict} {EITHER_SETTING}"
+        with_it = SETTINGS[self.expandable_segments]
+        return f"{verdict} {with_it}; {other} {SETTINGS[not self.expandable_segments]}"
+
+    def answer(self, card: str, supposed: str = "") -> str:
+        """Return in one sentence whether the process fits the card of that name, and `supposed`."""
+        has = format_bytes(self.usable or 0)
+        this, _, other = self.grade.removeprefix(self.verdict).partition("; ")
+        needs = f"the process needs {Interval.of(self.process or 0)}{this}{supposed}"
+        if other:
+            other = f"; {other}: {self.otherwise}"
+        return f"{self.verdict}: {card} has {has}, {needs}{other}"
+
+    def process_with(self, expandable_segments: bool) -> Interval:
+        """Return the process's bytes with the allocator's setting."""
+        if self.otherwise is not None and expandable_segments != self.expandable_segments:
+            return self.otherwise
+        return Interval.of(self.process or 0)
 
     @property
     def why(self) -> str:
@@ -269,7 +310,7 @@ class Report:
         if self.cause:
             notes.insert(0, f"why there: {self.why}")
         if self.verdict and self.usable is not None:
-            notes.insert(0, f"{self.verdict}: {format_bytes(self.usable)} usable")
+            notes.insert(0, f"{self.grade}: {format_bytes(self.usable)} usable")
         return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", notes)
 
     def _lines(self) -> Iterator[str]:
@@ -288,6 +329,9 @@ class Report:
             value = getattr(self, name)
             if value is not None:
                 yield f"{name} {Interval.of(value).text(unit_for(int(value)))}"
+        if self.kept_on_host:
+            kept = format_bytes(self.kept_on_host, unit_for(self.kept_on_host))
+            yield f"predictions kept in host memory {kept}"
         if self.granted:
             yield self.granted
         # Loading counts only where it decides whether the recipe fits.

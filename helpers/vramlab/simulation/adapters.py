@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..private import of_torch
 from ..tracking.fake_tracker import ASSUMED, unmasked
 from ..training.engine import makes_fakes
 from ..training.patched import replaced
@@ -25,7 +25,7 @@ def adapters_on_fakes() -> Iterator[None]:
         yield
         return
     with (
-        replaced(torch.nn.Module, "_apply", _apply),
+        replaced(torch.nn.Module, of_torch.APPLY, _apply),
         replaced(torch.Tensor, "__deepcopy__", _deepcopy),
         _Assumed(),
     ):
@@ -43,16 +43,17 @@ def _apply(
     """
     if recurse:
         for child in module.children():
-            child._apply(convert)
-    for parameter in module._parameters.values():
+            of_torch.convert(child, convert)
+    for parameter in of_torch.parameters_of(module).values():
         if parameter is not None:
             with torch.no_grad():
                 converted = convert(parameter)
             if converted is not parameter:
                 parameter.data = converted
-    for name, buffer in module._buffers.items():
+    buffers = of_torch.buffers_of(module)
+    for name, buffer in buffers.items():
         if buffer is not None:
-            module._buffers[name] = convert(buffer)
+            buffers[name] = convert(buffer)
     return module
 
 
@@ -66,7 +67,7 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return memo[id(tensor)]
 
 
-class _Assumed(TorchDispatchMode):
+class _Assumed(of_torch.TorchDispatchMode):
     """Answers what depends on values: every mask is full, every number that is read is one."""
 
     def __torch_dispatch__(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..base.errors import RecipeError
+from ..private import of_torch
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.recipe import PRECISIONS, Loop
 from ..tracking.tensors import tensors_in
@@ -81,7 +82,7 @@ class ModuleStep:
         While entered the model holds fake tensors, of the dtype of a "-true" precision; afterwards
         each of its modules and what the loss holds are as they were.
         """
-        model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
+        model = of_torch.original_of(self.model)
         values = Values(mode)
         remembered = Remembered(self.loss, self.model)
         try:
@@ -273,10 +274,7 @@ def lazy_parameter(model: nn.Module) -> str | None:
 
 def is_compiled(model: nn.Module) -> bool:
     """Tell whether `model` or a part of it is run by torch.compile."""
-    for module in model.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl:
-            return True
-    return False
+    return any(map(of_torch.is_compiled, model.modules()))
 
 
 def _listed(value: Any) -> list:

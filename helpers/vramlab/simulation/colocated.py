@@ -116,6 +116,9 @@ def with_vllm(report: Report, vllm: Colocated) -> Report:
         usable=(report.usable or 0) + vllm.kept,
         reserved=_raised(reserved, sampling, vllm),
         process=_raised(process, sampling + context, vllm),
+        # The allocator of a vLLM that sleeps asserts that no expandable segments are set
+        # (vllm/device_allocator/cumem.py).
+        otherwise=None,
         notes=[*report.notes, _note(vllm)],
     )
 

@@ -5,16 +5,13 @@ backward, what is computed again and which buffer takes another's place (`induct
 """
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._python_dispatch import _disable_current_modes
-
 from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
+from ..private import of_compiler, of_fake_tensors, of_torch
 from ..recipe.recipe import Recipe
 from ..tracking.fake_tracker import FakeTracker
 from ..training.engine import Training
@@ -63,11 +60,11 @@ def compiled_step(
 
     `kernels` are those of CUDA; None compiles for the CPU.
     """
-    from torch._dynamo import config, eval_frame, pgo
-    from torch._functorch import config as functorch
-
-    if not hasattr(eval_frame, "_callback_from_stance"):
+    eval_frame = of_compiler.dynamo("eval_frame")
+    if not hasattr(eval_frame, of_compiler.CALLBACK):
         raise RecipeError("torch_compile", True, UNKNOWN)
+    config = of_compiler.dynamo("config")
+    pgo = of_compiler.dynamo("pgo")
     chip = None
     on_host: Callable = list
     if kernels:
@@ -78,32 +75,31 @@ def compiled_step(
     tracker.__class__ = _UntracedTracker
     codes: list[Any] = []
     model.compile(backend=compiler(chip, on_host), options={"guard_filter_fn": _kept})
-    call = model._compiled_call_impl
+    call = of_torch.compiled_call(model)
 
     def call_compiled(*args: Any, **options: Any) -> Any:
         # what is compiled would be valid only inside the mode
-        mode = _pop_mode() if kernels else None
+        mode = of_fake_tensors.pop_function_mode() if kernels else None
         try:
             return call(*args, **options)
         finally:
             if mode:
-                _push_mode(mode)
+                of_fake_tensors.push_function_mode(mode)
 
     def callback(own: Any) -> Any:
         return _Callback(own, codes) if callable(own) else own
 
-    model._compiled_call_impl = call_compiled
+    of_torch.set_compiled_call(model, call_compiled)
     try:
         with (
-            replaced(eval_frame, "_callback_from_stance", callback),
+            replaced(eval_frame, of_compiler.CALLBACK, callback),
             config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
-            # sizes that other steps had, which would make this one's dynamic
-            patch.object(pgo, "_CODE_STATE", defaultdict(pgo.CodeState)),
-            functorch.patch(enable_autograd_cache=False),
+            patch.object(pgo, of_compiler.SIZES_SEEN, of_compiler.no_sizes()),
+            of_compiler.functorch_config().patch(enable_autograd_cache=False),
         ):
             yield
     finally:
-        model._compiled_call_impl = None
+        of_torch.set_compiled_call(model, None)
         for code in codes:
             eval_frame.reset_code(code)
 
@@ -130,11 +126,10 @@ class _Callback:
     def __init__(self, own: Callable, codes: list[Any]) -> None:
         self._own = own
         self._codes = codes
-        # by which torch tells whose compiled code is whose
-        self._torchdynamo_orig_backend = own
+        of_compiler.stands_for(self, own)
 
     def __call__(self, frame: Any, *args: Any, **options: Any) -> Any:
         """Compile `frame`."""
         self._codes.append(frame.f_code)
-        with put_back(), _disable_current_modes():
+        with put_back(), of_torch.without_modes():
             return self._own(frame, *args, **options)

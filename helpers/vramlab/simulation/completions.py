@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..private import of_transformers
+from ..private.of_fake_tensors import FakeTensor
 from ..recipe.options import Rollouts
 from ..tracking.tracker import Tracker
 from ..training.engine import Training
@@ -47,7 +48,9 @@ def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterato
     """While entered, the model samples a completion's first and last tokens only.
 
     For those between them the cache grows by its own code: what else a token takes grows from token
-    to token, so that the last one's is the most.
+    to token, so that the last one's is the most. A generation of its own is run again from a later
+    token on, with a longer prompt (`simulate_generation.py`); one inside a step cannot, as the step
+    holds what came before.
     """
     from transformers.generation import GenerationMixin
 
@@ -77,7 +80,7 @@ def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterato
     training.most_tokens = FIRST + LAST
     training.on_token = on_token
     with (
-        afterwards(GenerationMixin, "_update_model_kwargs_for_generation", lengthen),
+        afterwards(GenerationMixin, of_transformers.UPDATE_ARGUMENTS, lengthen),
         replaced(GenerationMixin, "generate", generate_all),
     ):
         yield

@@ -14,14 +14,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._functorch.autograd_function import custom_function_call
-from torch.autograd.graph import _engine_run_backward
 from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..hardware.kernels import sdp_backend
 from ..hardware.overhead import efficient_takes_groups
+from ..private import of_fake_tensors
 from ..training.patched import plain, replaced
 from . import cuda_autocast, own_kernels
 
@@ -101,7 +100,7 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             return self.backward(args[0])
-        if func is custom_function_call:
+        if func is of_fake_tensors.custom_function_call:
             # a higher-order operator: it has no kernel for the rules' key
             with cuda_autocast.left():
                 return func(*args, **kwargs)
@@ -116,7 +115,7 @@ class CudaKernels(TorchFunctionMode):
                 return torch.empty(result.shape, dtype=result.dtype, device=device)
         elif func is torch.Tensor.to and result is args[0] and len(args) > 1:
             # a move to the device of another tensor: as of Adafactor's states, or a cache's counter
-            if torch._C._functorch.is_functorch_wrapped_tensor(result):
+            if of_fake_tensors.is_of_functorch(result):
                 return result  # of a mask that `vmap` makes on the device that it is for
             to = args[1]
             is_tensor = isinstance(to, torch.Tensor) and not self.is_on_host([to])
@@ -131,7 +130,7 @@ class CudaKernels(TorchFunctionMode):
         """
         with self:
             start = torch.ones_like(loss, memory_format=torch.preserve_format)
-            _engine_run_backward(
+            of_fake_tensors.run_backward(
                 (loss,),
                 (start,),
                 False,

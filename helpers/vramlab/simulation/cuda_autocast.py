@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch.library import Library
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.data import data_path
+from ..private import of_fake_tensors
+from ..private.of_torch import tree_leaves, tree_map
 from ..training.patched import plain, replaced
 from . import own_kernels
 from .own_kernels import operator_of
 
-AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+AUTOCAST = of_fake_tensors.DispatchKeySet(of_fake_tensors.DispatchKey.AutocastCPU)
 LISTS = json.loads(data_path("cuda_autocast.json").read_text())
 FP32 = frozenset(LISTS["fp32"])
 FP32_BY_DTYPE = frozenset(LISTS["fp32_by_dtype"])
@@ -64,7 +65,7 @@ def followed() -> Iterator[None]:
     """
     key = own_kernels.key_of(own_kernels.RULES)
     switch = plain(torch, "set_autocast_enabled")
-    include = torch._C._dispatch_tls_set_dispatch_key_included
+    include = of_fake_tensors.switch_key
 
     def set_autocast_enabled(device: str, enabled: bool) -> None:
         switch(device, enabled)
@@ -82,14 +83,14 @@ def followed() -> Iterator[None]:
 def left() -> contextlib.AbstractContextManager:
     """While entered, this thread's autocast follows none of the rules."""
     key = own_kernels.key_of(own_kernels.RULES)
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+    return of_fake_tensors.without_keys(of_fake_tensors.DispatchKeySet(key))
 
 
 @cache
 def cpu_only() -> tuple[str, ...]:
     """Return the operators that autocast casts on CPU and leaves alone on CUDA."""
     names = []
-    for qualified in torch._C._dispatch_get_all_op_names():
+    for qualified in of_fake_tensors.operator_names():
         name = qualified.removeprefix("aten::")
         is_of_aten = qualified.startswith("aten::")
         if is_of_aten and on_cuda(name, "AutocastCPU") and not on_cuda(name):
@@ -102,7 +103,7 @@ def on_cuda(name: str, key: str = "AutocastCUDA") -> bool:
 
     Its CPU builds know too.
     """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    return of_fake_tensors.has_kernel(f"aten::{name}", key)
 
 
 def _eligible(value: Any) -> bool:
@@ -126,7 +127,7 @@ def _cast(operator: Callable, dtype: torch.dtype | None, only_mixed: bool = Fals
 
         if not only_mixed or _has_dtype((args, kwargs), wanted):
             args, kwargs = tree_map(cast, (args, kwargs))
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        with of_fake_tensors.without_keys(AUTOCAST):
             return operator(*args, **kwargs)
 
     return kernel
@@ -143,7 +144,7 @@ def _ask_for_fp32(name: str, overload: str) -> Callable:
     It is asked for fp32 unless the caller asks for another.
     """
     operator = operator_of(overload)
-    _, *arguments = operator_of(name)._schema.arguments
+    _, *arguments = of_fake_tensors.schema_of(operator_of(name)).arguments
     defaults = {argument.name: argument.default_value for argument in arguments}
 
     def kernel(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +153,7 @@ def _ask_for_fp32(name: str, overload: str) -> Callable:
         named.update(kwargs)
         if _eligible(tensor):
             named["dtype"] = named.get("dtype") or torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        with of_fake_tensors.without_keys(AUTOCAST):
             return operator(tensor, **named)
 
     return kernel

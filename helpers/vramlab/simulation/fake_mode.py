@@ -1,14 +1,14 @@
 """The mode that makes fake tensors: a quick one where it fits the installed torch, else torch's."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..private import of_fake_tensors
+from ..private.of_fake_tensors import FakeTensor, FakeTensorMode
+from ..private.of_torch import address_of
 from .fake_operators import rules_of
 
 aten = torch.ops.aten
@@ -129,17 +129,14 @@ class QuickFakeMode(RuledFakeMode):
         """Return what torch would cache of `result`, or None."""
         if not isinstance(result, torch.Tensor | tuple):
             return None
-        with contextlib.suppress(fake_tensor._BypassDispatchCache):
-            state = fake_tensor._CacheKeyState()
-            make: Any = self._make_cache_entry
-            entry = make(state, None, func, args, kwargs, result)
-            for output in entry.output_infos:
-                made = output.metadata
-                if made and (made.is_conj or made.is_neg):
-                    return None
-            if not _has_room(entry, result):
-                return entry
-        return None
+        entry = of_fake_tensors.new_cache_entry(self, func, args, kwargs, result)
+        if entry is None:
+            return None
+        for output in entry.output_infos:
+            made = output.metadata
+            if made and (made.is_conj or made.is_neg):
+                return None
+        return None if _has_room(entry, result) else entry
 
     def _output(self, output: Any, args: Any) -> Any:
         """Return one result of a cached operator.
@@ -156,15 +153,7 @@ class QuickFakeMode(RuledFakeMode):
         if output.view_idx is not None:
             storage = args[output.view_idx].untyped_storage()
             meta.set_(storage, made.storage_offset, made.shape, made.stride)
-        make: Any = torch.Tensor._make_subclass
-        fake = make(
-            FakeTensor,
-            meta,
-            made.requires_grad,
-            dispatch_device=True,
-            device_for_backend_keys=made.device,
-        )
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+        fake = of_fake_tensors.new_fake(meta, made.requires_grad, made.device)
         vars(fake).update(self._attributes(made.device))
         return fake
 
@@ -219,11 +208,11 @@ def _trial(mode: FakeTensorMode) -> list[tuple]:
         normed, *statistics = aten.native_layer_norm(product, [8], None, None, 1e-5)
         normed.sum().backward()
         made = [x, product, view, in_place, normed, *statistics, x.grad]
-        address = product.untyped_storage()._cdata
+        address = address_of(product.untyped_storage())
         results = []
         for tensor in made:
             (described,) = _described([tensor])
-            results.append((described, tensor.untyped_storage()._cdata == address))
+            results.append((described, address_of(tensor.untyped_storage()) == address))
     return results
 
 

@@ -5,7 +5,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+
+from ..private.of_fake_tensors import suggest_memory_format
+from ..private.of_torch import OpOverload
 
 aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
@@ -221,7 +223,7 @@ SHORTENED = (aten.im2col.default, aten.col2im.default, aten.unique_consecutive.d
 
 
 def keep_storage(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: Sequence,
     kwargs: Mapping,
     result: Any,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
+from ..private import of_compiler, of_distributed, of_transformers
 from ..training import models
 from ..training.models import restore_after_liger
 from ..training.patched import plain, replaced
@@ -82,7 +83,7 @@ def _cuda_branches(
     yield replaced(hub_kernels.logger, "warning_once", warn)
     if capability < AMPERE:
         # experts are multiplied one by one, with a gradient for frozen weights too
-        yield replaced(moe, "_can_use_grouped_mm", lambda *args: False)
+        yield replaced(moe, of_transformers.CAN_GROUP_PRODUCTS, lambda *args: False)
 
 
 def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
@@ -96,7 +97,7 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
     yield replaced(import_utils, "is_fake_tensor", lambda tensor: False)
     # DistributedDataParallel sends shapes and values of the parameters around, and leaves no
     # storage behind
-    for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+    for name in of_distributed.EXCHANGES:
         yield replaced(distributed, name, lambda *args, **kwargs: None)
     if sys.modules.get("bitsandbytes"):
         from bitsandbytes.nn import modules
@@ -117,12 +118,12 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
 
 def _eager() -> contextlib.AbstractContextManager:
     """While entered, functions that a module has compiled run as they are written."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
+    frames = of_compiler.loaded_frames()
     if frames is None:
         return contextlib.nullcontext()
-    if not hasattr(frames, "_callback_from_stance"):  # in the whole process then
+    if not hasattr(frames, of_compiler.CALLBACK):  # in the whole process then
         return torch.compiler.set_stance("force_eager")
-    return replaced(frames, "_callback_from_stance", lambda callback: None)
+    return replaced(frames, of_compiler.CALLBACK, lambda callback: None)
 
 
 def _give_statistics_back(module: Any) -> None:

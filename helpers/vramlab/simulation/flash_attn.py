@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..base.errors import RecipeError
+from ..private import of_transformers
 from ..training.patched import plain, replaced
 from .cuda import AMPERE, FLASH_MULTIPLE, HALF, pad_last
 
@@ -25,12 +26,12 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
     from transformers import PreTrainedModel, modeling_utils
     from transformers import modeling_flash_attention_utils as utils
 
-    check: Any = PreTrainedModel._flash_attn_can_dispatch
-    imports = plain(utils, "_lazy_imports")
+    check: Any = getattr(PreTrainedModel, of_transformers.CAN_DISPATCH_FLASH)
+    imports = plain(utils, of_transformers.LAZY_IMPORTS)
     find = plain(utils, "lazy_import_flash_attention")
 
     def can_dispatch(model: Any, flash_attn_version: int, **kwargs: Any) -> bool:
-        if flash_attn_version == 2 and model._supports_flash_attn:
+        if flash_attn_version == 2 and of_transformers.takes_flash(model):
             return True
         return check(model, flash_attn_version, **kwargs)
 
@@ -40,7 +41,7 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
         if capability < AMPERE:
             rest = "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'"
             raise RecipeError("attn_implementation", NAME, rest)
-        padding = (utils._pad_input, utils._unpad_input)
+        padding = of_transformers.padding_functions(utils)
         return flash_attn_func, flash_attn_varlen_func, None, *padding
 
     stand_in = cache(partial(_found_by, find, utils))
@@ -52,9 +53,9 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
 
     installed = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
     with (
-        replaced(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
+        replaced(PreTrainedModel, of_transformers.CAN_DISPATCH_FLASH, can_dispatch),
         replaced(installed, "general_availability_check", lambda: True),
-        replaced(utils, "_lazy_imports", lazy_imports),
+        replaced(utils, of_transformers.LAZY_IMPORTS, lazy_imports),
         replaced(utils, "lazy_import_flash_attention", lazy_import),
         replaced(modeling_utils, "lazy_import_flash_attention", lazy_import),
     ):
@@ -68,9 +69,9 @@ def _found_by(find: Callable, utils: ModuleType) -> Any:
     """
     kept = {}
     for name, value in vars(utils).items():
-        if name.endswith(("_fn", "_loaded_implementation")):
+        if name.endswith(("_fn", of_transformers.LOADED_IMPLEMENTATION)):
             kept[name] = value
-    vars(utils)["_loaded_implementation"] = None
+    vars(utils)[of_transformers.LOADED_IMPLEMENTATION] = None
     try:
         return find(NAME)
     finally:

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from ..base.errors import RecipeError
 from ..hardware.gpu import Chip
+from ..private.of_compiler import dynamo, inductor, triton_of_torch
+from ..private.of_fake_tensors import FakeTensor
+from ..private.of_torch import tree_map, without_modes
 from ..training.patched import replaced
 from . import own_kernels
 from .cuda import AMPERE
@@ -72,7 +72,9 @@ def compiler(chip: Chip | None, on_host: Callable[[list[torch.Tensor]], None]) -
 
     `on_host` is called with what a wrapper makes on the host of a GPU.
     """
-    from torch._inductor import compile_fx, config, graph
+    compile_fx = inductor("compile_fx")
+    config = inductor("config")
+    graph = inductor("graph")
 
     def compile_to_module(lowering: Any) -> Any:
         code, _ = lowering.codegen()
@@ -115,7 +117,7 @@ def _moved(value: Any) -> Any:
         return GPU if value.type == "cpu" else value
     if not isinstance(value, FakeTensor) or value.fake_device.type != "cpu":
         return value
-    with _disable_current_modes():
+    with without_modes():
         strides = value.stride()
         meta = torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
         return FakeTensor(value.fake_mode, meta, GPU)
@@ -123,11 +125,8 @@ def _moved(value: Any) -> Any:
 
 def _on_gpu(chip: Chip) -> Iterator[contextlib.AbstractContextManager]:
     """Return contexts in which Inductor finds a GPU of `chip`, and Triton."""
-    from torch._dynamo import device_interface
-    from torch._inductor import decomposition, lowering, scheduler, utils
-    from torch._inductor.runtime.hints import DeviceProperties
-    from torch.utils import _triton
-
+    device_interface = dynamo("device_interface")
+    device_properties = inductor("runtime.hints").DeviceProperties
     device_interface.get_registered_device_interfaces()  # which fills the table
     properties = _properties(chip)
     answers: dict[str, Callable] = {
@@ -142,10 +141,10 @@ def _on_gpu(chip: Chip) -> Iterator[contextlib.AbstractContextManager]:
         yield replaced(torch.cuda, name, answer)
     yield replaced(device_interface.device_interfaces, "cuda", _interface(chip, properties))
     # it keeps the first card's for ever
-    create = vars(DeviceProperties)["create"].__func__.__wrapped__
-    yield replaced(DeviceProperties, "create", classmethod(create))
-    yield replaced(scheduler, "has_triton", lambda *args: True)
-    yield replaced(_triton, "triton_hash_with_backend", lambda *args: "")
+    create = vars(device_properties)["create"].__func__.__wrapped__
+    yield replaced(device_properties, "create", classmethod(create))
+    yield replaced(inductor("scheduler"), "has_triton", lambda *args: True)
+    yield replaced(triton_of_torch(), "triton_hash_with_backend", lambda *args: "")
 
     def cannot_add(dtype: torch.dtype) -> bool:
         # atomic additions (`utils.needs_fallback_due_to_atomic_add_limitations`)
@@ -153,8 +152,8 @@ def _on_gpu(chip: Chip) -> Iterator[contextlib.AbstractContextManager]:
             return chip.capability < HOPPER
         return dtype in (torch.int64, torch.bool)
 
-    for owner in (utils, lowering, decomposition):
-        yield replaced(owner, "needs_fallback_due_to_atomic_add_limitations", cannot_add)
+    for name in ("utils", "lowering", "decomposition"):
+        yield replaced(inductor(name), "needs_fallback_due_to_atomic_add_limitations", cannot_add)
     yield _guarded()
 
 
@@ -202,9 +201,7 @@ def _properties(chip: Chip) -> SimpleNamespace:
 
 def _interface(chip: Chip, properties: SimpleNamespace) -> type:
     """Return dynamo's interface to a GPU with these `properties`."""
-    from torch._dynamo import device_interface
-
-    base: Any = device_interface.CudaInterface
+    base: Any = dynamo("device_interface").CudaInterface
     major, minor = chip.capability
 
     class Interface(base):

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch.library import Library, fallthrough_kernel
 
+from ..private import of_fake_tensors, of_torch
+
 KERNELS = "DeferredInit"  # comes before AutogradCPU
 RULES = "TESTING_ONLY_GenericMode"  # comes before AutocastCPU
-AUTOGRAD = torch._C.DispatchKey.AutogradCPU
-AUTOCAST = torch._C.DispatchKey.AutocastCPU
+AUTOGRAD = of_fake_tensors.DispatchKey.AutogradCPU
+AUTOCAST = of_fake_tensors.DispatchKey.AutocastCPU
 
 
 def key_of(name: str) -> Any:
     """Return the dispatch key of that name; Python has no names for these."""
-    return torch._C._dispatch_key_parse(name)
+    return of_fake_tensors.dispatch_key(name)
 
 
 def library(name: str) -> Library:
@@ -46,21 +48,22 @@ def _let_pass(name: str) -> Library:
 @contextlib.contextmanager
 def in_this_thread(name: str) -> Iterator[None]:
     """While entered, this thread has the kernels of that key."""
-    with torch._C._IncludeDispatchKeyGuard(key_of(name)):
+    with of_fake_tensors.with_key(key_of(name)):
         yield
 
 
 def left() -> contextlib.AbstractContextManager:
     """While entered, this thread meets none of the kernels: of a graph all are chosen."""
-    keys = torch._C.DispatchKeySet(key_of(KERNELS)) | torch._C.DispatchKeySet(key_of(RULES))
-    return torch._C._ExcludeDispatchKeyGuard(keys)
+    kernels = of_fake_tensors.DispatchKeySet(key_of(KERNELS))
+    rules = of_fake_tensors.DispatchKeySet(key_of(RULES))
+    return of_fake_tensors.without_keys(kernels | rules)
 
 
 def register(library: Library, name: str, kernel: Callable) -> None:
     """Register `kernel` of an operator of aten for what AutogradCPU's would get."""
     operator = operator_of(name)
-    below = torch._C._dispatch_keyset_full_after(key_of(KERNELS))
-    is_cast = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
+    below = of_fake_tensors.keys_below(key_of(KERNELS))
+    is_cast = of_fake_tensors.has_kernel(f"aten::{name}", "AutocastCPU")
 
     def at_key(keys: Any, *args: Any, **kwargs: Any) -> Any:
         # autocast's kernel calls it once more
@@ -78,14 +81,14 @@ def register_cast(library: Library, name: str, rule: Callable | None) -> None:
     None: it casts nothing.
     """
     operator = operator_of(name)
-    below = torch._C._dispatch_keyset_full_after(key_of(RULES))
-    is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
-    without_cast = below - torch._C.DispatchKeySet(AUTOCAST)
+    below = of_fake_tensors.keys_below(key_of(RULES))
+    is_off = of_fake_tensors.is_excluded
+    without_cast = below - of_fake_tensors.DispatchKeySet(AUTOCAST)
 
     def at_key(keys: Any, *args: Any, **kwargs: Any) -> Any:
         # `keys` lack those that the operator has no kernel for, as AutocastCPU often: the thread's
         # own say if it is on
-        if rule is None or is_off(AUTOCAST) or not keys.has(torch._C.DispatchKey.CPU):
+        if rule is None or is_off(AUTOCAST) or not keys.has(of_fake_tensors.DispatchKey.CPU):
             rest = keys & (below if rule else without_cast)
             return operator.redispatch(rest, *args, **kwargs)
         return rule(*args, **kwargs)
@@ -93,7 +96,7 @@ def register_cast(library: Library, name: str, rule: Callable | None) -> None:
     library.impl(name, at_key, RULES, with_keyset=True)
 
 
-def operator_of(name: str) -> torch._ops.OpOverload:
+def operator_of(name: str) -> of_torch.OpOverload:
     """Return the operator of aten with that name, "name" or "name.overload"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -8,8 +8,7 @@ import functools
 import importlib
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
+from ..private.of_fake_tensors import FakeTensor
 from ..recipe.generation import Generation
 from ..training.patched import plain, replaced
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ..private import of_torch
 from ..recipe import configuration
 from ..recipe.from_transformers import build
 
@@ -226,7 +227,7 @@ def _layers(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[Descr
 def _settings(part: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
     """Return what is said of a module: its class and tensors as "", and its attributes by name."""
     tensors = []
-    for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+    for key, tensor in (*of_torch.parameters_of(part).items(), *of_torch.buffers_of(part).items()):
         tensors.append((key, None if tensor is None else (tensor.shape, tensor.dtype)))
     yield "", (type(part).__qualname__, tensors)
     for key, value in vars(part).items():

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..base.errors import RecipeError, VramLabError, needing
 from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
+from ..private.of_torch import tree_map_only
 from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
@@ -323,6 +323,8 @@ def simulate_evaluation(
         rest += "ask simulate_generation"
         raise RecipeError("evaluation.predict_with_generate", True, rest)
     notes = ["torch_compile: the eager evaluation is simulated"] if recipe.torch_compile else []
+    if not evaluation.compute_metrics:
+        notes.append("without compute_metrics the Trainer keeps losses only, of all samples")
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     return to_report(
@@ -331,8 +333,9 @@ def simulate_evaluation(
         recipe,
         target,
         since=history.last_step[0].start,
-        title=f"{recipe} · evaluation",
+        title=f"{recipe} · {evaluation}",
         notes=notes + tracker.notes,
+        kept_on_host=tracker.kept_on_host,
     )
 
 
@@ -373,14 +376,9 @@ def _run(
                 batches = [training.batch, *training.further]
                 training.batch, *training.further = tree_map_only(torch.Tensor, fake, batches)
 
-            def batch(samples: int) -> dict[str, torch.Tensor]:
-                made = tr.make_batch(recipe.replace(batch_size=samples), device)
-                tracker.claim(made.values(), "inputs")
-                return made
-
             then = None
             if evaluation:
-                then = partial(evaluate, training, evaluation, batch, full)
+                then = partial(_evaluate, tracker, training, recipe, evaluation, full)
             way: AbstractContextManager[Any] = nullcontext()
             if compiles:
                 way = compiled_step(training, tracker, card, kernels)
@@ -393,6 +391,25 @@ def _run(
         # each model class has its own ways to fail, and to read values that a fake lacks
         except Exception as error:
             raise failed(recipe, error, compiles) from error
+
+
+def _evaluate(
+    tracker: FakeTracker,
+    training: tr.Training,
+    recipe: Recipe,
+    evaluation: Evaluation,
+    full: bool,
+) -> None:
+    """Run the evaluation under `tracker`, which is told what the host keeps of it."""
+
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        made = tr.make_batch(recipe.replace(batch_size=samples), str(training.device))
+        tracker.claim(made.values(), "inputs")
+        return made
+
+    kept = evaluate(training, evaluation, batch, full)
+    # a CPU's predictions are where they were made
+    tracker.kept_on_host = kept if tracker.round_to == UNIT else None
 
 
 def load_libraries(recipe: Recipe) -> None:

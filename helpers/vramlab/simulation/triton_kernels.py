@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import Chip
+from ..private import of_trl
 from ..training.patched import plain, replaced
 from .cuda import AMPERE
 
@@ -31,7 +32,7 @@ def fused_head() -> Iterator[contextlib.AbstractContextManager]:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    add_up = plain(chunked_logprob, "_addmm_fp32")
+    add_up = plain(chunked_logprob, of_trl.ADD_PRODUCT)
 
     def addmm_fp32(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         # CUDA adds half-precision products into fp32 where it is (`addmm(out_dtype=…, out=acc)`)
@@ -39,11 +40,10 @@ def fused_head() -> Iterator[contextlib.AbstractContextManager]:
             add_up(acc, a, b)
 
     for owner in (utils, chunked_logprob):
-        yield replaced(owner, "_use_triton", lambda device: True)
-    kernels = {
-        "_forward_kernel": NotLaunched(),
-        "_backward_kernel": NotLaunched(),
-        "_addmm_fp32": addmm_fp32,
+        yield replaced(owner, of_trl.USE_TRITON, lambda device: True)
+    kernels: dict[str, Any] = {name: NotLaunched() for name in of_trl.HEAD_KERNELS}
+    kernels |= {
+        of_trl.ADD_PRODUCT: addmm_fp32,
         # it may not be installed
         "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
     }
@@ -78,7 +78,7 @@ def _liger(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
         head["mm"] = _mm_on(chip)
         on_gpu = _backward_with(_empty_on(chip), rms_norm)
         yield replaced(rms_norm, "rms_norm_backward", on_gpu)
-        yield replaced(fused_linear_cross_entropy, "_can_use_mm_out", _can_use_mm_out)
+        yield replaced(fused_linear_cross_entropy, of_trl.CAN_MULTIPLY_IN_PLACE, _can_use_mm_out)
     own_torch = SimpleNamespace(**vars(torch) | head)
     yield replaced(fused_linear_cross_entropy, "torch", own_torch)
 

@@ -16,8 +16,9 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodT
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ..private.of_fake_tensors import FakeTensor
+from ..private.of_torch import buffers_of, parameters_of, without_modes
 
 MOST = 50_000  # objects that are looked at, the nearest first
 FEW = 1_000
@@ -84,7 +85,7 @@ def _again(value: Any) -> Callable[[], Any]:
     """
     if isinstance(value, torch.Tensor):
         is_plain = type(value) is torch.Tensor and not value.requires_grad
-        with _disable_current_modes():
+        with without_modes():
             alias = value.data if is_plain else GONE  # detach() would hold `value` as its base
         original = weakref.ref(value)
         return lambda: alias if original() is None else original()
@@ -145,8 +146,8 @@ def _parts(one: Any) -> Iterable[Any]:
         return one
     if isinstance(one, torch.nn.Module):
         return [
-            *one._parameters.values(),
-            *one._buffers.values(),
+            *parameters_of(one).values(),
+            *buffers_of(one).values(),
             *one.children(),
             *(_read(one) or {}).values(),
         ]

@@ -18,27 +18,28 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base.versions import version_trouble
+from ..private.of_fake_tensors import (
+    UNFAKED,
+    FakeCopyMode,
+    FakeTensor,
+    backward_hooks,
+    base_of,
+    is_of_functorch,
+    schema_of,
+    without_functions,
+)
+from ..private.of_torch import accumulation_hooks, tree_leaves, tree_map_only, without_modes
 from ..training.patched import plain, replaced
 from .fake_mode import RuledFakeMode
 
 LIMIT = 2**16  # elements of a tensor whose content is kept
 TORCH = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# Raised for operators whose result depends on content that nobody knows.
-UNFAKED = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedOperatorException,
-)
 
 
 class Values:
@@ -71,7 +72,7 @@ class Values:
         fake = placed() if placed else self._made.get(real)
         if fake is not None:
             return fake
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), self.mode:
+        with without_functions(), without_modes(), self.mode:
             fake = self._new_stand_in(real, dtype)
             self._made[real] = fake
         return fake
@@ -89,9 +90,9 @@ class Values:
             if isinstance(fake, torch.nn.Parameter):
                 moved = torch.nn.Parameter(moved, fake.requires_grad)
             fake = moved
-        for hook in (real._backward_hooks or {}).values():
+        for hook in (backward_hooks(real) or {}).values():
             fake.register_hook(hook)
-        for hook in (real._post_accumulate_grad_hooks or {}).values():
+        for hook in (accumulation_hooks(real) or {}).values():
             fake.register_post_accumulate_grad_hook(hook)
         self.know(fake, real)
         # an autograd.Function takes the real one
@@ -152,15 +153,15 @@ class Values:
         """Give `fake` the content of `real`, where that is small and needs no gradient."""
         is_small = real.numel() <= self.limit
         if is_small and real.device.type == "cpu" and not real.requires_grad:
-            with _disable_current_modes():
-                fake._content = real.to(fake.dtype, copy=True)
+            with without_modes():
+                fake.vramlab_content = real.to(fake.dtype, copy=True)
 
     def faked(self, device: str, real: torch.Tensor) -> torch.Tensor:
         """Return a real CPU tensor as a fake one on `device`, with its content.
 
         On a GPU it has a storage of its own.
         """
-        with _disable_current_modes():
+        with without_modes():
             moved = real.clone() if self.mode.target == "cuda" else real
         fake = self.mode.from_tensor(moved, static_shapes=True).to(device)
         self.know(fake, real)
@@ -169,9 +170,9 @@ class Values:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the content of `tensor` if it is known, as a real tensor to be left alone."""
         if not isinstance(tensor, FakeTensor):
-            with _disable_current_modes():
+            with without_modes():
                 return tensor.detach().clone() if tensor.numel() <= self.limit else None
-        real = getattr(tensor, "_content", None)
+        real = getattr(tensor, "vramlab_content", None)
         if real is None:
             return None
         # `_written` has given it up
@@ -185,7 +186,7 @@ class Values:
         """
         real = self.of(tensor)
         if real is not None:
-            with _disable_current_modes():
+            with without_modes():
                 return real.item()
         line = user_line(traceback.walk_stack(None)) or where
         if line:
@@ -219,13 +220,13 @@ class Values:
             for fake, real in zip(made, contents, strict=True):
                 if isinstance(fake, FakeTensor) and fake.shape == real.shape:
                     _set_content(fake, real)
-        elif func._schema.is_mutable:
+        elif schema_of(func).is_mutable:
             self._written(_tensors((args[:1], kwargs.get("out"))), where)
         return result
 
     def _really(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Return the result of `func` on the content of its tensors, in place too."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with without_modes(), without_functions(), torch.no_grad():
             args, kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -239,9 +240,9 @@ class Values:
         for tensor in tensors:
             real = self.of(tensor) if isinstance(tensor, FakeTensor) else None
             if real is not None:
-                with _disable_current_modes():
+                with without_modes():
                     real.untyped_storage().resize_(0)
-            base = tensor._base
+            base = base_of(tensor)
             if base is not None and base.requires_grad and torch.is_grad_enabled():
                 line = user_line(traceback.walk_stack(None)) or where
                 self._note(
@@ -261,7 +262,7 @@ class Values:
             if mask is None:
                 places.append(index)
                 continue
-            with _disable_current_modes():
+            with without_modes():
                 coordinates = mask.nonzero().unbind(-1)
             for coordinate in coordinates:
                 places.append(self.faked("cpu", coordinate))
@@ -273,7 +274,7 @@ class Values:
 
 
 def _set_content(fake: Any, real: torch.Tensor) -> None:
-    fake._content = real
+    fake.vramlab_content = real
 
 
 class StandIns(TorchFunctionMode):
@@ -351,7 +352,7 @@ def _is_real(tensor: torch.Tensor) -> bool:
     """Tell whether `tensor` is neither fake nor what `torch.func` wraps around one."""
     if isinstance(tensor, FakeTensor):
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_of_functorch(tensor)
 
 
 def _has_real(values: Any) -> bool:

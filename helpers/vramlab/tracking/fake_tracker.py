@@ -8,12 +8,19 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..private.of_fake_tensors import (
+    FAKE,
+    FakeTensor,
+    put_mode,
+    schema_of,
+    take_mode,
+    without_functions,
+)
+from ..private.of_torch import OpOverload
 from .tracked_operators import is_wrapper
 from .tracker import DEVICE_QUERY, Tracker, aten
 
-FAKE = torch._C._TorchDispatchModeKey.FAKE
 # Every mask is full, every count is one, and no gradient overflowed.
 ASSUMED: dict[torch.dtype, bool | float | int] = {
     torch.bool: True,
@@ -33,7 +40,7 @@ class KnownValues(Protocol):
 
     def run(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple,
         kwargs: dict,
         where: str,
@@ -78,7 +85,7 @@ class FakeTracker(Tracker):
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         # torch functions are the simulation's own, which would run for each size that is asked for
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             kwargs = kwargs or {}
             # of a wrapper such as DTensor what it wraps comes next
             is_wrapped = any(map(is_wrapper, types))
@@ -92,7 +99,7 @@ class FakeTracker(Tracker):
             self.values.take_place(module)
         super().meet_module(module)
 
-    def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    def run(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """Return the fake result of an operator."""
         if self.values:
             result = self.values.run(func, args, kwargs, self.running_module())
@@ -104,7 +111,7 @@ class FakeTracker(Tracker):
             self.keep_storage(func, args, kwargs, result)
         return result
 
-    def _fake_result(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    def _fake_result(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         if func is aten.lift_fresh.default:
             number = args[0]
             # torch would keep the number itself beside the fake scalar
@@ -151,20 +158,20 @@ class FakeTracker(Tracker):
         return asked[-1:] in (["lt"], ["le"]) or asked == ["isinf", "any"]
 
 
-def unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def unmasked(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Return the fake result of an operator, where a mask chooses every element."""
     if func is aten.index.Tensor and _has_mask(args[1]):
         values, (*whole, mask) = args
         before = values.shape[: len(whole)]
         return values.new_empty(*before, mask.numel(), *values.shape[len(whole) + mask.dim() :])
-    mode = torch._C._unset_dispatch_mode(FAKE)
+    mode = take_mode(FAKE)
     if mode is None:  # switched off, as in FSDP's hooks
         return func(*args, **kwargs)
     try:
         # what the call of `func` comes to, without the way through the dispatcher
         return mode.__torch_dispatch__(func, (FakeTensor,), args, kwargs)
     finally:
-        torch._C._set_dispatch_mode(mode)
+        put_mode(mode)
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
@@ -177,8 +184,8 @@ def _is_given(index: torch.Tensor | None) -> bool:
 
 
 @cache
-def _only_writes(func: torch._ops.OpOverload) -> bool:
+def _only_writes(func: OpOverload) -> bool:
     """Tell whether `func` is an optimizer's multi-tensor kernel, in place and without a result."""
     name = func.overloadpacket.__name__
     is_multi_tensor = name.startswith(("_foreach_", "_fused_"))
-    return is_multi_tensor and name.endswith("_") and not func._schema.returns
+    return is_multi_tensor and name.endswith("_") and not schema_of(func).returns

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..private.of_torch import without_modes
 from ..training.process_group import group_of
 
 
@@ -43,5 +43,5 @@ class LastCollective:
         group = self._group
         if group is not None:
             self._group = None
-            with _disable_current_modes():
+            with without_modes():
                 group.allreduce([torch.zeros(1)]).wait()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..hardware.allocator import AllocatorError, Replayed, replay, without_sharing
 from ..hardware.contexts import Room, context_on
-from ..hardware.overhead import expandable
+from ..hardware.overhead import TWO_STREAMS, expandable
 from ..recipe.recipe import Recipe
 from ..report import report
 from ..report.report import (
@@ -302,9 +302,16 @@ def to_report(
             more["allocated"] = allocated
             more["requested"] = history.requested
         loading = more.get("loading")
-        reserved, of_process, failed = _reserved_and_process(history, allocated, loading, unused)
+        reserved, by_default, failed = _reserved_and_process(history, allocated, loading, unused)
         more["reserved"] = reserved
-        more["process"] = of_process
+        more["process"] = by_default
+        offloads = bool(recipe and recipe.activation_offloading)
+        grown = expandable(_highest(allocated, loading), TWO_STREAMS if offloads else 1.0)
+        more["otherwise"] = grown + _context(history)
+        if room and room.expandable_segments:
+            failed = None
+            more["expandable_segments"] = True
+            more |= {"reserved": grown, "process": more["otherwise"], "otherwise": by_default}
         if room:
             more["usable"] = room.usable
             more["granted"] = str(room)
@@ -373,6 +380,16 @@ def _apart(log: Log, end: int) -> int:
     return size
 
 
+def _highest(allocated: int, loading: Bytes | None) -> int:
+    """Return the bytes allocated at the highest moment, of loading too."""
+    return max(allocated, loading.total if loading else 0)
+
+
+def _context(history: History) -> Interval:
+    """Return the bytes of the process outside the allocator."""
+    return history.room.context if history.room else context_on()
+
+
 def _reserved_and_process(
     history: History,
     allocated: int,
@@ -381,17 +398,14 @@ def _reserved_and_process(
 ) -> tuple[Interval, Interval, AllocatorError | None]:
     """Return reserved memory, that of the process, and what failed where the context is least.
 
-    The log is replayed in what each end of the context leaves, and the replay is BEYOND. Without
-    expandable segments the upper end is what the log takes where no segment serves requests of two
-    sizes, none of those that loading left is used again, and the context is at its high end: all
-    published runs that say it lie below. What does not fit is shown as on a larger card.
+    All without expandable segments. The log is replayed in what each end of the context leaves, and
+    the replay is BEYOND. The upper end is what the log takes where no segment serves requests of
+    two sizes, none of those that loading left is used again, and the context is at its high end:
+    all published runs that say it lie below. What does not fit is shown as on a larger card.
     """
     room = history.room
-    context = room.context if room else context_on()
-    highest = max(allocated, loading.total if loading else 0)
-    if room and room.expandable_segments:
-        inside = expandable(highest)
-        return inside, inside + context, None
+    context = _context(history)
+    highest = _highest(allocated, loading)
     usual = history.replayed
     assert usual is not None  # only a log of CUDA has reserved memory
     failed = None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..hardware.snapshot import Group, Groups, Line, is_users, user_line
+from ..private.of_torch import address_of
 from .tensors import tensors_in
 from .tracker import Storage, Tracker
 
@@ -43,14 +44,14 @@ class Recorder(Tracker):
         What it is given and is not followed was there before, so a view of it is no birth.
         """
         given = tensors_in((args, kwargs))
-        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self._given = {address_of(tensor.untyped_storage()) for tensor in given}
         result = super().dispatch(func, types, args, kwargs)
         self._given.clear()
         return result
 
     def log_birth(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         """Log the storage of `tensor` with the stack at this moment, unless it was there before."""
-        if tensor.untyped_storage()._cdata in self._given:
+        if address_of(tensor.untyped_storage()) in self._given:
             return None
         storage = super().log_birth(tensor, op, where)
         if storage:

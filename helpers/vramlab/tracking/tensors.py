@@ -6,9 +6,9 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..base.errors import VramLabError
+from ..private.of_torch import is_traceable_wrapper_subclass
 
 WITH_STORAGE = (torch.strided, torch.jagged)  # layouts of tensors that lie in one storage
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..private import of_distributed, of_torch
 from ..training.engine import Training, makes_fakes
 from ..training.fixed_generation import Started, layers_of
 from ..training.patched import afterwards, replaced
@@ -136,7 +137,7 @@ def _first_hook(
 
     The loop's own hooks have to come last: they may step on the gradient and free it.
     """
-    hooks = parameter._post_accumulate_grad_hooks or {}
+    hooks = of_torch.accumulation_hooks(parameter) or {}
     earlier = list(hooks)
     handle = parameter.register_post_accumulate_grad_hook(hook)
     for key in earlier:
@@ -154,29 +155,27 @@ def fsdp_units_named(tracker: Tracker) -> Iterator[None]:
     if "torch.distributed.fsdp" not in sys.modules:
         yield
         return
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    of_parameter, of_unit = of_distributed.fsdp_classes()
+    divide = of_unit.post_backward
 
-    divide = FSDPParamGroup.post_backward
+    def gathered(result: None, part: Any) -> None:
+        tracker.claim(part.all_gather_outputs, "workspace", of_distributed.name_of(part))
 
-    def gathered(result: None, part: FSDPParam) -> None:
-        tracker.claim(part.all_gather_outputs, "workspace", part._param_fqn or "")
-
-    def claim_gradients(part: FSDPParam) -> None:
-        whole = getattr(part, "_unsharded_param", None)
+    def claim_gradients(part: Any) -> None:
+        whole = of_distributed.gathered_parameter(part)
         accumulated = part.unsharded_accumulated_grad
         last = None if whole is None else whole.grad
         gradients = [gradient for gradient in (accumulated, last) if gradient is not None]
-        tracker.claim(gradients, "gradients", part._param_fqn or "")
+        tracker.claim(gradients, "gradients", of_distributed.name_of(part))
 
-    def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+    def post_backward(group: Any, *unused: Any) -> None:
         for part in group.fsdp_params:
             claim_gradients(part)  # which keeps none of them
         divide(group, *unused)
 
     with (
-        afterwards(FSDPParam, "init_unsharded_param", gathered),
-        replaced(FSDPParamGroup, "post_backward", post_backward),
+        afterwards(of_parameter, "init_unsharded_param", gathered),
+        replaced(of_unit, "post_backward", post_backward),
     ):
         yield
 

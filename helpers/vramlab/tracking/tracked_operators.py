@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _storage_Use_Count
 
 from ..hardware.kernels import FEW_ROWS
+from ..private.of_torch import OpOverload, qualified_name, users_of
 
 aten = torch.ops.aten
 DEVICE_QUERY = torch.ops.prim.device.default
@@ -63,9 +63,9 @@ class About(NamedTuple):
 
 
 @cache
-def about(func: torch._ops.OpOverload) -> About:
+def about(func: OpOverload) -> About:
     """Return what the tracker wants to know of an operator."""
-    qualified = func.overloadpacket._qualified_op_name
+    qualified = qualified_name(func)
     name = qualified.rpartition("::")[2]
     return About(name, qualified in COLLECTIVES, BUFFERS.get(qualified, ()))
 
@@ -107,4 +107,4 @@ def accumulates(held: Any, new: Any, **options: Any) -> bool:
     is_dense = held.nbytes == storage.nbytes()
     is_alike = held.shape == new.shape and held.dtype == new.dtype
     # two hold the storage here: the tensor, and the handle that is asked
-    return is_dense and is_alike and _storage_Use_Count(storage._cdata) == 2
+    return is_dense and is_alike and users_of(storage) == 2

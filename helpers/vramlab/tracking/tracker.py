@@ -6,15 +6,15 @@ purpose of a storage is often known only later: a gradient is an anonymous resul
 gives it to its parameter.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..private import of_distributed, of_torch
+from ..private.of_torch import address_of
 from ..training.patched import afterwards, replaced
 from .events import ON_HOST, Call, Event, EventLog, Mark, Storage
 from .gloo import LastCollective, gloo_scratch
@@ -34,7 +34,7 @@ from .tracked_operators import (
 __all__ = ["DEVICE_QUERY", "ON_HOST", "REFERENCE", "Event", "Mark", "Storage", "Tracker", "aten"]
 
 
-class Tracker(RunningModules, EventLog, TorchDispatchMode):
+class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
     """Logs births and frees of storages on `device` while it is entered.
 
     Enter it inside a FakeTensorMode, not around it. Sizes are rounded up to a multiple of
@@ -61,6 +61,8 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
         # the only device of its type to count; None counts all
         self.only_device: torch.device | None = None
         self.notes: list[str] = []
+        # bytes that an evaluation keeps on the host
+        self.kept_on_host: int | None = None
         # Whether to log what a step is given and none of it made: a recipe's is known, and what
         # else there is (code tables of bitsandbytes, DDP's maps, FSDP's emptied units) is no part
         # of it.
@@ -87,11 +89,10 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
 
         yield afterwards(torch.UntypedStorage, "resize_", resized)
         # DTensor finds out shapes on fake tensors, which are no memory
-        propagation = sys.modules.get("torch.distributed.tensor._sharding_prop")
-        if propagation:
-            propagator = propagation.ShardingPropagator
-            name = "_propagate_tensor_meta_non_cached"
-            unseen = _disable_current_modes()(getattr(propagator, name))
+        propagator = of_distributed.dtensor_propagator()
+        if propagator:
+            name = of_distributed.PROPAGATE_SHAPES
+            unseen = of_torch.without_modes()(getattr(propagator, name))
             yield replaced(propagator, name, unseen)
         # a checkpoint keeps a state of the generator, of 5,056 bytes
         if self.device == "cpu" and self.round_to == 1:
@@ -202,7 +203,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
 
     def dispatch(
         self,
-        func: torch._ops.OpOverload,
+        func: of_torch.OpOverload,
         types: tuple,
         args: tuple,
         kwargs: dict,
@@ -224,7 +225,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
         self.meet(func, args, kwargs)
         return self._run_logged(func, args, kwargs)
 
-    def _run_logged(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    def _run_logged(self, func: of_torch.OpOverload, args: tuple, kwargs: dict) -> Any:
         """Run an operator, and log its scratch, its results and its buffers."""
         known = about(func)
         start = len(self.log)
@@ -246,7 +247,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
             self.log.append((-block.size, block, known.name))
         return result
 
-    def meet(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+    def meet(self, func: of_torch.OpOverload, args: tuple, kwargs: dict) -> None:
         """Log what an operator is given and none has made.
 
         Such are a teacher's weights, a queue, and labels that a loss holds.
@@ -263,7 +264,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
         for name, buffer in module.named_buffers(kind):
             self.claim_given([buffer], "buffers", name)
 
-    def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    def run(self, func: of_torch.OpOverload, args: tuple, kwargs: dict) -> Any:
         """Return the result of an operator."""
         return func(*args, **kwargs)
 
@@ -282,11 +283,11 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
             if torch.is_grad_enabled():
                 # the node was made before its kernel ran; what makes no node must not take the
                 # last one's place
-                self._made_in.setdefault(torch.autograd._get_sequence_nr() - 1, where)
+                self._made_in.setdefault(of_torch.next_number() - 1, where)
             return where
-        node = torch._C._current_autograd_node()
+        node = of_torch.current_node()
         if node is not None:
-            return self._made_in.get(node._sequence_nr(), type(node).__name__)
+            return self._made_in.get(of_torch.number_of(node), type(node).__name__)
         if self.phase == "step":
             return next(filter(None, map(self.owner, args)), "")
         return ""
@@ -303,7 +304,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
             if op == "split":
                 return  # pieces of a collective's own copy, which `scratch` has counted
             for tensor in plain_tensors((result,)):
-                is_known = tensor.untyped_storage()._cdata in self.live
+                is_known = address_of(tensor.untyped_storage()) in self.live
                 if not is_known and self._counts(tensor):
                     self.log_birth(tensor, op, where)
         elif isinstance(result, list | tuple):
@@ -343,7 +344,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
     def _log_birth(self, handle: torch.UntypedStorage, storage: Storage) -> Storage | None:
         if not storage.size:
             return None
-        key = handle._cdata
+        key = address_of(handle)
         storage.stream = self._stream()
 
         def freed(reference: weakref.ref) -> None:
@@ -360,7 +361,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
         An operator's backward formula records no graph, and the loss's gradient has no operator.
         """
         is_recorded = self.phase == "backward" and torch.is_grad_enabled()
-        return is_recorded and torch._C._current_autograd_node() is not None
+        return is_recorded and of_torch.current_node() is not None
 
     def _stream(self) -> int:
         """Return the index of the stream that runs.
@@ -381,7 +382,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
         FSDP does so with what it gathers.
         """
         self._collective.wait()
-        storage = self.live.get(handle._cdata)
+        storage = self.live.get(address_of(handle))
         size = self._round(handle.nbytes())
         if storage is None:
             return
@@ -396,7 +397,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
             filled.size = size
             filled.asked = handle.nbytes()
             filled.ref = storage.ref
-            self.live[handle._cdata] = filled
+            self.live[address_of(handle)] = filled
             self.log.append((size, filled, "resize"))
 
     def _keep_recomputed(self) -> None:
@@ -416,7 +417,7 @@ class Tracker(RunningModules, EventLog, TorchDispatchMode):
         return device.type == self.device and self.only_device in (None, device)
 
     def _storage(self, tensor: torch.Tensor) -> Storage | None:
-        return self.live.get(tensor.untyped_storage()._cdata)
+        return self.live.get(address_of(tensor.untyped_storage()))
 
     def _round(self, size: int) -> int:
         return -(-size // self.round_to) * self.round_to

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
+from ..private.of_torch import address_of
 from .patched import replaced
 
 DEVICE = "cpu:0"  # fake tensors of this device are the GPU's, those of "cpu" the host's
@@ -51,7 +52,7 @@ def fake_accelerator() -> Iterator[None]:
     torch_with_accelerator = SimpleNamespace(**{**vars(torch), **stand_ins})
     with (
         replaced(trl_code, "torch", torch_with_accelerator),
-        replaced(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata << 32),
+        replaced(torch.UntypedStorage, "data_ptr", lambda storage: address_of(storage) << 32),
         replaced(torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):
         yield

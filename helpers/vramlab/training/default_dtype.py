@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from ..private.of_torch import tree_leaves
 from .patched import replaced
 
 # Functions whose result has the dtype that they were asked for.

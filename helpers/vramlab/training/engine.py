@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..private import of_torch
 from ..recipe.options import Loop, Sharding
 from ..recipe.recipe import Recipe
 from .process_group import is_fake_group
@@ -89,7 +90,7 @@ class Engine:
             return
         if makes_fakes() or is_fake_group():
             # values are missing: it may look like an overflow
-            scaler._maybe_opt_step = _always_step
+            of_torch.never_skip(scaler, _always_step)
         scaler.step(training.optimizer)
         scaler.update()
 
@@ -114,7 +115,7 @@ def _always_step(optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
 
 def makes_fakes() -> bool:
     """Tell whether a FakeTensorMode is active."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return of_torch.is_faking()
 
 
 def _loss_in(outputs: Any, batch: Any) -> torch.Tensor:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from ..private.of_torch import tree_leaves, tree_map
+from ..private.of_transformers import MOVE_MODEL, SHARED_STATE, prepare_evaluation
 from ..recipe.evaluation import Evaluation
 from .engine import AUTOCAST, Training, autocast_inside
+from .evaluation_host import Kept, host_peak, kept
 from .fixed_generation import fixed_length
 from .patched import replaced
 from .training import forward
@@ -37,8 +39,10 @@ def evaluate(
     evaluation: Evaluation,
     make: Callable[[int], Any],
     full: bool = False,
-) -> None:
+) -> int:
     """Run `Trainer.evaluation_loop` up to where predictions first go to the host.
+
+    Return the most bytes that the host then holds of them, if it is not the device itself.
 
     `make` gives a batch of so many samples. Unless `full` the model runs on the first batch and the
     last two only: what is kept grows from batch to batch, what the model takes does not, so the
@@ -46,7 +50,8 @@ def evaluate(
     """
     batches = Batches(evaluation.sizes)
     batches.make = make
-    with _trainer(training, evaluation) as trainer, _generating(training):
+    moved: list[list[Kept]] = []
+    with _trainer(training, evaluation, moved) as trainer, _generating(training):
         trainer.prediction_step = _Predictions(trainer.prediction_step, len(batches), full)
         training.model.eval()
         for module in training.model.modules():
@@ -56,6 +61,7 @@ def evaluate(
         prediction_loss_only = None if evaluation.compute_metrics else True
         trainer.evaluation_loop(batches, "Evaluation", prediction_loss_only)
         training.model.train()
+    return host_peak(moved, evaluation.moves, evaluation.eval_do_concat_batches)
 
 
 class _Predictions:
@@ -98,10 +104,14 @@ def _call_if_any(make: Callable[[], torch.Tensor] | None) -> torch.Tensor | None
 
 
 @contextlib.contextmanager
-def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
+def _trainer(
+    training: Training,
+    evaluation: Evaluation,
+    moved: list[list[Kept]],
+) -> Iterator[Any]:
     """Yield a Trainer whose model's forward pass is that of the training step.
 
-    The process keeps its own accelerator.
+    What it takes to the host is appended to `moved`. The process keeps its own accelerator.
     """
     arguments: dict[str, Any] = {
         "use_cache": training.model.config.use_cache,
@@ -114,30 +124,27 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
         if field.name not in NO_ARGUMENTS and field.name in known:
             arguments[field.name] = getattr(evaluation, field.name)
     with contextlib.ExitStack() as stack:
-        for patch in _patches():
+        for patch in _patches(moved):
             stack.enter_context(patch)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         use_cpu = training.device.type == "cpu"
         trainer: Any = make(
             training.model,
             take(folder, use_cpu=use_cpu, **arguments),
-            preprocess_logits_for_metrics=evaluation.preprocess_logits_for_metrics,
+            preprocess_logits_for_metrics=evaluation.preprocess,
         )
         trainer.optimizer = training.optimizer
         trainer.is_in_train = True
         trainer.num_examples = lambda loader: evaluation.samples
-        # as `Seq2SeqTrainer.evaluate` sets them
-        trainer._gen_kwargs = {}
+        generation = {}
         for name in ("max_length", "num_beams"):
             if getattr(evaluation, f"generation_{name}"):
-                trainer._gen_kwargs[name] = getattr(evaluation, f"generation_{name}")
+                generation[name] = getattr(evaluation, f"generation_{name}")
 
         def wrapped(model: Any, **options: Any) -> Callable:
             return lambda **inputs: forward(training, inputs)
 
-        trainer._wrap_model = wrapped
-        # so that it is not prepared again
-        trainer.accelerator._models.append(training.model)
+        prepare_evaluation(trainer, training.model, wrapped, generation)
         yield trainer
 
 
@@ -178,18 +185,22 @@ def _generating(training: Training) -> Iterator[None]:
         yield
 
 
-def _patches() -> Iterator[contextlib.AbstractContextManager]:
+def _patches(moved: list[list[Kept]]) -> Iterator[contextlib.AbstractContextManager]:
     """Return what a Trainer would change of the process, or do to fake tensors, replaced."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import Trainer, trainer_pt_utils
     from transformers import trainer as trainer_module
 
     for state in (PartialState, AcceleratorState, GradientState):
-        yield replaced(state, "_shared_state", {})
-    # fake tensors have no values to give
-    yield replaced(trainer_pt_utils, "nested_numpify", lambda tensors: None)
+        yield replaced(state, SHARED_STATE, {})
+
+    def numpify(tensors: Any) -> None:
+        # fake tensors have no values to give
+        moved.append(kept(tree_leaves(tensors)))
+
+    yield replaced(trainer_pt_utils, "nested_numpify", numpify)
     # the model is where it belongs, and trained as it is
-    yield replaced(Trainer, "_move_model_to_device", lambda *args: None)
+    yield replaced(Trainer, MOVE_MODEL, lambda *args: None)
     yield replaced(trainer_module, "validate_quantization_for_training", lambda model: None)
     # it would seed the process's generators
     yield replaced(trainer_module, "set_seed", lambda seed: None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..private import of_transformers
 from ..recipe.generation import Generation
 from ..recipe.recipe import Recipe
 from .engine import Model, makes_fakes
@@ -68,8 +69,8 @@ def fixed_length(new_tokens: int | None, on_step: OnStep = _ignore_step) -> Iter
     quiet = unlogged("transformers.generation.utils") if makes_fakes() else contextlib.nullcontext()
     with (
         quiet,
-        afterwards(GenerationMixin, "_prepare_cache_for_generation", keep),
-        replaced(GenerationMixin, "_has_unfinished_sequences", has_unfinished),
+        afterwards(GenerationMixin, of_transformers.PREPARE_CACHE, keep),
+        replaced(GenerationMixin, of_transformers.HAS_UNFINISHED, has_unfinished),
     ):
         yield
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..base.errors import needing
+from ..private.of_bitsandbytes import make_states_by
 from ..recipe.optimizers import MODELLED, Optimizer
 from ..recipe.recipe import Recipe
 from .engine import Together
@@ -65,7 +66,7 @@ def _of_bitsandbytes(
     first = optimizer.param_groups[0]["params"][0]
     if modelled.kind == "AdEMAMix" and first.device.type == "cpu":
         # the only buffer of a paged optimizer without a fallback where there is no unified memory
-        optimizer._get_state_double_buffer = _two_states
+        make_states_by(optimizer, _two_states)
     # bitsandbytes has one manager a process, which knows parameters by id(): a Trainer's, freed by
     # now, may have had it
     optimizer.mng = object.__new__(bnb.GlobalOptimManager)

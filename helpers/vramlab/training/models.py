@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..base.errors import RecipeError, needing
+from ..private import of_transformers
+from ..private.of_bitsandbytes import quantized
+from ..private.of_torch import buffers_of, parameters_of, unset_fake_temporarily
 from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
@@ -110,9 +112,9 @@ def meta_model(recipe: Recipe) -> Model:
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     if dtype == torch.float32:
         return model
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = set(of_transformers.always_kept_in_fp32(model))
     if dtype == torch.float16:  # T5's `wo`
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        kept |= set(of_transformers.kept_in_fp32(model))
     for name, parameter in model.named_parameters():
         if kept.intersection(name.split(".")):
             parameter.data = parameter.data.float()
@@ -195,7 +197,7 @@ def _never_quantized(model: Model) -> list[str]:
     from transformers.quantizers.base import get_keys_to_not_convert
 
     names = list(get_keys_to_not_convert(model))
-    names += getattr(model, "_keep_in_fp32_modules", None) or ()
+    names += of_transformers.kept_in_fp32(model)
     # transformers names the bias of a head that has one; the head is trained, so it must not be
     # quantized
     heads = []
@@ -299,7 +301,7 @@ def materialise(model: Model, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, ParametrizationList) and module.original.is_meta:
             _fill_packed(module, device)
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (parameters_of(module), buffers_of(module)):
             for name, meta in tensors.items():
                 if meta is None or not meta.is_meta:
                     continue
@@ -363,7 +365,8 @@ def quantized_parameter(meta: Any, data: torch.Tensor) -> torch.nn.Parameter:
         "quant_storage": meta.quant_storage,
     }
     if not makes_fakes():
-        return bnb.nn.Params4bit(data, requires_grad=False, **options)._quantize(data.device)
+        plain = bnb.nn.Params4bit(data, requires_grad=False, **options)
+        return quantized(plain, data.device)
     make_code_table()
     packed, state = bnb.functional.quantize_4bit(data, blocksize=meta.blocksize, **options)
     parameter: Any = torch.nn.Parameter(packed, requires_grad=False)
@@ -394,8 +397,8 @@ def _start_values(model: Model) -> None:
     with torch.no_grad():
         for module in owner.modules():
             # together with its weight: Gemma's embedding has its scale as a buffer
-            if any(buffer is not None for buffer in module._buffers.values()):
-                owner._init_weights(module)
+            if any(buffer is not None for buffer in buffers_of(module).values()):
+                of_transformers.start_values(owner, module)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))

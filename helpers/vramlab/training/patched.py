@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+from ..private import of_torch
 
 TLS_KEY = "vramlab: replaced attributes"
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -68,31 +68,27 @@ class _Shared:
                 del self.attributes[key]
 
 
+# one for all threads: an attribute has one stand-in, which gives each thread its value
 _shared = _Shared()
 
 
 def _values() -> Mapping[Any, Any]:
     """Return what is replaced in this thread: attributes, and marks, by value."""
-    if torch._C._is_key_in_tls(TLS_KEY):
-        return torch._C._get_obj_in_tls(TLS_KEY)
-    return {}
+    return of_torch.thread_value(TLS_KEY) or {}
 
 
 def _stash(values: Mapping[Any, Any]) -> None:
     """Keep `values` for this thread."""
     before = sys.getrefcount(values)
-    torch._C._stash_obj_in_tls(TLS_KEY, values)
+    of_torch.set_thread_value(TLS_KEY, values)
     if sys.getrefcount(values) == before:
         # torch 2.11 takes the caller's reference instead of one of its own
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(values))
 
 
 def _keep(values: Mapping[Any, Any]) -> None:
-    # torch 2.11 cannot remove
-    if values or not hasattr(torch._C, "_remove_obj_from_tls"):
+    if values or not of_torch.forget_thread_value(TLS_KEY):
         _stash(values)
-    elif torch._C._is_key_in_tls(TLS_KEY):
-        torch._C._remove_obj_from_tls(TLS_KEY)
 
 
 def _without(key: Any) -> dict[Any, Any]:

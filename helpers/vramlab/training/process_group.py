@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from ..private import of_distributed
 from ..recipe.recipe import Sharding
 from .patched import plain, replaced
 
@@ -35,23 +36,23 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
     if sharding is None:
         yield
         return
-    from torch.distributed import _meta_registrations, distributed_c10d
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.distributed import distributed_c10d
 
-    _forget_dtensor_shards()
-    world = _ThreadsWorld(plain(distributed_c10d, "_world"))
+    # they assume that a process has one rank all its life
+    of_distributed.forget_dtensor_shards()
+    world = _ThreadsWorld(plain(distributed_c10d, of_distributed.WORLD))
     hook = sys.excepthook
     with (
-        replaced(distributed_c10d, "_world", world),
-        replaced(distributed_c10d, "_unregister_all_process_groups", world.unregister),
+        replaced(distributed_c10d, of_distributed.WORLD, world),
+        replaced(distributed_c10d, of_distributed.UNREGISTER_ALL, world.unregister),
         # fake works are numbered by Python's generator, which is the process's
-        replaced(_meta_registrations, "generate_unique_id", itertools.count(1).__next__),
+        replaced(*of_distributed.unique_ids(), itertools.count(1).__next__),
     ):
         dist.init_process_group(
             "fake",
             rank=sharding.rank,
             world_size=sharding.world_size,
-            store=FakeStore(),
+            store=of_distributed.fake_store(),
         )
         # the group's would name its rank before every error of the process
         sys.excepthook = hook
@@ -60,20 +61,8 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
         finally:
             world.names += world.pg_names.values()
             dist.destroy_process_group()
-
-
-def _forget_dtensor_shards() -> None:
-    """Clear DTensor's caches, which assume that a process has one rank all its life."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import DTensor
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
-    # newer releases have a second cache, in C++
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
+            # a mesh of the process's own that is alike would get tensors of the fake one
+            of_distributed.forget_dtensor_shards()
 
 
 class _ThreadsWorld:
@@ -96,9 +85,7 @@ class _ThreadsWorld:
 
     def unregister(self) -> None:
         """Forget this thread's groups, where torch would forget those of all threads."""
-        c10d: Any = torch._C._distributed_c10d
-        for name in self.names:
-            c10d._unregister_process_group(name)
+        of_distributed.unregister(self.names)
         self.names.clear()
 
 
@@ -143,11 +130,7 @@ def one_gloo_thread() -> Iterator[None]:
             **more: Any,  # since torch 2.15
         ) -> None:
             try:
-                options = torchs_own._Options()
-                options._threads = 1
-                options._timeout = timeout
-                # all ranks are here
-                options._devices = [torchs_own.create_device(hostname="127.0.0.1")]
+                options = of_distributed.one_thread(torchs_own, timeout)
                 super().__init__(store, rank, size, options)
             except (AttributeError, TypeError):
                 # where the private options are others: torch's own, two threads
@@ -167,14 +150,11 @@ def group_of(args: tuple) -> "dist.ProcessGroup | None":
 
     Without one it is the default group.
     """
-    from torch.distributed import distributed_c10d
-
-    resolve: Any = distributed_c10d._resolve_process_group
     for value in reversed(args):
         if isinstance(value, dist.ProcessGroup):
             return value
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        if of_distributed.is_boxed_group(value):
             return dist.ProcessGroup.unbox(value)
         if isinstance(value, str) and value not in REDUCTIONS:
-            return resolve(value)
+            return of_distributed.group_by_name(value)
     return dist.group.WORLD

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..private import of_trl
 from ..recipe.options import TRL, Rollouts
 from ..recipe.recipe import Recipe
 from ..recipe.rollouts import plan_of
@@ -22,6 +23,15 @@ from .fixed_generation import fixed_length
 from .patched import replaced
 from .trl_trainers import argument_defaults, balances, reference_model, trl_class
 
+# Arguments of the trainer that are generate's.
+OF_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "cache_implementation",
+)
 TOKEN = 1  # every token of a prompt, and the padding
 BUFFERS = ("prompt", "completion", "advantages")  # of the log that TRL prints
 
@@ -71,15 +81,13 @@ def start(
     gather = trainer.accelerator.gather
 
     def next_batch(on_phase: Callable[[str], None]) -> Any:
-        trainer._generate = _in_phases(trainer._generate, on_phase)
         # vLLM is given the weights once a step
-        trainer.state.global_step = trainer._step // recipe.gradient_accumulation_steps
+        trainer.state.global_step = of_trl.steps_made(trainer) // recipe.gradient_accumulation_steps
         tokens = training.most_tokens or rollouts.max_completion_length
         with _own_process(gather), fixed_length(tokens, training.on_token):
-            batch = trainer._prepare_inputs(prompts)
-        del trainer._generate
-        trainer._step += 1
-        training.sampled = trainer._buffered_inputs
+            in_phases = partial(_in_phases, on_phase=on_phase)
+            batch = of_trl.next_inputs(trainer, prompts, in_phases)
+        training.sampled = of_trl.sampled(trainer)
         return batch
 
     def compute_loss(forward: Callable, batch: Any) -> torch.Tensor:
@@ -165,17 +173,16 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": [never],
     }
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        generation[name] = said[name]
-    generation["cache_implementation"] = said["cache_implementation"]
+    generation |= {name: said[name] for name in OF_SAMPLING}
     config = model.config.get_text_config()
     ranks = 1
     if recipe.sharding:
         ranks = recipe.sharding.world_size
     accelerator = _accelerator(training, model, ranks)
+    backend = DistributedBackend(accelerator)
     if rollouts.use_vllm:
         said["vllm_generation"] = _vllm(model, accelerator, rollouts)
-        said["_last_loaded_step"] = -1
+        said |= of_trl.NO_WEIGHTS_SENT
     return said | {
         "model": model,
         "model_wrapped": model,
@@ -185,8 +192,6 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "accelerator": accelerator,
         "is_deepspeed_enabled": False,
         "processing_class": tokenizer,
-        "_tokenizer": tokenizer,
-        "_is_vlm": False,
         "eos_token_ids": [never],
         "generation_config": GenerationConfig(**generation, disable_compile=True),
         "generation_kwargs": generation,
@@ -200,17 +205,10 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "reward_weights": torch.ones(1),
         "epsilon_low": said["epsilon"],
         "epsilon_high": said["epsilon"],
-        "_entropy_bonus_enabled": False,
         "aux_loss_enabled": balances(config),
         "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", 0.0),
         "current_gradient_accumulation_steps": recipe.gradient_accumulation_steps,
-        "_dist": DistributedBackend(accelerator),
-        "_step": 0,
-        "_buffered_inputs": None,
-        "_metrics": {"train": defaultdict(list)},
-        "_logs": _logs(plan.completions),
-        "_pending_extra_logs": {},
-        "_pending_metrics": {},
+        **of_trl.sampling_state(tokenizer, backend, _logs(plan.completions)),
     }
 
 
@@ -247,8 +245,7 @@ def _vllm(model: Model, accelerator: SimpleNamespace, rollouts: Rollouts) -> Any
             reset_prefix_cache=lambda: None,
         ),
         vllm_client=SimpleNamespace(update_named_params=take, reset_prefix_cache=lambda: None),
-        _dist=DistributedBackend(accelerator),
-        _weight_metadata=None,
+        **of_trl.vllm_state(DistributedBackend(accelerator)),
     )
     return vllm
 

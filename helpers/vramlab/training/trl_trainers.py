@@ -7,7 +7,6 @@ DPO and KTO all tokens but the first are the answer.
 
 import contextlib
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ..base.errors import RecipeError, needing
+from ..private import of_trl
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from .engine import AUTOCAST, Model, Training, autocast_inside
@@ -153,9 +153,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "calculate_KL": True,
         "aux_loss_enabled": balances(config),
         "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", 0.0),
-        "_metrics": {"train": defaultdict(list)},
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
+        **of_trl.trained_state(),
     }
 
 

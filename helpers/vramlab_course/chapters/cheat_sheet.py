@@ -240,6 +240,31 @@ def draw():
         f"1 · Bytes a parameter keeps, derived (weights, gradients, states; both LoRA: of "
         f"{LADDER_MODEL})",
     )
+    _ladder(climb)
+    heading = f"3 · Largest of {len(MODELS)} models that fits safely, predicted"
+    _table(fits, matrix(), f"{heading} (global batch 8 × {TOKENS:,} tokens; no offload)")
+    _table(moves, [HEAD, *MOVES], "4 · Does not fit? Look at the largest part")
+    rules.set_axis_off()
+    _title(rules, "5 · Five sentences, and their letters")
+    text = "\n".join([*RULES, *LETTERS])
+    rules.text(
+        INDENT,
+        0.95,
+        text,
+        fontsize=7.2,
+        va="top",
+        linespacing=1.8,
+        transform=rules.transAxes,
+    )
+    return style.finish(
+        figure,
+        _summary(),
+        "One page with five parts; the text beside it has all of its numbers.",
+    )
+
+
+def _ladder(climb) -> None:
+    """Draw a model's peak under one switch after the other, with what some cards have."""
     rows = ladder_rows()
     after = [f" · time × {t:.2f}" for *_, t in rows]
     _stacks(climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, after)
@@ -271,26 +296,6 @@ def draw():
             va="bottom",
             bbox=style.PATCH,
         )
-    heading = f"3 · Largest of {len(MODELS)} models that fits safely, predicted"
-    _table(fits, matrix(), f"{heading} (global batch 8 × {TOKENS:,} tokens; no offload)")
-    _table(moves, [HEAD, *MOVES], "4 · Does not fit? Look at the largest part")
-    rules.set_axis_off()
-    _title(rules, "5 · Five sentences, and their letters")
-    text = "\n".join([*RULES, *LETTERS])
-    rules.text(
-        INDENT,
-        0.95,
-        text,
-        fontsize=7.2,
-        va="top",
-        linespacing=1.8,
-        transform=rules.transAxes,
-    )
-    return style.finish(
-        figure,
-        _summary(),
-        "One page with five parts; the text beside it has all of its numbers.",
-    )
 
 
 def _made() -> str:

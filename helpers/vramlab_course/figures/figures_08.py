@@ -12,57 +12,57 @@ from ..step_times import held_out
 
 # tokens/s; bytes at least, likely, at most; recipe
 Row = tuple[float, Sequence[float], Recipe]
+WIDEST = 64  # GiB: what a cloud shows
 SECONDS = (0.2, 0.5, 1, 2, 5, 10)
 Point = tuple[float, float]  # GiB, tokens/s
 
 
 def cloud(
-    rows: Sequence[Row],
-    front: Sequence[Point],
-    marked: Mapping[str, Row],
+    rows: Mapping[str, Sequence[Row]],
+    fronts: Mapping[str, Sequence[Point]],
+    marked: Mapping[str, tuple[str, Row]],
     usable: int,
     title: str,
     subtitle: str,
 ):
-    """Draw recipes by likely memory and speed, those that no other beats as a line, some `marked`
-    by name, and a card's usable bytes.
+    """Draw recipes by likely memory and speed, up to `WIDEST` GiB.
+
+    `rows` and `fronts`, the points that no other beats, are by the base's kind; `marked` are a kind
+    and a row by name; `usable` is what the card gives, in bytes.
     """
-    sizes = [row[1][1] / GiB for row in rows]
+    every = [row for kind in rows.values() for row in kind]
+    beyond = sum(row[1][1] > WIDEST * GiB for row in every)
     alt = (
-        f"A cloud of {len(rows)} recipes, speed over likely memory, {min(sizes):.0f} to "
-        f"{max(sizes):.0f} GiB. A stair leads along its upper left edge. Marked: "
-        + "; ".join(f"{name}, {row[1][1] / GiB:.1f} GiB" for name, row in marked.items())
+        f"A cloud of {len(every)} recipes, speed over likely memory. A stair leads along the upper "
+        f"left edge of each kind of base: {' and '.join(fronts)}. Marked: "
+        + "; ".join(f"{name}, {row[1][1] / GiB:.1f} GiB" for name, (_, row) in marked.items())
         + f". The card's line stands at {usable / GiB:.1f} GiB."
     )
+    subtitle = f"{subtitle} · {beyond} of {len(every)} need more than {WIDEST} GiB"
     with canvas(title, alt, subtitle) as ax:
-        for checkpointing, mark in ((True, "o"), (False, "^")):
-            kind = [row for row in rows if row[2].gradient_checkpointing is checkpointing]
-            words = "checkpointing" if checkpointing else "no checkpointing"
-            ax.plot(
-                [row[1][1] / GiB for row in kind],
-                [row[0] for row in kind],
-                mark,
-                linestyle="",
-                markersize=5,
-                alpha=0.75,
-                label=words,
-            )
-        stairs = sorted(front)
-        ax.step(*zip(*stairs, strict=True), where="post", color=style.INK, label="beaten by none")
-        corners = itertools.cycle(((0.02, 0.04), (0.4, 0.04), (0.02, 0.93)))  # where no recipe is
-        for (name, (speed, needs, _)), corner in zip(marked.items(), corners, strict=False):
-            place = needs[1] / GiB, speed
-            ax.plot(*place, "o", markersize=14, fillstyle="none", color=style.INK)
-            line = {"arrowstyle": "-", "shrinkB": 8}
+        looks = dict(zip(rows, style.LINES, strict=False))
+        for kind, (colour, mark, dash) in looks.items():
+            points = [(row[1][1] / GiB, row[0]) for row in rows[kind]]
+            dots = {"marker": mark, "s": 22, "color": colour, "alpha": 0.6, "linewidths": 0}
+            ax.scatter(*zip(*points, strict=True), label=f"base in {kind}", **dots)
+            label = f"beaten by none, {kind}"
+            stairs = zip(*sorted(fronts[kind]), strict=True)
+            ax.step(*stairs, where="post", color=colour, linestyle=dash, label=label)
+        corners = itertools.cycle(((0.62, 0.13), (0.25, 0.13), (0.02, 0.04)))  # where no recipe is
+        for (name, (kind, row)), corner in zip(marked.items(), corners, strict=False):
+            place = row[1][1] / GiB, row[0]
+            ring = {"markersize": 9, "fillstyle": "none", "color": style.INK}
+            ax.plot(*place, looks[kind][1], **ring)
+            line = {"arrowstyle": "-", "shrinkB": 5, "color": style.INK, "linewidth": 0.8}
             ax.annotate(name, place, corner, textcoords="axes fraction", arrowprops=line)
         label = f"the card: {usable / GiB:.1f} GiB"
-        ax.axvline(usable / GiB, color=style.ALARM, linestyle="--", label=label)
-        speeds = [row[0] for row in rows]
+        ax.axvline(usable / GiB, color=style.ALARM, linestyle=":", linewidth=2, label=label)
+        speeds = [row[0] for row in every]
         ax.set(xscale="log", xlabel="likely memory of the process, GiB")
-        ax.set(xlim=(0.8 * min(sizes), 1.2 * max(sizes)), ylabel="tokens/s, estimated")
-        room = 0.28 * (max(speeds) - min(speeds))
-        ax.set_ylim(min(speeds) - room, max(speeds) + room)
-        ticks = [size for size in (7.5, 15, 30, 60, 120, 240, 480) if size <= 1.2 * max(sizes)]
+        ax.set(xlim=(0.9 * min(row[1][1] for row in every) / GiB, WIDEST))
+        room = 0.4 * (max(speeds) - min(speeds))
+        ax.set(ylim=(min(speeds) - room, max(speeds) + room / 4), ylabel="tokens/s, estimated")
+        ticks = (7.5, 10, 15, 20, 30, 40, 60)
         ax.set_xticks(ticks, [f"{size:g}" for size in ticks])
         ax.minorticks_off()
     return ax.figure

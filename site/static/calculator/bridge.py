@@ -235,10 +235,14 @@ def answer(given: str) -> str:
 
 
 def _fit(recipe: Recipe, card: Gpu, report: Report) -> dict:
-    """What a card's answer says: the tier, the process's least, likely and most bytes, speed."""
+    """What a card's answer says: the tier, the process's least, likely and most bytes, speed.
+
+    `grade` is the tier with the allocator's setting that it is of, and the other setting's.
+    """
     need = report.process
     return {
         "tier": report.verdict,
+        "grade": report.grade,
         "process": [need.low, need.value, need.high],
         "speed": _speed(recipe, card),
     }

@@ -82,7 +82,7 @@ function tell(answer) {
   const change = against ? answer.peak - against.peak : 0;
   const more = change ? `, ${change > 0 ? "+" : "−"}${gib(Math.abs(change))} GiB${against === before ? "" : " against A"}` : "";
   const short = element("p", { class: `tier ${answer.tier.split(" ")[0]}` },
-    element("strong", {}, `${card}: ${answer.tier}.`), ` ${gib(likely, 1)} of ${gib(limit, 1)} GiB${more}`);
+    element("strong", {}, `${card}: ${answer.grade}.`), ` ${gib(likely, 1)} of ${gib(limit, 1)} GiB${more}`);
   part("said").replaceChildren(short);
   const differences = pinned ? [...differing(state, { ...page, start: pinned.state }).keys()] : [];
   part("more").replaceChildren(

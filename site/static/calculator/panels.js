@@ -39,7 +39,7 @@ async function fillCards(wanted, answer, take) {
     const name = button(row.card, () => take(row.change), { title: `Take the ${row.card}` });
     if (row.error) return [name, gib(row.memory, 1), "no", row.error, ""];
     const half = row.change.precision ? " (in fp16)" : "";
-    const tier = element("span", { class: `word ${row.tier.split(" ")[0]}` }, row.tier + half);
+    const tier = element("span", { class: `word ${row.tier.split(" ")[0]}`, title: row.grade }, row.tier + half);
     return [name, gib(row.memory, 1), tier, `${gib(row.process[1], 1)} (${gib(row.process[0], 1)} to ${gib(row.process[2], 1)})`, speedOf(row.speed)];
   });
   return [table("The same training on each card", ["card", "GiB", "fits", "process, GiB", "a step"], cells)];

@@ -114,17 +114,9 @@ def fits(
     card less what others hold of it. `limit` is one for all or a list with one for each need, which
     its label then names. Raises ValueError for no needs.
     """
-    usable = [need.usable if isinstance(need, Report) else None for need in needs.values()]
-    intervals: dict[str, Interval] = {}
-    for name, need in needs.items():
-        whole = need.process if isinstance(need, Report) else need
-        if whole is None:
-            raise ValueError(f"{name}: this report does not say what the process takes.")
-        intervals[name] = Interval.of(whole)
-    cards = [
-        find_gpu(card)
-        for card in (limit if isinstance(limit, list | tuple) else [limit] * len(intervals))
-    ]
+    intervals = _intervals(needs)
+    asked = limit if isinstance(limit, list | tuple) else [limit] * len(intervals)
+    cards = [find_gpu(card) for card in asked]
     size = check_unit(unit)
     figure, ax = style.start(title, subtitle)
     rows: list[tuple[str, ...]] = [(unit, "at least", "likely", "at most", "card", "fits")]
@@ -135,18 +127,17 @@ def fits(
             strict=False,
         )
     )
-    rooms = [
-        usable_memory(card) if room is None else room
-        for card, room in zip(cards, usable, strict=True)
-    ]
+    rooms = []
+    for need, card in zip(needs.values(), cards, strict=True):
+        room = need.usable if isinstance(need, Report) else None
+        rooms.append(usable_memory(card) if room is None else room)
     tiers = [need.verdict(room) for need, room in zip(intervals.values(), rooms, strict=True)]
     said = [
         tier + f"\non {card.name}" * (len(dashes) > 1)
         for tier, card in zip(tiers, cards, strict=True)
     ]
-    widths = [
-        0.02 * (1 + max(map(len, words.split("\n")))) for words in said
-    ]  # a letter is 1/50 of the axes, about
+    # a letter is 1/50 of the axes, about
+    widths = [0.02 * (1 + max(map(len, words.split("\n")))) for words in said]
     right = max(*(need.high for need in intervals.values()), *rooms) / (1 - max(widths))
     for y, ((name, need), card, room, tier) in enumerate(
         zip(intervals.items(), cards, rooms, tiers, strict=True)
@@ -181,6 +172,17 @@ def fits(
     words = f"{unit} that the process takes; the dot is the likely figure"
     ax.set(xlim=(0, right / size), ylim=(len(intervals) - 0.5, -0.5), xlabel=words)
     return style.finish(figure, rows, f"Intervals. {title}. {subtitle}.", say_rows=True)
+
+
+def _intervals(needs: Mapping[str, Interval | Report]) -> dict[str, Interval]:
+    """Return what the process takes, of each need. Raises ValueError where a report lacks it."""
+    intervals = {}
+    for name, need in needs.items():
+        whole = need.process if isinstance(need, Report) else need
+        if whole is None:
+            raise ValueError(f"{name}: this report does not say what the process takes.")
+        intervals[name] = Interval.of(whole)
+    return intervals
 
 
 @style.styled()
@@ -225,26 +227,8 @@ def timeline(
     )
     _shade_phases(ax, moments)
     said = f"{amount(high.bytes.total, unit)} {unit} in {label_of(high.phase)}"
-    side, shift = ("right", -9) if high.index - x[0] > 0.6 * (x[-1] - x[0]) else ("left", 9)
-    ax.plot(
-        [high.index],
-        [top],
-        "v",
-        color=style.ALARM,
-        markersize=9,
-        clip_on=False,
-        zorder=5,
-        gid="peak",
-    )
-    look = {"ha": side, "color": style.ALARM, "fontweight": "bold", "bbox": style.PATCH}
-    ax.annotate(
-        said,
-        (high.index, top),
-        xytext=(shift, 3),
-        textcoords="offset points",
-        gid="peak",
-        **look,
-    )
+    is_late = high.index - x[0] > 0.6 * (x[-1] - x[0])
+    _mark_peak(ax, high.index, top, said, is_late)
 
     names = [_tensor(tensor, unit) for tensor in report.largest[:3]]
     heading = ""
@@ -265,6 +249,22 @@ def timeline(
     why = f" Why there: {report.why}." if report.cause else ""
     alt = f"{area}. Highest: {said}.{why}{tensors}"
     return style.finish(figure, rows, alt, say_rows=True)
+
+
+def _mark_peak(ax: Any, x: int, y: float, said: str, is_late: bool) -> None:
+    """Mark the peak, and say its size beside it: on its left where it is late in the step."""
+    point = {"color": style.ALARM, "markersize": 9, "clip_on": False, "zorder": 5}
+    ax.plot([x], [y], "v", gid="peak", **point)
+    look = {"color": style.ALARM, "fontweight": "bold", "bbox": style.PATCH}
+    ax.annotate(
+        said,
+        (x, y),
+        xytext=(-9 if is_late else 9, 3),
+        textcoords="offset points",
+        ha="right" if is_late else "left",
+        gid="peak",
+        **look,
+    )
 
 
 def _shade_phases(ax: Any, moments: Sequence[Moment]) -> None:

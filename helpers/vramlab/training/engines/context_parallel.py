@@ -12,12 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn import functional
-from transformers import Trainer
 
+from ...private import of_distributed, of_transformers
 from ..engine import Model
 from ..patched import plain, replaced
 from ..process_group import is_fake_group
@@ -28,7 +26,7 @@ EXCHANGES = ("all_gather_tensor", "all_gather_single", "permute_tensor")
 
 def attach(model: Model) -> None:
     """Let attention drop its mask, as `Accelerator._prepare_cp` does: the ring is causal."""
-    _attach_context_parallel_hooks(model)
+    of_transformers.drop_masks(model)
 
 
 @contextlib.contextmanager
@@ -46,8 +44,7 @@ def divided(mesh: Any, model: Model, batch: dict[str, Any]) -> Iterator[dict[str
     accelerator = SimpleNamespace(parallelism_config=config, maybe_context_parallel=around)
     trainer: Any = SimpleNamespace(accelerator=accelerator)
     shapes = {name: tensor.shape for name, tensor in batch.items()}
-    prepare: Any = Trainer._prepare_context_parallel_inputs
-    context, part = prepare(trainer, model, dict(batch))
+    context, part = of_transformers.divide_batch(trainer, model, dict(batch))
     sent = _sent_held() if is_fake_group() else contextlib.nullcontext()
     with _in_this_thread(), sent, context():
         yield part
@@ -60,7 +57,7 @@ def _in_this_thread() -> Iterator[None]:
     """While entered, what torch puts in the place of attention is so for this thread alone."""
     own = _Functional()
     with (
-        replaced(_attention, "F", own),
+        replaced(of_distributed.ring_attention(), "F", own),
         replaced(
             functional,
             "scaled_dot_product_attention",
@@ -77,7 +74,8 @@ def _sent_held() -> Iterator[None]:
     So do the works of gloo and of NCCL (`ProcessGroupNCCL::collective` stashes it); a fake group's
     hold nothing.
     """
-    wait = _attention._maybe_wait
+    attention = of_distributed.ring_attention()
+    wait = getattr(attention, of_distributed.WAIT)
 
     def holding(exchange: Callable) -> Callable:
         def exchanged(buffer: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -92,13 +90,13 @@ def _sent_held() -> Iterator[None]:
         vars(tensor).pop("sent", None)
         return received
 
-    collectives = SimpleNamespace(**vars(_attention.ft_c))
+    collectives = SimpleNamespace(**vars(attention.ft_c))
     for name in EXCHANGES:
         if hasattr(collectives, name):
             setattr(collectives, name, holding(getattr(collectives, name)))
     with (
-        replaced(_attention, "ft_c", collectives),
-        replaced(_attention, "_maybe_wait", waited),
+        replaced(attention, "ft_c", collectives),
+        replaced(attention, of_distributed.WAIT, waited),
     ):
         yield
 

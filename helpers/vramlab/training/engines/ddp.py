@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ...private.of_distributed import rebuild_buckets
+from ...private.of_torch import TorchDispatchMode, address_of, tree_leaves
 from ...recipe.recipe import Recipe
 from ..engine import AUTOCAST, Model, ShardedEngine, Training, autocast_inside
 from ..models import real_tensors
@@ -72,7 +72,7 @@ class DDP(ShardedEngine):
         tracker.claim_storages(self._live_buckets(), "workspace", "buckets")
         yield
         for handle in self._live_buckets():
-            storage = tracker.live.get(handle._cdata)
+            storage = tracker.live.get(address_of(handle))
             if storage:
                 storage.category = "workspace"
                 storage.where = "buckets"
@@ -153,4 +153,4 @@ class _Reducer:
 
     def _rebuild_buckets(self) -> bool:
         with _Buckets(self._buckets, agreed=True):
-            return self._reducer._rebuild_buckets()
+            return rebuild_buckets(self._reducer)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...base.errors import needing
+from ...private import of_deepspeed
 from ...recipe.deepspeed_config import filled_in
 from ..engine import ShardedEngine, Training
 from ..patched import afterwards, assign, replaced
@@ -140,7 +141,7 @@ def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
         return [optimizer.fp32_partitioned_groups_flat[group].grad]
 
     def gathered_one(handle: Any, *unused: Any) -> list[torch.Tensor]:
-        return [handle._AllGatherHandle__param.data]
+        return [of_deepspeed.gathered_by(handle)]
 
     def gathered_all(handle: Any, *unused: Any) -> list[torch.Tensor]:
         return [parameter.data for parameter in handle.params]
@@ -150,9 +151,9 @@ def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
     in_part = ("gradients", PART_OF_GRADIENTS)
     yield afterwards(Stage12, "setup_buckets", claims("workspace", REDUCE_BUCKET, buckets))
     yield afterwards(Stage12, "copy_grads_in_partition", claims(*in_part, in_partition))
-    yield afterwards(Stage12, "_get_compact_grad_partition_buffer", claims(*flat, compact))
+    yield afterwards(Stage12, of_deepspeed.COMPACT_GRADIENTS, claims(*flat, compact))
     yield afterwards(Stage12, "unscale_and_clip_grads", claims(*flat, unscaled))
-    yield afterwards(Stage3, "_prepare_fp32_grad_for_sub_group", claims(*flat, of_sub_group))
+    yield afterwards(Stage3, of_deepspeed.FP32_GRADIENTS, claims(*flat, of_sub_group))
     yield afterwards(AllGatherHandle, "wait", claims(*gathered, gathered_one))
     yield afterwards(AllGatherCoalescedHandle, "wait", claims(*gathered, gathered_all))
 
@@ -213,7 +214,7 @@ def _adapters_as_they_are() -> Iterator[None]:
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    cast_all = DeepSpeedEngine._cast_module_mixed_precision
+    cast_all = getattr(DeepSpeedEngine, of_deepspeed.CAST_MODEL)
 
     def cast(engine: Any, *args: Any, **options: Any) -> None:
         adapters = {}
@@ -224,7 +225,7 @@ def _adapters_as_they_are() -> Iterator[None]:
         for parameter, data in adapters.items():
             parameter.data = data
 
-    with replaced(DeepSpeedEngine, "_cast_module_mixed_precision", cast):
+    with replaced(DeepSpeedEngine, of_deepspeed.CAST_MODEL, cast):
         yield
 
 

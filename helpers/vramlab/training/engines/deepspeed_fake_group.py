@@ -12,9 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.errors import RecipeError
+from ...private import of_deepspeed
+from ...private.of_torch import TorchDispatchMode
 from ..patched import afterwards, caught, replaced
 from ..quiet import unheard
 
@@ -71,7 +72,7 @@ def _answers() -> Iterator[contextlib.AbstractContextManager]:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     # no gradient overflowed, and every norm is 1
-    yield _healthy(DeepSpeedEngine, "_take_model_step")
+    yield _healthy(DeepSpeedEngine, of_deepspeed.TAKE_STEP)
     yield _healthy(DeepSpeedZeroOptimizer, "update_offload_overflow_tracker")
     # every rank saw the modules in the same order
     yield replaced(
@@ -91,7 +92,7 @@ def _placement(accelerator: type, device: str) -> Iterator[contextlib.AbstractCo
     from deepspeed.runtime.zero import linear
 
     # a fake parameter that is referred to cannot be moved
-    yield afterwards(DeepSpeedEngine, "_set_client_model", _keep_device)
+    yield afterwards(DeepSpeedEngine, of_deepspeed.SET_MODEL, _keep_device)
     # `device` is text, as of its accelerators: stage 3 finds no device equal to it
     yield replaced(accelerator, "device_name", lambda *index: device)
     yield replaced(accelerator, "current_device_name", lambda *index: device)
@@ -204,10 +205,9 @@ def forget() -> None:
     """
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import partition_parameters
-    from deepspeed.utils import groups
 
     comm.cdb = None
-    groups._WORLD_GROUP = None
+    of_deepspeed.forget_groups()
     functional = torch.nn.functional
     if functional.linear is partition_parameters.zero3_linear_wrap:
         original = partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk

@@ -15,8 +15,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 
+from ...private import of_distributed
+from ...private.of_torch import parameters_of
+from ...private.of_transformers import undivided_kinds
 from ...recipe.options import Sharding
 from ...recipe.recipe import Recipe
 from ..engine import AUTOCAST, Model, ShardedEngine, Training, makes_fakes
@@ -116,7 +118,7 @@ def _owners_of_shared(model: Model) -> list[torch.nn.Module]:
     """Return the modules that have a parameter with others, which have to be in one unit."""
     owners = []
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None:
                 owners.append((id(parameter), module))
     times = Counter(parameter for parameter, _ in owners)
@@ -126,7 +128,7 @@ def _owners_of_shared(model: Model) -> list[torch.nn.Module]:
 
 def _layers(model: Model, shared: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the transformer layers, but those which have some of the `shared` and not all."""
-    kinds = getattr(model, "_no_split_modules", None) or ()
+    kinds = undivided_kinds(model)
     layers = []
     for module in model.modules():
         if type(module).__name__ not in kinds:
@@ -244,15 +246,12 @@ class _Chunks:
 @contextlib.contextmanager
 def _of_fake_tensors(model: Model, device: torch.device) -> Iterator[None]:
     """Shard fake tensors of `device` with the same allocations, without a thousand fake chunks."""
+    of_parameter, of_unit = of_distributed.fsdp_modules()
     with (
-        replaced(_fsdp_param, "_chunk_with_empty", _Chunks),
-        replaced(_fully_shard, "_get_device_from_mesh", lambda mesh: device),
+        replaced(of_parameter, of_distributed.CHUNKS, _Chunks),
+        replaced(of_unit, of_distributed.DEVICE_OF_MESH, lambda mesh: device),
     ):
         yield
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group:
-            # it would pad shards again whose address is another, and fake storages have none
-            group._reset_sharded_params = True
+        if isinstance(module, FSDPModule):
+            of_distributed.keep_shards(module)

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, _utils
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from ...private.of_distributed import static_inference
+from ...private.of_torch import submodules_of
 from ...recipe.recipe import Recipe
 from ..engine import Model, ShardedEngine, Training, autocast
 from ..models import real_tensors
@@ -162,7 +164,7 @@ def keep_stage(model: Model, rank: int, stages: int) -> None:
     mine = np.array_split(range(depth), stages)[rank]
     for i in range(depth):
         if i not in mine:
-            del decoder.layers._modules[str(i)]
+            del submodules_of(decoder.layers)[str(i)]
     kinds = getattr(decoder.config, "layer_types", None)
     if kinds:
         decoder.config.layer_types = [kinds[i] for i in mine]
@@ -203,7 +205,7 @@ class Stage(PipelineStage):
     @property
     def _inference_mode(self) -> Any:
         """That of a stage which is described, so that ranks need not vote."""
-        return _utils.InferenceMode.STATIC
+        return static_inference()
 
     @_inference_mode.setter
     def _inference_mode(self, voted: Any) -> None:

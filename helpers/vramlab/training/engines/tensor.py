@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ...private.of_torch import parameters_of
 from ...recipe.families import FAMILIES
 from ..engine import Model, ShardedEngine
 from ..models import real_tensors
@@ -67,7 +68,7 @@ def styles(model: Model, plan: dict[str, str]) -> dict[str, ParallelStyle]:
             module_pattern = pattern.rpartition(".")[0]
             result[module_pattern] = SharedInput()
     for name, module in model.named_modules():
-        own = [each for each in module._parameters.values() if each is not None]
+        own = [each for each in parameters_of(module).values() if each is not None]
         # "*" stands for a layer's number
         is_planned = any(fnmatchcase(name, pattern) for pattern in plan)
         if own and not is_planned:

@@ -1,0 +1,99 @@
+"""What makes an evaluation fit whose predictions fill the card or the host, and what it leaves."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ..hardware.gpu import Gpu
+from ..recipe.evaluation import Evaluation
+from ..recipe.recipe import Recipe
+from ..report.report import Interval, Report, format_bytes, unit_for
+from ..simulation.simulate import simulate_evaluation
+from .counted import host_memory
+
+ENOUGH = ("safe", "likely")
+
+
+def on_host(report: Report) -> int:
+    """Return the bytes of host memory that a report's process needs, predictions included."""
+    assert report.recipe is not None  # it is of one
+    return host_memory(Recipe(**report.recipe), report.kept_on_host or 0)
+
+
+def cures(
+    recipe: Recipe,
+    evaluation: Evaluation,
+    found: Report,
+    card: Gpu,
+    host: int,
+) -> Iterator[str]:
+    """Yield what helps an evaluation, `found`, on a card and `host` bytes, and what each leaves.
+
+    Each is simulated; nothing is yielded where `found` fits.
+    """
+    if _fits(found, host) or not evaluation.compute_metrics:
+        return
+
+    def leaves(**changes: Any) -> Report:
+        return simulate_evaluation(recipe, dataclasses.replace(evaluation, **changes), gpu=card)
+
+    losses = leaves(
+        compute_metrics=False,
+        predict_with_generate=False,
+        generation_max_length=None,
+        generation_num_beams=None,
+        preprocess_logits_for_metrics=None,
+    )
+    for changes in _changes(evaluation):
+        said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+        yield _sentence(said, leaves(**changes), host)
+    fewer = _fewer(evaluation, found, losses, host)
+    if fewer:
+        yield _sentence(f"samples={fewer}", leaves(samples=fewer), host)
+    yield _sentence("prediction_loss_only=True (no compute_metrics)", losses, host)
+
+
+def _fits(report: Report, host: int) -> bool:
+    return report.verdict in ENOUGH and on_host(report) <= host
+
+
+def _changes(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """Yield fields that keep less of the predictions, or elsewhere."""
+    if not evaluation.preprocess_logits_for_metrics and not evaluation.predict_with_generate:
+        yield {"preprocess_logits_for_metrics": "argmax"}
+    if evaluation.batch_eval_metrics:
+        return
+    yield {"batch_eval_metrics": True}
+    in_time = {} if evaluation.eval_accumulation_steps else {"eval_accumulation_steps": 1}
+    if in_time:
+        yield in_time
+    if evaluation.eval_do_concat_batches:
+        yield in_time | {"eval_do_concat_batches": False}
+
+
+def _fewer(evaluation: Evaluation, found: Report, losses: Report, host: int) -> int:
+    """Return how many samples the card and the host have room for, in whole batches; 0: none.
+
+    What is kept grows with them, and `losses` is the evaluation that keeps nothing.
+    """
+    rooms = []
+    kept = found.kept_on_host or 0
+    if kept:
+        rooms.append((host - on_host(losses)) / kept)
+    assert found.process is not None and losses.process is not None  # both are of a card
+    without = Interval.of(losses.process).high
+    grown = Interval.of(found.process).high - without
+    if grown > 0 and found.usable:
+        rooms.append((found.usable - without) / grown)
+    share = min(rooms, default=0)
+    size = evaluation.per_device_eval_batch_size
+    samples = int(share * evaluation.samples) // size * size
+    return samples if 0 < samples < evaluation.samples else 0
+
+
+def _sentence(said: str, left: Report, host: int) -> str:
+    assert left.process is not None  # it is of a card
+    size = on_host(left)
+    tier = left.verdict if size <= host else "too much for the host"
+    needed = format_bytes(size, unit_for(size))
+    return f"with {said}: {tier}, the process {Interval.of(left.process)}, host memory {needed}"

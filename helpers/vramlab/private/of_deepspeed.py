@@ -1,0 +1,25 @@
+"""Private parts of DeepSpeed."""
+
+from typing import Any
+
+import torch
+
+# Of its engine.
+TAKE_STEP = "_take_model_step"
+SET_MODEL = "_set_client_model"
+CAST_MODEL = "_cast_module_mixed_precision"
+# Of stages 1 and 2, and of stage 3.
+COMPACT_GRADIENTS = "_get_compact_grad_partition_buffer"
+FP32_GRADIENTS = "_prepare_fp32_grad_for_sub_group"
+
+
+def gathered_by(handle: Any) -> torch.Tensor:
+    """Return what one all-gather of stage 3 has gathered."""
+    return handle._AllGatherHandle__param.data
+
+
+def forget_groups() -> None:
+    """Let DeepSpeed make its process group anew."""
+    from deepspeed.utils import groups
+
+    groups._WORLD_GROUP = None

@@ -1,0 +1,82 @@
+"""Private parts of transformers and accelerate."""
+
+from collections.abc import Callable
+from typing import Any
+
+# Of `GenerationMixin`.
+HAS_UNFINISHED = "_has_unfinished_sequences"
+PREPARE_CACHE = "_prepare_cache_for_generation"
+UPDATE_ARGUMENTS = "_update_model_kwargs_for_generation"
+# Of `PreTrainedModel` and of `modeling_flash_attention_utils`.
+CAN_DISPATCH_FLASH = "_flash_attn_can_dispatch"
+LAZY_IMPORTS = "_lazy_imports"
+LOADED_IMPLEMENTATION = "_loaded_implementation"
+# Of `integrations.moe`.
+CAN_GROUP_PRODUCTS = "_can_use_grouped_mm"
+# Of `Trainer`.
+MOVE_MODEL = "_move_model_to_device"
+# Of accelerate's states.
+SHARED_STATE = "_shared_state"
+
+
+def takes_sdpa(model: Any) -> bool:
+    """Tell whether a model takes fused attention by itself."""
+    return getattr(model, "_supports_sdpa", True)
+
+
+def takes_flash(model: Any) -> bool:
+    """Tell whether a model takes flash attention."""
+    return model._supports_flash_attn
+
+
+def undivided_kinds(model: Any) -> tuple[str, ...]:
+    """Return the names of the classes that stay in one piece: the layers."""
+    return tuple(getattr(model, "_no_split_modules", None) or ())
+
+
+def kept_in_fp32(model: Any) -> list[str]:
+    """Return parts of names of modules that are in fp32 where the model is in fp16."""
+    return list(getattr(model, "_keep_in_fp32_modules", None) or ())
+
+
+def always_kept_in_fp32(model: Any) -> list[str]:
+    """Return parts of names of modules that are in fp32 in any model of half precision."""
+    return list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+
+def start_values(model: Any, module: Any) -> None:
+    """Give a module of `model` the values that it starts with."""
+    model._init_weights(module)
+
+
+def padding_functions(utils: Any) -> tuple[Callable, Callable]:
+    """Return transformers' own functions for flash attention that pad and unpad rows."""
+    return utils._pad_input, utils._unpad_input
+
+
+def drop_masks(model: Any) -> None:
+    """Let attention drop its mask, as `Accelerator._prepare_cp` does."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    _attach_context_parallel_hooks(model)
+
+
+def divide_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[Callable, Any]:
+    """Return what the Trainer makes of a batch for context parallel: a context, and a part."""
+    from transformers import Trainer
+
+    prepare: Any = Trainer._prepare_context_parallel_inputs
+    return prepare(trainer, model, batch)
+
+
+def prepare_evaluation(
+    trainer: Any, model: Any, wrap: Callable, generation: dict[str, Any]
+) -> None:
+    """Let a Trainer evaluate `model`, which is there, wrapped by `wrap`.
+
+    `generation` is what `Seq2SeqTrainer.evaluate` sets. The model is one that accelerate has
+    prepared.
+    """
+    trainer._gen_kwargs = generation
+    trainer._wrap_model = wrap
+    trainer.accelerator._models.append(model)
