@@ -1,10 +1,11 @@
-"""Adapters on the base model in fp32 and in 4 bits, and all its weights, trained alike. Writes
+"""Adapters on the base model in 4 bits, beside those in fp32 and all its weights. Writes
 `quality_4bit.json`.
 
     python data/base_model/quality_4bit.py --hardware "2 CPU cores"
 
-All runs see the same batches of documentation. Those with adapters have the same learning rate and
-start from the same adapters; what differs is the base.
+The loop, the texts, the measure and the rate are those of `quality.py`, whose record gives the runs
+in fp32. A seed draws the adapters and the order of the texts, the same for every base: what differs
+is the base.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import datetime
 import json
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 
 import bitsandbytes
 import peft
@@ -19,66 +21,87 @@ import torch
 import transformers
 from vramlab import Quantization
 from vramlab_course.base_model import bits_per_byte, finetuning_texts, load_base_model
-from vramlab_course.finetuning import ALPHA, adapted, finetune
+from vramlab_course.finetuning import adapted, finetune, recorded_sweep
 
-STEPS, BATCH_SIZE, CONTEXT, RANK, LEARNING_RATE, SEED = 150, 4, 256, 8, 3e-3, 0
-FULL_RATE = 1e-3  # all weights want smaller steps than a few new ones
+STEPS, BATCH_SIZE, CONTEXT, RANK, SCALE = 60, 4, 128, 8, 2
+SEEDS = 5
+RATE = 1e-2  # quality.json's best for rank 8
+WINDOW = 256  # new tokens of each window that is judged, as in quality.py
 BASES = {
-    "fp32": None,
     "nf4": Quantization("nf4"),
     "nf4 double": Quantization("nf4", double=True),
     "fp4": Quantization("fp4"),
 }
 
 
-def one(
-    quantization: Quantization | None,
-    rank: int | None,
-    steps: int,
-    train: list[str],
-    held_out: list[str],
-) -> dict[str, float]:
-    """Bits per byte on `held_out` before and after `steps` of training; `rank` None trains all
-    weights.
-    """
+def base_of(quantization: Quantization) -> torch.nn.Module:
+    """The base model in 4 bits, ready to be trained."""
     model = load_base_model(quantization=quantization)
-    if quantization:
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    before = bits_per_byte(model, held_out)
-    torch.manual_seed(SEED)
-    model = model if rank is None else adapted(model, rank)
-    finetune(model, train, steps, LEARNING_RATE if rank else FULL_RATE, BATCH_SIZE, CONTEXT, SEED)
-    return {"before": round(before, 4), "after": round(bits_per_byte(model, held_out), 4)}
+    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def one(
+    quantization: Quantization, seed: int, steps: int, train: list[str], held_out: list[str]
+) -> float:
+    """Bits per byte on `held_out` after `steps` of training."""
+    torch.manual_seed(seed)
+    model = adapted(base_of(quantization), RANK, lora_alpha=SCALE * RANK)
+    finetune(model, train, steps, RATE, BATCH_SIZE, CONTEXT, seed, autocast=True)
+    return round(bits_per_byte(model, held_out, stride=WINDOW), 4)
+
+
+def row(before: float, bits: list[float]) -> dict:
+    """What is recorded of a base: its bits per byte untuned and tuned, with their spread."""
+    return {
+        "before": before,
+        "after": round(mean(bits), 4),
+        "deviation": round(stdev(bits), 4) if len(bits) > 1 else 0.0,
+        "seeds": bits,
+    }
+
+
+def in_fp32(seeds: int) -> dict[str, dict]:
+    """The runs of `quality.json` with all weights and with rank 8, of as many seeds."""
+    sweep = recorded_sweep()
+    untuned = sweep.base["documentation"]
+    runs = {"full": sweep.run(None), "fp32": sweep.run(RANK)}
+    return {name: row(untuned, run.seeds["documentation"][:seeds]) for name, run in runs.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "quality_4bit.json")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many, from 0 on")
     parser.add_argument(
         "--documents", type=int, help="topics to use of each split; all of them by default"
     )
     parser.add_argument("--hardware", default="CPU", help="for the record")
     args = parser.parse_args(argv)
-    texts = [finetuning_texts(split)[: args.documents] for split in ("train", "held_out")]
-    runs = {}
-    for name, quantization, rank in [
-        ("full", None, None),
-        *((name, q, RANK) for name, q in BASES.items()),
-    ]:
-        runs[name] = one(quantization, rank, args.steps, *texts)
-        print(name, runs[name], flush=True)
+    topics = finetuning_texts("train")[: args.documents]
+    train = [text for i, text in enumerate(topics) if i % 10 or len(topics) == 1]
+    held_out = finetuning_texts("held_out")[: args.documents]
+    before = {}
+    for name, base in BASES.items():
+        before[name] = round(bits_per_byte(base_of(base), held_out, stride=WINDOW), 4)
+    found = {name: [] for name in BASES}
+    for seed in range(args.seeds):
+        for name, base in BASES.items():
+            found[name].append(one(base, seed, args.steps, train, held_out))
+            print(name, seed, before[name], found[name][-1], flush=True)
+    runs = in_fp32(args.seeds)
+    for name, bits in found.items():
+        runs[name] = row(before[name], bits)
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, bitsandbytes)}
     facts = {
         "about": "LoRA and QLoRA of the base model on documentation, made by quality_4bit.py; "
-        "bits per byte, held-out text.",
+        "bits per byte on held-out text as in quality.json, means over the seeds.",
         "hardware": args.hardware,
         "date": datetime.date.today().isoformat(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "recipe": f"{args.steps} steps × {BATCH_SIZE} × {CONTEXT} tokens, AdamW at "
-        f"{LEARNING_RATE:g} ({FULL_RATE:g} for all "
-        f"weights), r = {RANK} on all linear layers, lora_alpha {ALPHA}, computed in fp32, seed "
-        f"{SEED}",
+        "recipe": f"{args.steps} steps × {BATCH_SIZE} × {CONTEXT} tokens, AdamW at {RATE:g} "
+        f"(0.001 for all weights), r = {RANK} on all linear layers, α / r = {SCALE}, bf16 "
+        f"autocast (4-bit layers compute in fp32), {args.seeds} seeds",
         "runs": runs,
     }
     args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -132,6 +132,7 @@ def _texts(name: str, limit: int | None) -> list[str]:
     kept = []
     room = limit
     for text in texts:
+        # the cut may fall into a character of several bytes
         piece = text.encode()[:room].decode(errors="ignore")
         if piece:
             kept.append(piece)
@@ -220,6 +221,7 @@ def _windows(
             end = min(len(tokens), max(done + stride, context))
             windows.append((tokens[max(0, end - context) : end], end - done))
             done = end
+    # windows of like length come into one batch, so little of it is padding
     return sorted(windows, key=lambda window: -len(window[0]))
 
 

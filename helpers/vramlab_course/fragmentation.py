@@ -138,6 +138,7 @@ def follow(
     between = []
     mallocs = []
     given_back = []
+    # None is the load, which has the first step in it
     for length in (None, *lengths):
         log = requests.load if length is None else requests.steps[length]
         empty_at = (

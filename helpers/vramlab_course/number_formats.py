@@ -111,6 +111,7 @@ class Format:
     def decode(self, code: int) -> float:
         """The number of a code; also infinity and nan."""
         sign, exponent, fraction = self.fields(code)
+        # above the largest finite number stand infinity, with a fraction of zero, and nan
         if code % 2 ** (self.bits - 1) > self.max_code:
             number = math.inf if self.top == "ieee" and fraction == 0 else math.nan
         elif exponent == 0:
@@ -139,6 +140,7 @@ class Format:
         if number == 0 or math.isinf(number):
             return sign + (self._beyond if number else 0)
         size = abs(number)
+        # frexp gives a fraction from 0.5 to 1, so its exponent is one more than IEEE 754's
         exponent = max(math.frexp(size)[1] - 1, self.least_exponent)
         steps = round(
             math.ldexp(size, self.fraction_bits - exponent)
@@ -232,6 +234,7 @@ def rounded(tensor: "torch.Tensor", format: Format) -> "torch.Tensor":
 
     sizes = tensor.abs().double()
     exponents = (torch.frexp(sizes).exponent - 1).clamp(min=format.least_exponent)
+    # the power of two of a number's last digit; subnormal numbers share the smallest one
     shifts = (exponents - format.fraction_bits).double()
     steps = torch.round(sizes * torch.exp2(-shifts)) * torch.exp2(shifts)
     beyond = format.max if format.saturates else math.inf if format.top == "ieee" else math.nan

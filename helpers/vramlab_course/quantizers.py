@@ -120,6 +120,7 @@ def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
     *above, _ = torch.linspace(offset, 0.5, half + 1).tolist()
     *below, _ = torch.linspace(offset, 0.5, half).tolist()
     quantile_of = NormalDist().inv_cdf
+    # zero is in neither half, so that it has a code of its own and is exact
     numbers = [quantile_of(p) for p in above]
     numbers += [-quantile_of(p) for p in below]
     table = torch.tensor(sorted([*numbers, 0.0]))
@@ -147,6 +148,7 @@ def _ascends(table: Tensor) -> bool:
 
 def _nearest(numbers: Tensor, table: Tensor) -> Tensor:
     """The code of the nearest number of the table, of two the lower one."""
+    # halfway between two neighbours one code ends and the next begins
     borders = (table[1:] + table[:-1]) / 2
     return torch.bucketize(numbers, borders).to(torch.uint8)
 

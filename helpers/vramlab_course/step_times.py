@@ -28,7 +28,8 @@ from .published import runs
 AS_RUN = "repeated keys"  # which is a kernel of the recipe
 CARDS = ("T4", "H100 SXM")
 OUTSIDE = 20  # one part in so many on either side is left out of an interval
-ROUNDS, DAMPING = 60, 1e-2  # of Levenberg and Marquardt's method
+ROUNDS = 60  # of Levenberg and Marquardt's method
+DAMPING = 1e-2  # of Levenberg and Marquardt's method
 STEP = 1e-5
 
 
@@ -57,8 +58,10 @@ def features(run: Timed) -> tuple[float, ...]:
     """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
     tensors waited for.
     """
-    card, recipe = find_gpu(run.card), run.recipe
-    walked, times = walk(recipe, card.chip), recipe.gradient_accumulation_steps
+    card = find_gpu(run.card)
+    recipe = run.recipe
+    walked = walk(recipe, card.chip)
+    times = recipe.gradient_accumulation_steps
     computing = times * sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
     fused = (
         times * attention_operations(recipe, walked) / card.flops(form_of(recipe))
@@ -91,13 +94,15 @@ def fit(found: Sequence[Timed]) -> tuple[float, ...]:
     """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it
     is where no run waits.
     """
-    x, measured = np.array([features(run) for run in found]), np.log([run.seconds for run in found])
+    x = np.array([features(run) for run in found])
+    measured = np.log([run.seconds for run in found])
     start = np.log(in_use(found[0].card))
 
     def off(logarithms: np.ndarray) -> np.ndarray:
         return np.log(estimated(x, np.exp(logarithms))) - measured
 
-    at, damping = start, DAMPING
+    at = start
+    damping = DAMPING
     errors = off(at)
     for _ in range(ROUNDS):
         slopes = np.stack(
@@ -105,8 +110,11 @@ def fit(found: Sequence[Timed]) -> tuple[float, ...]:
         )
         change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ errors)
         tried = off(at + change)
+        # a step that helps is taken, and the next one trusts the slopes more
         if tried @ tried < errors @ errors:
-            at, errors, damping = at + change, tried, damping / 3
+            at = at + change
+            errors = tried
+            damping /= 3
         else:
             damping *= 4
     return tuple(np.exp(at))
@@ -123,7 +131,8 @@ def held_out(card: str) -> tuple[tuple[Timed, float], ...]:
     """Each run with measured over estimated seconds, by the constants of all other models' runs on
     its card.
     """
-    found, pairs = chosen(card), []
+    found = chosen(card)
+    pairs = []
     for name in sorted({run.recipe.name for run in found}):
         rest = fit([run for run in found if run.recipe.name != name])
         own = [run for run in found if run.recipe.name == name]
@@ -133,13 +142,15 @@ def held_out(card: str) -> tuple[tuple[Timed, float], ...]:
 
 def spread(found: Sequence[float]) -> tuple[float, float]:
     """(least, most) of all but the outermost twentieth on either side."""
-    ordered, out = sorted(found), len(found) // OUTSIDE
+    ordered = sorted(found)
+    out = len(found) // OUTSIDE
     return ordered[out], ordered[-1 - out]
 
 
 def elsewhere() -> list[float]:
     """`ratios` of each card's runs by the constants of the other, as of an unseen card."""
-    (one, other), found = CARDS, []
+    one, other = CARDS
+    found = []
     for card, rates in ((one, other), (other, one)):
         found += ratios(chosen(card), in_use(rates))
     return found

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from vramlab.recipe.recipe import Recipe
 from vramlab.training.engine import Training
+from vramlab.training.engines.ulysses import part_of_rows
 from vramlab.training.training import build, make_batch
 
 SEED = 0  # of the weights, equal on all ranks, and of the batch
@@ -34,7 +35,7 @@ def fill_batch(
     batches = [training.batch, *training.further]
     for batch, rows in zip(batches, _rows(recipe, len(batches), step), strict=True):
         for name, tensor in batch.items():
-            if name in rows:  # with context parallel there is a mask too, of ones
+            if name in rows:  # where ranks have a sample together there is a mask too, of ones
                 tensor.copy_(rows[name].to(device))
 
 
@@ -44,12 +45,14 @@ def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Ten
     """
     first = 0
     if replicas(recipe) > 1:
-        first = recipe.sharding.rank // recipe.sharding.cp_size * recipe.batch_size
+        first = recipe.sharding.rank // recipe.ranks_of_sample * recipe.batch_size
     with torch.random.fork_rng(devices=[]):
         for number in range(count):
             torch.manual_seed(SEED + 1 + step * count + number)
             rows = make_batch(alone(recipe), "cpu")
-            yield {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}
+            own = {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}
+            is_cut = recipe.sharding is not None and recipe.sharding.sp_size > 1
+            yield part_of_rows(own, recipe) if is_cut else own
 
 
 def alone(recipe: Recipe) -> Recipe:
@@ -58,9 +61,9 @@ def alone(recipe: Recipe) -> Recipe:
 
 
 def replicas(recipe: Recipe) -> int:
-    """Among how many ranks the global batch is divided: all, with context parallel as many rings,
-    or with tensor and pipeline parallel none.
+    """Among how many ranks the global batch is divided: all, or as many groups as have a sample
+    together; or with tensor and pipeline parallel none.
     """
     if recipe.sharding is None or recipe.sharding.engine in ("tensor", "pipeline"):
         return 1
-    return recipe.sharding.world_size // recipe.sharding.cp_size
+    return recipe.sharding.world_size // recipe.ranks_of_sample

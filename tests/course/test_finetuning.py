@@ -110,24 +110,45 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
         assert run["deviation"] == pytest.approx(abs(bits[0] - bits[1]) / 2**0.5, abs=1e-4)
 
 
-def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location(
-        "quality_4bit", data_path("base_model", "quality_4bit.py")
-    )
+def script_of(name):
+    spec = importlib.util.spec_from_file_location(name, data_path("base_model", f"{name}.py"))
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
+    script = script_of("quality_4bit")
     monkeypatch.setattr(
         script, "finetuning_texts", lambda split: [finetuning_texts(split)[0][:1500]]
     )
     monkeypatch.setattr(script, "CONTEXT", 64)
-    script.main(["--steps", "2", "--hardware", "a test", "--out", str(tmp_path / "facts.json")])
-    facts, recorded = json.loads((tmp_path / "facts.json").read_text()), recorded_quality()
+    out = tmp_path / "facts.json"
+    script.main(["--steps", "1", "--seeds", "2", "--hardware", "a test", "--out", str(out)])
+    facts, recorded = json.loads(out.read_text()), recorded_quality()
     assert facts.keys() == recorded.keys() and facts["runs"].keys() == recorded["runs"].keys()
-    befores = [
-        run["before"] for run in facts["runs"].values()
-    ]  # of four bases, near to each other, one used twice
-    assert len({*befores}) == 4 and len(befores) == 5 and max(befores) < 1.05 * min(befores)
-    assert all(run["after"] != run["before"] for run in facts["runs"].values())
+    found = [facts["runs"][name] for name in script.BASES]
+    befores = [run["before"] for run in found]  # near to each other
+    assert len({*befores}) == 3 and max(befores) < 1.05 * min(befores)
+    for run in found:
+        one, other = run["seeds"]
+        assert one != other and run["after"] == pytest.approx((one + other) / 2, abs=1e-4)
+        assert run["deviation"] == pytest.approx(abs(one - other) / 2**0.5, abs=1e-4)
+
+
+def test_the_4_bit_record_is_of_the_sweeps_recipe_and_measure():
+    script, sweep = script_of("quality_4bit"), script_of("quality")
+    assert (script.STEPS, script.BATCH_SIZE, script.CONTEXT) == (
+        sweep.STEPS,
+        sweep.BATCH_SIZE,
+        sweep.TOKENS,
+    )
+    assert (script.SCALE, script.WINDOW) == (sweep.SCALE, sweep.CONTEXT)
+    recorded, in_fp32 = recorded_quality()["runs"], recorded_sweep()
+    assert in_fp32.run(8).learning_rate == script.RATE
+    assert recorded["fp32"]["seeds"] == in_fp32.run(8).seeds["documentation"]
+    assert recorded["full"]["seeds"] == in_fp32.run(None).seeds["documentation"]
+    assert all(len(run["seeds"]) == script.SEEDS for run in recorded.values())
 
 
 def test_a_missing_record_of_quality_is_said(monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from vramlab.base.errors import RecipeError
 from vramlab.formulas import fsdp_memory as units
 from vramlab.formulas.predict import predict
 from vramlab.recipe.options import Sharding
+from vramlab.report.report import MiB
 from vramlab.simulation.simulate import simulate
 
 # Of the simulated peak.
@@ -232,6 +233,21 @@ def test_offload_on_one_gpu(stage, offload):
     assert abs(error(predict(recipe).peak.total, simulated(recipe)["peak"])) <= 0.01
 
 
+@pytest.mark.parametrize("model", params(["gemma-2-2b", "phi-3-mini"], ["gemma-2-2b"]))
+def test_one_ranks_copy_from_the_host_is_the_weight_itself(model):
+    """A second one was counted: forward was 5 to 53 % too high. Gemma's backward was 6 % too low
+    without its table's gradient in fp32, which is larger than the 250 million in fp64 of the norm.
+    """
+    pytest.importorskip("deepspeed")
+    sharding = Sharding(3, 1, "deepspeed", "parameters")
+    options = {"num_layers": 2, "trainer": "sft", "gradient_checkpointing": True}
+    recipe = Recipe(model, 2, 16, "bf16-mixed", sharding=sharding, **options)
+    report, truth = predict(recipe), simulated(recipe)
+    for name in ("forward", "backward"):
+        size = sum(truth["phases"][name][0].values())
+        assert abs(error(report.phases[name].peak.total, size)) <= 0.003, name
+
+
 @pytest.mark.parametrize(("offload", "precision"), [(None, "fp32"), ("parameters", "bf16-mixed")])
 def test_one_rank_copies_weights_from_their_shards(offload, precision):
     """With the flat buffer that more ranks gather into, forward was up to 20 % too high."""
@@ -244,7 +260,36 @@ def test_one_rank_copies_weights_from_their_shards(offload, precision):
 
 
 ALL_LINEAR = LoRA(target_modules="all-linear")
+
+
 # What `predict` was off by: phi-2 26 % low, in fp32 15 % high; others for comparison.
+def test_the_scales_of_an_offloaded_base_stay_on_the_card():
+    """On two stood-in cards a program of `plan` held 10.98 MiB once sharded, 408.43 at most."""
+    small = {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 12,
+        "vocab_size": 2048,
+    }
+    recipe = Recipe(
+        small,
+        8,
+        512,
+        "bf16-mixed",
+        gradient_checkpointing=True,
+        dtype="bfloat16",
+        lora=LoRA(r=16, target_modules="all-linear"),
+        quantization=Quantization("nf4", prepare=False),
+        sharding=Sharding(3, 2, "fsdp", offload="parameters"),
+    )
+    for report in (predict(recipe), simulate(recipe)):
+        assert report.phases["load"].end.total / MiB == pytest.approx(10.98, abs=0.005)
+        assert report.peak.total / MiB == pytest.approx(408.43, abs=0.05)
+
+
 FROZEN_HEADS = {
     "gathered in fp32 beside fp16": {"model": "phi-2", "precision": "fp16-mixed"},
     "in uneven rows, and an embedding without a gradient": {
@@ -488,10 +533,13 @@ def _named(changes: dict) -> str:
 
 
 OTHER_HEADS = _with_other_heads()
+# And the reward trainer's full training at FSDP's stage 2: its peak is where the embedding's
+# gradient is reduced, of which `foreach_reduce` holds the last whole one.
+FEW_HEADS = [*OTHER_HEADS[9::16], OTHER_HEADS[33]]
 
 
 @pytest.mark.parametrize("steps", (1, 2))
-@pytest.mark.parametrize("changes", params(OTHER_HEADS, OTHER_HEADS[9::16]), ids=_named)
+@pytest.mark.parametrize("changes", params(OTHER_HEADS, FEW_HEADS), ids=_named)
 def test_ranks_divide_the_heads_of_trl_and_liger_as_others(changes, steps):
     """The same engines run them: what was refused is within 0.3 %."""
     sized = dict(batch_size=2, seq_len=512, num_layers=4, gradient_accumulation_steps=steps)
@@ -506,8 +554,8 @@ def test_ranks_divide_the_heads_of_trl_and_liger_as_others(changes, steps):
     except RecipeError:
         return  # the library trains it otherwise: tests/recipe/test_refusals.py
     is_whole = recipe.sharding.engine == "fsdp" and not recipe.lora
-    if is_whole and (recipe.use_liger_kernel or recipe.trainer == "reward"):
-        with pytest.raises(RecipeError, match="do not know what FSDP keeps of the heads"):
+    if is_whole and recipe.use_liger_kernel:
+        with pytest.raises(RecipeError, match="do not know what FSDP keeps of the head"):
             predict(recipe, "RTX 4090")
         return
     if recipe.sharding.engine == "deepspeed":

@@ -366,6 +366,7 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
         ("measure gpt2 --repeats 0", "--repeats is 0"),
         ("explain gpt2 --fp16", "say --precision"),
         ("explain alone.json", "MODEL is ''"),
+        ("plan mine.py --gpu T4", "it is a script: vramlab explain mine.py reads it"),
         (
             "explain gpt2 arguments.json",
             "'training_arguments' is {'per_device_train_batch_size': 4, 'optim': 'best'}",
@@ -376,6 +377,7 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
 def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arguments.json").write_text('{"per_device_train_batch_size": 4, "optim": "best"}')
+    (tmp_path / "mine.py").write_text("import torch")
     (tmp_path / "alone.json").write_text('{"per_device_train_batch_size": 4}')
     result = run(*words.split())
     assert result.exit_code == 2 and result.stdout == ""
@@ -384,7 +386,7 @@ def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkey
 
 def test_an_option_of_a_recipe_that_plan_does_not_take_is_said_to_be_anothers():
     result = run("plan", "gpt2", "--gpu", "T4", "--torch-compile")
-    said = "no option --torch-compile: plan does not take it, predict and simulate do."
+    said = "no option --torch-compile: plan does not take it, simulate does."
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())
 
 
@@ -823,6 +825,7 @@ def test_a_record_says_first_whose_figures_it_has(stand_in):
     first = run("measure", "gpt2").stdout.splitlines()[0]
     words = "recorded on NVIDIA H200, torch 2.11.0, transformers 5.23.0, driver 580.1, 2026-11-01"
     assert first == f"{words}: another machine's figures, not this one's"
+    assert json.loads(run("measure", "gpt2", "--json").stdout)["notes"][0] == first
     stand_in("measure", lambda recipe, repeats: report("measured", environment=seen))
     assert "recorded" not in run("measure", "gpt2").stdout
 

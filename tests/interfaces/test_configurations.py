@@ -6,6 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 from vramlab.base.errors import RecipeError
+from vramlab.interfaces.axolotl_file import SEGMENTS
 from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
 from vramlab.interfaces.configuration_file import known_settings
 from vramlab.interfaces.configurations import question_of, read_configuration
@@ -86,7 +87,7 @@ def test_axolotls_qlora(tmp_path):
         lora=LoRA(r=32, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"),
         quantization=Quantization("nf4", double=True, prepare=False),
     )
-    assert notes == ["2 settings move no memory of a step"]
+    assert notes == [SEGMENTS, "2 settings move no memory of a step"]
 
 
 def test_axolotl_packs_experts_as_they_are_loaded(tmp_path):

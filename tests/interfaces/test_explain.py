@@ -136,6 +136,8 @@ def test_a_bare_model_is_trained_as_the_message_says():
     assert text.count("missing") == 1, "one figure for what is missing"
     fallen = explain(message(asked="7.83 GiB") + " .../peft/tuners/lora/layer.py", "llama-3.1-8b")
     assert "PEFT in its traceback" in str(fallen)
+    older = str(explain(message(asked="7.83 GiB"), "llama-3.1-8b", gpu="T4"))
+    assert "LoRA over fp16 weights" in older and "bf16" not in older, "a T4 has no bf16"
 
 
 def test_a_change_is_enough_if_the_process_fits_with_it():

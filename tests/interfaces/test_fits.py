@@ -92,6 +92,24 @@ def run(pytester, batch_size, *options):
     return pytester.runpytest_inprocess(*plugin, "--strict-markers", *options)
 
 
+def test_a_budget_holds_a_module_by_the_names_that_simulate_takes(pytester):
+    pytester.makepyfile(
+        test_it="""
+import torch
+
+def test_module(memory_budget):
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory_budget(model=model, batch=torch.ones(2, 64), optimizer=optimizer,
+                  loss=lambda out, batch: out.sum())
+"""
+    )
+    plugin = ("-p", "no:vramlab", "-p", "vramlab.interfaces.pytest_plugin")
+    options = (*plugin, "-p", "no:cacheprovider", "--update-memory-budgets")
+    pytester.runpytest_inprocess(*options).assert_outcomes(passed=1)
+    assert "test_module" in (pytester.path / "test_it.budgets.json").read_text()
+
+
 def test_a_marked_test_that_returns_nothing_is_told_what_to_return(pytester):
     body = "import pytest\n\n@pytest.mark.fits('T4')\ndef test_it():\n    pass\n"
     pytester.makepyfile(test_it=body)

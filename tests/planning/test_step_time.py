@@ -98,6 +98,16 @@ def test_keys_go_around_and_their_gradients_with_them():
     assert sent(ring) - sent(whole) == keys * (2 * (3 + 3) + 4 * 4)
 
 
+def test_heads_are_exchanged_with_the_results_of_attention():
+    """Three of four parts go to others, in two passes through each layer (DeepSpeed's
+    `UlyssesSPAttentionHF`).
+    """
+    whole = Recipe("qwen3-0.6b", **PLAIN | {"seq_len": 8192}, sharding=Sharding(3, 4, "deepspeed"))
+    together = whole.replace(sharding=Sharding(3, 4, "deepspeed", sp_size=4))
+    numbers = 4 * 8192 // 4 * (2 * 16 + 2 * 8) * 128 * 3  # samples, tokens, heads, channels, layers
+    assert sent(together) - sent(whole) == numbers * 2 * 2 * 3 // 4
+
+
 @pytest.fixture(scope="module")
 def step_times():
     """The benchmark that fits the constants."""

@@ -187,6 +187,20 @@ def test_copies_and_rings_are_a_parallelism_config():
             Recipe.from_training_arguments(arguments, recipe.model, **fields)
 
 
+def test_ulysses_is_a_parallelism_config_with_the_models_attention():
+    sharding = Sharding(3, 8, "deepspeed", sp_size=4)
+    recipe = Recipe("qwen3-0.6b", precision="bf16-mixed", sharding=sharding)
+    arguments = recipe.training_arguments("unused")
+    config = arguments.parallelism_config
+    assert (config.sp_size, config.sp_backend, config.data_parallel_size) == (4, "deepspeed", 2)
+    assert config.sp_handler.sp_attn_implementation == "sdpa"
+    fields = {"seq_len": recipe.seq_len, "sharding": sharding}
+    assert Recipe.from_training_arguments(arguments, recipe.model, **fields) == recipe
+    with pytest.raises(RecipeError, match="parallelism_config"):
+        fields["sharding"] = Sharding(3, 8, "deepspeed")
+        Recipe.from_training_arguments(arguments, recipe.model, **fields)
+
+
 def test_sharding():
     recipe = Recipe("gpt2", sharding=Sharding(3, 8, "fsdp", offload="parameters"))
     args = recipe.training_arguments("unused")

@@ -41,7 +41,7 @@ UNREAD = {
         "the estimate is of text, all of whose modules run": f"freeze {IMAGES}",
         "only the update is timed, not what is sampled": f"rollouts beta {SAMPLING} {VLLM} {DRAWS}",
         "products of matrices are the same": "lora_alpha lora_dropout use_rslora bias lora_bias "
-        "use_dora target_parameters modules_to_save quant_type double experts",
+        "use_dora target_parameters modules_to_save quant_type double experts skip_modules",
         "elementwise work, which its bytes in memory say": "use_liger_kernel dtype "
         "label_smoothing_factor neftune_noise_alpha outputs_to_fp32",
         "adapters of other methods are far smaller than the base": "peft",
@@ -54,7 +54,7 @@ UNREAD = {
     "plan": {
         "taken over as it is asked": "optim_args torch_compile "
         "precompute_ref_log_probs completion_lengths label_smoothing_factor neftune_noise_alpha",
-        "the plan is of text, all of whose modules are trained": f"freeze {IMAGES}",
+        "all modules of a plan's model are trained": "freeze",
         "a factor, which has no bytes": f"{DRAWS} lora_dropout use_rslora",
         "adapters are PEFT's usual ones on all linear layers": "target_modules target_parameters "
         "bias modules_to_save autocast_adapter_dtype lora_bias prepare",

@@ -81,6 +81,49 @@ def test_copies_and_rings(sharding, fields, words):
     assert words in str(refused(build))
 
 
+@pytest.mark.parametrize(
+    ("sharding", "fields", "words"),
+    [
+        ({"sp_size": 3}, {}, "must divide the 8 ranks"),
+        ({"engine": "fsdp"}, {}, "only engine 'deepspeed' knows it"),
+        ({}, {"attn_implementation": "eager"}, "the heads of 'sdpa' and 'flash_attention_2'"),
+        ({}, {"seq_len": 31}, "an equal part for each of 2 ranks"),
+        ({}, {"loop": "plain"}, "the Trainer's and SFTTrainer's loops"),
+        ({}, {"task": "sequence-classification"}, "is for causal models"),
+        ({}, {"trainer": "sft", "packing": True}, "leave packing and padding_free out"),
+        ({}, {"model": MISTRAL}, "looks back 16 tokens only"),
+        ({"sp_size": 8}, {}, "must divide the 4 heads"),
+    ],
+)
+def test_ulysses(sharding, fields, words):
+    def build():
+        model = {"model": LLAMA, "seq_len": 32, "precision": "bf16-mixed"}
+        usual = {"world_size": 8, "engine": "deepspeed", "sp_size": 2}
+        Recipe(**model | fields, sharding=Sharding(**usual | sharding))
+
+    assert words in str(refused(build))
+
+
+def test_formulas_leave_ulysses_to_simulate():
+    sharding = Sharding(3, 2, "deepspeed", sp_size=2)
+    recipe = Recipe(LLAMA, seq_len=32, precision="bf16-mixed", sharding=sharding)
+    assert refused(predict, recipe).field == "sharding"
+
+
+def test_a_model_that_transformers_divides():
+    """Its `to_dict` leaves out how, so it would be read as a whole model."""
+    from transformers import MixtralConfig
+    from transformers.distributed import DistributedConfig
+
+    model = MixtralConfig(num_hidden_layers=1)
+    model.distributed_config = DistributedConfig(ep_size=2, fsdp_size=2)
+    error = refused(Recipe, model)
+    assert error.field == "model.distributed_config"
+    assert "fsdp_size=2, ep_size=2" in str(error) and "the router sends it" in str(error)
+    model.distributed_config = DistributedConfig()
+    assert Recipe(model).shape.num_layers == 1
+
+
 def test_a_ring_runs_on_gpus_alone():
     sharding = Sharding(3, 2, cp_size=2)
     recipe = Recipe(LLAMA, seq_len=32, precision="bf16-mixed", sharding=sharding)

@@ -107,6 +107,10 @@ def test_a_report_says_in_one_line_why_the_peak_is_there():
     # what is smaller does not decide, and what is always there is no cause
     large = dataclasses.replace(sample_reports.CAUSE, size=GiB)
     assert " beside " not in dataclasses.replace(report, cause=large).why
+    # a library's scratch may be more than what came last
+    gathered = dataclasses.replace(report.peak, workspace=sample_reports.CAUSE.size)
+    why = dataclasses.replace(report, peak=gathered).why
+    assert why.endswith("by _foreach_sqrt and 128.000 MiB of workspace")
 
 
 def test_a_small_report_is_shown_in_small_units():

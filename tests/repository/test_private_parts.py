@@ -61,7 +61,7 @@ def names_of_others(tree: ast.Module) -> Iterator[str]:
     What `self` has may be of a class in another file.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
             if not is_operator(node) and ast.unparse(node.value) not in ("self", "super()"):
                 yield node.attr
         elif isinstance(node, ast.Import):

@@ -1,5 +1,7 @@
 """The compiled step: Inductor's wrappers on fake tensors, held against really compiled steps."""
 
+import weakref
+
 import pytest
 import torch
 from torch._dynamo import pgo
@@ -28,14 +30,16 @@ TINY = Recipe(
 # Bytes of the first step's loss. The second step frees it, and torch's profiler does not count
 # what was made before it began.
 LOSS = 4
-# What Inductor generates for `x.sin() @ w`, shortened
+# What Inductor generates for `x.sin() @ w`, shortened; what it imports to check since torch 2.14
 GENERATED = """
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.runtime.runtime_utils import assert_tensor_metadata
 async_compile = AsyncCompile()
 triton_poi_fused_sin_0 = async_compile.triton('triton_poi_fused_sin_0', '''...''')
 def call(args):
     arg0_1, arg1_1 = args
     args.clear()
+    assert_tensor_metadata(arg0_1, (4, 8), (8, 1), torch.float32, 'input')
     with torch.cuda._DeviceGuard(0):
         torch.cuda.set_device(0)
         buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
@@ -55,6 +59,18 @@ def test_a_generated_wrapper_runs_without_its_kernels():
     product, reused = wrapper(GENERATED, {}, on_host=list)(args)
     assert args == [] and product.shape == (4, 2)
     assert reused.untyped_storage().nbytes() == x.nbytes
+
+
+def test_a_generated_wrapper_calls_convolutions_too():
+    convolution = "extern_kernels.convolution"
+    shape = "stride=(2,), padding=(0,), dilation=(1,), transposed=False, output_padding=(0,)"
+    code = f"""
+def call(args):
+    image, filters = args
+    return ({convolution}(image, filters, {shape}, groups=1, bias=None),)
+"""
+    (convolved,) = wrapper(code, {}, on_host=list)([torch.ones(2, 3, 8), torch.ones(4, 3, 2)])
+    assert convolved.shape == (2, 4, 4)
 
 
 def test_compiling_moves_the_peak_and_changes_nothing_else():
@@ -104,6 +120,22 @@ def test_what_does_not_compile_is_said_in_one_sentence(monkeypatch):
     ) as seen:
         simulate(TINY)
     assert "\n" not in str(seen.value)
+    assert not holds_arguments_longer()
+
+
+def holds_arguments_longer() -> bool:
+    """Tell whether dynamo still takes part in each call: a caller then holds what it hands on."""
+
+    def is_last(argument: object) -> bool:
+        alive = weakref.ref(argument)
+        del argument
+        return alive() is None
+
+    return not is_last(Held())
+
+
+class Held:
+    """Something that can be followed."""
 
 
 def real_phases(recipe: Recipe) -> dict[str, tuple[int, int]]:

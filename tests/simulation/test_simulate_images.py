@@ -90,7 +90,33 @@ SMALL["paligemma"] = {
     "projection_dim": 64,
     "image_token_index": 292,
 }
+SMALL["qwen2_vl"] = SMALL["qwen2_5_vl"] | {
+    "model_type": "qwen2_vl",
+    "vision_config": {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+SMALL["qwen3_vl_moe"] = SMALL["qwen3_vl"] | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": SMALL["qwen3_vl"]["text_config"] | EXPERTS,
+}
 TOWERS = {
+    "qwen2_vl": "visual",
+    "qwen3_vl_moe": "visual",
     "qwen2_5_vl": "visual",
     "qwen3_vl": "visual",
     "gemma3": "vision_tower",
@@ -114,6 +140,11 @@ WAYS = {
         "quantization": Quantization("nf4"),
         "gradient_checkpointing": True,
     },
+    "4 bits, tower left alone": {
+        "precision": "bf16-mixed",
+        "lora": LANGUAGE,
+        "gradient_checkpointing": True,
+    },
     "SFT": {"precision": "bf16-mixed", "trainer": "sft"},
     "SFT without an image": {"images": None, "image_size": None, "trainer": "sft"},
     "unlike images, eager": {"image_size": ("64x48", "100x40"), "attn_implementation": "eager"},
@@ -123,6 +154,7 @@ QUICK = [
     ("qwen2_5_vl", "all of it"),
     ("qwen3_vl", "LoRA on language in 4 bits"),
     ("gemma3", "tower frozen, recomputed"),
+    ("qwen2_vl", "4 bits, tower left alone"),
 ]
 
 
@@ -136,6 +168,9 @@ def test_equals_real_tensors(family, way):
     fields = dict(WAYS[way])
     if "frozen" in way:
         fields["freeze"] = (TOWERS[family],)
+    if "left alone" in way:
+        skipped = (f"model.{TOWERS[family]}", "lm_head")
+        fields["quantization"] = Quantization("nf4", skip_modules=skipped)
     assert_equal(recipe_of(family, **fields))
 
 
@@ -180,6 +215,13 @@ def test_a_tower_takes_fused_attention_beside_gemma_2():
     assert chosen.vision_config._attn_implementation == "sdpa"
     assert chosen.text_config._attn_implementation == "eager"
     assert images.tokens(Recipe("paligemma2-3b", images=1, image_size="640x480")) == [256]
+
+
+def test_a_name_that_no_module_has_is_refused():
+    """transformers looks for names where a module's begins or ends."""
+    fields = {"precision": "bf16-mixed", "lora": LANGUAGE}
+    with pytest.raises(RecipeError, match="no weight's does"):
+        recipe_of("qwen2_5_vl", quantization=Quantization("nf4", skip_modules="visual"), **fields)
 
 
 def test_a_frozen_tower_has_no_gradients():

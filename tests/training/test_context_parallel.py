@@ -33,7 +33,7 @@ TABLE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two rings of two": (4, RING, {}),
     "a ring of four": (4, {**RING, "cp_size": 4}, {}),
 }
-QUICK = ("two ranks",)
+QUICK = ("two ranks", "SFTTrainer")
 LEARNED = ("two ranks", "accumulating, checkpointing", "two rings of two", "a ring of four")
 
 

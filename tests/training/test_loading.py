@@ -8,6 +8,7 @@ import transformers
 from quick import params
 from tiny_models import config
 from vramlab import LoRA, Quantization, Recipe, Sharding, predict, simulate
+from vramlab.formulas.loading import loaded_on_host
 from vramlab.recipe.shapes import Shape
 from vramlab.report.report import GiB
 from vramlab.simulation.quantized_loading import loading_peak
@@ -142,6 +143,24 @@ def test_each_rank_loads_the_whole_quantized_base():
         rank.loading == predict(alone).loading
         and rank.loading.total > rank.phases["load"].end.total
     )
+
+
+def test_each_rank_loads_a_base_that_fsdp_offloads_in_host_memory(tmp_path):
+    """`plan`'s program did so on two stood-in cards, which held nothing until it was sharded."""
+    recipe = Recipe(
+        config("llama", hidden_size=288, intermediate_size=1024),
+        precision="bf16-true",
+        num_layers=7,
+        lora=LoRA(r=4),
+        quantization=Quantization("nf4", double=True),
+    )
+    ranks = recipe.replace(sharding=Sharding(3, 2, "fsdp", offload="parameters"))
+    assert predict(ranks).loading is None and simulate(ranks).loading is None
+    assert any("device_map={'': 'cpu'}" in note for note in predict(ranks).notes)
+    real = 2 * highest(loaded(recipe, tmp_path))
+    # blocks of 512 bytes count more in small tensors
+    assert real <= loaded_on_host(ranks) < 1.02 * real
+    assert loaded_on_host(recipe) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -76,6 +76,7 @@ SHARDINGS = {  # FSDP offloads to pinned memory, which takes a GPU
     "ddp": Sharding(0, 2, "ddp"),
     "fsdp stage 2": Sharding(2, 2, "fsdp"),
     "fsdp stage 3": Sharding(3, 2, "fsdp"),
+    "fsdp stage 3 offloaded": Sharding(3, 2, "fsdp", offload="parameters"),
     "deepspeed stage 1": Sharding(1, 2, "deepspeed"),
     "deepspeed stage 2": Sharding(2, 2, "deepspeed"),
     "deepspeed stage 2 offloaded": Sharding(2, 2, "deepspeed", offload="optimizer"),
@@ -219,6 +220,18 @@ def written(
     files = found.write(folder / "train.py", choice)
     assert is_ours(files[0]), "or the next plan would not replace it"
     return choice.recipe, files
+
+
+def test_a_program_loads_what_fsdp_offloads_on_the_host_and_clips_it_over_gloo(base, tmp_path):
+    """Over NCCL alone a Trainer that `torchrun` starts finds no backend for a gradient's shard."""
+    asked = {"method": "qlora", "precisions": "bf16-mixed"}
+    on_host = 'device_map={"": "cpu"}'
+    for sharding, is_offloaded in (("fsdp stage 3", False), ("fsdp stage 3 offloaded", True)):
+        written(base, tmp_path, SHARDINGS[sharding], **asked)
+        text = (tmp_path / "train.py").read_text()
+        assert (on_host in text) is is_offloaded
+        before, _, _ = text.partition("import torch")
+        assert ('os.environ["FSDP_OFFLOAD_PARAMS"] = "true"' in before) is is_offloaded
 
 
 def test_a_program_with_repeated_keys_trains(base, tmp_path):

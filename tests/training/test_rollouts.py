@@ -2,12 +2,13 @@
 a tracker, against the simulation, phase by phase.
 """
 
-import ast
 import contextlib
 import dataclasses
 import json
 import math
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -503,7 +504,7 @@ def test_a_plan_whose_attention_is_eager_says_why():
     assert "sdpa has no fused kernel" in str(found)
 
 
-def test_a_plan_with_vllm_names_the_card_in_its_program(tmp_path):
+def test_a_plan_with_vllm_names_the_card_in_its_program(tmp_path, monkeypatch):
     found = plan(
         "qwen3-0.6b",
         "RTX 4090",
@@ -522,16 +523,16 @@ def test_a_plan_with_vllm_names_the_card_in_its_program(tmp_path):
     program = path.read_text()
     assert 'simulate(recipe, gpu="RTX 4090")' in program
     assert "vllm_enable_sleep_mode=True," in program and "vllm" in program.split('"""')[1]
-    calls = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)]
-    (config_call,) = [node for node in calls if ast.unparse(node.func) == "GRPOConfig"]
-    written = {keyword.arg: keyword.value for keyword in config_call.keywords}
-    known = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
-    assert written.keys() <= known.keys()
-    # what is not written is TRL's default
+    # TRL takes the arguments as they are, and a trainer with them gets as far as vLLM
+    monkeypatch.chdir(tmp_path)
+    words = SimpleNamespace(output="out", epochs=1, max_steps=1, learning_rate=1e-6, seed=0)
+    arguments = runpy.run_path("train.py")["training_arguments"](words)
+    assert type(arguments) is trl.GRPOConfig
     rollouts = found.best.recipe.rollouts
     shared = ("vllm_mode", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization")
     for name in ("use_vllm", "num_generations", "max_completion_length", *shared):
-        value = known[name]
-        if name in written:
-            value = ast.literal_eval(written[name])
-        assert value == getattr(rollouts, name), name
+        assert getattr(arguments, name) == getattr(rollouts, name), name
+    folder, _ = base_that_never_ends(tmp_path / "model")
+    with pytest.raises(ImportError, match="vLLM is not available"):
+        rows = datasets.Dataset.from_list([{"prompt": "if"}] * 8)
+        trl.GRPOTrainer(folder, reward_funcs=len, args=arguments, train_dataset=rows)

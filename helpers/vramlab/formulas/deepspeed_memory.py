@@ -279,7 +279,7 @@ class DeepSpeedEngine(Engine):
     It does so in `reduce_independent_p_g_buckets_and_remove_grads`.
     Stages 1 and 2 reduce a copy, in fp32 and in pieces where DeepSpeed does not know that the
     model is in half precision. Stage 3 scatters the gradient; offloaded, the rank's part comes
-    back and is copied to fp64 (`partition_grads`).
+    back and is copied to fp64, then to fp32 (`partition_grads`).
 
     Attributes:
         gathered: what stage 3 has gathered; `sizes`: bytes of that in each part of the step.
@@ -313,7 +313,9 @@ class DeepSpeedEngine(Engine):
         if sharding.stage == 3:
             ledger.adds_linear_in_place = True  # `zero.Init`, memory_efficient_linear
             width = weight_width(recipe.weights_dtype, recipe.quantization)
-            ranks = sharding.world_size if sharding.offload == "parameters" else 0
+            # One rank's copy is the weight itself (`NoGatherCoalescedHandle`).
+            copies = sharding.offload == "parameters" and sharding.world_size > 1
+            ranks = sharding.world_size if copies else 0
             # TRL multiplies with the head's weight itself.
             head_in_root = recipe.trainer in FUSED
             checkpoints = recipe.gradient_checkpointing
@@ -398,8 +400,10 @@ class DeepSpeedEngine(Engine):
         if width > parameter.width:  # cast before it is scattered
             size += elements * width
         if self.sharding.offload:
+            # Its norm is computed, then it is cast (`_offload_grad_partition_at_boundary`).
             part = ceil(elements / self.sharding.world_size)
-            size += part * width + min(part, NORM_ELEMENTS) * FP64
+            cast = part * FP32 if width < FP32 else 0
+            size += part * width + max(min(part, NORM_ELEMENTS) * FP64, cast)
         embedding = bool(self.embeddings) and parameter.name == f"{self.embeddings[0]}.weight"
         if not (embedding or self._is_head(parameter)):
             # The weight is released by then, but the embedding's, whose gradient comes last.

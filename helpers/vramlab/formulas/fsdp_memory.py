@@ -311,7 +311,9 @@ class FsdpEngine(Engine):
         shard = sum(padded(weight.shape, self.ranks) for weight in trained)
         whole = shard * width * self.ranks
         self.reducing = group("reduce_scatter", [(whole, 1)], "workspace", width)
-        # They were copied into the input of the reduce-scatter.
+        # They were copied into the input of the reduce-scatter. A loop over them in
+        # `foreach_reduce` leaves the last in its variable until the result is there.
+        last = trained[-1].gradient if self.ranks > 1 else None
         for weight in trained:
             weight.gradient = None
         result = group(
@@ -331,6 +333,7 @@ class FsdpEngine(Engine):
                 "gradients",
                 FP32,
             )
+        del last
         if sharding_of(self.asked).offload is None and self.asked.loop.set_to_none:
             self.shards.append(result)
 

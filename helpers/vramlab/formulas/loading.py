@@ -18,7 +18,7 @@ from ..hardware.overhead import rounded
 from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import Quantization
-from ..recipe.process_context import loads_whole
+from ..recipe.process_context import loads_on_host, loads_whole
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.report import Bytes
@@ -42,7 +42,7 @@ def loading_peak(recipe: Recipe) -> Bytes | None:
     if loads_whole(recipe):
         whole = parameter_bytes(unchecked(recipe, sharding=None))
         return Bytes(parameters=whole, buffers=buffer_bytes(recipe.shape))
-    if recipe.quantization is None:
+    if recipe.quantization is None or loads_on_host(recipe):
         return None
     highest = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
     return Bytes(**highest._asdict())
@@ -52,9 +52,12 @@ def loaded_on_host(recipe: Recipe) -> int:
     """Return the bytes of weights that all ranks together hold in host memory while they load.
 
     `from_pretrained` makes a model there and moves it. A quantized one goes to the device tensor by
-    tensor. Of FSDP's ranks one reads (`cpu_ram_efficient_loading`, which `plan`'s programs set), of
-    others each.
+    tensor, or is packed there by each rank (`loads_on_host`). Of FSDP's ranks one reads other
+    weights (`cpu_ram_efficient_loading`, which `plan`'s programs set), of others each.
     """
+    if recipe.quantization and recipe.sharding and loads_on_host(recipe):
+        highest = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
+        return recipe.sharding.world_size * sum(highest)
     if recipe.quantization:
         return 0
     numbers = sum(prod(weight.shape) for weight in recipe.shape.weights())

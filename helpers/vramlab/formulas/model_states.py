@@ -311,7 +311,10 @@ def _can_quantize(shape: Shape, weight: Weight, quantization: Quantization) -> b
     if weight.kind == "expert":
         return quantization.experts is not None
     module, _, part = weight.name.rpartition(".")
-    if weight.kind not in ("linear", "conv1d") or part != "weight" or module == shape.head:
+    if weight.kind not in ("linear", "conv1d") or part != "weight":
+        return False
+    is_left = quantization.skips(module) if quantization.skip_modules else module == shape.head
+    if is_left:
         return False
     return shape.layout is None or shape.known_layout.quantizable
 

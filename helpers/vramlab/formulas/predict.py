@@ -114,6 +114,10 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = f"the formulas multiply one layer, so {same}: ask simulate"
     yield "lora.target_modules", unlike, allowed
 
+    skips = recipe.quantization and recipe.quantization.skip_modules
+    allowed = "the formulas know the loader's own choice: ask simulate"
+    yield "quantization.skip_modules", skips, allowed
+
     allowed = "the formulas know LoRA's adapters only: ask simulate"
     yield "peft", recipe.peft, allowed
 
@@ -170,11 +174,10 @@ def _refusals_of_shards_and_kernels(recipe: Recipe) -> Refusals:
     yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
 
     kernels = liger.kernels(recipe)
-    # Of these heads FSDP still holds a whole gradient when it reduces the embedding's.
-    is_otherwise = kernels or recipe.trainer == "reward"
-    untold_head = is_otherwise and sharding and sharding.engine == "fsdp" and not recipe.adapters
-    heads = "the heads of RewardTrainer and of Liger's kernels"
-    allowed = f"the formulas do not know what FSDP keeps of {heads}: ask simulate"
+    untold_head = kernels and sharding and sharding.engine == "fsdp" and not recipe.adapters
+    allowed = (
+        "the formulas do not know what FSDP keeps of the head of Liger's kernels: ask simulate"
+    )
     yield "sharding", untold_head, allowed
 
     # Liger has kernels for the family, of which the table says nothing.

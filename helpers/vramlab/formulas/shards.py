@@ -53,7 +53,7 @@ def is_known(sharding: Sharding) -> bool:
     if sharding.world_size == 1:
         ways = ON_ONE_GPU.get(sharding.engine, ways)
     in_layers = sharding.wrap == "layers" and not sharding.reshard_root
-    by_default = in_layers and sharding.memory_efficient_linear and sharding.cp_size == 1
+    by_default = in_layers and sharding.memory_efficient_linear and sharding.ranks_of_sample == 1
     return by_default and (sharding.stage, sharding.offload) in ways
 
 
@@ -121,9 +121,11 @@ def _ddp(recipe: Recipe) -> RankBytes:
 
 def _fsdp(recipe: Recipe) -> RankBytes:
     """Hold padded shards of weights, states of this rank's rows, flat shards of gradients."""
-    # All of it is on the host.
     if sharding_of(recipe).offload:
-        return RankBytes(0, 0, 0, 0)
+        # The rest is on the host.
+        scales = _quantization_states(recipe)
+        fragmentation = {"parameters": pack(scales) - sum(scales)}
+        return RankBytes(sum(scales), 0, 0, 0, fragmentation=fragmentation)
     shards = []
     for row in model_states.parameter_table(recipe):
         shards.append(_shard(row, recipe))
@@ -147,6 +149,20 @@ def _fsdp(recipe: Recipe) -> RankBytes:
         temporaries=step_temporaries(recipe, tuple(shards)),
         fragmentation=fragmentation,
     )
+
+
+def _quantization_states(recipe: Recipe) -> list[int]:
+    """Return the sizes of the scales of 4-bit weights, which are no parameters to FSDP.
+
+    Each rank has all of them on its device.
+    """
+    sizes: list[int] = []
+    for row in model_states.parameter_table(recipe):
+        if row.quantized:
+            _, *scales = row.blocks
+            for size in scales:
+                sizes += row.count * [size]
+    return sizes
 
 
 def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:

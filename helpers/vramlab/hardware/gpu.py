@@ -44,6 +44,8 @@ THREADS = {
     (12, 0): 1536,
 }
 MOST_THREADS = 2048  # of all others
+# People and torch's messages say a card's total to hundredths of a GiB.
+ROUNDED_TOTAL = GiB // 100
 BRANDS = ("nvidia", "geforce", "tesla", "quadro", "rtx")  # in the order in which names have them
 
 
@@ -73,6 +75,7 @@ class Gpu:
     Attributes:
         memory_gb: gigabytes on the box.
         total: bytes that torch reports as `total_memory`.
+        other_totals: what it reported under other drivers.
         total_known: False: `total` is `memory_gb` taken as GiB, which is up to a tenth too much.
         bandwidth: bytes per second between the chip and its memory.
         peak: by format, dense operations per second.
@@ -87,6 +90,7 @@ class Gpu:
     memory_gb: int
     total: int
     total_known: bool = True
+    other_totals: tuple[int, ...] = ()
     bandwidth: float | None = None
     peak: dict[str, float] = field(default_factory=dict, hash=False)
     nvlink: float | None = None
@@ -214,6 +218,7 @@ def _of_the_table(entry: dict[str, Any]) -> Gpu:
             values[each.name] = entry[each.name]
     total = entry["total_mib"]
     values["total_known"] = total is not None
+    values["other_totals"] = tuple(size * MiB for size in entry.get("other_totals_mib", ()))
     values["total"] = total * MiB if total else entry["memory_gb"] * GiB
     values["compute_capability"] = tuple(entry["compute_capability"])
     return Gpu(**values)
@@ -237,6 +242,25 @@ def find_gpu(name: "str | Gpu") -> Gpu:
         known = ", ".join(gpu_names())
         raise GpuError(f"GPU {name!r} is not in the table: known are {known}.")
     return gpu
+
+
+def is_also(name: str) -> list[str]:
+    """Return the other cards that a family's name such as "A100" may mean; [] of a card's name."""
+    key = _key(name)
+    card = find_gpu(name)
+    if key == _key(card.name):
+        return []
+    return [other for other in gpu_names() if _key(other).startswith(key) and other != card.name]
+
+
+def cards_of(total: int) -> list[Gpu]:
+    """Return the cards of the table that report `total` bytes, up to what drivers differ by."""
+    alike = []
+    for card in map(find_gpu, gpu_names()):
+        readings = (card.total, *card.other_totals)
+        if any(abs(total - reading) <= ROUNDED_TOTAL for reading in readings):
+            alike.append(card)
+    return alike
 
 
 def usable_memory(card: Gpu) -> int:

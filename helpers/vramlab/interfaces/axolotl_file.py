@@ -28,6 +28,10 @@ LIGER_PARTS = (
 )
 PLUGINS = ("LigerPlugin", "SwanLabPlugin", "LMEvalPlugin")
 KERNELS = "not modelled: the fused LoRA kernels that axolotl turns on; these are PEFT's layers"
+# `utils/__init__.py`, `set_pytorch_cuda_alloc_conf`; of requests that are no 16th of a power of two
+# the allocator takes up to a 16th more
+SEGMENTS = "axolotl sets expandable segments, so the tier is with them; not modelled: that it also "
+SEGMENTS += "rounds each request up to a sixteenth of a power of two (roundup_power2_divisions:16)"
 # `utils/schemas/enums.py`: kernels for which axolotl casts embeddings and norms back to 16 bits
 KEEPS_FP32 = ("eager", "sdpa")
 OLD_ATTENTION = {
@@ -45,6 +49,7 @@ def read_axolotl(configuration: Configuration) -> None:
     """Fill in what `core/builders/base.py` and `loaders/model.py` make of a configuration."""
     get = configuration.get
     configuration.model = get("base_model")
+    configuration.notes.append(SEGMENTS)
     fields = configuration.fields
     fields["optim"] = get("optimizer", "adamw_torch_fused")
     optim_args = get("optim_args")

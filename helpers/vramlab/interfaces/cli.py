@@ -63,7 +63,7 @@ from .recipe_options import (
     said_options,
     tokens_of,
 )
-from .words import said, words_of
+from .words import said, sets_segments, words_of
 
 app = typer.Typer(
     cls=Commands,
@@ -91,6 +91,7 @@ Release = option(
     "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+CONFIRM = "Simulate each answer; with --no-confirm only what no formula knows, as GRPO's sampling."
 Pretrained = option(
     bool,
     "Download the model's tokenizer for the text of --dataset.",
@@ -252,7 +253,7 @@ def plan(
     gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
     dataset: option(Path | None, LENGTHS + ".", "--dataset", "--lengths") = None,
     pretrained: Pretrained = False,
-    confirm: option(bool, "Simulate each answer.", "--confirm/--no-confirm") = True,
+    confirm: option(bool, CONFIRM, "--confirm/--no-confirm") = True,
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: JSON = False,
 ) -> None:
@@ -304,7 +305,6 @@ def explain(
 ) -> None:
     from .explain import explain
     from .explain_recipe import says_no_method
-    from .script import sets_expandable_segments
 
     first, *rest = words or ["-"]
     notes: list[str] = []
@@ -327,7 +327,7 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
-    segments = expandable_segments or any(map(sets_expandable_segments, words or []))
+    segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
     found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes

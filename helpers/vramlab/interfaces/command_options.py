@@ -15,6 +15,7 @@ from ..base.text import printable
 from ..recipe import hub_names
 from ..recipe.knobs import Knob
 from ..recipe.shapes import read_shape
+from .configurations import sets_expandable_segments
 from .recipe_options import GENERATION, OPTIONS, Options
 
 
@@ -98,6 +99,8 @@ def takes(
             shared = shared_name(model)
             if shared:
                 typer.echo(printable(f"note: {shared}"), err=True)
+            if "expandable_segments" in values and sets_expandable_segments(model):
+                values["expandable_segments"] = True
             command(make(model, {name: values.pop(name) for name in known}), **values)
 
         model = Annotated[

@@ -14,7 +14,8 @@ import typer
 from ..base.errors import RecipeError
 from ..base.files import MOST_TEXT, NOT_OURS, is_ours
 from ..base.text import printable
-from ..hardware.gpu import Gpu, find_gpu, usable_memory
+from ..formulas.predict import predict
+from ..hardware.gpu import Gpu, cards_of, find_gpu, is_also, usable_memory
 from ..planning.counted import HOSTS, host_memory
 from ..planning.sizes import card_with, size_of
 from ..recipe.recipe import Recipe
@@ -109,10 +110,31 @@ def check_written(**files: Path | None) -> None:
 
 def asked_card(name: str | None, recipe: Recipe) -> Gpu | None:
     """Return the GPU asked for; refuse a precision that it lacks."""
-    card = card_of(name) if name is not None else None
-    if card:
-        card.require(recipe.precision)
+    if name is None:
+        return None
+    card = card_of(name) if is_size(name) else find_gpu(name)
+    _require(card, recipe)
+    if not is_size(name):
+        _say_family(name, card)
     return card
+
+
+def _require(card: Gpu, recipe: Recipe) -> None:
+    """Raise RecipeError where the card lacks the precision, with options that are known to do."""
+    why, _, form = card.why_not(recipe.precision).rpartition(": take ")
+    if not why:
+        return
+    _, _, kind = recipe.precision.partition("-")
+    fields: dict[str, Any] = {"precision": f"{form}-{kind}" if kind else form}
+    if recipe.dtype == "bfloat16":
+        fields["dtype"] = "float16"
+    try:
+        predict(recipe.replace(**fields))
+    except RecipeError:
+        # TRL's trainers make a quantized base's adapters bf16, which fp16's scaler refuses.
+        fields["trainer"] = "transformers"
+    options = " ".join(f"--{name} {value}" for name, value in fields.items())
+    raise RecipeError("precision", recipe.precision, f"{why}: take {options}")
 
 
 def is_watched() -> bool:
@@ -132,12 +154,24 @@ def is_size(name: str | None) -> bool:
 def card_of(name: str) -> Gpu:
     """Return the card of a name, or the table's least that has a size of memory, and say it."""
     if not is_size(name):
-        return find_gpu(name)
+        card = find_gpu(name)
+        _say_family(name, card)
+        return card
     size = size_of("gpu", name)
     assert size is not None  # it is one
     card = card_with(size)
-    say(f"note: {name} is taken as {card.name}, the table's least card of that memory", err=True)
+    why = "the table's least card of that memory"
+    if size % GiB and card in cards_of(size):
+        why = "which reports so much"
+    say(f"note: {name} is taken as {card.name}, {why}", err=True)
     return card
+
+
+def _say_family(name: str, card: Gpu) -> None:
+    """Say which card a family's name is taken as."""
+    others = ", ".join(is_also(name))
+    if others:
+        say(f"note: {name} is taken as {card.name}; there is also {others}", err=True)
 
 
 def granted_to(
@@ -227,8 +261,11 @@ def finish(
         report.environment["host_memory"] = free
         if as_json:
             report.notes += [sentence]
+    whose = recorded_on(report)
+    if as_json and whose:
+        report.notes.insert(0, whose)
     whole = whole or report
-    lines = [recorded_on(report), str(whole), sentence]
+    lines = [whose, str(whole), sentence]
     text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, lines))
     say(text)
     if report.status != "ok" or fits is False or report.environment.get("tier") == "tight":

@@ -46,6 +46,14 @@ def is_configuration(model: Any) -> bool:
     return isinstance(model, str) and model.lower().endswith(SUFFIXES) and Path(model).is_file()
 
 
+def sets_expandable_segments(path: Any) -> bool:
+    """Tell whether a YAML's program sets its allocator so by itself.
+
+    axolotl does, before it trains (`set_pytorch_cuda_alloc_conf` of its utils).
+    """
+    return is_configuration(path) and _program(Path(path), _read(Path(path))) == AXOLOTL
+
+
 def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """Return the recipe of a program's YAML, and what is to be said with it.
 

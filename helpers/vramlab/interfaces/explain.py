@@ -116,7 +116,7 @@ def _of_both(
     """Return what message and recipe say together, with one figure for what is missing."""
     taken = ""
     if assumed:
-        recipe, taken = taken_from(message, recipe)
+        recipe, taken = taken_from(message, recipe, card)
     run = Run(recipe, card, granted)
     against = run.contradictions(message)
     request = run.request(message)
@@ -172,7 +172,7 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
 
 @needing("assert_fits")
 def report_of(what: Any, **given: Any) -> Report:
-    """Return the report of `what`, as in `assert_fits`.
+    """Return the report of `what`, as in `assert_fits`; None: of what is `given`.
 
     Simulated with what is `given`, unless it is one.
     """
@@ -180,6 +180,8 @@ def report_of(what: Any, **given: Any) -> Report:
         return what
     from ..simulation.simulate import simulate
 
-    if not isinstance(what, Mapping):
+    if what is None:
+        what = {}
+    elif not isinstance(what, Mapping):
         what = {"model" if hasattr(what, "named_parameters") else "recipe": what}
     return simulate(**{**given, **what})

@@ -1,5 +1,6 @@
 """What an out-of-memory message means by itself, and what to do about it."""
 
+from ..hardware.gpu import cards_of
 from ..report.report import format_bytes, unit_for
 from .messages import WORDS, Holder, Message
 
@@ -48,8 +49,18 @@ def of_message(message: Message, alone: bool) -> list[str]:
     lines = _by_kind(message, alone)
     lines += [_holder(one) for one in message.holders]
     if alone:
+        lines += _likely_card(message)
         lines.append(MORE)
     return lines
+
+
+def _likely_card(message: Message) -> list[str]:
+    """Return the cards that report as much memory as the message's, in a line."""
+    total = message.bytes.get("total")
+    if message.kind != "card" or not total:
+        return []
+    names = " or ".join(card.name for card in cards_of(total))
+    return [f"a card that has {sized(total)}: likely {names} (--gpu)"] if names else []
 
 
 def _by_kind(message: Message, alone: bool) -> list[str]:

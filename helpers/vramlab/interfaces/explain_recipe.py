@@ -7,12 +7,12 @@ from typing import Any
 from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu
-from ..planning.changes import DEFAULT_CARD, Change, cheapest
+from ..planning.changes import DEFAULT_CARD, Change, cheapest, cheapest_pair, runs_liger
 from ..planning.counted import counted_as, host_memory
 from ..planning.step_time import estimate
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
-from ..report.report import MiB, Report, encode, format_bytes, unit_for
+from ..report.report import NO_TIER, TIERS, MiB, Report, encode, format_bytes, unit_for
 from .explain_message import missing_of, sized
 from .messages import Message
 
@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "quantization": Quantization(),
     },
 }
+WITHOUT_BF16 = {"bf16-mixed": "fp16-mixed", "bf16-true": "fp16-true", "bfloat16": "float16"}
 # The allocator asks CUDA for requests over 10 MiB in multiples of this (kRoundLarge).
 ROUNDED = 2 * MiB
 LARGE = 64 * MiB  # smaller requests have the size of too many tensors
@@ -109,6 +110,13 @@ class Run:
         for change in ranked:
             taken = change.frees if of_process else change.saves
             facts.append(self._facts(change, taken >= need))
+        # A pair takes a hundred reports, which formulas give at once.
+        if need and self._source is predict and not any(fact["enough"] for fact in facts):
+            pair = cheapest_pair(self.recipe, self.card, need, self.witness, of_process)
+            if pair:
+                fact = self._facts(pair, True)
+                fact["text"] += ", enough together"
+                facts.append(fact)
         return facts
 
     def _facts(self, change: Change, enough: bool) -> dict[str, Any]:
@@ -128,7 +136,10 @@ class Run:
     def change_lines(self, changes: list[dict[str, Any]], missing: int | None) -> list[str]:
         """Return the changes as lines under a head that says what is missing."""
         lack = f", {sized(missing)} being missing" if missing else ""
-        lines = [f"the cheapest changes{lack}:"]
+        lines = [f"the cheapest changes{lack}:", *self._setting()]
+        if not runs_liger(self.card):
+            name = self.card.name if self.card else ""
+            lines.append(f"  (Liger's kernels, which are Triton's, do not run on {name})")
         for change in changes:
             text = f"  {change['text']}"
             if change["seconds"]:
@@ -141,6 +152,18 @@ class Run:
                 text += ", not enough alone"
             lines.append(text)
         return lines if changes else [*lines, "  none takes much off the peak"]
+
+    def _setting(self) -> list[str]:
+        """Return what expandable segments alone would do where they make it surer that it fits."""
+        report = self.report
+        if report.expandable_segments or report.otherwise is None or report.usable is None:
+            return []
+        tiers = [*TIERS, NO_TIER]
+        with_them = report.otherwise.verdict(report.usable)
+        if tiers.index(with_them) >= tiers.index(report.verdict):
+            return []
+        setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        return [f"  {setting}: {with_them}, {report.otherwise}, the same training"]
 
     def contradictions(self, message: Message) -> list[str]:
         """Return what recipe and message say of each other that cannot both be."""
@@ -233,9 +256,13 @@ def says_no_method(recipe: Recipe) -> bool:
     return all(getattr(recipe, name) == getattr(usual, name) for name in names)
 
 
-def taken_from(message: Message, recipe: Recipe) -> tuple[Recipe, str]:
+def taken_from(message: Message, recipe: Recipe, card: Gpu | None) -> tuple[Recipe, str]:
     """Return the recipe trained as the message says, and a sentence on what was taken from it."""
     fields, why = _method(message, recipe)
+    if card and not card.supports("bf16-mixed"):
+        # as many bytes, in the half precision that it has
+        fields = {name: WITHOUT_BF16.get(str(value), value) for name, value in fields.items()}
+        why = why.replace("bf16", "fp16")
     recipe = recipe.replace(**fields)
     sized_as = _tokens(message, recipe)
     said = [why] if why else []

@@ -13,6 +13,7 @@ WHY_NOT = dict.fromkeys(
 WHY_NOT |= {
     name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]
 }
+SIMULATED = ("torch_compile",)  # which no formula knows
 SAY = {
     name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
 }
@@ -35,5 +36,6 @@ def instead(error: Any, command: str | None) -> str:
     why = f"say {SAY[name]}" if SAY.get(name) in known else why
     # `plan` chooses much of a recipe itself.
     if not why and name in OPTIONS and command in ("plan", "generate"):
-        why = f"{command} does not take it, predict and simulate do"
+        others = "simulate does" if name in SIMULATED else "predict and simulate do"
+        why = f"{command} does not take it, {others}"
     return f"There is no option {option}: {why}." if why and command else ""

@@ -62,7 +62,7 @@ def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
     path = request.path.with_suffix(".budgets.json")
     name = request.node.nodeid.partition("::")[2]
 
-    def check(what: Any, **given: Any) -> None:
+    def check(what: Any = None, **given: Any) -> None:
         from .explain import report_of
 
         peak = report_of(what, **given).peak

@@ -13,6 +13,7 @@ from ..recipe.configuration import read_json_file
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import Report
+from . import configurations, script
 from .configurations import is_configuration, read_configuration, recipe_in
 from .recipe_options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
@@ -31,6 +32,11 @@ def words_of(text: str) -> list[str]:
             text,
             f"it must be words as a shell takes them ({error})",
         ) from None
+
+
+def sets_segments(what: str) -> bool:
+    """Tell whether a script or a program's YAML sets its allocator to expandable segments."""
+    return script.sets_expandable_segments(what) or configurations.sets_expandable_segments(what)
 
 
 def said(

@@ -66,6 +66,7 @@ class Choice:
         needs: bytes of the process with the allocator's settings that were asked for.
         by_default: the same with the allocator's default settings, for a script of one's own.
         tier: the surest in which it fits, "" where it fits in none.
+        time: of a step; None where images are read, which no formula knows.
         host: bytes of host memory that have to be free for all ranks.
         over: bytes that it lacks in the tier asked for.
         notes: what to know before choosing it.
@@ -76,7 +77,7 @@ class Choice:
 
     recipe: Recipe
     report: Report
-    time: StepTime
+    time: StepTime | None
     needs: Interval
     by_default: Interval
     tier: str
@@ -101,7 +102,7 @@ class Choice:
     @property
     def seconds(self) -> float:
         """Of an epoch where the data's lengths are known, else of a step."""
-        return self.epoch or self.time.seconds
+        return self.epoch or (self.time.seconds if self.time else math.inf)
 
 
 class Candidate:
@@ -408,5 +409,6 @@ def is_as_fast(choice: Choice, other: Choice) -> bool:
 
     That is within the error of the other's time.
     """
+    assert other.time  # of a model that formulas know
     error = other.time.high / other.time.seconds
     return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds

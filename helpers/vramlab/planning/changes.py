@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,9 @@ DEFAULT_CARD = "A100 80GB"  # for relative times where no card is named
 LEAST_SAVED = 0.01  # of the peak: less is no help
 LEAST_SLOWER = 0.02  # of the step: less is not said
 SHORTEST = 64  # tokens
+MOST_CHANGES = 12  # that `_changes` has
 MOST_GPUS = 1024
+SHARE = 0.05  # of a card: steps in which another share is tried for vLLM
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ def cheapest(
     seconds = _seconds(recipe, card)
     changes = []
     for fields, same in _changes(recipe):
-        # Triton's kernels do not run on older cards.
-        if "use_liger_kernel" in fields and card and card.compute_capability < LIGER_SINCE:
+        if "use_liger_kernel" in fields and not runs_liger(card):
             continue
         # This model or trainer cannot have it, or the formulas do not know it.
         with contextlib.suppress(RecipeError, GpuError):
@@ -99,6 +101,52 @@ def cheapest(
         return taken < need, not change.same, change.time or 1.0, -change.saves
 
     return sorted(changes, key=order)[:count]
+
+
+def runs_liger(card: Gpu | None) -> bool:
+    """Tell whether Liger's kernels, which are Triton's, run on the card; True of none."""
+    return card is None or card.compute_capability >= LIGER_SINCE
+
+
+def cheapest_pair(
+    recipe: Recipe,
+    card: Gpu | None,
+    need: int,
+    witness: Callable[..., Report] = predict,
+    of_process: bool = False,
+) -> Change | None:
+    """Return the cheapest two changes that take `need` together, as `cheapest` orders; None.
+
+    The second is looked for after the first, so what depends on it counts.
+    """
+    report = witness(recipe)
+    seconds = _seconds(recipe, card)
+    found = []
+    for fields, same in _changes(recipe):
+        if "use_liger_kernel" in fields and not runs_liger(card):
+            continue
+        with contextlib.suppress(RecipeError, GpuError):
+            halfway = recipe.replace(**fields)
+            if halfway == recipe:
+                continue
+            for change in cheapest(halfway, card, 0, count=MOST_CHANGES, witness=witness):
+                if fields.keys() & change.fields.keys():
+                    continue
+                both = fields | change.fields
+                changed = recipe.replace(**both)
+                after = witness(changed)
+                saves = report.peak.total - after.peak.total
+                frees = _process(report) - _process(after)
+                if (frees if of_process else saves) < need:
+                    continue
+                time = _seconds(changed, card)
+                relative = time / seconds if time and seconds else None
+                found.append(Change(both, saves, relative, same and change.same, frees))
+
+    def order(change: Change) -> tuple:
+        return not change.same, change.time or 1.0, -change.saves
+
+    return min(found, key=order, default=None)
 
 
 def _process(report: Report) -> int:
@@ -160,6 +208,10 @@ def advise(question: Question, offloaded: bool = False) -> Iterator[str]:
             yield sentence
     if refused and fits_elsewhere:
         return
+    # Each try of a trainer that samples is simulated, so the first that fits is said alone.
+    for sentence in _first_fit(question, _shares(question)):
+        yield sentence
+        return
     if not offloaded:
         yield from _with_offloaded_activations(question)
     for changes in _wider(question):
@@ -185,9 +237,32 @@ def _first_fit(
         with contextlib.suppress(RecipeError):
             recipe = Search(dataclasses.replace(question, **change)).any_fit()
             if recipe:
+                if "rollouts" in change:
+                    share = change["rollouts"].vllm_gpu_memory_utilization
+                    change = {"vllm_gpu_memory_utilization": share}
                 fields = ", ".join(f"{name}={value!r}" for name, value in change.items())
                 yield f"{fields} fits: {recipe}"
                 return
+
+
+def _shares(question: Question) -> list[Fields]:
+    """Return other shares of the card for a vLLM on it, the least that holds what it needs first.
+
+    That is its weights and the keys and values of one batch. Each is simulated, so they are few.
+    """
+    rollouts = question.rollouts
+    if not (rollouts and rollouts.is_colocated):
+        return []
+    from ..simulation.colocated import least_share
+
+    least = math.ceil(least_share(question.plain, question.gpu) / SHARE)
+    changes = []
+    for steps in (least, least + 1, least + 2):
+        share = round(steps * SHARE, 2)
+        if share < 1 and share != rollouts.vllm_gpu_memory_utilization:
+            other = dataclasses.replace(rollouts, vllm_gpu_memory_utilization=share)
+            changes.append({"rollouts": other})
+    return changes
 
 
 def _under_other_rules(question: Question) -> Iterator[list[Fields]]:

@@ -12,7 +12,6 @@ what is assumed of the context. Memory is `predict`'s, then `simulate`'s; second
 
 import json
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,19 +21,18 @@ from ..base import __version__, html
 from ..base.errors import RecipeError
 from ..base.files import NOT_OURS, is_ours, write_files
 from ..hardware.gpu import Gpu
-from ..recipe.recipe import Recipe
 from ..report.report import GiB, encode, format_bytes, text_table
 from .alternatives import Alternative, alternatives
 from .candidate import Candidate, Choice, best_first
 from .changes import advise
-from .counted import HOSTS
+from .image_search import ImageSearch
+from .plan_lines import costs_of, figures_of, host_memory_of, short_words, wrapped
 from .plan_notes import notes_on_question
 from .plan_script import scripts, words
 from .question import Question
 from .search import Search
 from .search_space import to_install
 
-WIDTH = 80  # characters of a line in a terminal
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
     "safe": "fits at the highest figures seen of allocator and context",
@@ -146,10 +144,12 @@ class Plan:
 
     def table(self) -> str:
         """Return a line of figures for each choice, and its recipe under it."""
-        # The times of an epoch are known only where the data's lengths are.
         header = "method", "tier", "peak", "process", "at most", "tokens/s", "from – to", "epoch"
-        rows = [header, *map(_figures, self.choices)]
-        if not any(choice.epoch for choice in self.choices):
+        rows = [header, *map(figures_of, self.choices)]
+        # No speed is known with images, times of an epoch only where the data's lengths are.
+        if not any(choice.time for choice in self.choices):
+            rows = [row[:-3] for row in rows]
+        elif not any(choice.epoch for choice in self.choices):
             rows = [row[:-1] for row in rows]
         head, rule, *lines = text_table(rows).split("\n")
         table = [head, rule]
@@ -157,7 +157,7 @@ class Plan:
         # A recipe is too long for a column.
         for line, choice in zip(lines, self.choices, strict=True):
             table.append(line)
-            table.append(_wrapped(indent + _short(choice.recipe), indent))
+            table.append(wrapped(indent + short_words(choice.recipe), indent))
         return "\n".join(table)
 
     def _repr_html_(self) -> str:
@@ -168,14 +168,14 @@ class Plan:
         rows = []
         for choice in self.choices:
             sizes = [f"{size / GiB:.2f}" for size in (choice.report.peak.total, choice.needs.high)]
-            speed = f"{choice.time.tokens / choice.time.seconds:,.0f}"
-            rows.append((choice.method, choice.tier, *sizes, speed, _short(choice.recipe)))
+            speed = figures_of(choice)[5]
+            rows.append((choice.method, choice.tier, *sizes, speed, short_words(choice.recipe)))
         q = self.question
         room = format_bytes(self.usable, digits=2)
         title = f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, "
         title += f"on {self._cards}, {room}"
         # What leaving a switch out costs stands below, as in the text.
-        costs = [_costs(choice) for choice in self.choices if choice.without]
+        costs = [costs_of(choice) for choice in self.choices if choice.without]
         by_default = [self._by_default()] if self.question["expandable_segments"] else []
         return html.table(head, rows, title, [*by_default, *self.notes, *costs])
 
@@ -191,20 +191,20 @@ class Plan:
         for method, rules in self.refused.items():
             lines.append(f"{method}: no recipe, because {'; '.join(rules)}")
         lines += [f"- {advice}" for advice in self.advice]
-        lines += [_costs(choice) for choice in self.choices if choice.without]
+        lines += [costs_of(choice) for choice in self.choices if choice.without]
         for choice in self.choices:
             others = self.alternatives.get(choice.method, ())
             lines += [f"{choice.method} {other}" for other in others]
         if self.choices and self.question["expandable_segments"]:
             lines.append(self._by_default())
-        lines += [_host(choice) for choice in self.choices if choice.host >= GiB]
+        lines += [host_memory_of(choice) for choice in self.choices if choice.host >= GiB]
         for choice in self.choices:
             lines += [f"{choice.method}: {note}" for note in choice.notes]
         lines += [f"note: {note}" for note in self.notes]
         if self.choices:
             lines += self._explained()
         # A table has its own line breaks.
-        return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
+        return "\n".join(line if "\n" in line else wrapped(line) for line in lines)
 
     def _asked(self) -> str:
         """Return the line that says what was asked, and how much memory there is."""
@@ -214,7 +214,10 @@ class Plan:
             room += " each"
         if asked["other_memory"]:
             room += f" beside {format_bytes(asked['other_memory'], digits=2)} of others"
-        batch = f"{asked['seq_len']:,} tokens, global batch {asked['global_batch']}"
+        rows = f"{asked['seq_len']:,} tokens"
+        if asked["images"]:
+            rows = f"{asked['images']} × {', '.join(asked['image_size'])} a sample"
+        batch = f"{rows}, global batch {asked['global_batch']}"
         return f"{asked['model']}, {batch}, on {self._cards}, {room}"
 
     def _explained(self) -> Iterator[str]:
@@ -232,7 +235,9 @@ class Plan:
             packages |= dict.fromkeys(to_install(choice.recipe))
         if packages:
             yield f"to install: {', '.join(packages)}"
-        yield f"{self._sources()}; speed {self.choices[0].time.basis.split(':')[0]}"
+        time = self.choices[0].time
+        speed = time.basis.split(":")[0] if time else "unknown: no formula knows the model"
+        yield f"{self._sources()}; speed {speed}"
 
     def _warnings(self) -> Iterator[str]:
         """Yield what is said first: whose memory is not simulated, and why, each reason once."""
@@ -274,9 +279,10 @@ class Plan:
         if better.tier:
             lacks += f" ({better.tier} as it is)"
         if answer is None:
-            return f"{better.method}: the nearest {lacks}: {_short(better.recipe)}"
+            return f"{better.method}: the nearest {lacks}: {short_words(better.recipe)}"
+        assert better.time  # of a model that formulas know
         rate = f"{better.time.tokens_per_second:,.0f} tokens/s"
-        return f"{better.method} at {rate} {lacks}: {_short(better.recipe)}"
+        return f"{better.method} at {rate} {lacks}: {short_words(better.recipe)}"
 
 
 Standing = Callable[[Plan, int, int], None]
@@ -309,6 +315,8 @@ def plan(
         RecipeError, GpuError: one sentence that says which argument was wrong.
     """
     question = Question(model, gpu, gpus, **asked)
+    if question.reads_images:
+        return _with_images(question, confirm)
     search = Search(question)
 
     # Each standing is a plan of its own: an answer that did not fit has given way by then.
@@ -337,18 +345,7 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         if nearly:
             better.append(nearly.choice(tier))
     return Plan(
-        question={
-            "model": question.plain.name,
-            "gpu": question.gpu.name,
-            "seq_len": question.plain.seq_len,
-            "gpus": question.gpus,
-            "global_batch": question.global_batch,
-            "method": question.method,
-            "tier": question.tier,
-            "expandable_segments": question.expandable_segments,
-            "packing": question.packing,
-            "other_memory": question.other_memory,
-        },
+        question=_said(question),
         usable=question.usable,
         choices=tuple(choices),
         alternatives=others,
@@ -359,6 +356,36 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         predicted=search.predicted,
         notes=tuple(notes_on_question(question, choices)),
     )
+
+
+def _with_images(question: Question, confirm: bool) -> Plan:
+    """Return the plan of a model that reads images, whose answers are all simulated."""
+    if not confirm:
+        rest = f"no formula knows {question.plain.name}, so its answers are simulated: leave it out"
+        raise RecipeError("confirm", False, rest)
+    search = ImageSearch(question)
+    choices = search.choices()
+    return Plan(
+        question=_said(question),
+        usable=question.usable,
+        choices=tuple(choices),
+        advice=() if choices else tuple(search.lacks.values()),
+        refused=search.refused,
+        considered=len(search.reports),
+    )
+
+
+def _said(question: Question) -> dict[str, Any]:
+    """Return what was asked, as a plan repeats it."""
+    said = {
+        "model": question.plain.name,
+        "gpu": question.gpu.name,
+        "seq_len": question.plain.seq_len,
+    }
+    names = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
+    for name in (*names, "other_memory", "images", "image_size"):
+        said[name] = getattr(question, name)
+    return said
 
 
 def _refused(search: Search) -> dict[str, tuple[str, ...]]:
@@ -388,55 +415,3 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     for name, reason in pairs:
         groups.setdefault(reason, []).append(name)
     return groups
-
-
-def _figures(choice: Choice) -> tuple[str, ...]:
-    """Return a choice's row of the table."""
-    time = choice.time
-    # The longest time is the slowest rate.
-    likely = f"{time.tokens / time.seconds:,.0f}"
-    slowest = f"{time.tokens / time.high:,.0f}"
-    fastest = f"{time.tokens / time.low:,.0f}"
-    return (
-        choice.method,
-        choice.tier,
-        f"{choice.report.peak.total / GiB:.2f}",
-        f"{choice.needs.value / GiB:.2f}",
-        f"{choice.needs.high / GiB:.2f}",
-        likely,
-        f"{slowest} – {fastest}",
-        f"{choice.epoch / 3600:,.1f} h" if choice.epoch else "",
-    )
-
-
-def _wrapped(line: str, indent: str = "    ") -> str:
-    """Return the line in pieces of at most WIDTH characters, all but the first indented."""
-    return textwrap.fill(
-        line,
-        WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _host(choice: Choice) -> str:
-    """Return how much host memory the tier supposes, and where there is not so much."""
-    smaller = []
-    for name, size in HOSTS.items():
-        if size * GiB < choice.host:
-            smaller.append(f"{name} has {size:g}")
-    rest = f" ({', '.join(smaller)})" if smaller else ""
-    free = f"{choice.host / GiB:.1f} GiB of host memory free"
-    return f"{choice.method}: {choice.tier} with {free}{rest}"
-
-
-def _costs(choice: Choice) -> str:
-    """Return what leaving out each switch of a choice would add to its peak."""
-    added = [f"{name} {size / GiB:+.2f}" for name, size in choice.without.items()]
-    return f"{choice.method} without: {', '.join(added)} GiB"
-
-
-def _short(recipe: Recipe) -> str:
-    """Return the recipe without what the plan's first line says."""
-    return words(recipe).replace(f"{recipe.seq_len} tokens · ", "", 1)

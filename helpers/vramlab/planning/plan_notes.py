@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from ..hardware.gpu import cards_of, is_also
 from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
-from ..report.report import format_bytes
+from ..report.report import GiB, format_bytes
 from .candidate import Choice, epoch_of, is_as_fast
 from .counted import counted_as
 from .question import Question
@@ -55,8 +56,17 @@ def _about_the_card(question: Question) -> Iterator[str]:
     """Yield what is taken for granted of a card that is not named or not known well."""
     name = question.gpu.name
     if question.assumed:
+        alike = [card.name for card in cards_of(question.memory or 0)]
         rest = "the table's least with so much memory"
+        if name in alike and (question.memory or 0) % GiB:
+            others = [other for other in alike if other != name]
+            rest = "likely, by its size"
+            if others:
+                rest = f"which reports so much, as {', '.join(others)}"
         yield f"no card is named: speed and kernels are {name}'s, {rest}"
+    more = ", ".join(is_also(question.said_gpu)) if question.said_gpu else ""
+    if more:
+        yield f"{question.said_gpu} is taken as {name}; there is also {more}"
     if not (question.memory or question.gpu.total_known):
         usable = format_bytes(question.usable, digits=2)
         rest = f"{usable} is the least part of its box that any card reports"
@@ -126,6 +136,7 @@ def _packed(choice: Choice, question: Question) -> str:
         packing=choice.recipe.trainer == "sft",
     )
     packing = dataclasses.replace(question, packing=True)
+    assert choice.time  # of a model that formulas know
     seconds = epoch_of(packing, recipe, choice.time.parts)
     if seconds is None or seconds > LEAST_SAVED * choice.epoch:
         return ""

@@ -21,11 +21,12 @@ from typing import Any
 
 from ..base.errors import RecipeError, needing
 from ..formulas import shards
-from ..recipe import lora_modules
+from ..recipe import images, lora_modules
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
+from ..recipe.process_context import loads_on_host
 from ..recipe.recipe import Recipe
 from ..report.report import installed, repository
 from .counted import counted_as
@@ -62,8 +63,15 @@ def scripts(
     if not name.isprintable():
         rest = "line breaks and control characters cannot stand in the lines that start the program"
         raise RecipeError("path", name, rest)
-    if recipe.shape.task != "causal-lm" and recipe.trainer != "reward":
-        raise RecipeError("task", recipe.shape.task, "programs are written for causal-lm")
+    task = recipe.shape.task
+    if task == "image-text" and recipe.trainer != "sft":
+        rest = "programs for samples with images are SFTTrainer's: say trainer='sft'"
+        raise RecipeError("trainer", recipe.trainer, rest)
+    if task == "image-text" and not recipe.images:
+        rest = "programs for a model that reads images train it on samples with some: say how many"
+        raise RecipeError("images", recipe.images, rest)
+    if task not in ("causal-lm", "image-text") and recipe.trainer != "reward":
+        raise RecipeError("task", task, "programs are written for causal-lm and image-text")
     sharding = recipe.sharding
     stem = Path(name).stem
     beside = ""
@@ -97,7 +105,7 @@ def scripts(
 
 def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return what the templates write of the recipe, but for its arguments."""
-    trainer = PROGRAMS["trainers"][recipe.trainer]
+    trainer = PROGRAMS["images"] if recipe.images else PROGRAMS["trainers"][recipe.trainer]
     rate = trainer["learning_rate"]
     if recipe.adapters:
         rate *= ADAPTERS_TIMES
@@ -113,6 +121,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "own": trainer,
         "longer": Code("refused" if _is_uncut(recipe) else trainer["longer"]),
         "uncut": _is_uncut(recipe),
+        "shown_tokens": sum(map(len, images.marked(recipe))) if recipe.images else 0,
         "trl": TRL.get(recipe.trainer),
         "trainer_class": _trainer_class(recipe),
         "words": textwrap.fill(words(recipe), WIDTH, subsequent_indent=4 * " "),
@@ -124,6 +133,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "learning_rate": Code(f"{rate:.0e}".replace("e-0", "e-")),
         "arguments_class": arguments_class(recipe).__name__,
         "unseen": _unseen(recipe),
+        "loads_on_host": loads_on_host(recipe),
         "witness": _witness(recipe),
         "adapters": _adapters(recipe) if recipe.adapters else {},
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",
@@ -135,7 +145,8 @@ def _witness(recipe: Recipe) -> Code:
     """Return the name of what knows the bytes of this very recipe."""
     sharding = recipe.sharding
     is_known = counted_as(recipe) is recipe and (sharding is None or shards.is_known(sharding))
-    return Code("predict" if is_known else "simulate")
+    reads_images = images.reader_of(recipe.shape) is not None
+    return Code("predict" if is_known and not reads_images else "simulate")
 
 
 def _is_uncut(recipe: Recipe) -> bool:
@@ -320,7 +331,11 @@ def _write_mesh(recipe: Recipe, arguments: Arguments) -> None:
     """Write how ranks form a mesh, and of one sample's tokens that they divide equally."""
     if "parallelism_config" in arguments:
         sizes = literal(arguments["parallelism_config"])
-        arguments["parallelism_config"] = Code(f"ParallelismConfig(**{sizes})")
+        handler = ""
+        if "sp_size" in arguments["parallelism_config"]:
+            name = literal(recipe.attn_implementation)
+            handler = f", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation={name})"
+        arguments["parallelism_config"] = Code(f"ParallelismConfig(**{sizes}{handler})")
     if recipe.trainer == "sft" and recipe.pieces > 1:
         arguments.setdefault("pad_to_multiple_of", recipe.pieces)
 
@@ -328,7 +343,7 @@ def _write_mesh(recipe: Recipe, arguments: Arguments) -> None:
 def _unseen(recipe: Recipe) -> Arguments:
     """Return what `Recipe.from_training_arguments` cannot see in the arguments."""
     unseen: Arguments = {}
-    if recipe.trainer not in TRL or _is_uncut(recipe):
+    if recipe.trainer not in TRL or _is_uncut(recipe) or recipe.images:
         unseen["seq_len"] = Code("TOKENS")
     if recipe.precision.endswith("-true"):
         unseen["precision"] = recipe.precision
@@ -359,6 +374,9 @@ def _unseen(recipe: Recipe) -> Arguments:
         "quantization",
         "sharding",
         "loop",
+        "images",
+        "image_size",
+        "max_pixels",
     ):
         if name in sources:
             unseen[name] = Code(sources[name])

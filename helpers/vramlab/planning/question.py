@@ -12,7 +12,7 @@ from ..base.errors import RecipeError, needing
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, usable_memory
 from ..hardware.nvml import held_by_others
-from ..recipe import liger, lora_modules, peft_methods
+from ..recipe import images, liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
 from ..recipe.options import GENERATING, LoRA, Rollouts, Sharding
 from ..recipe.peft_methods import Peft
@@ -190,11 +190,15 @@ class Question:
         None,
         help="Bytes per second between GPUs, in place of the table's.",
     )
+    images: int | None = same_knob(Recipe, "images")
+    image_size: FilledIn[Any, tuple[str, ...] | None] = same_knob(Recipe, "image_size")
+    max_pixels: int | None = same_knob(Recipe, "max_pixels")
 
     def __post_init__(self) -> None:
         # Sizes first, for the card may be found by its memory.
         self._read_sizes()
         self.assumed = self.memory is not None and self.gpu is None
+        self.said_gpu = self.gpu if isinstance(self.gpu, str) else ""
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
@@ -214,7 +218,7 @@ class Question:
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
-        for name in knobs(Question).keys() - {*SIZES, "lengths"}:
+        for name in knobs(Question).keys() - {*SIZES, "lengths", "image_size"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:
             rest = f"{self.gpus} GPUs share it: take a multiple"
@@ -230,8 +234,13 @@ class Question:
 
     def _check_together(self) -> None:
         """Refuse what is allowed by itself but not with the rest of the question."""
-        # Raises RecipeError for what the formulas do not know of the trainer.
-        with_its_adapters(without_rollouts(self.plain))
+        if self.reads_images:
+            if self.gpus > 1:
+                rest = "samples with images are modelled on one device"
+                raise RecipeError("gpus", self.gpus, rest)
+        else:
+            # Raises RecipeError for what the formulas do not know of the trainer.
+            with_its_adapters(without_rollouts(self.plain))
         if self.plain.sharding and "ddp" not in self.engines:
             rest = (
                 f"with trainer={self.trainer!r} plans are made for 'ddp', whose ranks sample whole"
@@ -292,6 +301,10 @@ class Question:
             longest = self.lengths[-1]
             positions = Recipe(self.model, task=self.task).shape.max_positions
             seq_len = min(longest, positions or longest)
+        size = images.read_sizes(self.image_size)
+        if self.images and not size:
+            size = images.largest(Recipe(self.model, task=self.task).shape)
+        self.image_size = size
         samples = self.trainer in GENERATING
         # A group's completions are those of all ranks.
         shares = samples and self.gpus > 1
@@ -306,7 +319,15 @@ class Question:
             num_layers=self.num_layers,
             trainer=self.trainer,
             packing=self.packing and self.trainer == "sft",
+            images=self.images,
+            image_size=size,
+            max_pixels=self.max_pixels,
         )
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model has a tower, which formulas do not know."""
+        return images.reader_of(self.plain.shape) is not None
 
     def _card(self) -> Gpu:
         """Return the GPU of this machine, or without one the table's least that has `memory`."""
@@ -350,7 +371,8 @@ class Question:
             return True
         is_text = self.plain.shape.task == "causal-lm" and not self.plain.shape.image_tokens
         runs = self.gpu.compute_capability >= LIGER_SINCE
-        return is_text and runs and self.plain.trainer == "transformers"
+        is_known = is_text or self.reads_images
+        return is_known and runs and self.plain.trainer == "transformers"
 
     def liger_replaces_trl(self) -> bool:
         """Tell whether Liger's kernels run wherever SFTTrainer's loss would be tried."""

@@ -126,7 +126,7 @@ def _options(
         "optim": question.optims,
         "attn_implementation": _kernels(question),
         "packing": (False, True) if question.can_be_packed() else (question.packing,),
-        "precision": question.precisions or _precisions(question.gpu, method),
+        "precision": question.precisions or precisions_to_try(question.gpu, method),
         "quantization": bases,
     }
 
@@ -215,7 +215,7 @@ def sizes_of(family: Recipe, sizes: Sequence[int]) -> Sequence[int]:
     if family.loop.optimizer_in_backward:
         return sizes[:1]  # no gradient survives to accumulate
     rows = family.batch_size * family.gradient_accumulation_steps
-    return sizes if rows == sizes[0] else _divisors(rows)
+    return sizes if not sizes or rows == sizes[0] else _divisors(rows)
 
 
 def method_of(recipe: Recipe) -> str:
@@ -372,7 +372,7 @@ def _waiting(recipe: Recipe, rank: model_states.RankBytes) -> int:
     return 0 if recipe.loop.optimizer_in_backward else rank.gradients
 
 
-def _precisions(card: Gpu, method: str) -> list[str]:
+def precisions_to_try(card: Gpu, method: str) -> list[str]:
     """Return the precisions to try: bf16 where the card computes in it, else fp16."""
     half = "bf16" if card.supports("bf16") else "fp16"
     precisions = []

@@ -3,7 +3,8 @@
 import re
 
 from ..base.errors import RecipeError
-from ..hardware.gpu import Gpu, find_gpu, gpu_names
+from ..hardware.gpu import Gpu, cards_of, find_gpu, gpu_names
+from ..report.report import GiB
 
 UNITS = {
     "": 1,
@@ -16,10 +17,14 @@ UNITS = {
 
 
 def card_with(memory: int) -> Gpu:
-    """Return the table's least card of at least `memory` bytes.
+    """Return the least of the cards that report `memory` bytes, or the least of at least as many.
 
     Raises RecipeError where there is none.
     """
+    exactly = cards_of(memory)
+    # A whole number of GiB is what a box says.
+    if exactly and memory % GiB:
+        return min(exactly, key=lambda card: (abs(card.total - memory), card.name))
     cards = map(find_gpu, gpu_names())
     large_enough = [card for card in cards if card.memory_gb << 30 >= memory]
     if not large_enough:

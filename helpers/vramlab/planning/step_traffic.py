@@ -19,6 +19,9 @@ and Yuan 2009):
     a ring of R ranks      + A (R − 1) K for each pass through a layer, backward too, and
                            + A R K₃₂       K bytes of its own keys and values (K₃₂ in fp32), whose
                                           gradients go around (torch's `_templated_ring_attention`)
+    R ranks by Ulysses     + A (R − 1)/R Q for each pass through a layer, backward too, of Q bytes
+                                          of its own tokens' queries, keys, values and results
+                                          (DeepSpeed's `UlyssesSPAttentionHF`)
 """
 
 from math import prod
@@ -111,14 +114,19 @@ def _sent_of_states(recipe: Recipe, sharding: Sharding) -> float:
 
 def _sent_of_tokens(recipe: Recipe, sharding: Sharding) -> float:
     """Return the bytes of its own tokens' keys and values that one rank sends in a step."""
-    ranks = sharding.cp_size
+    ranks = recipe.ranks_of_sample
+    if ranks == 1:
+        return 0.0
     shape = recipe.shape
-    tokens = recipe.tokens // ranks  # of all micro-batches
-    numbers = 2 * tokens * shape.num_kv_heads * shape.head_dim * shape.num_layers
+    channels = recipe.tokens // ranks * shape.head_dim * shape.num_layers  # of all micro-batches
     size = 2 if recipe.precision[:4] in HALF else 4
     passes = 2 + int(recipe.gradient_checkpointing)
-    gradients = ranks * 4 if ranks > 1 else 0
-    return numbers * (passes * (ranks - 1) * size + gradients)
+    if sharding.sp_size > 1:
+        keys = max(ranks, shape.num_kv_heads)  # repeated where ranks are more
+        heads = 2 * shape.num_heads + 2 * keys
+        return channels * heads * size * passes * (1 - 1 / ranks)
+    gradients = ranks * 4
+    return 2 * channels * shape.num_kv_heads * (passes * (ranks - 1) * size + gradients)
 
 
 def to_host(recipe: Recipe) -> tuple[float, float]:

@@ -46,6 +46,11 @@ def no_sizes() -> Any:
     return defaultdict(dynamo("pgo").CodeState)
 
 
+def not_compiled() -> Any:
+    """Return what a callback answers of a frame that shall run as it is written."""
+    return dynamo("types").ConvertFrameReturn()
+
+
 def stands_for(callback: Any, own: Callable) -> None:
     """Give `callback` the mark by which torch tells whose compiled code is whose."""
     callback._torchdynamo_orig_backend = own

@@ -1,5 +1,6 @@
 """Private parts of DeepSpeed."""
 
+import sys
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ def gathered_by(handle: Any) -> torch.Tensor:
 
 
 def forget_groups() -> None:
-    """Let DeepSpeed make its process group anew."""
+    """Let DeepSpeed make its process groups anew, those of one sample's ranks too."""
     from deepspeed.utils import groups
 
     groups._WORLD_GROUP = None
+    groups.mpu = None
+    sequences: Any = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if sequences is not None:
+        sequences._SEQUENCE_PARALLEL_GROUP = None
+        sequences._SEQUENCE_DATA_PARALLEL_GROUP = None

@@ -61,12 +61,14 @@ def drop_masks(model: Any) -> None:
     _attach_context_parallel_hooks(model)
 
 
-def divide_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[Callable, Any]:
-    """Return what the Trainer makes of a batch for context parallel: a context, and a part."""
-    from transformers import Trainer
+def divide_batch(
+    kind: Any, trainer: Any, model: Any, batch: dict[str, Any]
+) -> tuple[Callable, Any]:
+    """Return what a Trainer of that `kind` makes of a batch for context parallel.
 
-    prepare: Any = Trainer._prepare_context_parallel_inputs
-    return prepare(trainer, model, batch)
+    That is a context, and a part.
+    """
+    return kind._prepare_context_parallel_inputs(trainer, model, batch)
 
 
 def prepare_evaluation(
@@ -80,3 +82,17 @@ def prepare_evaluation(
     trainer._gen_kwargs = generation
     trainer._wrap_model = wrap
     trainer.accelerator._models.append(model)
+
+
+def all_attention() -> dict[str, Callable]:
+    """Return the table of attention's functions by name."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return type(ALL_ATTENTION_FUNCTIONS)._global_mapping
+
+
+def take_attention(name: str) -> Callable:
+    """Return what was put into the place of an attention's function, which is there again."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name)

@@ -46,9 +46,7 @@ def to_training_arguments(recipe: RecipeFields, output_dir: str = "out", **chang
         **changes,
     }
     if "parallelism_config" in values:
-        from accelerate.parallelism_config import ParallelismConfig
-
-        values["parallelism_config"] = ParallelismConfig(**values["parallelism_config"])
+        values["parallelism_config"] = _parallelism_config(recipe, values["parallelism_config"])
     # on a CPU transformers refuses what it would not use
     recorded = {"tf32": values.pop("tf32")} if values["use_cpu"] else {}
     try:
@@ -59,6 +57,18 @@ def to_training_arguments(recipe: RecipeFields, output_dir: str = "out", **chang
         raise RecipeError("precision", recipe.precision, rest) from error
     vars(arguments).update(recorded)
     return arguments
+
+
+def _parallelism_config(recipe: RecipeFields, sizes: dict[str, int]) -> Any:
+    """Return accelerate's configuration of a mesh."""
+    from accelerate import ParallelismConfig
+
+    if "sp_size" not in sizes:
+        return ParallelismConfig(**sizes)
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=recipe.attn_implementation)
+    return ParallelismConfig(**sizes, sp_handler=handler)
 
 
 def arguments_class(recipe: RecipeFields) -> Any:
@@ -363,7 +373,8 @@ def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
     if sharding is None or sharding.engine == "ddp":
         return {}
     if sharding.engine != "fsdp":
-        return {"deepspeed": deepspeed_config(sharding)}
+        parallel = {"parallelism_config": sharding.parallelism} if sharding.parallelism else {}
+        return {"deepspeed": deepspeed_config(sharding), **parallel}
     is_third = sharding.stage == 3
     config = {"version": 2, "reshard_after_forward": is_third}
     if sharding.offload:

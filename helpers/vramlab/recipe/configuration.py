@@ -140,7 +140,10 @@ def read_json(field: str, text: Any, name: str | None = None) -> Any:
         return json.loads(text)
     except (RecursionError, TypeError, ValueError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise RecipeError(field, text if name is None else name, f"it is not JSON: {why}") from None
+        rest = f"it is not JSON: {why}"
+        if name and name.endswith(".py"):
+            rest = f"it is a script: vramlab explain {name} reads it, vramlab run starts it"
+        raise RecipeError(field, text if name is None else name, rest) from None
 
 
 def read_json_file(field: str, path: str | os.PathLike) -> Any:

@@ -363,7 +363,8 @@ class RecipeFields:
     @property
     def pieces(self) -> int:
         """The number of equal pieces into which a row is divided among ranks; a ring's have two."""
-        return self.ranks_of_sample * 2 if self.ranks_of_sample > 1 else 1
+        in_ring = self.sharding and self.sharding.cp_size > 1
+        return self.ranks_of_sample * (2 if in_ring else 1)
 
     @property
     def joins(self) -> bool:

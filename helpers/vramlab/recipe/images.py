@@ -10,29 +10,16 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Protocol
+from math import isqrt
+from typing import Any
 
 from ..base.errors import RecipeError, needing
 from .configuration import READERS, reason
+from .fields import RecipeFields
 from .knobs import Refusals
 from .model_sizes import Sizes
 
 MOST_SIDE = 2**14  # pixels
-
-
-class WithImages(Protocol):
-    """What of a recipe says which images a sample has."""
-
-    @property
-    def shape(self) -> Any: ...
-    @property
-    def images(self) -> int | None: ...
-    @property
-    def image_size(self) -> tuple[str, ...] | None: ...
-    @property
-    def max_pixels(self) -> int | None: ...
-    @property
-    def batch_size(self) -> int: ...
 
 
 def reader_of(shape: Sizes) -> Mapping[str, Any] | None:
@@ -40,7 +27,7 @@ def reader_of(shape: Sizes) -> Mapping[str, Any] | None:
     return READERS.get(shape.family)
 
 
-def sides(recipe: WithImages) -> list[tuple[int, int]]:
+def sides(recipe: RecipeFields) -> list[tuple[int, int]]:
     """Return height and width of each of a sample's images."""
     said = recipe.image_size or ()
     sizes = []
@@ -65,6 +52,37 @@ def read_sizes(value: Any) -> tuple[str, ...] | None:
             raise RecipeError("image_size", one, rest)
         sizes.append(f"{width}x{height}")
     return tuple(sizes)
+
+
+def largest(shape: Sizes) -> tuple[str, ...] | None:
+    """Return the size of the largest square that the processor does not make smaller."""
+    reader = reader_of(shape)
+    if reader is None:
+        return None
+    side = isqrt(reader["size"].get("longest_edge", 0))
+    side = side or shape.settings["vision_config"]["image_size"]
+    return (f"{side}x{side}",)
+
+
+def most_pixels(recipe: RecipeFields) -> int:
+    """Return the pixels to which the processor makes larger images smaller."""
+    reader = READERS[recipe.shape.family]
+    if reader["tokens"]:
+        return recipe.shape.settings["vision_config"]["image_size"] ** 2
+    return recipe.max_pixels or reader["size"]["longest_edge"]
+
+
+def least_pixels(recipe: RecipeFields) -> int:
+    """Return the least `max_pixels` that can be said, 0 where none is left to choose."""
+    is_open = recipe.images and not recipe.max_pixels
+    return READERS[recipe.shape.family]["size"].get("shortest_edge", 0) if is_open else 0
+
+
+def rounded(recipe: RecipeFields, pixels: int) -> int:
+    """Return the pixels of as many whole tokens, at most `pixels`."""
+    processor = _processor(recipe.shape, None)
+    area = (processor.patch_size * processor.merge_size) ** 2
+    return pixels // area * area
 
 
 @lru_cache(maxsize=32)
@@ -107,7 +125,7 @@ def _tokens(
     return patches // processor.merge_size**2
 
 
-def tokens(recipe: WithImages) -> list[int]:
+def tokens(recipe: RecipeFields) -> list[int]:
     """Return the tokens of each of a sample's images."""
     counts = []
     for height, width in sides(recipe):
@@ -115,7 +133,7 @@ def tokens(recipe: WithImages) -> list[int]:
     return counts
 
 
-def marked(recipe: WithImages) -> Iterator[list[int]]:
+def marked(recipe: RecipeFields) -> Iterator[list[int]]:
     """Yield of each image the ids that stand for it, those around it included."""
     reader = READERS[recipe.shape.family]
     settings = recipe.shape.settings
@@ -124,7 +142,7 @@ def marked(recipe: WithImages) -> Iterator[list[int]]:
         yield [*around[:1], *[settings[reader["image"]]] * count, *around[1:]]
 
 
-def pixels(recipe: WithImages) -> dict[str, Any]:
+def pixels(recipe: RecipeFields) -> dict[str, Any]:
     """Return what the processor makes of a micro-batch's images, real tensors on the CPU."""
     if not recipe.images:
         return {}

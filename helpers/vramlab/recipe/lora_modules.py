@@ -25,6 +25,10 @@ KEPT_EXPERTS = (
     "packed experts are unpacked whole in each forward pass and kept for the backward one: "
     "gradient_checkpointing keeps one layer's at a time"
 )
+ON_HOST = (
+    "4-bit parameters that FSDP offloads are loaded in host memory, by each rank all of them: "
+    "from_pretrained(device_map={'': 'cpu'}); by itself it loads all of them on each card"
+)
 ADAPTABLE = ("linear", "conv1d", "embedding", "conv")  # kinds of weights
 BILLION = 1e9
 
@@ -239,6 +243,8 @@ def unquantized(recipe: WithAdapters) -> list[str]:
         # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
         stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
         notes.append(f"accelerate's FSDP shards 4-bit weights {stored}")
+        if recipe.sharding.offload == "parameters":
+            notes.append(ON_HOST)
     shape = recipe.shape
     packs = recipe.quantization.experts is not None
     if packs and not recipe.gradient_checkpointing:

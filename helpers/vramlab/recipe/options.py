@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.errors import RecipeError
+from ..base.errors import RecipeError, needing
 from .knobs import check, documented, knob
 from .sharding import AT_STAGE_3, OFFLOADS, STAGES, Sharding  # noqa: F401 — with the other parts
 
@@ -164,15 +164,33 @@ class Quantization:
         option="quantize_experts",
         label="Experts in 4 bits",
     )
+    skip_modules: tuple[str, ...] | None = knob(
+        None,
+        help="Modules that stay as they are, in place of the loader's own choice, the head: "
+        "model.visual,lm_head.",
+        option=True,
+        elsewhere="llm_int8_skip_modules",
+    )
 
     def __post_init__(self) -> None:
+        said = self.skip_modules
+        if said:
+            names = said.split(",") if isinstance(said, str) else said
+            object.__setattr__(self, "skip_modules", tuple(names))
         check(self, "quantization.")
 
     def words(self) -> str:
         """Return its part of `str(recipe)`."""
         double = " double" if self.double else ""
         experts = " with experts" if self.experts else ""
-        return f"{self.quant_type}{double}{experts}"
+        skipped = f" without {' and '.join(self.skip_modules)}" if self.skip_modules else ""
+        return f"{self.quant_type}{double}{experts}{skipped}"
+
+    def skips(self, module: str) -> bool:
+        """Tell whether transformers' loader leaves a module of that name as it is."""
+        with needing("quantization.skip_modules"):
+            from transformers.quantizers.quantizers_utils import should_convert_module
+        return not should_convert_module(module, list(self.skip_modules or ()))
 
 
 @documented

@@ -1,5 +1,8 @@
 """What can be cut by tensors or by layers, into how many parts, and what trains shards."""
 
+from typing import Any
+
+from ..base.errors import RecipeError
 from ..hardware.overhead import efficient_takes_groups
 from . import lora_modules
 from .families import FAMILIES
@@ -41,6 +44,21 @@ def refusals(recipe: RecipeFields) -> Refusals:
         yield from _divided(recipe, sharding)
     if sharding.cp_size > 1:
         yield from _in_rings(recipe, sharding.cp_size)
+    if sharding.sp_size > 1:
+        yield from _in_ulysses(recipe, sharding.sp_size)
+
+
+def check_division(division: Any) -> None:
+    """Raise RecipeError where transformers itself has divided a model (its `DistributedConfig`)."""
+    if division is None:
+        return
+    sizes = {name: size for name, size in vars(division).items() if name.endswith("_size")}
+    divided = ", ".join(f"{name}={size}" for name, size in sizes.items() if (size or 1) > 1)
+    if divided:
+        rest = "from_pretrained divides such a model itself, which no recipe describes, and with "
+        rest += "expert parallel a rank holds the tokens that the router sends it: WatchCallback() "
+        rest += "in its Trainer measures it, and sharding=Sharding(…) is for FSDP and DeepSpeed"
+        raise RecipeError("model.distributed_config", divided, rest)
 
 
 def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
@@ -68,6 +86,32 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
     allowed += "compute in bf16 or fp16"
     yield "precision", is_wide and shape.num_kv_heads < shape.num_heads, allowed
+
+
+def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:
+    """Return what DeepSpeed's Ulysses does not exchange (`UlyssesSPAttentionHF`)."""
+    shape = recipe.shape
+    allowed = "Ulysses exchanges the heads of 'sdpa' and 'flash_attention_2'"
+    is_known = recipe.attn_implementation in ("sdpa", "flash_attention_2")
+    yield "attn_implementation", not is_known, allowed
+    allowed = "Ulysses is modelled for the Trainer's and SFTTrainer's loops"
+    is_other = recipe.trainer not in ("transformers", "sft") or recipe.loop.name != "trainer"
+    yield "sharding.sp_size", is_other, allowed
+    allowed = f"Ulysses is for causal models, and {shape.name} is one for {shape.task}"
+    yield "sharding.sp_size", shape.task != "causal-lm" or recipe.images, allowed
+    allowed = f"a token of {shape.name} looks back {shape.sliding_window} tokens only, and Ulysses "
+    allowed += "drops that mask"
+    yield "sharding.sp_size", shape.sliding_window, allowed
+    allowed = "samples that are joined are not divided here: leave packing and padding_free out"
+    yield "sharding.sp_size", recipe.joins, allowed
+    _, width = recipe.rows
+    allowed = f"rows of {width:,} tokens do not divide into an equal part for each of {ranks} ranks"
+    yield "sharding.sp_size", width % ranks, allowed
+    allowed = f"it must divide the {shape.num_heads} heads of {shape.name}, and its "
+    allowed += f"{shape.num_kv_heads} key/value heads or be a multiple of them"
+    keys = shape.num_kv_heads
+    is_uneven = shape.num_heads % ranks or (keys % ranks and ranks % keys)
+    yield "sharding.sp_size", is_uneven, allowed
 
 
 def _adapter_refusals(lora: LoRA, engine: str) -> Refusals:

@@ -52,6 +52,21 @@ def loads_whole(recipe: Recipe) -> bool:
     return not (recipe.quantization or sharding.offload)
 
 
+def loads_on_host(recipe: Recipe) -> bool:
+    """Return whether each rank loads its quantized base in host memory (`device_map={"": "cpu"}`).
+
+    That is FSDP's whose parameters live there. `from_pretrained` by itself loads all of a 4-bit
+    base on each card: with `cpu_ram_efficient_loading` too, for which transformers 5.23
+    (`modeling_utils._move_missing_keys_from_meta_to_device`) and accelerate 1.15
+    (`fsdp_utils.fsdp2_prepare_model`) except quantized weights. Of one in host memory
+    `fully_shard` moves one unit at a time to the card and its shards back.
+    """
+    sharding = recipe.sharding
+    if sharding is None or not recipe.quantization:
+        return False
+    return sharding.engine == "fsdp" and sharding.offload == "parameters"
+
+
 def room_on(
     recipe: Recipe | None,
     card: Gpu | None,

@@ -78,10 +78,12 @@ LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 LATER_OF_PARTS = {
     **dict.fromkeys(LATER_OF_LORA),
     "experts": None,
+    "skip_modules": None,
     "reshard_root": False,
     "memory_efficient_linear": True,
     "dp_replicate_size": 1,
     "cp_size": 1,
+    "sp_size": 1,
 }
 
 
@@ -220,6 +222,12 @@ class Recipe(RecipeFields):
         yield "precision", is_flash and is_wide, allowed
         if quantization and quantization.experts:
             yield from self._expert_refusals()
+        if quantization and quantization.skip_modules:
+            modules = [weight.name.removesuffix(".weight") for weight in self.shape.weights()]
+            allowed = "transformers looks for it where a module's name begins or ends, and no "
+            allowed += f"weight's does: {modules[-1]} and others"
+            is_lost = not any(map(quantization.skips, modules))
+            yield "quantization.skip_modules", is_lost, allowed
 
     def _expert_refusals(self) -> Refusals:
         """Return where fused experts are not put in 4 bits."""
@@ -429,6 +437,7 @@ def _described(model: Any) -> Any:
     if isinstance(model, os.PathLike):
         return os.fspath(model)
     if hasattr(model, "to_dict") and not isinstance(model, Recipe):
+        parallel_limits.check_division(getattr(model, "distributed_config", None))
         model = model.to_dict()
     return plain(model) if isinstance(model, Mapping) else model
 

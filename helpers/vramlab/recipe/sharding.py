@@ -21,6 +21,7 @@ OF_ENGINE = {
     "dp_replicate_size": "fsdp",
     "cp_size": "fsdp",
     "memory_efficient_linear": "deepspeed",
+    "sp_size": "deepspeed",
 }
 AT_STAGE_3 = ("reshard_root", "memory_efficient_linear")
 
@@ -111,6 +112,15 @@ class Sharding:
         ),
         option=True,
     )
+    sp_size: int = knob(
+        1,
+        most=2**20,
+        help=(
+            "Neighbouring ranks of DeepSpeed that have one sample's tokens together (Ulysses): in "
+            "attention each has a part of the heads."
+        ),
+        option=True,
+    )
 
     def __post_init__(self) -> None:
         check(self, "sharding.")
@@ -130,6 +140,8 @@ class Sharding:
         yield "cp_size", self.shards % self.cp_size, allowed + "divide the model"
         allowed = "accelerate divides each of several copies among 2 groups of so many at least"
         yield "cp_size", copies > 1 and self.shards == self.cp_size > 1, allowed
+        allowed = f"as many have one sample's tokens: it must divide the {self.world_size} ranks"
+        yield "sp_size", self.world_size % self.sp_size, allowed
         stages = STAGES[self.engine]
         known = " or ".join(map(str, stages))
         yield "stage", self.stage not in stages, f"{engine} has stage {known}"
@@ -160,11 +172,13 @@ class Sharding:
     @property
     def ranks_of_sample(self) -> int:
         """The number of ranks that have one sample's tokens together."""
-        return self.cp_size
+        return self.cp_size * self.sp_size
 
     @property
     def parallelism(self) -> dict[str, int]:
         """The arguments of accelerate's `ParallelismConfig`; {} where it needs none."""
+        if self.sp_size > 1:
+            return {"sp_size": self.sp_size, "dp_shard_size": self.world_size // self.sp_size}
         sizes = {"dp_replicate_size": self.dp_replicate_size, "cp_size": self.cp_size}
         if self.dp_replicate_size == self.cp_size == 1:
             return {}
@@ -177,6 +191,8 @@ class Sharding:
             ranks = f"{self.shards} × {self.dp_replicate_size} copies"
         if self.cp_size > 1:
             ranks += f" · context over {self.cp_size}"
+        if self.sp_size > 1:
+            ranks += f" · Ulysses over {self.sp_size}"
         offload = f" · {self.offload} offloaded" if self.offload else ""
         root = " · root resharded" if self.reshard_root else ""
         linear = "" if self.memory_efficient_linear else " · plain linear layers"

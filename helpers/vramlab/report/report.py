@@ -216,7 +216,12 @@ class Report:
                 whole = format_bytes(size, unit_for(size))
                 kind = group.category.replace("_", " ")
                 others.append(f"{whole} of {kind} by {group.op}")
-        beside = f", beside {' and '.join(others[:MOST_BESIDE])}" if others else ""
+        others = others[:MOST_BESIDE]
+        workspace = self.peak.workspace
+        # cuBLAS's, and what ranks gather
+        if workspace >= self.cause.size and self.cause.category != "workspace":
+            others.append(f"{format_bytes(workspace, unit_for(workspace))} of workspace")
+        beside = f", beside {' and '.join(others)}" if others else ""
         return f"{self.cause}{beside}"
 
     def __post_init__(self) -> None:

@@ -88,6 +88,22 @@ def colocated(recipe: Recipe, card: Gpu | None) -> Colocated | None:
     return Colocated(weights, cache, PROFILED, rollouts.vllm_enable_sleep_mode)
 
 
+def least_share(recipe: Recipe, card: Gpu) -> float:
+    """Return the share of the card with which vLLM holds its weights and the KV of one batch.
+
+    Those are keys and values of every token of as many completions as are sampled at once.
+    """
+    shape = recipe.shape
+    rollouts = recipe.rollouts
+    assert rollouts  # who samples
+    tokens = rollouts.prompt_length + rollouts.max_completion_length
+    steps = rollouts.steps_per_generation or recipe.gradient_accumulation_steps
+    rows = max(recipe.batch_size * steps, rollouts.num_generations)
+    width = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * WIDTH
+    needed = WIDTH * shape.num_parameters + PROFILED + rows * tokens * width
+    return needed / usable_memory(card)
+
+
 def with_vllm(report: Report, vllm: Colocated) -> Report:
     """Return `report` of the trainer with vLLM's bytes in it."""
     phases = {}

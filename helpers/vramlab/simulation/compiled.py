@@ -74,6 +74,7 @@ def compiled_step(
     training.is_compiled = True
     tracker.__class__ = _UntracedTracker
     codes: list[Any] = []
+    errors: list[Exception] = []
     model.compile(backend=compiler(chip, on_host), options={"guard_filter_fn": _kept})
     call = of_torch.compiled_call(model)
 
@@ -85,9 +86,11 @@ def compiled_step(
         finally:
             if mode:
                 of_fake_tensors.push_function_mode(mode)
+            if errors:
+                raise errors[0]
 
     def callback(own: Any) -> Any:
-        return _Callback(own, codes) if callable(own) else own
+        return _Callback(own, codes, errors) if callable(own) else own
 
     of_torch.set_compiled_call(model, call_compiled)
     try:
@@ -121,15 +124,26 @@ def _kept(guards: Any) -> list[bool]:
 
 
 class _Callback:
-    """Dynamo's callback, which compiles a frame as if no simulation ran."""
+    """Dynamo's callback, which compiles a frame as if no simulation ran.
 
-    def __init__(self, own: Callable, codes: list[Any]) -> None:
+    An error goes into `errors`, and frames run as written from then on. If it were raised here,
+    torch would run all Python code of the process through dynamo ever after, where a caller holds
+    its arguments longer (torch 2.13).
+    """
+
+    def __init__(self, own: Callable, codes: list[Any], errors: list[Exception]) -> None:
         self._own = own
         self._codes = codes
+        self._errors = errors
         of_compiler.stands_for(self, own)
 
     def __call__(self, frame: Any, *args: Any, **options: Any) -> Any:
         """Compile `frame`."""
         self._codes.append(frame.f_code)
-        with put_back(), of_torch.without_modes():
-            return self._own(frame, *args, **options)
+        if not self._errors:
+            try:
+                with put_back(), of_torch.without_modes():
+                    return self._own(frame, *args, **options)
+            except Exception as error:
+                self._errors.append(error)
+        return of_compiler.not_compiled()

@@ -134,6 +134,7 @@ class Writer:
         shifts = np.array(written.shifts)
         if written.at is None:
             return np.broadcast_to(own, (len(shifts), len(own)))
+        # a layer reads what its neighbours made, and so do its copies of theirs
         is_near = abs(here - written.at) <= 1
         return np.where(is_near, here + shifts[:, None], own)
 
@@ -143,6 +144,7 @@ def _never_freed(log: Log) -> np.ndarray:
 
     Raises NotRegular where a free follows no birth.
     """
+    # stable: events of one storage stay in the log's order, a birth before its free
     by_key = np.argsort(log.keys, kind="stable")
     keys = log.keys[by_key]
     sizes = log.sizes[by_key]
@@ -167,6 +169,7 @@ def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Log, li
 def find_walks(slots: Iterable[Slot], groups: int, middle: int) -> Iterator[Walk]:
     """Yield the complete walks over `groups` in a sequence of slots."""
     in_layers = [slot for slot in slots if slot.group is not None]
+    # a letter for each slot, so that a regular expression finds what repeats
     letters = "".join(str(slot.group) for slot in in_layers)
     for match in WALKS[groups, middle].finditer(letters):
         # a part of the pattern that has matched begins a group's stretch

@@ -19,7 +19,7 @@ import torch
 
 from ..hardware.overhead import UNIT, rounded
 from ..recipe.options import LoRA
-from ..recipe.process_context import loads_whole
+from ..recipe.process_context import loads_on_host, loads_whole
 from ..recipe.recipe import Recipe
 from ..report.report import Bytes
 from ..tracking.fake_tracker import FakeTracker
@@ -61,14 +61,16 @@ def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
     """
     if loads_whole(recipe):
         return _whole(recipe, UNIT if target == "cuda" else 1)
-    if recipe.quantization is None:
+    if recipe.quantization is None or loads_on_host(recipe):
         return None
     return _of(recipe, target)[0]
 
 
 def unused_after_loading(recipe: Recipe, target: str) -> int:
     """Return the bytes of segments that loading a quantized base leaves and no tensor holds."""
-    if recipe.quantization is None or target != "cuda" or loads_whole(recipe):
+    if recipe.quantization is None or target != "cuda":
+        return 0
+    if loads_whole(recipe) or loads_on_host(recipe):
         return 0
     return _of(recipe, target)[1]
 

@@ -104,12 +104,14 @@ def find(shape: "Shape", frees_late: bool = False, may_be_alike: bool = True) ->
     model = build(shape)
     lists, layers = _layers(model, depth)
     kinds = _kinds(layers, model.config)
+    # kind 0 is that of the first layer
     are_alike = not any(kinds)
     middle = 1 if may_be_alike and are_alike else 2
     groups = middle + 2 + frees_late
     pattern = longest_pattern(kinds, groups)
     if pattern is None:
         raise NotRegular("the kinds of layers have no pattern that repeats often enough")
+    # what follows compares the shallow model with the whole one, module by module
     repetition = Repetition(tuple(lists), depth, *pattern, groups, middle)
     shallow = build(cut(shape, repetition.kept()))
     _check_layers(repetition, layers, shallow)

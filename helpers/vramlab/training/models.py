@@ -132,18 +132,20 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
 
     quantization = recipe.quantization
     assert quantization is not None  # the caller has asked
+    skipped = list(quantization.skip_modules) if quantization.skip_modules else None
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization.quant_type,
         bnb_4bit_use_double_quant=quantization.double,
         bnb_4bit_compute_dtype=recipe.implied_dtype,
+        llm_int8_skip_modules=skipped,
     )
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
     loading_dtype = local_torch_dtype(weight_dtype(recipe))
     with own_default_dtype(), torch.device("meta"), loading_dtype:
         replace_with_bnb_linear(
             model,
-            modules_to_not_convert=_never_quantized(model),
+            modules_to_not_convert=_never_quantized(model, skipped),
             quantization_config=config,
         )
     for parameter in model.parameters():
@@ -192,10 +194,15 @@ def quantize_expert(module: torch.nn.Module, name: str, quantization: Quantizati
     )
 
 
-def _never_quantized(model: Model) -> list[str]:
-    """Return the names of modules that stay as they are: the head, and what is kept in fp32."""
+def _never_quantized(model: Model, skipped: list[str] | None) -> list[str]:
+    """Return the names of modules that stay as they are: the head, and what is kept in fp32.
+
+    `skipped` stands in place of the head: `HfQuantizer.get_modules_to_not_convert`.
+    """
     from transformers.quantizers.base import get_keys_to_not_convert
 
+    if skipped is not None:
+        return skipped + of_transformers.kept_in_fp32(model)
     names = list(get_keys_to_not_convert(model))
     names += of_transformers.kept_in_fp32(model)
     # transformers names the bias of a head that has one; the head is trained, so it must not be

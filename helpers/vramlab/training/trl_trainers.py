@@ -133,7 +133,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
     config = model.config.get_text_config()
     accelerator = SimpleNamespace(
         device=training.device,
-        parallelism_config=None,
+        parallelism_config=parallelism_of(recipe),
         # this rank's values stand for all ranks'
         gather=lambda value: value,
         gather_for_metrics=lambda value: value,
@@ -155,6 +155,14 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", 0.0),
         **of_trl.trained_state(),
     }
+
+
+def parallelism_of(recipe: Recipe) -> Any:
+    """Return what the Trainers read of accelerate's `ParallelismConfig`; None without Ulysses."""
+    if recipe.sharding is None or recipe.sharding.sp_size == 1:
+        return None
+    ranks = recipe.sharding.sp_size
+    return SimpleNamespace(sp_backend="deepspeed", sp_enabled=True, sp_size=ranks)
 
 
 def argument_defaults(recipe: Recipe) -> dict[str, Any]:

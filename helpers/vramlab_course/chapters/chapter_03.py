@@ -1,13 +1,15 @@
-"""Chapter 03: a figure of several steps; for its claims, bytes that autograd keeps and steps that
-empty the cache.
+"""Chapter 03: a figure of several steps, recorded pairs; for its claims, bytes that autograd keeps
+and steps that empty the cache.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from vramlab.hardware.allocator import Allocator
 from vramlab.interfaces import plot
+from vramlab.measurement.records import measurements_folder
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import MiB, Report
 
@@ -29,11 +31,13 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
+        # several tensors that are saved may be views of one storage
         kept.setdefault(storage.data_ptr(), storage.nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
+    # a weight is saved too, and is there anyway
     return sum(size for pointer, size in kept.items() if pointer not in known), result
 
 
@@ -59,16 +63,41 @@ def replayed(
     return follow(requests(), lengths or LENGTHS, Allocator(limit=limit), empty_cache)
 
 
+def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
+    """How many times as long a step took with checkpointing, by the recipe without, the least
+    first.
+
+    Of all pairs that were recorded on a card and differ in nothing else.
+    """
+    seconds = {}
+    titles = {}
+    for path in sorted(measurements_folder().glob(f"{name}-*.json")):
+        for report in json.loads(path.read_text(encoding="utf-8"))["reports"].values():
+            if report["speed"]:
+                recipe = dict(report["recipe"])
+                is_checkpointed = recipe.pop("gradient_checkpointing")
+                key = json.dumps(recipe, sort_keys=True)
+                seconds[key, is_checkpointed] = report["speed"]["median"]
+                if not is_checkpointed:
+                    titles[key] = report["title"]
+    ratios = {}
+    for key, title in titles.items():
+        if (key, True) in seconds:
+            ratios[title] = seconds[key, True] / seconds[key, False]
+    return dict(sorted(ratios.items(), key=lambda pair: pair[1]))
+
+
 def steps(runs: Mapping[str, Report], title: str, about: str):
     """Return a figure of what is alive over one step of each run, drawn equally wide whatever their
-    number of events.
+    number of events, with a dot where the first backward pass begins.
     """
     rows = [
         ("run", "peak, MiB"),
         *((name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items()),
     ]
     alt = (
-        f"What is alive over one step, a line each. {title}. "
+        f"What is alive over one step, a line each, a dot where the first backward pass begins. "
+        f"{title}. "
         f"{'; '.join(': '.join(row) for row in rows)}."
     )
     with plot.canvas(title, alt, about, rows) as ax:
@@ -78,17 +107,14 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
             ("-", "--", "-."),
             strict=True,
         ):
-            sizes = [
-                m.bytes.total / MiB
-                for m in report.timeline
-                if m.bytes.parameters == report.peak.parameters
-            ]
-            ax.plot(
-                [i / len(sizes) for i in range(len(sizes))],
-                sizes,
-                line,
-                label=f"{name}: {peak} MiB",
-            )
+            # while the model is built there are fewer parameters: that is no part of the step
+            moments = [m for m in report.timeline if m.bytes.parameters == report.peak.parameters]
+            x = [i / len(moments) for i in range(len(moments))]
+            sizes = [m.bytes.total / MiB for m in moments]
+            (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
+            begins = next(i for i, moment in enumerate(moments) if moment.phase == "backward")
+            ax.plot(x[begins], sizes[begins], "o", color=drawn.get_color(), markersize=7)
+        ax.plot([], [], "o", color="#888888", label="the first backward pass begins")
         ax.set(
             ylabel="MiB",
             xlabel="allocations and releases of one step",

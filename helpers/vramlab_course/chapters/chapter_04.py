@@ -62,6 +62,7 @@ def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
             while not processes.join():
                 pass
         except mp.ProcessRaisedException as error:
+            # the text of a traceback, whose last line is what `_enter` raised
             last = error.msg.strip().splitlines()[-1]
             raise RankFailed(last.removeprefix("RuntimeError: ")) from None
         return [torch.load(f"{folder}/{number}", weights_only=False) for number in range(count)]
@@ -74,6 +75,7 @@ def _enter(
     folder: str,
     given: tuple,
 ) -> None:
+    # ranks on the same cores would wait for one another's threads
     torch.set_num_threads(1)
     try:
         found = work(number, count, folder, *given)
@@ -110,6 +112,7 @@ def _rank(
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of the sum of all ranks' `whole`, which is cut along its first dimension."""
     parts = [part.contiguous() for part in whole.chunk(dist.get_world_size())]
+    # as large as one part: the ranks' parts are equal where the length is a multiple of them
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter(mine, parts)
     return mine

@@ -40,6 +40,7 @@ def draw_lengths(count: int = 24) -> list[int]:
     a fixed seed.
     """
     rng = random.Random(0)
+    # e^5.9 is 365
     return [
         min(1024, max(128, 128 * round(rng.lognormvariate(5.9, 0.6) / 128))) for _ in range(count)
     ]
@@ -54,6 +55,7 @@ def room() -> int:
     """
     card = find_gpu(CARD)
     others = predict(WHOLE, gpu=CARD).peak.total - predict(RECIPE, gpu=CARD).peak.total
+    # the head and its logits are whole in both, so the difference is the other layers
     return card.total - context_on(card).value - others
 
 
@@ -130,6 +132,8 @@ class Block:
         self.free = True
 
 
+# Sizes of segments are those of `get_allocation_size` in CUDACachingAllocator.cpp: kSmallBuffer,
+# then kLargeBuffer up to kMinLargeAlloc, then whole multiples of kRoundLarge.
 class Segments:
     """All memory that cudaMalloc gave, as lists of blocks in the order of their addresses."""
 

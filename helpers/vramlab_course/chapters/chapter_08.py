@@ -34,6 +34,7 @@ def run(program: Path, *options: str) -> Report:
 
     seen = []
 
+    # the program makes its callback itself: its class is replaced, to get hold of it
     class Kept(vramlab.WatchCallback):
         def __init__(self):
             super().__init__()
@@ -62,6 +63,7 @@ class _Small(Card):
         try:
             return super()._hold(values)
         except torch.OutOfMemoryError:
+            # the one that is refused was entered last
             *held, asked = self.sizes.values()
             sizes = [size / MiB for size in (asked, self.limit, self.limit - sum(held), sum(held))]
             raise torch.OutOfMemoryError(
@@ -82,6 +84,7 @@ def small_card(limit: int) -> Iterator[None]:
         with _Small(limit):
             yield
         return
+    # the fraction is of the whole card, and what is reserved already counts towards it
     share = (torch.cuda.memory_reserved() + limit) / torch.cuda.get_device_properties(
         0
     ).total_memory
@@ -213,6 +216,7 @@ def chat(
         device_map="cuda" if on_card else "cpu",
     )
     before = answers(untrained, tokenizer, asked)
+    # the program is another process, which needs the card's memory
     del untrained
     torch.cuda.empty_cache()
     card = None if on_card else "T4"  # None: this machine's

@@ -33,6 +33,7 @@ def _steady_step(training: "Training") -> dict[str, Any]:
     from vramlab.tracking.tracker import Tracker
     from vramlab.training.training import train_step
 
+    # it makes the optimizer's states, so that the next one is a steady step
     train_step(training)
     tracker = run_tracked(training, Tracker("cpu"), 1, "cpu")
     history = History(tracker.log, tracker.marks)
@@ -55,6 +56,7 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     for layer in model:
         nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
     if wrapping != "no sharding":
+        # inner units first: the outermost one has what no other has
         shard(
             model,
             [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))],
@@ -99,6 +101,7 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
             train_step(training, lambda phase: begun.append((phase, so_far())))
         del training  # DDP's reducer has to go before the process group (pytorch issue 56297)
         sent: dict[str, Counter] = {}
+        # a phase ends where the next one begins
         following = [*begun[1:], ("", so_far())]
         for (phase, before), (_, after) in zip(begun, following, strict=True):
             sent[phase] = sent.get(phase, Counter()) + (after - before)

@@ -28,6 +28,7 @@ class Card(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.sizes:
                 self.sizes[storage._cdata] = storage.nbytes()
+                # torch keeps one Python object for a storage as long as that lives
                 weakref.finalize(storage, self.sizes.pop, storage._cdata)
         if sum(self.sizes.values()) > self.limit:
             raise torch.OutOfMemoryError(f"more than {format_bytes(self.limit, 'MiB')}")

@@ -181,12 +181,13 @@ def layer_times(
 
 @style.styled()
 def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
-    """Return a figure of memory histories on one scale: what is alive over events, by the line that
-    asked for it.
+    """Return a figure of memory histories, each on its own scale: what is alive over events, by the
+    line that asked for it.
     """
-    figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True, sharey=True)
+    figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True)
     lines = [group.line for group in next(iter(runs.values())).largest(count=len(BANDS) - 1)]
     rows = [("run", "peak, MiB", "at the end, MiB")]
+    longest = max(len(snapshot.allocated) for snapshot in runs.values())
     for ax, (name, snapshot) in zip(axes, runs.items(), strict=True):
         events = range(len(snapshot.allocated))
         bands = [[0] * len(events) for _ in BANDS]
@@ -202,9 +203,10 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
         labels = [f"{line.file}:{line.number}" if line.number else line.file for line in lines]
         names = [*labels, "all other lines"][: len(BANDS)]
         ax.stackplot(events, heights, colors=BANDS, labels=names, step="post", linewidth=0)
-        ax.annotate(name, (0, 1), (6, -14), xycoords="axes fraction", **NEAR, fontweight="bold")
-        ax.set(ylabel="MiB alive", xlim=(0, None))
         sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
+        said = f"{name}: at most {sizes[0] / MiB:,.1f} MiB"
+        ax.annotate(said, (0, 1), (6, -14), xycoords="axes fraction", **NEAR, fontweight="bold")
+        ax.set(ylabel="MiB alive", xlim=(0, longest), ylim=(0, 1.25 * sizes[0] / MiB))
         rows.append((name, *(f"{size / MiB:.1f}" for size in sizes)))
     axes[-1].set_xlabel("allocations and releases, in their order")
     alt = (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
+from transformers import Trainer  # before a step: what it imports makes tensors
 
 from ...private import of_distributed, of_transformers
 from ..engine import Model
@@ -44,7 +45,7 @@ def divided(mesh: Any, model: Model, batch: dict[str, Any]) -> Iterator[dict[str
     accelerator = SimpleNamespace(parallelism_config=config, maybe_context_parallel=around)
     trainer: Any = SimpleNamespace(accelerator=accelerator)
     shapes = {name: tensor.shape for name, tensor in batch.items()}
-    context, part = of_transformers.divide_batch(trainer, model, dict(batch))
+    context, part = of_transformers.divide_batch(Trainer, trainer, model, dict(batch))
     sent = _sent_held() if is_fake_group() else contextlib.nullcontext()
     with _in_this_thread(), sent, context():
         yield part

@@ -17,6 +17,7 @@ import torch
 from ...base.errors import needing
 from ...private import of_deepspeed
 from ...recipe.deepspeed_config import filled_in
+from ...recipe.recipe import Recipe
 from ..engine import ShardedEngine, Training
 from ..patched import afterwards, assign, replaced
 
@@ -37,6 +38,10 @@ class DeepSpeed(ShardedEngine):
     autocasts = False
     fake_gpu = "cpu:0"
 
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.exchanging: Callable | None = None
+
     def start(self, training: Training) -> None:
         """Give model and optimizer to DeepSpeed's engine."""
         deepspeed = library()
@@ -49,6 +54,11 @@ class DeepSpeed(ShardedEngine):
         # states
         config["fp16"]["initial_scale_power"] = 0
         forget()
+        groups = None
+        if self.sharding.sp_size > 1:
+            from . import ulysses  # with DeepSpeed, whose import takes seconds
+
+            groups, self.exchanging = ulysses.attach(training, self.recipe)
         is_divided = self.sharding.stage == 3
         with _adapters_as_they_are() if is_divided else contextlib.nullcontext():
             engine, optimizer, _, _ = deepspeed.initialize(
@@ -56,6 +66,7 @@ class DeepSpeed(ShardedEngine):
                 optimizer=training.optimizer,
                 config=config,
                 dist_init_required=False,
+                mpu=groups,
             )
         training.model = engine
         training.optimizer = optimizer
@@ -91,6 +102,16 @@ class DeepSpeed(ShardedEngine):
             for patch in _followed(claims):
                 stack.enter_context(patch)
             yield
+
+    def part_of(
+        self,
+        training: Training,
+        batch: Any,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the batch; while it is entered, ranks with the same samples exchange heads."""
+        if self.exchanging is None:
+            return super().part_of(training, batch)
+        return self.exchanging(training.model, batch)
 
     def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
         """Reduce gradients after the last micro-batch only."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.nn import functional as collectives
 
 from ...base.errors import RecipeError
 from ...private import of_deepspeed
@@ -110,12 +111,15 @@ def _keep_device(result: None, engine: Any, model: Any) -> None:
 
 
 def _streams(accelerator: type) -> Iterator[contextlib.AbstractContextManager]:
-    """Return a GPU's streams, which stage 3 gathers and reduces on.
+    """Return a GPU's streams, which stage 3 gathers and reduces on, and its collectives.
 
-    They are torch's for CPUs, whose work is done when it is asked for.
+    Streams are torch's for CPUs, whose work is done when it is asked for.
     """
     yield replaced(torch.cpu.Stream, "synchronize", lambda stream: None)
     yield replaced(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    # where gradients of what was gathered are summed as NCCL does it
+    nccl = {"get_backend": lambda group: "nccl"}
+    yield replaced(collectives, "dist", SimpleNamespace(**vars(collectives.dist) | nccl))
     yield replaced(accelerator, "Stream", torch.cpu.Stream)
     yield replaced(accelerator, "Event", torch.cpu.Event)
     for name in ("stream", "current_stream"):

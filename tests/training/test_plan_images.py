@@ -1,0 +1,86 @@
+"""A plan for samples with images: the largest that fit, and the program that it writes."""
+
+import json
+
+import pytest
+from PIL import Image
+from test_sft_images import processor, recipe_of, sample
+from test_simulate_images import SMALL
+from test_trainer_loop import assert_same_but_for_scalars
+from vramlab import plan, simulate
+from vramlab.planning import image_search
+from vramlab.planning.question import Question
+from vramlab.recipe import images
+from vramlab.report.report import Interval
+from vramlab.training.models import build_model
+from written_scripts import differing_dtypes, run_script, simulated
+
+pytestmark = pytest.mark.usefixtures("quiet")
+MIB = 1 << 20
+ASKED = {"method": "lora", "global_batch": 2, "trainer": "sft", "images": 1}
+
+
+@pytest.mark.slow
+def test_the_largest_images_that_fit():
+    """What is answered fits, and at most 3 % more pixels do not."""
+    asked = ASKED | {"image_size": "700x1000", "tier": "tight", "checkpointing": True}
+    found = plan(SMALL["qwen3_vl"], "RTX 4090", memory=530 * MIB, **asked)
+    recipe = found.best.recipe
+    assert recipe.seq_len == 512 + 2 + images.tokens(recipe)[0]
+    larger = simulate(recipe.replace(max_pixels=beyond(found), seq_len=None), gpu="RTX 4090")
+    assert larger.peak.total > found.best.report.peak.total
+    assert beyond(found) <= (image_search.CLOSE + 0.01) * recipe.max_pixels
+
+
+def beyond(found) -> int:
+    """The pixels of which the best answer says that they do not fit."""
+    (note,) = [note for note in found.best.notes if note.startswith("the largest images")]
+    return int(note.split("; ")[1].split()[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("bytes_by_pixel", [0.2, 3.3, 70, 190])
+@pytest.mark.parametrize("flat", [0, 60 * MIB])
+def test_few_simulations_find_the_largest(bytes_by_pixel, flat, monkeypatch):
+    """Of a process that grows with pixels, in a line once they are many."""
+    tried = []
+
+    def needs(search, recipe):
+        tried.append(image_search._pixels(recipe))
+        return Interval.of(int(max(flat, 40 * MIB + bytes_by_pixel * tried[-1])))
+
+    monkeypatch.setattr(image_search.ImageSearch, "_needs", needs)
+    asked = ASKED | {"image_size": "3000x4000", "gpu": "RTX 4090", "memory": 80 * MIB}
+    search = image_search.ImageSearch(Question(SMALL["qwen3_vl"], **asked))
+    (way,) = search._ways("lora")
+    found = search._largest(way, "safe")
+    most = 40 * MIB / bytes_by_pixel
+    if most < 65_536:  # the processor's least
+        assert found is None and "with images of 65,536 pixels" in search.lacks.popitem()[1]
+    elif most > 12e6:
+        assert found == (way, None)
+    else:
+        recipe, over = found
+        assert recipe.max_pixels <= most < over < 1.04 * recipe.max_pixels
+    assert len(tried) <= 6
+
+
+def test_a_written_program_trains_on_images(tmp_path):
+    """Its bytes and dtypes on a CPU are those that were simulated."""
+    made = processor()
+    tiny = recipe_of(made)
+    base = str(tmp_path / "base")
+    build_model(tiny.replace(trainer="transformers"), "cpu").save_pretrained(base)
+    made.save_pretrained(base)
+    asked = ASKED | {"images": 2, "image_size": "40x24", "optims": "adamw_torch"}
+    found = plan(base, "A100 80GB", seq_len=tiny.seq_len, **asked)
+    for number in range(2):
+        Image.new("RGB", (40, 24), (number, 9, 9)).save(tmp_path / f"{number}.png")
+    row = {"messages": sample()["messages"], "images": ["0.png", "1.png"]}
+    too_many = row | {"images": ["0.png"] * 3}
+    lines = [json.dumps(each) for each in (*[row] * 40, too_many)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    found.write(tmp_path / "train.py")
+    (seen,) = run_script(tmp_path, "--watch", watched=2, steps=(2,))
+    said = simulated(found.best.recipe, 2)
+    assert differing_dtypes(seen, said) == {}
+    assert_same_but_for_scalars(seen, said)
