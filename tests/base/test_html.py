@@ -37,7 +37,7 @@ def shown():
                 "predicted: gpt2",
                 "optimizer states",
                 "peak, in",
-                "safe: 14.562 GiB usable",
+                "safe",
                 html.FULL,
             ],
         ),

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 from typer.testing import CliRunner
-from vramlab import GiB, LoRA, Recipe, explain
+from vramlab import GiB, LoRA, Quantization, Recipe, explain, predict
 from vramlab.hardware.gpu import cards_of, find_gpu, is_also
 from vramlab.interfaces.cli import app
 from vramlab.planning.changes import _shares as shares
@@ -100,6 +100,27 @@ def test_explain_names_a_pair_where_no_change_is_enough_alone():
     assert pair["saves"] > max(change["saves"] for change in alone)
     assert any("Liger's kernels, which are Triton's, do not run on T4" in x for x in found.lines)
     assert cheapest_pair(recipe, card, 1 << 50) is None
+
+
+def test_a_pair_may_need_expandable_segments_and_weights_that_are_not_prepared():
+    recipe = Recipe(
+        "qwen3-8b",
+        seq_len=32768,
+        precision="bf16-mixed",
+        dtype="bfloat16",
+        lora=LoRA(r=16, target_modules="all-linear"),
+        gradient_checkpointing=True,
+        optim="adamw_torch_fused",
+    )
+    *alone, pair = explain(recipe, gpu="RTX 4090").changes
+    assert not any(change["enough"] for change in alone)
+    assert ", nf4 double, use_liger_kernel=True: " in pair["text"]
+    assert "not prepared (--no-prepare)" in pair["text"]
+    assert pair["text"].endswith("enough together with PYTORCH_ALLOC_CONF=expandable_segments:True")
+    cured = recipe.replace(
+        use_liger_kernel=True, quantization=Quantization("nf4", double=True, prepare=False)
+    )
+    assert predict(cured, gpu="RTX 4090", expandable_segments=True).verdict == "safe"
 
 
 def test_explain_says_first_what_expandable_segments_do():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vramlab import GiB, MiB, Recipe, explain, predict
+from vramlab import GiB, LoRA, MiB, Recipe, explain, predict
 from vramlab.interfaces.cli import app
 from vramlab.interfaces.explain import MessageError, read_message
 from vramlab.report.report import format_bytes
@@ -150,14 +150,27 @@ def test_a_change_is_enough_if_the_process_fits_with_it():
     assert int(changed.process) <= changed.usable and change["enough"]
 
 
+def test_what_the_process_lacks_is_held_against_what_leaves_the_process_after_a_message_too():
+    recipe = Recipe("llama-3.1-8b", 1, 1024, "bf16-true", gradient_checkpointing=True)
+    said = message(asked="112.00 MiB", allocated="22.75 GiB")
+    found = explain(said, recipe, gpu="RTX 4090")
+    adapted = recipe.replace(lora=LoRA(r=16))
+    after = predict(adapted, gpu="RTX 4090")
+    assert after.verdict == "likely"
+    change = found.changes[0]
+    assert change["saves"] < found.missing and change["enough"]
+    assert change["text"].startswith("LoRA r=16: ") and " of the process" in change["text"]
+
+
 def test_changes_come_with_gib_and_seconds():
     found = explain(message(asked="7.83 GiB"), "llama-3.1-8b", gpu="RTX 4090")
-    assert len(found.changes) == 3
+    *alone, pair = found.changes
+    assert len(alone) == 3
     for change in found.changes:
         assert change["saves"] > 0 and change["seconds"] > 0 and change["seconds_before"] > 0
-        assert change["enough"] == (change["saves"] >= found.missing)
+    assert pair["enough"] and not any(change["enough"] for change in alone)
     shown = [line for line in found.lines if " s a step, " in line]
-    assert len(shown) == 3 and "estimated on RTX 4090" in shown[0]
+    assert len(shown) == 4 and "estimated on RTX 4090" in shown[0]
 
 
 def test_a_recipe_that_contradicts_the_message_is_named():

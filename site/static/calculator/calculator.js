@@ -7,6 +7,9 @@ import { panels } from "./panels.js";
 import { bars, peakTable } from "./picture.js";
 import { ask, startPython } from "./python.js";
 
+// What only `simulate` can answer stands further down the page, if it stands there: the address is the state's.
+const STORED = { GRPO: "answers-of-grpo", Images: "answers-with-images" };
+
 let page; // what vramlab says of its controls, and the answer to the beginning
 let state;
 let pinned = null; // a state to compare with, and its answer
@@ -169,6 +172,10 @@ function shortcuts() {
     take(await ask("preset", wanted, name));
   };
   const ways = Object.keys(page.presets).map((name) => button(name, () => apply(name)));
+  for (const [name, id] of Object.entries(STORED)) {
+    const section = document.getElementById(id);
+    if (section) ways.push(button(name, () => section.scrollIntoView()));
+  }
   const pin = button("Pin as A", () => {
     pinned = pinned ? null : { state: { ...state }, answer: null };
     pin.textContent = pinned ? "Unpin A" : "Pin as A";

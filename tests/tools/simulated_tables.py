@@ -1,0 +1,157 @@
+"""What the calculator's page shows of runs that no formula knows, GRPO's and those with pictures.
+
+They are simulated and stored in `site/simulated.json`, since a page cannot simulate.
+
+    python tests/tools/simulated_tables.py          # simulates all of it again: ten minutes
+    python tests/tools/simulated_tables.py images   # one table of it
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from settings import ROOT
+from vramlab import GiB, LoRA, Quantization, Recipe, RecipeError, Rollouts, find_gpu, simulate
+from vramlab.hardware.gpu import usable_memory
+from vramlab.report.report import Interval, Report, installed
+
+STORED = ROOT / "site" / "simulated.json"
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes")
+SHARED: dict[str, Any] = {
+    "precision": "bf16-mixed",
+    "optim": "adamw_torch_fused",
+    "dtype": "bfloat16",
+    "gradient_checkpointing": True,
+    "lora": LoRA(r=16, target_modules="all-linear"),
+}
+
+
+class Row(NamedTuple):
+    """A row: what it is called, one word a column, and its recipe."""
+
+    words: tuple[str, ...]
+    recipe: Recipe
+
+
+class Table(NamedTuple):
+    """A table: the columns before the cards, its rows, made when they are asked for, its cards."""
+
+    columns: tuple[str, ...]
+    rows: Callable[[], Iterator[Row]]
+    cards: tuple[str, ...]
+
+
+# What samples, and the fields of `Rollouts` that say so.
+ENGINES: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "vLLM on the card, asleep": {
+        "use_vllm": True,
+        "vllm_gpu_memory_utilization": 0.5,
+        "vllm_enable_sleep_mode": True,
+    },
+    "vLLM on a server": {"use_vllm": True, "vllm_mode": "server"},
+}
+PHOTO = "4032x3024"  # of a telephone's camera, 12 million pixels
+LIMITS = (500_000, 1_000_000, 3_000_000)  # of a picture, in pixels: `max_pixels`
+
+
+def grpo_rows() -> Iterator[Row]:
+    """Yield GRPO with LoRA: one group of 8 completions in a step, by what samples them."""
+    for model in ("qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"):
+        for engine, fields in ENGINES.items():
+            rollouts = Rollouts(8, 512, 1024, **fields)
+            recipe = Recipe(model, 8, trainer="grpo", rollouts=rollouts, **SHARED)
+            yield Row((model, engine), recipe)
+
+
+def image_rows() -> Iterator[Row]:
+    """Yield TRL's SFT with LoRA on one photo a sample, by the limit of its pixels."""
+    methods = {"LoRA": None, "QLoRA": Quantization(prepare=False)}
+    for model in ("qwen2.5-vl-3b", "qwen2.5-vl-7b"):
+        for method, quantization in methods.items():
+            for limit in LIMITS:
+                recipe = Recipe(
+                    model,
+                    trainer="sft",
+                    images=1,
+                    image_size=PHOTO,
+                    max_pixels=limit,
+                    quantization=quantization,
+                    **SHARED,
+                )
+                yield Row((model, method, f"{limit:,}", f"{recipe.seq_len:,}"), recipe)
+
+
+TABLES = {
+    "grpo": Table(("model", "sampled by"), grpo_rows, ("RTX 4090", "H100 SXM")),
+    "images": Table(
+        ("model", "method", "`max_pixels`", "tokens"), image_rows, ("RTX 4090", "H100 SXM")
+    ),
+}
+
+
+def asked(recipe: Recipe, card: str) -> Report | str:
+    """Return the simulation, or why the recipe does not start on that card."""
+    try:
+        return simulate(recipe, gpu=card)
+    except RecipeError as error:
+        return error.allowed
+
+
+def answer_of(report: Report | str) -> list[Any] | str:
+    """Return what is stored of an answer: the phase of the peak, its bytes, the process's."""
+    if isinstance(report, str):
+        return report
+    need = report.process
+    return [report.peak_phase, report.peak.total, need.low, need.value, need.high]
+
+
+def stored() -> dict[str, Any]:
+    """Return the versions that gave the answers, and the answers by table, row and card."""
+    return json.loads(STORED.read_text(encoding="utf-8"))
+
+
+def answers(name: str) -> str:
+    """Return the stored answers of a table as Markdown, each with its tier."""
+    table = TABLES[name]
+    found = stored()[name]
+    heads = [*table.columns, *table.cards]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in found["rows"]:
+        cells = [_cell(row["answers"][card], card) for card in table.cards]
+        lines.append(f"| {' | '.join([*row['words'], *cells])} |")
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return "\n".join(lines) + f"\n\nSimulated with {versions}.\n"
+
+
+def _cell(answer: list[Any] | str, card: str) -> str:
+    if isinstance(answer, str):
+        return answer
+    phase, _, *process = answer
+    need = Interval(*process)
+    tier = need.verdict(usable_memory(find_gpu(card)))
+    return f"{need.value / GiB:.1f} {tier} ({phase})"
+
+
+def simulated(table: Table) -> dict[str, Any]:
+    """Return a table's answers, simulated now, with the versions that give them."""
+    rows = []
+    for words, recipe in table.rows():
+        found = {card: answer_of(asked(recipe, card)) for card in table.cards}
+        print(*words, found, flush=True)
+        rows.append({"words": words, "answers": found})
+    versions = {name: (installed(name) or "").partition("+")[0] for name in LIBRARIES}
+    return {"versions": versions, "rows": rows}
+
+
+def main() -> None:
+    """Simulate the tables that are named, or all, and store them."""
+    found = stored()
+    for name in sys.argv[1:] or TABLES:
+        found[name] = simulated(TABLES[name])
+        STORED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
