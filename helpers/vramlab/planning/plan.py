@@ -309,7 +309,7 @@ def plan(
     Args:
         model, gpu, gpus: as in `Recipe`; a name of the GPU table or a `Gpu`, None for this
             machine's or that with `memory`; how many of them.
-        confirm: whether to simulate each answer, in seconds to a minute; one that does not fit then is
+        confirm: whether to simulate each answer, up to a minute; one that does not fit then is
             none. Without the libraries that `simulate` needs, formulas answer, and the first line
             says so.
         standing: called with the plan as it stands, how many of its answers are simulated, and how
