@@ -253,6 +253,23 @@ def test_an_evaluation_is_judged_by_the_hosts_memory_too():
     assert kept.exit_code == 0 and json.loads(kept.stdout)["kept_on_host"] < GiB
 
 
+def test_an_evaluation_that_no_change_alone_makes_fit_is_told_two_that_do():
+    asked = "evaluate gpt2 --num-layers 1 --tokens 1024 --compute-metrics --samples 640 --gpu T4"
+    words = [*asked.split(), "--host-memory", "64GiB", "--json"]
+    shown = json.loads(run(*words, "--eval-batch-size", "64").stdout)
+    assert shown["reserved"]["value"] < 2.1 * shown["allocated"], "not that of a card without end"
+    assert shown["reserved"]["high"] < 2.4 * shown["allocated"]
+    *alone, both = [note for note in shown["notes"] if note.startswith("with ")]
+    assert alone and not any(re.search(": (safe|likely), ", note) for note in alone)
+    size = re.match(
+        r"with per_device_eval_batch_size=(\d+), preprocess_logits_for_metrics='argmax': "
+        "(safe|likely), ",
+        both,
+    )[1]
+    cured = run(*words, "--eval-batch-size", size, "--preprocess-logits-for-metrics", "argmax")
+    assert cured.exit_code == 0
+
+
 def test_a_simulation_that_does_not_fit_exits_with_1_too(stand_in):
     stand_in("simulate", lambda recipe, **options: report("simulated", recipe, process=15 * GiB))
     assert run("simulate", "gpt2", "--gpu", "T4").exit_code == 1

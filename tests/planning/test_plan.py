@@ -24,7 +24,7 @@ from vramlab.base.errors import RecipeError
 from vramlab.formulas.whole_run import _packed
 from vramlab.hardware.gpu import GpuError
 from vramlab.interfaces.cli import app
-from vramlab.planning.candidate import Candidate, best_first, is_as_fast
+from vramlab.planning.candidate import Candidate, best_first, is_as_fast, simulate_briefly
 from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
 from vramlab.planning.search_space import (
@@ -207,6 +207,7 @@ def test_the_fused_loss_is_searched_and_its_worth_is_said():
     text = " ".join(str(found).split())
     assert f"qlora without: Liger's kernels {found.best.without[LIGER] / GiB:+.2f}" in text
     assert "to install: liger-kernel, peft" in text
+    assert "LoRA r=16: --lora-target all-linear, which predict and simulate" in text
     long = plan("qwen2.5-0.5b", "RTX 4090", seq_len=16384, confirm=False)
     assert {choice.tier for choice in long.choices} == {"safe"} and len(long.choices) == 3
     assert not plan(
@@ -1080,6 +1081,17 @@ def test_a_plan_that_could_not_simulate_says_so_first_and_why(monkeypatch):
     name, reasons = next(iter(json.loads(found.to_json()).items()))
     assert name == "not_simulated" and set(reasons) == {"full", "lora", "qlora"}
     assert "NOT SIMULATED" not in str(plan("gpt2", "T4", confirm=False, **asked))
+
+
+def test_an_engines_recipe_of_eighty_layers_is_simulated(monkeypatch):
+    def reached(*args, **options):
+        raise RecipeError("model", "llama-3.1-70b", "it is simulated")
+
+    monkeypatch.setattr(importlib.import_module("vramlab.simulation.simulate"), "simulate", reached)
+    question = Question("llama-3.1-70b", "A100 80GB", 8, seq_len=64)
+    sharding = Sharding(world_size=8, engine="deepspeed", stage=3)
+    recipe = question.plain.replace(sharding=sharding)
+    assert "it is simulated" in simulate_briefly(recipe, question)
 
 
 def test_what_others_hold_of_this_machines_card_is_left_out(monkeypatch):

@@ -1,7 +1,7 @@
 """What makes an evaluation fit whose predictions fill the card or the host, and what it leaves."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..hardware.gpu import Gpu
@@ -12,6 +12,7 @@ from ..simulation.simulate import simulate_evaluation
 from .counted import host_memory
 
 ENOUGH = ("safe", "likely")
+ALIKE = 0.05  # of a process: two changes leave as much
 
 
 def on_host(report: Report) -> int:
@@ -31,12 +32,47 @@ def cures(
 
     Each is simulated; nothing is yielded where `found` fits.
     """
-    if _fits(found, host) or not evaluation.compute_metrics:
+    if _fits(found, host):
         return
 
     def leaves(**changes: Any) -> Report:
         return simulate_evaluation(recipe, dataclasses.replace(evaluation, **changes), gpu=card)
 
+    tried: list[tuple[dict[str, Any], Report]] = [({}, found)]
+    if evaluation.compute_metrics:
+        for changes in _changes(evaluation):
+            tried.append((changes, leaves(**changes)))
+            yield _sentence(_said(changes), tried[-1][1], host)
+        yield from _less(evaluation, found, leaves, host)
+    if any(_fits(left, host) for _, left in tried):
+        return
+    # what is left then is the batch's own; of what leaves as little, what changes least code
+    held = [one for one in tried if on_host(one[1]) <= host] or tried
+    least = min(int(left.process or 0) for _, left in held)
+    changes = next(
+        changes for changes, left in held if int(left.process or 0) <= (1 + ALIKE) * least
+    )
+    size = evaluation.per_device_eval_batch_size // 2
+    while size:
+        both = {"per_device_eval_batch_size": size, **changes}
+        left = leaves(**both)
+        if _fits(left, host):
+            yield _sentence(_said(both), left, host)
+            return
+        size //= 2
+
+
+def _said(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in changes.items())
+
+
+def _less(
+    evaluation: Evaluation,
+    found: Report,
+    leaves: Callable[..., Report],
+    host: int,
+) -> Iterator[str]:
+    """Yield what fewer samples leave, and no predictions at all."""
     losses = leaves(
         compute_metrics=False,
         predict_with_generate=False,
@@ -44,9 +80,6 @@ def cures(
         generation_num_beams=None,
         preprocess_logits_for_metrics=None,
     )
-    for changes in _changes(evaluation):
-        said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        yield _sentence(said, leaves(**changes), host)
     fewer = _fewer(evaluation, found, losses, host)
     if fewer:
         yield _sentence(f"samples={fewer}", leaves(samples=fewer), host)

@@ -229,6 +229,13 @@ class Plan:
         for word, meaning in WORDS.items():
             if word in recipes:
                 yield f"{word}: {meaning}"
+        # What the words do not tell is one question's: the same in all.
+        adapters = next((choice.recipe.lora for choice in self.choices if choice.recipe.lora), None)
+        if adapters and adapters.target_modules:
+            targets = adapters.target_modules
+            names = [targets] if isinstance(targets, str) else targets
+            options = " ".join(f"--lora-target {name}" for name in names)
+            yield f"{adapters.words()}: {options}, which predict and simulate have to be told"
         # In the order in which they are first needed, each once.
         packages: dict[str, None] = {}
         for choice in self.choices:
@@ -302,7 +309,7 @@ def plan(
     Args:
         model, gpu, gpus: as in `Recipe`; a name of the GPU table or a `Gpu`, None for this
             machine's or that with `memory`; how many of them.
-        confirm: whether to simulate each answer, some seconds each; one that does not fit then is
+        confirm: whether to simulate each answer, up to a minute; one that does not fit then is
             none. Without the libraries that `simulate` needs, formulas answer, and the first line
             says so.
         standing: called with the plan as it stands, how many of its answers are simulated, and how

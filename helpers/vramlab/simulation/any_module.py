@@ -130,7 +130,8 @@ class ModuleStep:
         """Return the loss, held to be one number."""
         has_loss = isinstance(outputs, Mapping) and "loss" in outputs
         if self.loss is None and not has_loss:
-            rest = "the module returns no mapping with a 'loss': give a function"
+            rest = "the module returns no mapping with a 'loss': give loss=, a function of "
+            rest += "(outputs, batch) to one number"
             raise RecipeError("loss", None, rest)
         value = outputs["loss"] if self.loss is None else self.loss(outputs, batch)
         is_number = isinstance(value, torch.Tensor) and value.numel() == 1
