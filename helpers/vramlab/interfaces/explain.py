@@ -132,7 +132,7 @@ def _of_both(
     if message.kind == "host":
         lines += run.host_lines()
     lines += run.lines()
-    lines += run.change_lines(changes, missing)
+    lines += run.change_lines(changes, missing, trusted=not against)
     figures = message.bytes | {"peak": run.report.peak.total}
     return Explanation(lines, figures, [], message.kind, missing, request, against, changes)
 

@@ -166,10 +166,20 @@ class Run:
             "same": change.same,
         }
 
-    def change_lines(self, changes: list[dict[str, Any]], missing: int | None) -> list[str]:
-        """Return the changes as lines under a head that says what is missing."""
+    def change_lines(
+        self,
+        changes: list[dict[str, Any]],
+        missing: int | None,
+        trusted: bool = True,
+    ) -> list[str]:
+        """Return the changes as lines under a head that says what is missing.
+
+        What the allocator's setting does to this recipe is no advice where another one ran.
+        """
         lack = f", {sized(missing)} being missing" if missing else ""
-        lines = [f"the cheapest changes{lack}:", *self._setting()]
+        lines = [f"the cheapest changes{lack}:"]
+        if trusted:
+            lines += self._setting()
         if not runs_liger(self.card):
             name = self.card.name if self.card else ""
             lines.append(f"  (Liger's kernels, which are Triton's, do not run on {name})")
@@ -205,10 +215,12 @@ class Run:
         if held is not None:
             peak = self.report.peak.total
             loaded = self.report.phases["load"].end.total
-            if peak < (1 - TOLERANCE) * held:
+            asked = sizes.get("asked", 0)
+            # On a larger card both would have been allocated.
+            if peak < (1 - TOLERANCE) * (held + asked):
                 text = (
-                    f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated: a "
-                    f"larger batch, "
+                    f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated and "
+                    f"{sized(asked)} more asked for: a larger batch, "
                 )
                 text += (
                     "longer samples or another precision ran, or more than this training is "

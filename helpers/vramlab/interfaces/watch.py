@@ -10,7 +10,9 @@ micro-batch follows, or nothing) there was no step.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,13 +25,18 @@ from ..base.errors import VramLabError
 from ..hardware.gpu import source_of
 from ..hardware.overhead import UNIT
 from ..private.of_torch import address_of
-from ..report.report import Report
+from ..report.report import KiB, Report, format_bytes, unit_for
 from ..simulation.any_module import SCRIPTED, is_compiled, lazy_parameter
 from ..tracking.history import History, to_report
 from ..tracking.tensors import plain_tensors, tensors_in
 from ..tracking.tracked import claim_model, claim_states, fsdp_units_named, gradients_named
 from ..tracking.tracker import Tracker
 from ..training.patched import plain, replaced
+
+LEAST = 64 * KiB  # a step: less is no growth to note
+LEAST_STEPS = 3  # between the first and the last one that is followed
+MOST_NAMED = 3
+KEPT = ("activations", "temporaries", "unexplained")
 
 
 class watch:
@@ -137,12 +144,40 @@ class watch:
         report.notes.append(
             "storages of the watched code; the allocator's own peak needs measure()"
         )
+        grown = self._grown(self.history)
+        if grown:
+            report.notes.append(f"memory grows with every step, which keeps {grown}")
         if is_compiled(self.model):
             report.notes.append(
                 "torch.compile: a watched model runs as eager operators, and that is what is "
                 "counted"
             )
         return report
+
+    def _grown(self, history: History) -> str:
+        """Return what each step made and nothing freed, "" for little or after few steps."""
+        ends = [start for name, start, _ in history.stretches if name == "between_steps"]
+        # The first step makes states, and what the last one made may still be freed.
+        steps = [self._kept(start, end) for start, end in pairwise(ends[:-1])]
+        if len(steps) < LEAST_STEPS:
+            return ""
+        in_every_step = set.intersection(*(set(step) for step in steps))
+        least = {made: min(step[made] for step in steps) for made in in_every_step}
+        ranked = sorted(least.items(), key=lambda item: (-item[1], item[0]))
+        said = []
+        for made, size in ranked[:MOST_NAMED]:
+            if size >= LEAST:
+                said.append(f"{format_bytes(size, unit_for(size))} of {made}")
+        return ", ".join(said)
+
+    def _kept(self, start: int, end: int) -> Counter[str]:
+        """Return bytes that were made between two positions and live, by what made them."""
+        kept: Counter[str] = Counter()
+        for size, storage, _ in self._followed.log[start:end]:
+            if size > 0 and storage.alive and storage.category in KEPT:
+                where = f" in {storage.where}" if storage.where else ""
+                kept[f"{storage.category} by {storage.op}{where}"] += size
+        return kept
 
     def _begin(self, phase: str) -> None:
         self._move_frees()
