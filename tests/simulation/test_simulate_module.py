@@ -569,7 +569,8 @@ def test_a_card_reserves_no_more_than_it_holds():
     assert report.process.value <= small.total and not report.notes
     assert report.verdict == "likely"  # the upper end is above the card, and nothing is clipped
     tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
-    assert tiny.reserved == endless.reserved
+    # what a card of twice the peak reserves, which is asked to give back what is cached
+    assert endless.allocated < tiny.reserved.value < 1.02 * 2 * endless.allocated
     assert tiny.notes == [
         "does not fit T4: in step 1, forward, it tries to allocate 2.00 GiB, and 1.89 GiB are "
         "free. Of 1.91 GiB, 8.14 MiB "

@@ -305,7 +305,7 @@ def changes(given: str) -> str:
         "expandable_segments": state["expandable_segments"],
     }
     witness = functools.partial(predict, **granted)
-    for change in cheapest(recipe, card, missing, MOST_CHANGES, witness, of_process=True):
+    for change in cheapest(recipe, card, 0, MOST_CHANGES, witness, process=missing):
         moved = _moved(recipe, recipe.replace(**change.fields))
         if moved and _refusal(state | moved) is None:
             kind = {"saves": change.saves, "time": change.time, "same": change.same}
