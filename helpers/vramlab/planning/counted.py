@@ -12,6 +12,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.options import LoRA
 from ..recipe.recipe import LATER_OF_LORA, Recipe
 from ..recipe.shapes import Shape
+from ..report.report import format_bytes
 from .question import Question, without_rollouts
 from .step_traffic import paged_bytes
 from .step_walk import walk
@@ -89,6 +90,12 @@ def host_memory(recipe: Recipe, kept: int = 0) -> int:
 def has_room(question: Question, recipe: Recipe) -> bool:
     """Tell whether the host has the memory that all ranks need there."""
     return question.host_memory is None or host_memory(recipe) <= question.host_memory
+
+
+def refused_by_host(question: Question) -> str:
+    """Return why a recipe without room on the host (`has_room`) is not tried."""
+    size = format_bytes(question.host_memory or 0, digits=2)
+    return f"what the host has to hold is more than its {size}"
 
 
 def activations_on_host(recipe: Recipe) -> int:

@@ -14,7 +14,7 @@ from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report, format_bytes
 from .candidate import TIGHT, Choice, simulate_briefly
-from .counted import has_room, host_memory
+from .counted import has_room, host_memory, refused_by_host
 from .question import METHODS, Question
 from .search_space import least_bytes, method_of, notes_on, precisions_to_try
 
@@ -80,8 +80,7 @@ class ImageSearch:
             if has_room(question, recipe):
                 yield recipe
             else:
-                size = format_bytes(question.host_memory or 0, digits=2)
-                refused.append(f"what the host has to hold is more than its {size}")
+                refused.append(refused_by_host(question))
         if refused:
             self.refused[method] = tuple(dict.fromkeys(refused))
 

@@ -30,7 +30,7 @@ from ..recipe.options import (
 )
 from ..recipe.recipe import Recipe
 from ..report.report import format_bytes
-from .counted import activations_on_host, counted_as, has_room, host_bytes
+from .counted import activations_on_host, counted_as, has_room, host_bytes, refused_by_host
 from .question import FLASH_SINCE, Question, without_rollouts
 from .step_walk import walk
 
@@ -98,8 +98,7 @@ def families(
         if has_room(question, family):
             yield family
         else:
-            size = format_bytes(question.host_memory or 0, digits=2)
-            refused.append(f"what the host has to hold is more than its {size}")
+            refused.append(refused_by_host(question))
 
 
 def _options(

@@ -61,6 +61,16 @@ def check_division(division: Any) -> None:
         raise RecipeError("model.distributed_config", divided, rest)
 
 
+def _of_a_divided_sample(recipe: RecipeFields, field: str, way: str) -> Refusals:
+    """Return what no way to divide a sample's tokens among ranks is modelled for."""
+    shape = recipe.shape
+    allowed = f"{way} is modelled for the Trainer's and SFTTrainer's loops"
+    is_other = recipe.trainer not in ("transformers", "sft") or recipe.loop.name != "trainer"
+    yield field, is_other, allowed
+    allowed = f"{way} is for causal models, and {shape.name} is one for {shape.task}"
+    yield field, shape.task != "causal-lm" or recipe.images, allowed
+
+
 def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     """Return what ring attention does not compute (`Trainer._prepare_context_parallel_inputs`).
 
@@ -69,11 +79,7 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     shape = recipe.shape
     allowed = "the Trainer's context parallel computes attention by 'sdpa' only"
     yield "attn_implementation", recipe.attn_implementation != "sdpa", allowed
-    allowed = "context parallel is modelled for the Trainer's and SFTTrainer's loops"
-    is_other = recipe.trainer not in ("transformers", "sft") or recipe.loop.name != "trainer"
-    yield "sharding.cp_size", is_other, allowed
-    allowed = f"context parallel is for causal models, and {shape.name} is one for {shape.task}"
-    yield "sharding.cp_size", shape.task != "causal-lm" or recipe.images, allowed
+    yield from _of_a_divided_sample(recipe, "sharding.cp_size", "context parallel")
     allowed = f"a token of {shape.name} looks back {shape.sliding_window} tokens only, which "
     allowed += "accelerate refuses: the ring drops that mask"
     yield "sharding.cp_size", shape.sliding_window, allowed
@@ -94,11 +100,7 @@ def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = "Ulysses exchanges the heads of 'sdpa' and 'flash_attention_2'"
     is_known = recipe.attn_implementation in ("sdpa", "flash_attention_2")
     yield "attn_implementation", not is_known, allowed
-    allowed = "Ulysses is modelled for the Trainer's and SFTTrainer's loops"
-    is_other = recipe.trainer not in ("transformers", "sft") or recipe.loop.name != "trainer"
-    yield "sharding.sp_size", is_other, allowed
-    allowed = f"Ulysses is for causal models, and {shape.name} is one for {shape.task}"
-    yield "sharding.sp_size", shape.task != "causal-lm" or recipe.images, allowed
+    yield from _of_a_divided_sample(recipe, "sharding.sp_size", "Ulysses")
     allowed = f"a token of {shape.name} looks back {shape.sliding_window} tokens only, and Ulysses "
     allowed += "drops that mask"
     yield "sharding.sp_size", shape.sliding_window, allowed
