@@ -11,7 +11,7 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
-    "vramlab": 280_000,
+    "vramlab": 286_000,
     "vramlab_course": 74_000,
 }
 PACKAGES = {
