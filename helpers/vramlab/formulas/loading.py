@@ -35,9 +35,9 @@ class Moment(NamedTuple):
 
 
 def loading_peak(recipe: Recipe) -> Bytes | None:
-    """Return the split at that moment.
+    """Return the split at the highest moment of loading.
 
-    None where the device never holds more than the result.
+    It is None where the device never holds more than the result.
     """
     if loads_whole(recipe):
         whole = parameter_bytes(unchecked(recipe, sharding=None))
