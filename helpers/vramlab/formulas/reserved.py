@@ -50,8 +50,12 @@ def pack(sizes: Iterable[int]) -> int:
     rests: list[int] = []
     for size in sizes:
         if size > SMALL_BLOCK:
+            # Free blocks are sorted by size, and the allocator takes the smallest that is large
+            # enough (`get_free_block`).
             i = bisect.bisect_left(rests, size)
             block = rests.pop(i) if i < len(rests) else segment(size)
+            # What is left over is a free block if it is larger than 1 MiB; otherwise the request
+            # keeps it (`should_split`).
             if block - size > SMALL_BLOCK:
                 bisect.insort(rests, block - size)
             else:
@@ -75,6 +79,8 @@ def reserved(blocks: Mapping[int, int], peak: int, sharded: bool = False) -> Int
         else:
             shared = LARGE_SEGMENT // size if size < LARGE_REQUEST else 1
             total += -(-count // shared) * segment(size)
+    # Requests of up to 1 MiB share segments of 2 MiB; up to 10 MiB they share segments of 20 MiB,
+    # and above each has one of its own.
     low = max(peak, total + -(-small // SMALL_SEGMENT) * SMALL_SEGMENT)
     worst = WORST_SHARDED if sharded else WORST
     return Interval(int(peak * EXACT), int(low * TYPICAL), int(low * worst) + LARGE_SEGMENT)

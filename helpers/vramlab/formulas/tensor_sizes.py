@@ -95,6 +95,8 @@ def _factored_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _states_like_weights(size: int, optim: str, optim_args: str | None) -> tuple[int, ...]:
     """Return the states of an optimizer of PyTorch's, as large as the weights."""
     given = optimizer_arguments(optim, optim_args)
+    # Each of these arguments adds one state as large as the weights (torch/optim/sgd.py,
+    # rmsprop.py, adam.py).
     count = len(MODELLED[optim].states)
     for name in ("momentum", "centered", "amsgrad"):
         if given.get(name):

@@ -104,6 +104,7 @@ class CudaKernels(TorchFunctionMode):
             # a higher-order operator: it has no kernel for the rules' key
             with cuda_autocast.left():
                 return func(*args, **kwargs)
+        # What follows decides whether the result is on the host; its bytes are settled by now.
         result = func(*args, **kwargs)
         if func in FACTORIES:
             device = kwargs.get("device")
@@ -209,7 +210,9 @@ def _attention(
         dropout=dropout,
     )
     if mask is not None and mask.dtype == torch.bool:
+        # As `convert_boolean_attn_mask`: every call makes a bias of its own.
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+    # Fused kernels take four dimensions (`sdp_utils.cpp`, check_tensor_shapes).
     if kernel == "math" or query.dim() != 4:
         math_attention = aten._scaled_dot_product_attention_math
         return math_attention(

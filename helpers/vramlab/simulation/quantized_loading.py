@@ -89,7 +89,7 @@ def _of(recipe: Recipe, target: str) -> tuple[Bytes, int]:
 
 
 def _whole(recipe: Recipe, unit: int) -> Bytes:
-    """The split of the model before it is sharded, whose tensors take multiples of `unit` bytes."""
+    """Return the split before the model is sharded; its tensors take multiples of `unit` bytes."""
     with fake_world("cpu"):
         model = models.build_model(recipe.replace(sharding=None), "cpu")
     sizes = []

@@ -179,6 +179,8 @@ def longest_pattern(kinds: list[int], groups: int = GROUPS) -> tuple[int, int, i
     best = None
     least = depth + 1  # layers of the best one
     for period in range(1, (depth - 2) // (groups - 1) + 1):
+        # The layers of the run and one more period after it follow the pattern; the model's first
+        # and last layer are always left to the ends.
         length, end = _longest_run(kinds, period)
         first = max(end - length, 1)
         times = (min(end + period, depth - 1) - first) // period
