@@ -283,6 +283,7 @@ def joined(parts: list[Part]) -> tuple[list[Event], list[Mark]]:
         for storage in _alive(part.events[:start]):
             if storage not in same:
                 log.append((storage.size, storage, storage.op))
+        # Marks count the events of their own run.
         shift = len(log) - start
         kept = part.marks if is_last else part.marks[:-1]
         marks += [(position + shift, name) for position, name in kept]
