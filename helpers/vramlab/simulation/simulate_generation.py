@@ -221,7 +221,10 @@ class _Runs:
             raise NotRegular(f"{depth} layers take something else than their repetition says")
 
     def run(self, recipe: Recipe, skipped: int, steps: int) -> FakeTracker:
-        """Return the tracker of a run whose prompt has `skipped` tokens more."""
+        """Return the tracker of a run whose prompt has `skipped` tokens more.
+
+        Raises RecipeError where it does not run on fake tensors.
+        """
         load_libraries(recipe)
         with (
             fakes.lock,
