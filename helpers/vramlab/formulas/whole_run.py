@@ -109,6 +109,8 @@ def predict_run(
 
     # Sizes order the peaks of micro-batches with a mask, and of those without.
     ranked = sorted(dealt, key=lambda batch: (prod(shape(batch)), sum(batch)))
+    # A later batch takes an earlier one's place under the same key, so the largest of each kind is
+    # left and only two predictions are needed.
     last = {has_mask(batch): batch for batch in ranked}
     reports = [report(batch) for batch in last.values()]
     largest = max(reports, key=lambda report: report.peak.total)
@@ -117,6 +119,8 @@ def predict_run(
     trained = sum(sum(batch) for batch in dealt)
     reserved = largest.reserved
     assert isinstance(reserved, Interval)  # as predict gives it
+    # Batches of one size ask for the same blocks in every step, so nothing fragments from step to
+    # step.
     if len(set(computed)) > 1:
         likely = int(reserved.value * TYPICAL)
         reserved = Interval(reserved.low, likely, int(reserved.value * WORST))
@@ -148,6 +152,8 @@ def _dealt(
     generator = torch.Generator().manual_seed(seed)
     order: Iterable[int] = range(len(rows))
     if strategy == "group_by_length":
+        # As the Trainer calls it (`_get_train_sampler`): samples are sorted by length within up to
+        # 50 times so many, and the longest one comes first.
         together = recipe.batch_size * recipe.gradient_accumulation_steps
         tokens = [sum(row) for row in rows]
         order = LengthGroupedSampler(together, lengths=tokens, generator=generator)

@@ -4,6 +4,7 @@ The places named are in its source, `data/configurations.json` says of which ver
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from ..recipe.options import ATTENTION, Loop
@@ -29,6 +30,10 @@ LIGER_PARTS = (
 # The last two only log and evaluate, so they move no bytes of a step.
 PLUGINS = ("LigerPlugin", "SwanLabPlugin", "LMEvalPlugin")
 KERNELS = "not modelled: the fused LoRA kernels that axolotl turns on; these are PEFT's layers"
+RING = (
+    "not modelled: ring-flash-attn's ring; these figures are of accelerate's, by sdpa, whose ranks "
+)
+RING += "hold as many tokens"
 # `utils/__init__.py`, `set_pytorch_cuda_alloc_conf`; of requests that are no 16th of a power of two
 # the allocator takes up to a 16th more
 SEGMENTS = "axolotl sets expandable segments, so the tier is with them; not modelled: that it also "
@@ -76,8 +81,30 @@ def read_axolotl(configuration: Configuration) -> None:
     _take_adapter(configuration)
     _take_liger(configuration)
     take_sharding(configuration)
+    _take_mesh(configuration)
     _take_precision(configuration)
     note_others(configuration)
+
+
+def _take_mesh(configuration: Configuration) -> None:
+    """Take copies of the model and rings (`utils/distributed.py`, `build_parallelism_config`)."""
+    sizes = {}
+    for name in ("context_parallel_size", "dp_replicate_size", "dp_shard_size"):
+        sizes[name] = configuration.get(name) or 1
+    said = [name for name, size in sizes.items() if size > 1]
+    if not said:
+        return
+    sharding = configuration.fields.get("sharding", {})
+    if sharding.get("engine") != "fsdp":
+        rest = f"it is modelled over FSDP2: say fsdp_config, {RUN_IT}"
+        raise configuration.refuse(said[0], rest)
+    sharding["cp_size"] = sizes["context_parallel_size"]
+    sharding["dp_replicate_size"] = sizes["dp_replicate_size"]
+    if configuration.get("dp_shard_size"):
+        sharding["world_size"] = math.prod(sizes.values())
+    if sharding["cp_size"] > 1:
+        configuration.fields["attn_implementation"] = "sdpa"
+        configuration.notes.append(RING)
 
 
 def _take_loop(configuration: Configuration) -> None:

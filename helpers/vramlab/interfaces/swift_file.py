@@ -34,6 +34,10 @@ ZERO["zero3_offload"] = {
 }
 # `swift/config/fsdp2.json`
 FSDP = {"reshard_after_forward": True, "activation_checkpointing": True}
+ULYSSES = (
+    "not modelled: ms-swift's own Ulysses; these figures are of DeepSpeed's, whose ranks hold as "
+)
+ULYSSES += "many tokens and heads"
 GLOBAL_BATCH = 16  # `TrainArgumentsMixin.__post_init__`, where no accumulation is said
 DEFAULTS = {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05}
 
@@ -192,6 +196,14 @@ def _take_ranks(configuration: Configuration) -> None:
         # Several processes without DeepSpeed or FSDP are data parallel.
         sharding = configuration.fields.setdefault("sharding", {"engine": "ddp", "stage": 0})
         sharding["world_size"] = ranks
+    together = configuration.get("sequence_parallel_size") or 1
+    if together > 1:
+        sharding = configuration.fields.get("sharding", {})
+        if sharding.get("engine") != "deepspeed":
+            rest = f"it is modelled over DeepSpeed: say deepspeed, {RUN_IT}"
+            raise configuration.refuse("sequence_parallel_size", rest)
+        sharding["sp_size"] = together
+        configuration.notes.append(ULYSSES)
 
 
 def _take_method(configuration: Configuration) -> None:

@@ -102,6 +102,8 @@ class LoRA:
     )
 
     def __post_init__(self) -> None:
+        # PEFT takes lists and sets; a recipe keeps tuples, which hash, and sorts what has no order
+        # so that equal adapters are equal.
         for name in ("target_modules", "modules_to_save", "target_parameters"):
             value = getattr(self, name)
             if isinstance(value, list):

@@ -108,6 +108,7 @@ class Writer:
             targets.append(target.ravel())
         order = np.concatenate(orders)
         target = np.concatenate(targets)
+        # One integer for row and group, so that numpy can compare and sort millions of storages.
         keys = row[order] * self.span + target
         log = Log(self.events, order, keys, target - group[order], renamed)
         return log, _never_freed(log)
@@ -365,6 +366,8 @@ class _Repeater(Writer):
     """Writes a first step's second micro-batch again, for all that are missing."""
 
     def __init__(self, log: Iterable[Event], marks: list[Mark], count: int) -> None:
+        # The log has a first and a second micro-batch; the second, group 1, stands for all that
+        # follow.
         super().__init__(list(log), 1, count - 2)
         self.count = count
         self.names = ["load", *(name for _, name in marks)]

@@ -181,10 +181,14 @@ class _Runs:
 
     def between(self, low: Part, high: Part) -> Iterator[Part]:
         """Yield the steps at which operations change, between two parts."""
+        # The last step of one part and the first of the next do the same operations, so all
+        # between them lie between these two in every size.
         if high.first - low.last < 2 or low.does[1] == high.does[0]:
             return
         if self.generation.period > 1:
             return
+        # Halved until neighbours agree: a change is found in as many runs as the logarithm of the
+        # steps.
         middle = (low.last + high.first) // 2
         part = self.part(middle - SETTLING - 1, SETTLING + LAST)
         yield from self.between(low, part)
