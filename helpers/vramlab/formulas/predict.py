@@ -69,6 +69,8 @@ def predict(
     peak = phases[highest].peak
     groups = blocks.groups(stepped, account.alive(highest), peak)
     loading = loading_peak(recipe)
+    # Segments that the allocator took while loading are still reserved in the step, so the higher
+    # moment of the two counts for reserved memory.
     most = max(peak.total, loading.total if loading else 0)
     sharded = bool(recipe.sharding and recipe.sharding.stage)
     alive = blocks.counts(groups, peak)

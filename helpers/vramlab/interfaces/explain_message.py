@@ -40,7 +40,9 @@ def missing_of(message: Message) -> int | None:
     sizes = message.bytes
     if "lack" not in sizes:
         return None
+    # Memory that the allocator holds unused may serve the request after all, if it is in one piece.
     in_one_piece = sizes["lack"] - sizes.get("unallocated", 0)
+    # Where it would do in one piece, what lacks is the request less what CUDA has free.
     return max(in_one_piece, 0) or max(sizes["lack"], 0)
 
 
@@ -48,6 +50,8 @@ def of_message(message: Message, alone: bool) -> list[str]:
     """Return the lines on a message; `alone`: with what is missing, a remedy and more to read."""
     lines = _by_kind(message, alone)
     lines += [_holder(one) for one in message.holders]
+    # With a recipe the changes follow, each with its bytes, so the general remedies would only
+    # repeat.
     if alone:
         lines += _likely_card(message)
         lines.append(MORE)
@@ -59,6 +63,7 @@ def _likely_card(message: Message) -> list[str]:
     total = message.bytes.get("total")
     if message.kind != "card" or not total:
         return []
+    # Drivers report a total that is typical of a card: a T4 is no round number of GiB.
     names = " or ".join(card.name for card in cards_of(total))
     return [f"a card that has {sized(total)}: likely {names} (--gpu)"] if names else []
 
@@ -109,6 +114,8 @@ def _of_card(message: Message, alone: bool) -> list[str]:
     for name, words in WORDS["holders"].items():
         if sizes.get(name):
             lines.append(f"{sized(sizes[name])} held by {words}")
+    # Windows' driver pages to the host instead of failing, so a process may hold more than the
+    # card.
     if sizes.get("allocated", 0) > sizes.get("total", sizes.get("allocated", 0)):
         lines.append(
             "more than the card has: Windows lends it the host's memory, at the speed of PCIe"
@@ -124,6 +131,7 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
     held = scattered + sizes.get("allocated", 0)
     lines = []
     others = sizes.get("others", 0)
+    # A process that holds under a hundredth of the card, as a desktop does, is not to blame.
     if others >= max(lack, sizes.get("total", 0) // 100) and sizes["free"] < sizes["asked"]:
         text = (
             "another process is on the card: without it the request would have had room "
@@ -131,11 +139,14 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
         )
         lines += [text, OTHERS_REMEDY]
     remedy = [CARD_REMEDY] if alone else []
+    # CUDA refused although as much was free by the message's own figures.
     if lack <= 0:
         text = (
             "that much is free: another process held it then, or what is free is not in one piece"
         )
         return [*lines, text, f"{OTHERS_REMEDY}; {FRAGMENTS_REMEDY}"]
+    # Even with every free block joined the request would not fit, so no setting of the allocator
+    # helps.
     if scattered < lack:
         text = (
             "a real lack: what is free and what is unallocated together are less than it asks for"
@@ -146,6 +157,7 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
                 f"unallocated were in one piece"
             )
         return [*lines, text, *remedy]
+    # A few percent of free blocks are normal: joining them helps this request and not the next.
     if scattered < LITTLE * held:
         text = (
             f"a real lack: the tensors fill the card; of it all, only {sized(scattered)} are "

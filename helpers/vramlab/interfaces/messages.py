@@ -54,6 +54,8 @@ def read_message(text: str) -> Message:
     `context` what this one holds outside of PyTorch, and `lack` what the request lacks. Sizes
     are as exact as the message: two digits of their unit.
     """
+    # Logs break a message over lines, so its patterns are looked for with all white space as one
+    # blank.
     line = " ".join(text.split())
     message = _of_card(line) or _of_host(text)
     holders = _holders(text)
@@ -71,8 +73,10 @@ def read_message(text: str) -> Message:
         )
         raise MessageError(f"this is no out-of-memory message: {rest}")
     message.holders = holders
+    # Names in the traceback, such as a trainer's class, tell what no message says.
     for trace in WORDS["traces"]:
         if re.search(trace["pattern"], text):
+            # The first trace to say a field counts.
             message.fields = {**trace["fields"], **message.fields}
             message.says.append(trace["says"])
     return message
@@ -86,6 +90,7 @@ def _size(match: re.Match) -> int:
 def _of_card(line: str) -> Message | None:
     """Return PyTorch's message on a CUDA or HIP device, the last of `line`."""
     patterns = WORDS["patterns"]
+    # A log may hold several messages, as when a script retries; the last is the one that ended it.
     starts = list(re.finditer(patterns["asked"][0], line, re.IGNORECASE))
     if not starts:
         return None
@@ -93,9 +98,11 @@ def _of_card(line: str) -> Message | None:
     sizes: dict[str, int] = {}
     for name, wordings in patterns.items():
         for wording in wordings:
+            # Wordings of all of PyTorch's versions; the first that is found counts.
             match = re.search(wording, said, re.IGNORECASE)
             if match and name not in sizes:
                 sizes[name] = _size(match)
+    # Older messages say what is reserved in total, newer ones what of it is unallocated.
     if "reserved" in sizes:
         reserved = sizes.pop("reserved")
         sizes.setdefault("unallocated", max(reserved - sizes.get("allocated", 0), 0))
@@ -114,6 +121,8 @@ def _find_process(said: str, sizes: dict[str, int]) -> None:
     if "process" not in sizes and "total" in sizes:
         held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
         listed = [_size(match) for match in re.finditer(WORDS["another"], said)]
+        # Of the processes listed only one can be ours if only one holds at least what PyTorch says
+        # it holds.
         large = [size for size in listed if held <= size <= total]
         if len(large) == 1:
             sizes["process"] = large[0]
@@ -123,9 +132,13 @@ def _complete(sizes: dict[str, int]) -> None:
     """Put into `sizes` what follows from the message's own figures."""
     held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
     if sizes.keys() >= {"process", "total", "free"}:
+        # What the process has on the card and PyTorch does not know: context, kernels, other
+        # libraries.
         sizes["context"] = max(sizes["process"] - held, 0)
         sizes["others"] = max(sizes["total"] - sizes["free"] - sizes["process"], 0)
     if "free" in sizes:
+        # `allowed` is there where set_per_process_memory_fraction caps the process below what is
+        # free.
         most = sizes.get("allowed", held + sizes["free"]) - held
         sizes["lack"] = sizes["asked"] - max(min(sizes["free"], most), 0)
 
@@ -138,6 +151,7 @@ def _of_host(text: str) -> Message | None:
         sizes: dict[str, int] = {}
         for name, pattern in entry["sizes"].items():
             matches = list(re.finditer(pattern, text))
+            # The last one: logs repeat such lines as memory fills.
             if matches:
                 sizes[name] = _size(matches[-1])
         _add_deepspeed(text, sizes)
@@ -157,6 +171,7 @@ def _add_deepspeed(text: str, sizes: dict[str, int]) -> None:
             sizes.setdefault(name, _size(matches[-1]))
     shares = re.findall(patterns["percent"], text)
     if shares and float(shares[-1]):
+        # The line says what is used and its percentage, and no total.
         sizes.setdefault("total", int(sizes["used"] / float(shares[-1]) * 100))
 
 
@@ -171,6 +186,7 @@ def _holders(text: str) -> list[Holder]:
         memory = re.search(patterns["memory"], line)
         process = re.search(patterns["process"], line)
         if card:
+            # A card takes two lines of the table: its name in one, its memory in the next.
             last = int(card.group(1)), card.group(2)
         elif memory and last:
             used, total = memory.groups()

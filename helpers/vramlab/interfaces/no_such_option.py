@@ -33,6 +33,7 @@ def instead(error: Any, command: str | None) -> str:
         name,
         "",
     ).format(command)
+    # An option of the same meaning is the better answer than why there is none of this name.
     why = f"say {SAY[name]}" if SAY.get(name) in known else why
     # `plan` chooses much of a recipe itself.
     if not why and name in OPTIONS and command in ("plan", "generate"):

@@ -110,6 +110,7 @@ def simulate(
     card = find_gpu(gpu) if gpu else None
     recipe = None if recipe is None else as_recipe(recipe)
     vllm = None if recipe is None else colocated(recipe, card)
+    # What a vLLM that stays awake holds is memory that the trainer's allocator never gets.
     taken = vllm.kept if vllm else 0
     room = room_on(recipe, card, other_memory + taken, expandable_segments)
     if recipe is not None:
@@ -126,6 +127,7 @@ def simulate(
 
 
 def check_target(target: str) -> None:
+    """Raise RecipeError for a target that is neither "cuda" nor "cpu"."""
     if target not in ("cuda", "cpu"):
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
@@ -270,6 +272,8 @@ def _deeper(
     if not is_written_down(recipe):
         # one group more than needed, deepened and run
         whole = run(1, 1)
+        # No test holds this architecture's log, so it is held here: against a real run of one
+        # group more.
         deepened = History(*deepen(tracker, layers, 1)).moments()
         ran = History(whole.log, whole.marks).moments()
         # all of a step but what follows it
@@ -368,6 +372,8 @@ def _run(
             training.abridged = not (full or evaluation) and is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
+                # TRL reads masks over all sampled completions, so tensors of up to that many
+                # elements keep their values.
                 tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
             if recipe.reads_values:
                 values = Values(mode, 8 * math.prod(recipe.rows))

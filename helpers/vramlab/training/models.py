@@ -31,7 +31,7 @@ from ..recipe.recipe import Recipe
 from . import trl_trainers
 from .default_dtype import own_default_dtype
 from .engine import Model, makes_fakes
-from .patched import caught
+from .patched import caught, replaced
 from .quiet import unheard
 from .repeated_keys import repeat_shared_keys
 
@@ -105,10 +105,14 @@ def meta_model(recipe: Recipe) -> Model:
 
     It is neither quantized nor adapted.
     """
+    from transformers import modeling_utils
+
     dtype = weight_dtype(recipe)
     if recipe.attn_implementation == REPEATED:
         repeat_shared_keys()
-    with own_default_dtype():
+    # TrainingArguments with DeepSpeed's stage 3 make every model of the process a divided one
+    whole = replaced(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
+    with own_default_dtype(), whole:
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     if dtype == torch.float32:
         return model
