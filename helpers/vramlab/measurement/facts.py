@@ -43,6 +43,7 @@ LOADED = (
 
 def is_size(value: Any) -> bool:
     """Whether `value` is a number of bytes that a machine can have."""
+    # By exact type, since True is an int too.
     return type(value) is int and 0 <= value <= MOST_BYTES
 
 
@@ -62,6 +63,7 @@ def is_text(value: Any) -> bool:
 def is_recipe(value: Any) -> bool:
     """Whether `value` is what `Recipe.to_dict` gives for a recipe."""
     try:
+        # Equal again after a round trip, so that nothing else hides in it.
         return rebuild(Recipe, "recipe", value).to_dict() == value
     except (RecipeError, TypeError):
         return False
@@ -195,6 +197,7 @@ class Fact:
 
         Raises ReportError unless it has each field of one and no other.
         """
+        # Records come from others: nothing but what is known may be in one.
         if not isinstance(said, dict) or said.keys() != {
             "kind",
             "asked",
