@@ -93,17 +93,20 @@ def nvidia_smi() -> int | None:
 
 
 def multiply() -> None:
+    """Load a kernel of cuBLAS, and its workspace."""
     a = torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16)
     a @ a
 
 
 def multiply_with_bias() -> None:
+    """Load a kernel of cuBLASLt, which fuses the bias."""
     torch.nn.Linear(SIDE, SIDE, device="cuda", dtype=torch.float16)(
         torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16)
     )
 
 
 def convolve() -> None:
+    """Load kernels of cuDNN, forward and backward."""
     torch.nn.Conv2d(8, 8, 3, device="cuda")(
         torch.ones(4, 8, 64, 64, device="cuda")
     ).sum().backward()
@@ -119,10 +122,12 @@ def attend(kernel: str) -> None:
 
 
 def import_bitsandbytes() -> None:
+    """Load bitsandbytes' library, and none of its kernels."""
     import bitsandbytes  # noqa: F401
 
 
 def quantize() -> None:
+    """Load the kernels that pack and unpack 4-bit weights."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     dequantize_4bit(
@@ -131,6 +136,7 @@ def quantize() -> None:
 
 
 def step_in_8_bits() -> None:
+    """Load the kernel of an 8-bit optimizer."""
     from bitsandbytes.optim import AdamW8bit
 
     weight = torch.nn.Parameter(torch.ones(SIDE, SIDE, device="cuda"))
@@ -139,10 +145,12 @@ def step_in_8_bits() -> None:
 
 
 def compile_kernel() -> None:
+    """Compile a kernel by Triton, and load it."""
     torch.compile(lambda a: a.sin() + a)(torch.ones(SIDE, device="cuda"))
 
 
 def gather() -> None:
+    """Make NCCL's communicator of one rank, with its buffers."""
     import torch.distributed as dist
 
     # A group of one rank, whose communicator takes NCCL's buffers all the same.

@@ -53,10 +53,12 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
+    """Whether `value` is a whole number of things, from one to a million."""
     return type(value) is int and 0 < value < 1_000_000
 
 
 def is_text(value: Any) -> bool:
+    """Whether `value` is a text without control characters, at most MOST_TEXT long."""
     return isinstance(value, str) and len(value) <= MOST_TEXT and not CONTROLS.search(value)
 
 
@@ -70,12 +72,14 @@ def is_recipe(value: Any) -> bool:
 
 
 def list_of(check: Check) -> Check:
+    """Return the check of a list whose values all pass `check`, at most MOST_VALUES of them."""
     return lambda value: (
         isinstance(value, list) and len(value) <= MOST_VALUES and all(map(check, value))
     )
 
 
 def or_none(check: Check) -> Check:
+    """Return the check of what passes `check` or is None."""
     return lambda value: value is None or check(value)
 
 
