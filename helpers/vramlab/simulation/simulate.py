@@ -52,6 +52,10 @@ from .repetition import NotRegular, Repetition, find
 from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
 from .values import Values, readable_values
 
+BLOCK = (
+    32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+)
+
 
 @needing("simulate")
 @no_collection(before=False)  # which takes a third of the time where a log is long
@@ -132,6 +136,20 @@ def check_target(target: str) -> None:
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
 
+def _check_ring(recipe: Recipe, target: str) -> None:
+    """Raise RecipeError for a ring that torch has no kernels for, or whose own code fails in it."""
+    if target == "cpu":
+        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
+        raise RecipeError("target", target, rest)
+    # `_SDPAMerger` adds up what the fp32 kernel has for whole blocks
+    _, width = recipe.rows
+    multiple = BLOCK * recipe.pieces
+    if recipe.precision in ("fp32", "tf32") and width % multiple:
+        rest = f"torch's ring adds up whole blocks of {BLOCK} tokens in it, and rows of {width:,} "
+        rest += f"are no multiple of {multiple}: take such a length, or compute in bf16 or fp16"
+        raise RecipeError("precision", recipe.precision, rest)
+
+
 def _of_recipe(
     recipe: Recipe,
     target: str,
@@ -140,9 +158,8 @@ def _of_recipe(
     full: bool,
     room: Room | None,
 ) -> Report:
-    if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
-        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
-        raise RecipeError("target", target, rest)
+    if recipe.sharding and recipe.sharding.cp_size > 1:
+        _check_ring(recipe, target)
     notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
