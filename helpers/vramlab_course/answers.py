@@ -18,6 +18,7 @@ BITS = {
     8: "That is the number of bits: 8 bits are one byte.",
     1 / 8: "That is an eighth of the right amount: these are bytes already.",
 }
+# These are tried for any unit, those of BITS for sizes alone.
 FACTORS = {
     2: "That is twice the right amount: is something counted two times?",
     1 / 2: "That is half the right amount: is there a second copy of something?",
@@ -122,13 +123,17 @@ class Number(Check):
 
     def feedback(self, answer: Any) -> Feedback:
         references = self.expand(self.reference)
+        # `problems` hands over numbers by name, which need no reading.
         given = answer if isinstance(answer, Numbers) else self.read(answer)
+        # The dots of an answer cell count as no answer, as None does.
         missing = [name for name in references if given.get(name) is None or given[name] is ...]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
+            # With nothing at all it is simply not answered, however many entries there are.
             return partly if len(missing) < len(references) else NOT_ANSWERED
         numbers = {name: _number(given[name], f"{name}: " if name else "") for name in references}
 
+        # With a factor it asks whether the answer is so many times the reference.
         def same(others: Mapping[str, float], factor: float = 1) -> bool:
             return all(
                 math.isclose(numbers[n], factor * other, rel_tol=self.tolerance)
@@ -136,16 +141,20 @@ class Number(Check):
             )
 
         def recognised(some: Mapping[str, float]) -> str:
+            # All factors fit where every reference is 0.
             known = _factors(self.unit).items() if any(some.values()) else ()
             return next((text for factor, text in known if same(some, factor)), "")
 
         if same(references):
             return Feedback(True, f"Right: {self.right}" if self.right else "Right.")
+        # Before units and factors: a typical mistake may happen to be off by a factor of two.
         mistakes = (mistake.text for mistake in self.mistakes if same(self.expand(mistake.wrong)))
         text = next(mistakes, "") or recognised(references)
         if text:
             return Feedback(False, text)
         wrong = [name for name, reference in references.items() if not same({name: reference})]
+        # Of a table only the first wrong entry is discussed, so that the reader mends one thing at
+        # a time.
         first = {wrong[0]: references[wrong[0]]}
         said = recognised(first) or f"{_off(numbers[wrong[0]], references[wrong[0]])}."
         right = len(references) - len(wrong)
@@ -167,9 +176,12 @@ class Number(Check):
                     f"a mistake speaks of {', '.join(unknown)}, which the reference does not have"
                 )
                 continue
+            # A mistake of some entries has the right values elsewhere.
             verdict = self(Numbers({**references, **wrong}))
             if verdict.right:
                 complaints.append(f"the check accepts the mistake {mistake.text!r}")
+            # Two mistakes with one value, or a factor that is tried before: the sentence would
+            # never be seen.
             elif verdict.text != mistake.text:
                 complaints.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
         return complaints
@@ -217,6 +229,7 @@ class Function(Number):
     def expand(self, thing: Any) -> Numbers:
         numbers = Numbers()
         for case in self.cases:
+            # The case stands in the feedback, so that the reader can call the function with it.
             words = [f"{name}={value!r}" for name, value in case.items()]
             numbers[", ".join(words)] = thing(**case)
         return numbers
@@ -250,6 +263,7 @@ class Choice(Check):
     options: Mapping[str, str]
 
     def feedback(self, answer: Any) -> Feedback:
+        # Upper and lower case do not matter.
         named = {option.lower(): option for option in self.options}
         option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
         if option is None:
@@ -290,6 +304,7 @@ class Judge(Check):
         rights = _value(self.rights)
         wrongs = _value(self.wrongs)
         complaints = []
+        # A judge of the reader's own machine may have no examples at all.
         has_enough = rights and len(wrongs) > 1
         if not has_enough and (rights or wrongs):
             complaints.append("it needs an answer to accept and two to reject")
@@ -304,6 +319,7 @@ class Judge(Check):
             if verdict.right:
                 complaints.append(f"the check accepts {answer!r}")
         for reason in self.reasons:
+            # A sentence that no example provokes may be out of date without anybody noticing.
             if not any(reason in text for text in said):
                 complaints.append(f"no wrong answer is told {reason!r}")
         return complaints
@@ -315,12 +331,14 @@ def _value(thing: Any) -> Any:
 
 def _number(answer: Any, before: str) -> float:
     """An answer as a number, also numpy's and one-element tensors. Raises Unclear."""
+    # The likeliest slip in this course: the whole report in place of one of its numbers.
     if hasattr(answer, "peak"):
         raise Unclear(
             f"{before}A number was expected, not a whole report: take for example "
             f"report.peak.total."
         )
     try:
+        # float() would take True and the text "3" for numbers.
         if isinstance(answer, bool | str | bytes) or callable(answer):
             raise TypeError
         number = float(answer.item() if hasattr(answer, "item") else answer)
@@ -333,12 +351,14 @@ def _number(answer: Any, before: str) -> float:
 
 def _factors(unit: str) -> dict[float, str]:
     """Factors between a wrong answer and the reference, and what to tell the reader."""
+    # Seconds, shares and counts have no other units that could be mistaken for them.
     if unit not in UNITS:
         return FACTORS
     long = {
         name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()
     }
     text = "The amount is right, but it is in {}: the answer is wanted in {}."
+    # The answer over the reference, had the reader used the other unit.
     units = {
         UNITS[unit] / size: text.format(long[name], long[unit])
         for name, size in UNITS.items()

@@ -30,6 +30,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 def base_model_path(*parts: str) -> Path:
     """The path of a file of the base model, in a checkout or in `vramlab-base-model`."""
     folder = data_path("base_model")
+    # A checkout has the folder; a wheel of vramlab has not, as the weights are a distribution of
+    # their own.
     if not folder.is_dir() and (installed := find_spec("vramlab_base_model")):
         folder = Path(next(iter(installed.submodule_search_locations)))
     return folder.joinpath(*parts)
@@ -42,6 +44,8 @@ def base_model_folder() -> Path:
     """
     folder = base_model_path()
     if not folder.is_dir():
+        # The metadata of an installed package has the repository's address, a bare checkout may
+        # not.
         address = repository() or "ADDRESS"
         raise RecordError(
             f"The base model is not installed: pip install "
@@ -90,6 +94,8 @@ def load_base_model(
             bnb_4bit_use_double_quant=quantization.double,
             bnb_4bit_compute_dtype=getattr(torch, quantization.compute_dtype or dtype),
         )
+        # Quantized weights are loaded where they stay: `.to` below moves only what is not
+        # quantized.
         options["device_map"] = {"": device}
     with _no_progress_bar():
         model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True, **options)
@@ -126,6 +132,7 @@ def load_base_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def _texts(name: str, limit: int | None) -> list[str]:
+    # The JSON maps a file's name to its text.
     texts = list(json.loads((base_model_folder() / name).read_text(encoding="utf-8")).values())
     if limit is None:
         return texts
@@ -194,6 +201,8 @@ def bits_per_byte(
     with torch.no_grad():
         for first in range(0, len(windows), batch_size):
             ids, labels = _padded(windows[first : first + batch_size])
+            # The last position predicts what comes after the window, and the softmax is taken in
+            # fp32.
             logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
             nats += torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1),
@@ -201,6 +210,7 @@ def bits_per_byte(
                 reduction="sum",
             ).item()
     model.train(training)
+    # Cross-entropy is in nats, and ln 2 nats are one bit.
     return nats / math.log(2) / sum(len(text.encode()) for text in texts)
 
 
@@ -216,8 +226,10 @@ def _windows(
     windows = []
     for text in texts:
         tokens = [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
+        # The start token is given and never predicted.
         done = 1
         while done < len(tokens):
+            # The first window predicts a whole context, later ones `stride` tokens each.
             end = min(len(tokens), max(done + stride, context))
             windows.append((tokens[max(0, end - context) : end], end - done))
             done = end
@@ -231,6 +243,7 @@ def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torc
     """
     import torch
 
+    # The batch is sorted by length, so its first window is the longest.
     ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
     labels = torch.full_like(ids, -100)
     for row, (tokens, new) in enumerate(batch):

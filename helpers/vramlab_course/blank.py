@@ -66,6 +66,7 @@ def blanks(number: str) -> dict[str, Blank]:
 
 def find(name: str) -> Blank:
     """The blank called `name`, "01.encode". Raises ExerciseError with the names that exist."""
+    # The chapter's number says which file to read, so the form is checked before.
     if not isinstance(name, str) or not re.fullmatch(r"\d\d\.[A-Za-z_]\w*", name):
         raise ExerciseError(
             f"A blank is named by chapter and piece, like '01.encode', not {name!r}."
@@ -124,6 +125,8 @@ def judge(blank: Blank, answer: Any) -> Feedback | None:
     if _is_blank(answer):
         return None
     feedback = blank.check(_guarded(answer))
+    # A piece with dots left in one branch may be right already; wrong, it is unfinished and not a
+    # mistake.
     return None if not feedback.right and _has_dots(answer) else feedback
 
 
@@ -145,6 +148,7 @@ def _parts(answer: Any) -> list[Any]:
     """The answer, or what a class is made of, its static methods as functions."""
     if not isinstance(answer, type):
         return [answer]
+    # staticmethod and classmethod wrap the function in __func__.
     return [getattr(part, "__func__", part) for part in vars(answer).values()]
 
 
@@ -152,6 +156,7 @@ def _guarded(answer: Any) -> Any:
     """A function that says what went wrong inside of `answer`: a condition takes any failure for a
     false result.
     """
+    # A class is checked through its methods, which conditions call themselves.
     if not callable(answer) or isinstance(answer, type):
         return answer
 

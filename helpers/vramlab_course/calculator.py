@@ -18,6 +18,7 @@ from vramlab.recipe.shapes import model_names, read_shape
 from vramlab.report.report import GiB, Report, format_bytes, in_unit, text_table
 
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out
+# What the controls of batches, lengths and ranks offer.
 SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
 LABELS = {
     "model": "Model",
@@ -25,10 +26,12 @@ LABELS = {
     "free_memory": "Of it free, GiB",
     "expandable_segments": "Expandable segments",
 }
+# A knob with a label is a control, so a new one appears here by itself.
 LABELS |= {option: knob.label for option, (_, knob) in OPTIONS.items() if knob.label}
 # The first control of each part of a recipe: while it is unset, the part's other controls change
 # nothing.
 SWITCHES = {
+    # Reversed, so that the first option of each part is the one that stays.
     path[0]: option
     for option, (path, _) in reversed(OPTIONS.items())
     if len(path) > 1 and option in LABELS
@@ -40,6 +43,7 @@ def _values(option: str) -> tuple:
     path, knob = OPTIONS[option]
     whole = tuple(n for n in SIZES if n <= (knob.most or n))
     values = knob.choices or {bool: (False, True), int: whole}.get(knob.kind, ())
+    # An option that may be left out, and a part's switch, offer UNSET first.
     return (
         (UNSET, *values)
         if values and (knob.optional or SWITCHES.get(path[0]) == option)
@@ -63,6 +67,7 @@ START = {name: values[0] if values else "" for name, values in CONTROLS.items()}
 
 def idle(state: Mapping[str, Any]) -> set[str]:
     """Return the controls that change nothing while the others are as in `state`."""
+    # The processor of images says how many tokens they are, whatever length is set.
     without_effect = {"seq_len"} if read_shape(state["model"]).image_tokens else set()
     for option in CONTROLS.keys() & OPTIONS.keys():
         switch = SWITCHES.get(OPTIONS[option][0][0], option)
@@ -76,6 +81,7 @@ def recipe_in(state: Mapping[str, Any]) -> Recipe:
 
     Raises RecipeError when it cannot be trained.
     """
+    # What is idle says nothing, or a switched-off part would be made of its other controls.
     given = state.keys() & OPTIONS.keys() - idle(state)
     return recipe_of(state["model"], {name: state[name] for name in given if state[name] != UNSET})
 
@@ -120,6 +126,7 @@ def code_of(
     other_memory: int = 0,
 ) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
+    # Shown even where they are as usual: readers change these first.
     always = (
         "batch_size",
         "precision",
@@ -128,6 +135,7 @@ def code_of(
     )
     lines = [repr(recipe.model), *python_arguments(recipe, Recipe(recipe.model), always)]
     text = "recipe = Recipe(\n" + "".join(f"    {line},\n" for line in lines) + ")\n"
+    # Only classes that occur in the text are imported.
     names = [
         name
         for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding")
@@ -160,6 +168,7 @@ class Calculator:
         self.state = dict(START)
         self._widgets = {}
         self.change(**state)
+        # Later a bad state keeps the last picture, but here there is none.
         if self.error:
             raise self.error
 
@@ -173,13 +182,17 @@ class Calculator:
                 f"the calculator has no control {unknown}; it has {', '.join(CONTROLS)}."
             )
         if "gpu" in state:
+            # An alias becomes the name that the control offers.
             state["gpu"] = find_gpu(state["gpu"]).name
+        # With widgets each change below goes through `_moved`, which predicts.
         if not self._widgets:
             self._take(state)
         for name in state.keys() & self._widgets.keys():
             widget = self._widgets[name]
             value = state[name]
             if CONTROLS[name] and value not in widget.options:
+                # A value from code may be none that the control offers, and ipywidgets would refuse
+                # it.
                 widget.options = (*widget.options, value)
             widget.value = value  # which moves the picture
 
@@ -187,6 +200,7 @@ class Calculator:
         """Predict the changed state; keep the last valid prediction where it cannot be trained."""
         self.state |= state
         try:
+            # All three or none are replaced: an error leaves the last picture whole.
             self.recipe, self.card, self.report = predicted(self.state)
             self.error = None
         except RecipeError as error:
@@ -257,6 +271,7 @@ class Calculator:
             figure
         )  # and no print or display, which would reach the cell's own output
         self._picture.append_stdout(str(self))
+        # An open figure of pyplot would be shown again at the cell's end.
         plt.close(figure)
         for name, control in self._widgets.items():
             control.disabled = name in idle(self.state)
@@ -275,6 +290,7 @@ def _widget(name: str, value: Any):
     if not values:
         return ipywidgets.Text(value, continuous_update=False, **look)
     options = values if value in values else (*values, value)
+    # A slider for numbers that go far, a list to choose from for everything else.
     if not set(SIZES[-9:]) & set(values):
         return ipywidgets.Dropdown(options=options, value=value, **look)
     return ipywidgets.SelectionSlider(options=options, value=value, continuous_update=False, **look)

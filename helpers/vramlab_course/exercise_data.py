@@ -48,7 +48,9 @@ from .answers import (
 )
 from .judges.common import same_tensor
 
+# What expressions may use without naming it in [imports].
 IMPORTS = {"vramlab": vramlab.__all__, "math": ["ceil", "floor", "log2", "sqrt"]}
+# Evaluated when a condition or sentence first uses them, each from those before.
 RECIPE_NAMES = {
     "kind": "type(answer).__name__",
     "card": "find_gpu(gpu)",
@@ -109,6 +111,7 @@ class Names(dict):
 
     def function(self, expression: str) -> Callable[..., Any]:
         """A function of keyword arguments that computes `expression`."""
+        # The arguments come first, then the file's names.
         return lambda **arguments: Names({}, self, arguments).evaluate(expression)
 
 
@@ -117,6 +120,7 @@ class Imports(dict):
 
     def __init__(self, modules: Mapping[str, list[str]]):
         super().__init__()
+        # From module to names, turned round.
         self.modules = {name: module for module, names in modules.items() for name in names}
 
     def __missing__(self, name: str) -> Any:
@@ -166,17 +170,20 @@ def _shared_names(stored: dict[str, Any]) -> Names:
 def _blank(name: str, entry: Mapping[str, Any], names: Names) -> dict[str, Any]:
     def make(source: str) -> Any:
         written: dict[str, Any] = {}
+        # `needs` are imports and helpers that the solution stands on in the notebook.
         exec(entry.get("needs", "") + "\n" + source, written)
         return written[name]
 
     solution = entry["solution"].strip("\n")
     mistakes = []
     for condition in entry["conditions"]:
+        # A mistake is the solution with a piece of its text replaced.
         for old, new in condition["mistakes"]:
             if old not in solution:
                 raise ValueError(
                     f"blank {name}: its solution has no text {old!r} to make a mistake of."
                 )
+            # Made when it is tried: some pieces train a network.
             mistakes.append((partial(make, solution.replace(old, new)), condition["says"]))
     conditions = [(condition["must"], condition["says"]) for condition in entry["conditions"]]
     return {
@@ -221,6 +228,7 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
 
     def function(expression: str) -> Callable[..., Any]:
         by_name = names.function(expression)
+        # The reader's function may be called by position or by name, and so is the reference.
         return lambda *given, **named: by_name(
             **dict(zip(parameters, given, strict=False)),
             **named,
@@ -229,6 +237,7 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
     reference = function(entry["answer"])
     mistakes = [(function(wrong), text) for wrong, text in entry["mistakes"]]
     told = {
+        # A function, because making tensors takes torch, which reading the questions does not need.
         "cases": lambda: map(names.evaluate, entry["cases"]),
         "mistakes": mistakes,
         "right": entry["right"],
@@ -248,6 +257,7 @@ def _tried(
 ) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
     """Makers of the answers that a check must accept, and of those it must reject."""
     return tuple(
+        # The default binds the word now: without it both functions would use the last one.
         lambda kind=kind: list(map(names.evaluate, entry.get(kind, [])))
         for kind in ("accepts", "rejects")
     )
@@ -261,6 +271,7 @@ def _conditions(entry: Mapping[str, Any], names: Names) -> Judge:
                 return Feedback(False, otherwise.format_map(known))
         return Feedback(True, entry["right"].format_map(known))
 
+    # Of a sentence with names filled in, the longest piece between them is looked for.
     reasons = [max(re.split(r"{.*?}", text), key=len) for _, text in entry["conditions"]]
     return Judge(judge, *_tried(entry, names), reasons)
 
@@ -270,6 +281,7 @@ def _holds(condition: str, known: Names) -> bool:
     try:
         return bool(known.evaluate(condition))
     except BrokenPiece:
+        # The reader's own error has a sentence of its own.
         raise
     except Exception:
         return False
@@ -279,6 +291,7 @@ def _recipe(entry: Mapping[str, Any], names: Names) -> Judge:
     outer = Names({"solution": entry["solution"]}, names, {"gpu": entry["gpu"]})
     whole = {
         **entry,
+        # Asked first: all later ones read the answer's fields.
         "conditions": [IS_RECIPE, *entry["conditions"]],
         "names": {**RECIPE_NAMES, **entry.get("names", {})},
     }

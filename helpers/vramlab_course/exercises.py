@@ -81,6 +81,7 @@ def chapter(number: str) -> dict[str, Exercise]:
     if not path.exists():
         raise ExerciseError(f"Chapter {number} has no exercises.")
     exercises = {name: Exercise(name, **entry) for name, entry in read_exercises(path).items()}
+    # Or a copied file's exercises would pass for another chapter's.
     stray = [name for name in exercises if not name.startswith(number + ".")]
     if stray:
         raise ValueError(
@@ -180,6 +181,8 @@ def is_empty(answer: Any) -> bool:
     code = getattr(answer, "__code__", None)
     if code is None:
         return False
+    # Compared with the code that Python makes of an empty body, with or without a docstring: the
+    # bytes differ between versions.
     like = described.__code__ if answer.__doc__ else empty.__code__
     constants = (answer.__doc__, *like.co_consts[1:]) if answer.__doc__ else like.co_consts
     return (code.co_code, code.co_consts) == (like.co_code, constants)
@@ -189,6 +192,7 @@ def _boxed(head: str, text: str) -> str:
     inside = WIDTH - 4
     body = []
     for part in text.splitlines():
+        # An empty line stays one.
         lines = textwrap.wrap(part, inside) or [""]
         body += [f"│ {line.ljust(inside)} │" for line in lines]
     rest = "─" * (WIDTH - 3 - len(head))

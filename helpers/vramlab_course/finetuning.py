@@ -27,6 +27,7 @@ def adapted(
     """`model` with LoRA adapters of rank `r` in `targets` and all else frozen, a `PeftModel`."""
     from peft import LoraConfig, get_peft_model
 
+    # PEFT takes one word or a list; from a record it may be a tuple.
     targets = targets if isinstance(targets, str) else list(targets)
     options = {"lora_alpha": ALPHA, "target_modules": targets, "task_type": "CAUSAL_LM", **options}
     return get_peft_model(model, LoraConfig(r=r, **options)).train(model.training)
@@ -45,13 +46,17 @@ def batches(
     import torch
 
     tokenizer = load_base_tokenizer()
+    # verbose=False: texts longer than the context are wanted here, and the tokenizer would warn of
+    # each.
     rows = [
         [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]] for text in texts
     ]
+    # All texts one after the other, as pre-training has them.
     tokens = torch.tensor([token for row in rows for token in row])
     offsets = torch.arange(context)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
+        # A column of offsets plus a row of positions indexes a whole batch.
         yield tokens[
             torch.randint(len(tokens) - context, (batch_size, 1), generator=generator) + offsets
         ]
@@ -83,6 +88,8 @@ def finetune(
     def share_of_rate(step: int) -> float:
         rising = (step + 1) / warm
         falling = (steps - step) / max(1, steps - warm)
+        # One line rises to 1 over the warm-up, the other falls to 0 at the end, and the lower
+        # counts.
         return min(rising, falling)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
@@ -155,6 +162,7 @@ def fresh(
     """
     import torch
 
+    # PEFT draws A from the global generator; the base's weights come from the file.
     torch.manual_seed(seed)
     model = load_base_model()
     return model if r is None else adapted(model, r, targets, **options)

@@ -54,6 +54,7 @@ class Guess:
         said = "none" if self.mine is None else f"{self._shown(self.mine, ',g')}, {self.verdict()}"
         line = f"found {self._shown(self.found, form)} · your guess: {said}"
         text = "\n".join(map(str, [*beside, line]))
+        # Marked line by line, so that the comparison of notebooks leaves them out.
         if of_this_run:
             text = tagged(text)
         if self.mine is None:
@@ -66,12 +67,14 @@ class Guess:
         """How many times too high the guess is, under 1 if too low; infinite where one of the two
         is zero.
         """
+        # Two zeros too, for which a ratio has no value.
         if self.mine == self.found:
             return 1.0
         return self.mine / self.found if self.mine * self.found > 0 else math.inf
 
     def verdict(self) -> str:
         """How far off the guess is, in words."""
+        # Too high or too low by a factor are equally far off.
         off = max(self.factor, 1 / self.factor)
         if off <= CLOSE:
             return "which is close"
@@ -98,6 +101,7 @@ def _fold(text: str) -> None:
 
 def guess(question: str, unit: str, mine: float | None = None) -> Guess:
     """Keep the reader's number `mine`, and print the question."""
+    # True is a number to Python, and nobody's guess.
     if mine is not None and (isinstance(mine, bool) or not isinstance(mine, Real)):
         print(wrapped(f"A guess is a number of {unit} or None, not {mine!r}."))
         mine = None
@@ -105,6 +109,7 @@ def guess(question: str, unit: str, mine: float | None = None) -> Guess:
         wrapped(f"{question} Your guess in {unit}: {'none yet' if mine is None else f'{mine:,g}'}.")
     )
     made = Guess(question, unit, mine)
+    # By its question: running the cell again replaces the guess.
     SESSION.guesses[question] = made
     return made
 

@@ -83,6 +83,7 @@ def _start_on_cuda(max_entries: int) -> Callable[[], Snapshot]:
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
 
     def stop() -> Snapshot:
+        # Frees that wait for the GPU are in the history then.
         torch.cuda.synchronize()
         content = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -97,6 +98,7 @@ def _start_on_cpu() -> Callable[[], Snapshot]:
     """
     from vramlab.tracking.recorder import Recorder
 
+    # Entered by hand, because the with-block that it follows is the caller's.
     recorder = Recorder()
     recorder.__enter__()
 
@@ -120,14 +122,17 @@ def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, A
             before = allocator.reserved
             block = blocks[id(storage)] = allocator.malloc(storage.asked)
             more = {"addr": block.address, "stream": 0, "frames": frames[id(storage)]}
+            # The request made a segment, which PyTorch's history has as an event of its own.
             if allocator.reserved > before:
                 events.append(
                     {"action": "segment_alloc", "size": allocator.reserved - before, **more}
                 )
             events.append({"action": "alloc", "size": block.size, **more})
+        # What was made before the recording is freed without having been seen.
         elif id(storage) in blocks:
             block = blocks.pop(id(storage))
             gone = {"addr": block.address, "size": block.size, "stream": 0, "frames": []}
+            # PyTorch has two events of a free: asked for, and done once no stream uses it.
             events += [{"action": "free_requested", **gone}, {"action": "free_completed", **gone}]
             allocator.free(block)
     return events

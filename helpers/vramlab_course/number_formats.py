@@ -76,6 +76,7 @@ class Format:
     @property
     def max_code(self) -> int:
         """The code of the largest finite number."""
+        # The codes above it are infinity and nan's.
         return self._ones - {"ieee": 2**self.fraction_bits, "nan": 1, "finite": 0}[self.top]
 
     @property
@@ -130,6 +131,7 @@ class Format:
         saturates. Raises NumericsError for nan in a format without it.
         """
         number = float(number)
+        # copysign tells −0.0 from 0.0, a comparison does not.
         sign = 2 ** (self.bits - 1) if math.copysign(1, number) < 0 else 0
         if math.isnan(number):
             if self.top == "finite":
@@ -193,6 +195,7 @@ class Format:
     def numbers(self) -> list[float]:
         """Every finite number, ascending, zero once."""
         return sorted(
+            # −0.0 + 0.0 is 0.0, so zero is there once.
             {number + 0.0 for number in map(self.decode, self.codes()) if math.isfinite(number)}
         )
 
@@ -204,6 +207,7 @@ class Format:
                 f"top is {self.top!r}, but allowed are 'ieee', 'nan', and 'finite' with "
                 f"saturates=True."
             )
+        # Wider formats have numbers that fp32's range and precision do not hold.
         if (
             self.exponent_bits < 1
             or self.fraction_bits < 1
@@ -232,6 +236,7 @@ def rounded(tensor: "torch.Tensor", format: Format) -> "torch.Tensor":
     """`Format.round` for a float32 or float64 tensor, in its dtype; nan stays nan."""
     import torch
 
+    # In fp64, in which scaling by powers of two is exact.
     sizes = tensor.abs().double()
     exponents = (torch.frexp(sizes).exponent - 1).clamp(min=format.least_exponent)
     # the power of two of a number's last digit; subnormal numbers share the smallest one

@@ -52,10 +52,12 @@ class Run:
 def runs() -> list[Run]:
     """All published runs, in the order of the file."""
     stored = json.loads(data_path("published_runs.json").read_text(encoding="utf-8"))
+    # A source's loop is that of its script, so all of its runs share it.
     loops = {name: Loop(**source["loop"]) for name, source in stored["sources"].items()}
     published = []
     for run in stored["runs"]:
         fields = run["recipe"]
+        # A model that is no file of ours is written out in the runs' own file.
         model = stored["models"].get(fields["model"], fields["model"])
         published.append(
             Run(
@@ -113,6 +115,7 @@ def scatter_error(
 
     figure, (above, below) = style.start(title, summary, rows=2, sharex=True, height_ratios=(3, 2))
     ends = [min(every) / 1.3, max(every) * 1.3]
+    # In a logarithmic plot a relative error is a band of one width.
     low = [end * (1 - band) for end in ends]
     high = [end * (1 + band) for end in ends]
     above.fill_between(ends, low, high, color="#CCCCCC", linewidth=0, label=f"±{band:.0%}")
@@ -142,6 +145,7 @@ def scatter_error(
     for axis, scale in ((above.xaxis, above.set_xscale), (above.yaxis, above.set_yscale)):
         scale("log", base=2)
         axis.set_major_formatter("{x:,.6g}")  # 0.5, 1, 2, 4 and not powers
+    # The worst error and the band are both in view.
     reach = 100 * max(band * 1.5, max(off) * 1.2)
     above.set(xlim=ends, ylim=ends, ylabel=f"{names[0]}, GiB")
     below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, GiB", ylabel="error, %")

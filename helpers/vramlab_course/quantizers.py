@@ -42,6 +42,7 @@ class Quantized:
         scales = self.scales
         numbers = self.table[codes.long()] if self.table is not None else codes.float()
         if self.block_size is not None:
+            # The last block may be shorter, so what is repeated too often is cut off.
             scales = scales.repeat_interleave(self.block_size)[: len(codes)]
         return (numbers * scales).reshape(self.codes.shape)
 
@@ -56,6 +57,7 @@ def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Qua
     size = numbers.numel() if block_size is None else block_size
     scales = _maxima(numbers, size) / top
     spread = scales.repeat_interleave(size)[: numbers.numel()].reshape(numbers.shape)
+    # A block of zeros has a scale of zero, by which nothing can be divided.
     steps = torch.where(spread > 0, spread, 1)
     codes = torch.round(numbers / steps).clamp(-top, top)
     return Quantized(codes.int(), scales if block_size is not None else scales[0], block_size)
@@ -68,6 +70,7 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Qu
     A number halfway between two takes the lower one. Raises NumericsError for an empty tensor,
     numbers that are not finite, and a table that does not ascend within ±1.
     """
+    # After scaling all numbers lie within ±1, so a table beyond has codes that are never used.
     if len(table) < 2 or not _ascends(table) or float(table.abs().max()) > 1:
         raise NumericsError("A table has two or more ascending numbers from −1 to 1.")
     _check(numbers, (len(table) - 1).bit_length())
@@ -98,6 +101,7 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
     """
     _check(numbers, bits)
     ordered = numbers.flatten().sort().values
+    # Positions in the sorted numbers, at the middle of each of 2^bits equal shares.
     middles = (torch.arange(2**bits) + 0.5) / 2**bits * len(ordered)
     table = ordered[middles.long().clamp(max=len(ordered) - 1)]
     if not _ascends(table):
@@ -117,6 +121,7 @@ def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
     fp32, as bitsandbytes has them.
     """
     half = 2 ** (bits - 1)
+    # The last, one half, has the quantile zero and is left out.
     *above, _ = torch.linspace(offset, 0.5, half + 1).tolist()
     *below, _ = torch.linspace(offset, 0.5, half).tolist()
     quantile_of = NormalDist().inv_cdf
@@ -137,6 +142,7 @@ def _maxima(numbers: Tensor, size: int) -> Tensor:
             f"block size is {size!r}, but allowed is a whole number of at least 1, or None."
         )
     flat = numbers.flatten().float().abs()
+    # How many the last block lacks: Python's remainder of a negative number is positive.
     lacking = -len(flat) % size
     whole = torch.nn.functional.pad(flat, (0, lacking))
     return whole.reshape(-1, size).amax(1)
@@ -150,6 +156,7 @@ def _nearest(numbers: Tensor, table: Tensor) -> Tensor:
     """The code of the nearest number of the table, of two the lower one."""
     # halfway between two neighbours one code ends and the next begins
     borders = (table[1:] + table[:-1]) / 2
+    # right=False: a number on the border gets the lower code.
     return torch.bucketize(numbers, borders).to(torch.uint8)
 
 

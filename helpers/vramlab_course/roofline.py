@@ -27,6 +27,7 @@ def best_seconds(work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     try:
         for run in work.values():
             run()  # the first run also pays for new memory
+        # By turns, so that a busy moment does not hit all rounds of one.
         for name, run in [*work.items()] * ROUNDS:
             wait()
             start = clock()

@@ -48,6 +48,7 @@ def chosen(card: str) -> tuple[Timed, ...]:
     found = []
     for run in runs():
         if run.seconds and run.as_run in (None, AS_RUN) and find_gpu(run.gpu).name == card:
+            # Runs with repeated keys had a kernel that recipes name themselves.
             kernel = REPEATED if run.as_run else run.recipe.attn_implementation
             found.append(Timed(card, run.recipe.replace(attn_implementation=kernel), run.seconds))
     return (*found, *(Timed(card, recipe, seconds) for recipe, seconds in timed_records(card)))
@@ -81,6 +82,7 @@ def features(run: Timed) -> tuple[float, ...]:
 def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
     """Seconds by (U, W, V, τ, σ): the longer of computing and issuing, and what is waited for."""
     *shares, issue, waiting = constants
+    # Three parts that follow one another, each at its share of the peak.
     computing = (x[:, :3] / np.array(shares)).sum(axis=1)
     return np.maximum(computing, x[:, 3] * issue) + x[:, 4] * waiting
 
@@ -96,6 +98,7 @@ def fit(found: Sequence[Timed]) -> tuple[float, ...]:
     """
     x = np.array([features(run) for run in found])
     measured = np.log([run.seconds for run in found])
+    # Logarithms keep all constants positive.
     start = np.log(in_use(found[0].card))
 
     def off(logarithms: np.ndarray) -> np.ndarray:
@@ -105,9 +108,11 @@ def fit(found: Sequence[Timed]) -> tuple[float, ...]:
     damping = DAMPING
     errors = off(at)
     for _ in range(ROUNDS):
+        # The derivative by each constant, by a small difference.
         slopes = np.stack(
             [(off(at + STEP * one) - errors) / STEP for one in np.eye(len(at))], axis=1
         )
+        # The normal equations; damping shortens the step and turns it downhill.
         change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ errors)
         tried = off(at + change)
         # a step that helps is taken, and the next one trusts the slopes more

@@ -98,6 +98,7 @@ class Topology:
         groups = []
         while left:
             group = [left.pop(0)]
+            # The list grows while it is walked: what a member joins is walked too.
             for member in group:
                 joined = [other for other in left if self.nvlinks(member, other)]
                 group += joined
@@ -122,13 +123,17 @@ def parse_topology(text: str) -> Topology:
         TopologyError: no matrix, a missing row or entry, an unknown path, or two entries that
             disagree.
     """
+    # Colours of a terminal.
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    # The line of the columns: in the row of GPU0 an X follows the name.
     head = next((i for i, line in enumerate(lines) if re.match(r"\s*GPU0\s+(?!X\b)", line)), None)
     if head is None:
         raise TopologyError(
             "There is no matrix in this text: it has to have the line that begins with GPU0."
         )
+    # What stands behind the devices has titles with blanks.
     columns = re.split("|".join(TITLES), lines[head])[0].split()
+    # Backwards, so that of two matrices in one text the first one's rows stay.
     rows = {
         row[0]: row[1:]
         for row in map(str.split, reversed(lines[head + 1 :]))
@@ -139,6 +144,7 @@ def parse_topology(text: str) -> Topology:
         raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
     codes = {}
     for name in columns:
+        # More entries are the columns of affinities.
         if len(rows[name]) < len(columns):
             raise TopologyError(
                 f"The row of {name} has {len(rows[name])} entries, but {len(columns)} are needed."

@@ -143,6 +143,7 @@ def tokens_of(given: argparse.Namespace) -> torch.Tensor:
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")[:room]
         room -= len(text.encode())
+        # A start token between texts, so that none is read as the continuation of another.
         ids += [tokenizer.bos_token_id or 0, *tokenizer(text, verbose=False)["input_ids"]]
     if len(ids) <= given.context:
         raise SystemExit(
@@ -160,13 +161,17 @@ def rows_of(
     world: int,
 ) -> torch.Tensor:
     """This rank's rows of the global batch, which depends only on seed and step."""
+    # By seed and step alone, so that a run goes on with the same rows after a restart, on any
+    # number of ranks.
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
     starts = torch.randint(len(tokens) - given.context, (given.batch_size, 1), generator=generator)
+    # Every world-th row from its own rank on, and for each row a window of the text.
     return tokens[starts[rank::world] + torch.arange(given.context)]
 
 
 def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The model in fp32, sharded or replicated if there is a process group."""
+    # Random weights have to be equal on all ranks; DDP would send rank 0's, FSDP would not.
     torch.manual_seed(given.seed)
     if given.from_scratch:
         model = AutoModelForCausalLM.from_config(
@@ -189,9 +194,12 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         torch.bfloat16 if given.precision == "bf16" else None
     )  # gathered and computed in bf16, summed in fp32
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    # transformers names the classes of a model's layers there; each layer is a unit, so one is
+    # gathered at a time.
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
             fully_shard(module, mp_policy=policy)
+    # What is in no layer, as the embedding and the head, belongs to the outermost unit.
     fully_shard(model, mp_policy=policy)
     return model
 
@@ -218,6 +226,7 @@ def train_step(
         )
         with quiet:
             with torch.autocast(rows.device.type, torch.bfloat16, enabled=autocasts):
+                # A micro-batch's mean counts by its rows, so the sum is the mean over all of them.
                 loss = model(input_ids=part, labels=part, use_cache=False).loss * (
                     len(part) / len(rows)
                 )
@@ -243,6 +252,8 @@ def save(
     rank: int,
 ) -> None:
     """Write this rank's shards; rank 0 renames the folder once all are there."""
+    # Names without the wrappers' prefixes, so that another number of ranks or no wrapper at all can
+    # read it.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     part = folder / f"step-{step}.part"
     whole = folder / f"step-{step}"
@@ -254,6 +265,7 @@ def save(
 def load(model, optimizer, folder: Path) -> int:
     """Load a checkpoint into model and optimizer; returns the number of steps done."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    # dcp.load reads into the tensors that are there, each rank its own shards.
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
@@ -280,6 +292,7 @@ def train(
         raise SystemExit(f"--batch-size {given.batch_size} cannot be divided among {world} ranks.")
     tokens = tokens_of(given)
     model = build(given, device)
+    # After sharding, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0)
     found = newest(given.checkpoint)
     start = load(model, optimizer, found) if found else 0
@@ -295,6 +308,7 @@ def train(
             given,
         )
         if world > 1:
+            # For the line that is printed alone; gradients have been averaged in backward.
             dist.all_reduce(loss, op=dist.ReduceOp.SUM)
         if rank == 0:
             seconds = round(time.perf_counter() - begun, 4)
@@ -308,11 +322,13 @@ def train(
         if given.checkpoint and ((step + 1) % given.save_every == 0 or step + 1 == given.steps):
             save(model, optimizer, step + 1, given.checkpoint, rank)
     if given.export:
+        # All ranks take part in gathering, though only rank 0 keeps the result.
         whole = get_model_state_dict(
             model,
             options=StateDictOptions(full_state_dict=True, cpu_offload=True),
         )
         if rank == 0:
+            # DDP holds the model as its `module`.
             getattr(model, "module", model).save_pretrained(given.export, state_dict=whole)
             AutoTokenizer.from_pretrained(given.model).save_pretrained(given.export)
 

@@ -32,6 +32,7 @@ def fill_batch(
     """Copy this rank's rows of the `step`-th global batch into the batch that is there, which keeps
     its place in memory.
     """
+    # Accumulation has further micro-batches beside the first.
     batches = [training.batch, *training.further]
     for batch, rows in zip(batches, _rows(recipe, len(batches), step), strict=True):
         for name, tensor in batch.items():
@@ -45,9 +46,12 @@ def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Ten
     """
     first = 0
     if replicas(recipe) > 1:
+        # Ranks that have one sample's tokens together have the same rows.
         first = recipe.sharding.rank // recipe.ranks_of_sample * recipe.batch_size
+    # The global generator is as it was afterwards: dropout must not depend on how rows are drawn.
     with torch.random.fork_rng(devices=[]):
         for number in range(count):
+            # A seed for each micro-batch of each step, never that of the weights.
             torch.manual_seed(SEED + 1 + step * count + number)
             rows = make_batch(alone(recipe), "cpu")
             own = {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}

@@ -23,7 +23,7 @@ def _multiple(number: int, of: int) -> int:
 class AttentionKernels:
     """Attention of queries, batch × heads × tokens × channels, to keys and values.
 
-    These may have fewer heads.
+    Keys and values may have fewer heads.
     """
 
     def __init__(self, operators: Operators, shape: Shape, rows: Rows):

@@ -228,7 +228,7 @@ class _Rank:
     def _others(self, whole: int) -> int:
         """Return the bytes of this rank's gradients but the first tensor's.
 
-        `whole` elements are all that stay until backward ends.
+        All gradients that stay until backward ends are `whole` elements.
         """
         first = self.sizes[0]
         has_first = self.sharding.rank * max(self.parts) < first

@@ -154,7 +154,7 @@ class Elementwise:
     def probabilities(self, x: Tensor, fp32: bool | None, width: int) -> Tensor:
         """Take a softmax, with `fp32` (or under autocast) in fp32, and cast it to `width`.
 
-        With False nothing is cast.
+        With `fp32` False nothing is cast, with None only the result is.
         """
         if not fp32:
             y = self.softmax(self.fp32(x))

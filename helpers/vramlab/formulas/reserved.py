@@ -32,7 +32,7 @@ WORST_SHARDED = 2.6
 def internal_fragmentation(size: int) -> int:
     """Return the bytes that a block holds beyond `size`, of a rest that is not split off.
 
-    It is one of 1 MiB or less.
+    A rest of 1 MiB or less is not.
 
     From 10 MiB on a request has a segment of its own. Below, equal requests share a segment, and
     the rest that the last of them holds is divided among them. Up to 1 MiB there is none.
@@ -67,7 +67,7 @@ def pack(sizes: Iterable[int]) -> int:
 def reserved(blocks: Mapping[int, int], peak: int, sharded: bool = False) -> Interval:
     """Estimate the peak of reserved memory from a peak's blocks (size to count) and bytes.
 
-    That is `torch.cuda.memory_reserved`.
+    Reserved is what `torch.cuda.memory_reserved` returns.
 
     Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST.
     Sequences of varying length fragment further.

@@ -98,7 +98,7 @@ def _whole(recipe: Recipe) -> RankBytes:
 def _ddp(recipe: Recipe) -> RankBytes:
     """Hold a replica and a copy of its gradients in buckets.
 
-    After reducer.cpp, `compute_bucket_assignment_by_size`.
+    Buckets are those of reducer.cpp, `compute_bucket_assignment_by_size`.
     """
     # After the first step the reducer makes its buckets anew in the order in which gradients came
     # (`Reducer::rebuild_buckets`), from the last weight to the first.

@@ -22,7 +22,7 @@ SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go t
 def weight_width(dtype: str, quantization: Quantization | None = None) -> int:
     """Return the bytes of a weight that is loaded in `dtype` and not quantized.
 
-    They are 4 after `prepare_model_for_kbit_training`.
+    There are 4 of them after `prepare_model_for_kbit_training`.
     """
     prepared = quantization is not None and quantization.prepare
     return FP32 if dtype == "float32" or prepared else HALF

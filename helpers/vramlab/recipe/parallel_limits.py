@@ -74,7 +74,7 @@ def _of_a_divided_sample(recipe: RecipeFields, field: str, way: str) -> Refusals
 def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     """Return what ring attention does not compute (`Trainer._prepare_context_parallel_inputs`).
 
-    And what accelerate refuses (`_attach_context_parallel_hooks`).
+    What accelerate refuses is among it (`_attach_context_parallel_hooks`).
     """
     shape = recipe.shape
     allowed = "the Trainer's context parallel computes attention by 'sdpa' only"
@@ -86,6 +86,8 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = "the ring drops the mask that keeps joined samples apart: leave packing and "
     yield "sharding.cp_size", recipe.joins, allowed + "padding_free out"
     _, width = recipe.rows
+    # Each rank has a piece from the row's front and one from its end, so that all attend to as
+    # much (`_HeadTailLoadBalancer` of torch's context parallel).
     allowed = f"rows of {width:,} tokens do not divide into two equal pieces for each of {ranks} "
     yield "sharding.cp_size", width % recipe.pieces, allowed + "ranks"
     is_wide = recipe.precision in ("fp32", "tf32") and not efficient_takes_groups()
@@ -111,6 +113,8 @@ def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:
     yield "sharding.sp_size", width % ranks, allowed
     allowed = f"it must divide the {shape.num_heads} heads of {shape.name}, and its "
     allowed += f"{shape.num_kv_heads} key/value heads or be a multiple of them"
+    # With fewer key heads than ranks each is sent to several (kv_replication_factor in
+    # ulysses_sp.py).
     keys = shape.num_kv_heads
     is_uneven = shape.num_heads % ranks or (keys % ranks and ranks % keys)
     yield "sharding.sp_size", is_uneven, allowed

@@ -52,7 +52,7 @@ _MASKS += "all-ones one leave as_run out"
 class Ways:
     """What ran otherwise, in words, and for which recipes real steps were compared.
 
-    `reentrant` is the default.
+    `reentrant` says how the version checkpoints by default.
     """
 
     words: str
@@ -153,7 +153,7 @@ def simulate_as_run(
 def of_release(text: str) -> str | None:
     """Return the name in AS_RUN of a version such as "4.48" or "4.48.3".
 
-    None where it is the installed one. Raises RecipeError where neither is so.
+    It is None for the installed version. Raises RecipeError for one that is neither.
     """
     installed = version("transformers")
     found = re.match(r"(\d+\.\d+)(\.|$)", text)
@@ -267,5 +267,7 @@ def _reentrant(function: Any, *args: Any, use_reentrant: bool = True, **kwargs: 
 
 
 def _find(position_ids: torch.Tensor) -> torch.Tensor:
+    # The installed function goes on to return None where nothing is packed, and then no mask is
+    # made.
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)

@@ -61,7 +61,7 @@ def _rules() -> dict[str, Callable | None]:
 def followed() -> Iterator[None]:
     """While entered, this thread's autocast on CPUs follows CUDA's rules.
 
-    Without autocast nothing meets them.
+    No operator meets the rules while autocast is off.
     """
     key = own_kernels.key_of(own_kernels.RULES)
     switch = plain(torch, "set_autocast_enabled")
@@ -101,7 +101,7 @@ def cpu_only() -> tuple[str, ...]:
 def on_cuda(name: str, key: str = "AutocastCUDA") -> bool:
     """Tell whether the installed torch has a rule for this operator under CUDA's autocast.
 
-    Its CPU builds know too.
+    A CPU build of torch has these rules too.
     """
     return of_fake_tensors.has_kernel(f"aten::{name}", key)
 

@@ -123,7 +123,7 @@ class Values:
     def take_place(self, module: torch.nn.Module) -> None:
         """Put fake tensors in the place of all real ones that the modules in `module` hold.
 
-        They stay until `restore`.
+        The fake ones stay until `restore`.
         """
         # `functional_call` writes what the module holds afterwards into the caller's own mapping
         for frame, _ in traceback.walk_stack(None):
@@ -228,6 +228,7 @@ class Values:
                 if isinstance(fake, FakeTensor) and fake.shape == real.shape:
                     _set_content(fake, real)
         elif schema_of(func).is_mutable:
+            # An operator that writes does so into its first argument, or into `out`.
             self._written(_tensors((args[:1], kwargs.get("out"))), where)
         return result
 
@@ -308,7 +309,7 @@ class StandIns(TorchFunctionMode):
 def readable_values() -> contextlib.AbstractContextManager:
     """While entered, let `torch.tensor` take a list with fake tensors in it.
 
-    It would read their storage.
+    torch itself would read their storage, which has no content.
     """
     make = plain(torch, "tensor")
 

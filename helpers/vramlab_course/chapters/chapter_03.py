@@ -72,10 +72,12 @@ def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
     seconds = {}
     titles = {}
     for path in sorted(measurements_folder().glob(f"{name}-*.json")):
+        # Read as JSON: a report's class checks all fields, and only two are needed.
         for report in json.loads(path.read_text(encoding="utf-8"))["reports"].values():
             if report["speed"]:
                 recipe = dict(report["recipe"])
                 is_checkpointed = recipe.pop("gradient_checkpointing")
+                # The recipe without this one field, so that both of a pair have one key.
                 key = json.dumps(recipe, sort_keys=True)
                 seconds[key, is_checkpointed] = report["speed"]["median"]
                 if not is_checkpointed:
@@ -109,11 +111,14 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
         ):
             # while the model is built there are fewer parameters: that is no part of the step
             moments = [m for m in report.timeline if m.bytes.parameters == report.peak.parameters]
+            # Checkpointing has more events than a plain step; as shares of a step all lines end at
+            # 1.
             x = [i / len(moments) for i in range(len(moments))]
             sizes = [m.bytes.total / MiB for m in moments]
             (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
             begins = next(i for i, moment in enumerate(moments) if moment.phase == "backward")
             ax.plot(x[begins], sizes[begins], "o", color=drawn.get_color(), markersize=7)
+        # An empty line, for the legend alone.
         ax.plot([], [], "o", color="#888888", label="the first backward pass begins")
         ax.set(
             ylabel="MiB",

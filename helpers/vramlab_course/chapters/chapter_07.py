@@ -70,9 +70,11 @@ def requests() -> Requests:
 def cured_lengths(cure: str) -> list[int]:
     """LENGTHS after a cure; "none" and "expandable segments" leave them as they are."""
     return {
+        # Cut or padded to one length near the middle of what was drawn.
         "fixed": [512] * len(LENGTHS),
         "padding": [max(LENGTHS)] * len(LENGTHS),
         "bucketing": [min(bucket for bucket in BUCKETS if bucket >= n) for n in LENGTHS],
+        # One step at the longest length first, so that large segments are there before small ones.
         "warm-up": [max(LENGTHS), *LENGTHS],
     }.get(cure, LENGTHS)
 
@@ -102,6 +104,7 @@ def step_operations(recipe: Recipe, recomputed: bool) -> int:
     """Operations of a step's matrix products, with or without what checkpointing does again."""
     if not recomputed:
         recipe = recipe.replace(gradient_checkpointing=False)
+    # The chip decides which kernel computes attention, and with it how many operations that takes.
     return sum(operations(recipe, walk(recipe, find_gpu("H200").chip)).values())
 
 
@@ -119,6 +122,7 @@ def storages(values: Any) -> "set[torch.UntypedStorage]":
 
 def round_up(size: int, unit: int) -> int:
     """The next multiple of `unit`."""
+    # Division that rounds up, in integers: floats are wrong beyond 2**53.
     return -(-size // unit) * unit
 
 
@@ -152,6 +156,7 @@ class Segments:
             length = 20 * MiB
         else:
             length = round_up(size, 2 * MiB)
+        # The block needs the list that it stands in, so the list is made first.
         segment = []
         segment.append(Block(length, segment, small))
         self.segments.append(segment)

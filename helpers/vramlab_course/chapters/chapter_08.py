@@ -41,12 +41,14 @@ def run(program: Path, *options: str) -> Report:
             seen.append(self)
 
     logging.set_verbosity_error()
+    # datasets would fill the reader's own cache with files of a folder that is soon gone.
     os.environ["HF_DATASETS_CACHE"] = str(program.parent / "cache")
     own = sys.argv, vramlab.WatchCallback
     sys.argv = [str(program), *options, "--watch"]
     vramlab.WatchCallback = Kept
     try:
         with capture_output():
+            # With its own globals, so that nothing of the notebook is seen by the program.
             runpy.run_path(str(program), run_name="__main__")
     finally:
         sys.argv, vramlab.WatchCallback = own
@@ -88,6 +90,7 @@ def small_card(limit: int) -> Iterator[None]:
     share = (torch.cuda.memory_reserved() + limit) / torch.cuda.get_device_properties(
         0
     ).total_memory
+    # PyTorch's allocator raises its own OutOfMemoryError beyond this share of the card.
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         yield
@@ -99,6 +102,7 @@ def package_texts(most: int) -> list[str]:
     """The first `most` characters of vramlab's own source, file by file."""
     texts = []
     for path in sorted((Path(vramlab.__file__).parent / "recipe").glob("*.py")):
+        # The slice of what is left of `most`: empty for files past it.
         texts.append(path.read_text(encoding="utf-8")[: most - sum(map(len, texts))])
     return [text for text in texts if text]
 
@@ -121,12 +125,14 @@ def questions() -> list[list[dict[str, str]]]:
     """
     chats = []
     for path in sorted(Path(vramlab.__file__).parent.rglob("*.py")):
+        # Read and not imported, as importing all of the package would load every library.
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
                 continue
             said = ast.get_docstring(node)
             if said:
                 asked = f"What does vramlab's `{node.name}` do?"
+                # The first paragraph alone: a small model learns a sentence, no list of arguments.
                 chats.append([_turn("user", asked), _turn("assistant", said.split("\n\n")[0])])
     return chats
 
@@ -143,6 +149,8 @@ def answers(
         ids = tokenizer.apply_chat_template(
             [_turn("user", question)],
             add_generation_prompt=True,
+            # Qwen3's template would let the model think aloud first, beyond the tokens that it may
+            # write.
             enable_thinking=False,
             return_tensors="pt",
             return_dict=True,
@@ -226,6 +234,7 @@ def chat(
     data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))
     words = ["--model", model, "--data", data, "--output", folder / "chat", "--max-steps", steps]
     done = subprocess.run(
+        # As a reader would start it, in a process of its own.
         [sys.executable, program, *map(str, words)],
         capture_output=True,
         text=True,

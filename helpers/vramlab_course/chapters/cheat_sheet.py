@@ -30,6 +30,7 @@ LADDER_MODEL = "llama-3.1-8b"
 TOKENS = 1024
 BATCH = 8
 LADDER_CARD = "H200"
+# "8 × RTX 4090" is split by `largest_model` into the number and the card's name.
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
 # By size: if one fits, so do those before it.
 MODELS = (
@@ -39,6 +40,7 @@ MODELS = (
 )  # fmt: skip
 METHODS = ("full", "lora", "qlora")
 SAID = {"bf16-true": "bf16", "fp16-true": "fp16"}  # of full training; else weights are fp32
+# A share of the axes' width, to the left of them.
 INDENT = -0.23  # tables begin where the bars' labels do
 PAGE = (8.27, 11.69)  # inches
 MARGIN = 10 / 25.4  # inches
@@ -93,6 +95,7 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
         n = recipe.shape.num_parameters
         table = parameter_table(recipe)
         rows.append((label, {
+            # `blocks` are the storages of a weight, such as a 4-bit weight's codes and scales.
             "parameters": sum(row.count * sum(row.blocks) for row in table) / n,
             "gradients": sum(row.count * row.size for row in table if row.trained) / n,
             "optimizer_states": sum(row.count * sum(row.states) for row in table) / n,
@@ -103,6 +106,7 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
 @cache
 def ladder() -> tuple[tuple[str, Recipe], ...]:
     """Recipes of LADDER_MODEL, each with one more switch than the one before."""
+    # Eager attention and fp32 first: what a program without any of the switches does.
     recipe = Recipe(LADDER_MODEL, BATCH, TOKENS, "fp32", attn_implementation="eager")
     rungs = [("fp32, attention written out", recipe)]
     for label, changes in (
@@ -142,6 +146,7 @@ def largest_model(card: str, method: str) -> str:
     low = 0
     high = len(MODELS)
     said = "–"
+    # A search by halves: nine models take at most four questions to the planner.
     while low < high:  # models below `low` fit, from `high` on they do not
         middle = (low + high) // 2
         question = Question(
@@ -153,6 +158,7 @@ def largest_model(card: str, method: str) -> str:
             method=method,
             offload=False,
         )
+        # Whether anything fits is asked and not what is best, which would rank the whole space.
         recipe = Search(question).any_fit()
         low, high = (middle + 1, high) if recipe else (low, middle)
         if recipe:
@@ -193,6 +199,7 @@ def as_text() -> str:
         text_table(kept),
         text_table(climbed),
         text_table(matrix()),
+        # Words read from the left, and text_table aligns to the right.
         text_table(_left([HEAD, *MOVES])),
     )
     chapters = zip(titles, parts, strict=True)
@@ -229,6 +236,8 @@ def draw():
     )
     x = MARGIN / PAGE[0]
     y = MARGIN / PAGE[1]
+    # A little more than the margins is kept free for the heading above and the line of versions
+    # below.
     figure.get_layout_engine().set(rect=(x, y + 0.02, 1 - 2 * x, 1 - 2 * y - 0.05))
     figure.heading = "Make it fit: GPU memory of training on one page"
     figure.text(x, 1 - y, figure.heading, fontweight="bold", fontsize=15, va="top")
@@ -278,6 +287,7 @@ def _ladder(climb) -> None:
         f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has",
         fontsize=8,
     )
+    # T4 and RTX 4090 are close to each other on this axis, so their names go to different sides.
     for name, side in (
         ("T4", "right"),
         ("RTX 4090", "left"),
@@ -332,10 +342,12 @@ def _stacks(
 ) -> None:
     """Draw horizontal stacked bars with their sums, the first row on top."""
     splits = [split for _, split in rows]
+    # The longest bar, in the unit of the axis.
     width = max(sum(split.values()) for split in splits) / unit
     names = []
     for name in CATEGORIES:
         largest = max(split.get(name, 0) for split in splits) / unit
+        # What no reader could see would still take a place in the legend.
         if largest > 0.003 * width:
             names.append(name)
     looks = style.look(names)
@@ -343,6 +355,7 @@ def _stacks(
         left = 0.0
         for name in names:
             size = split.get(name, 0) / unit
+            # One entry in the legend for a category, so only the first row's piece has its name.
             label = name.replace("_", " ") if i == 0 else None
             ax.barh(i, size, left=left, height=0.72, label=label, **looks[name])
             left += size
@@ -351,7 +364,9 @@ def _stacks(
             said += after[i]
         ax.text(left + 0.01 * width, i, said, va="center", fontsize=8, bbox=style.PATCH)
     ax.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+    # matplotlib counts rows from below.
     ax.invert_yaxis()
+    # Room to the right of the longest bar for its words.
     ax.set_xlim(0, 1.3 * width)
     ax.tick_params(axis="x", labelsize=7.5)
     ax.legend(loc="lower right", fontsize=8)

@@ -30,6 +30,7 @@ class Card(TorchDispatchMode):
                 self.sizes[storage._cdata] = storage.nbytes()
                 # torch keeps one Python object for a storage as long as that lives
                 weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        # Checked once the operator has made it: its size is not known before.
         if sum(self.sizes.values()) > self.limit:
             raise torch.OutOfMemoryError(f"more than {format_bytes(self.limit, 'MiB')}")
         return values

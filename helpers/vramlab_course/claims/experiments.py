@@ -57,11 +57,14 @@ def arithmetic(
         "MiB": MiB,
         **{name: card_facts(card) for name, card in cards.items()},
     }
+    # Formats by name, such as bf16.max.
     names.update({f.name: {limit: getattr(f, limit) for limit in LIMITS} for f in FORMATS})
     if recipe:
+        # A recipe's sizes without a prefix, as expressions of sums read best.
         names.update(shape_facts(make_recipe(recipe)))
     for name, value in values.items():
         names[name] = (
+            # Each value may use those before it.
             evaluate(value, {**names, **_defined(names)}) if isinstance(value, str) else value
         )
     return Facts({**names, **_defined(names)}, "derived", about)
@@ -71,6 +74,7 @@ def _defined(names: Mapping[str, Any]) -> dict[str, Any]:
     """The ledger's definitions that can be computed from `names`, in their order."""
     values: dict[str, Any] = {}
     for name, text in stored("definitions").items():
+        # A definition over names that this claim does not have is left out.
         with suppress(ValueError):
             values[name] = evaluate(text, {**names, **values})
     return values
@@ -79,6 +83,7 @@ def _defined(names: Mapping[str, Any]) -> dict[str, Any]:
 def card_facts(name: str) -> dict[str, Any]:
     """A card's figures; peak rates by format, 0 for none, and NVLink's in one direction."""
     card = find_gpu(name)
+    # An entry has generation, number of links, and bytes a second of one of them.
     _, links, each = NVLINK.get(name, (0, 0, 0.0))
     return {
         **{
@@ -101,6 +106,7 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
     parameters of its adapters.
     """
     shape = recipe.shape
+    # bitsandbytes leaves the head in 16 bits, so it is no part of the sum.
     linear = [
         w.size for w in shape.weights() if w.kind == "linear" and w.name != f"{shape.head}.weight"
     ]
@@ -112,6 +118,7 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
         "linear_bytes_nf4": sum(_nf4(n) for n in linear),
         "tokens": recipe.batch_size * recipe.seq_len,
         "attn_implementation": recipe.attn_implementation,
+        # An adapter is two matrices, rank × input and output × rank.
         "trained": sum(recipe.lora.r * (inside + out) for _, inside, out in targets),
     }
 
@@ -142,6 +149,7 @@ def reports(
     """
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
     by_name = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
+    # Records count only if one card has them all: two cards' figures do not compare.
     if (
         None in (cards := {report and report.environment["gpu"] for report in by_name.values()})
         or len(cards) > 1
@@ -157,6 +165,7 @@ def reports(
     if gpu:
         names["card"] = card_facts(gpu)
     weakest = min(
+        # The weakest witness names the whole comparison.
         (report.source for report in by_name.values()),
         key=("predicted", "simulated", "recorded").index,
     )
@@ -189,6 +198,7 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
     try:
         records = [find_record(recipe) for recipe in made]
     except RecordError:
+        # The recipe after the change says what is waited for.
         world = made[1].sharding.world_size if made[1].sharding else 1
         what = f"{world} GPUs" if world > 1 else "a GPU with CUDA"
         newer = (
@@ -201,6 +211,7 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
         raise RecordError("Waits for a record with a speed.")
     before, after = (report.speed.tokens_per_second for report in records)
     return Facts(
+        # Tokens and not steps, since the change may be of the batch.
         {"ratio": before / after},
         "recorded",
         f"{made[1]} on {records[1].environment.get('gpu')}",
@@ -242,6 +253,7 @@ def report_facts(report: Report) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name, phase in report.phases.items():
         facts[name] = {"peak": _split(phase.peak), "end": _split(phase.end)}
+    # Bytes of the weights once they are loaded, in which claims count.
     facts["N"] = facts["load"]["end"]["parameters"]
     facts.update(
         peak=report.peak.total,
@@ -256,6 +268,7 @@ def _split(of: Any) -> dict[str, int]:
 
 
 def _ends(size: Any) -> dict[str, Any]:
+    # A figure that is known is an interval whose ends are equal; None counts as nothing.
     size = size if isinstance(size, Interval) else Interval(*[size or 0] * 3)
     return {"low": size.low, "likely": size.value, "high": size.high}
 
@@ -276,6 +289,7 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
     said = []
     for name, question in questions.items():
         asked = {"offload": False, **common, **question}
+        # Lists become tuples, so that the question can be a key of the cache.
         frozen = {
             key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
         }
@@ -292,6 +306,7 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
     """Chapter 07's lengths through the allocator's model, each run with a cure, on its card, on a
     card without end, or on one with room for `spare` more than is allocated at the peak: calls to
     CUDA, segments given back, the overhead."""
+    # The peak of allocated bytes, which no allocator changes.
     most = chapter_07.run("none", None, True).peak_allocated if spare is not None else 0
     limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
     names = {}
@@ -308,6 +323,7 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
             "gives_back": sum(followed.given_back[1:])
             > 0,  # the first step is longer than that of the load
             "later_calls": sum(followed.mallocs[1:]),
+            # The first two steps are left out: they reserve what later ones find.
             "flat": len(set(followed.between[2:])) == 1,
             "overhead": followed.overhead,
         }
@@ -359,7 +375,9 @@ def two_ranks(
     for name, wrapping in wrappings.items():
         names[name] = wrapped(wrapping)
     names["paper"] = {
-        f"stage{n}": bytes_sent(f"ZeRO-{n}", 1, 2) / bytes_sent("DDP", 1, 2) for n in (1, 2, 3)
+        # Relative to DDP's, so that the model's size cancels.
+        f"stage{n}": bytes_sent(f"ZeRO-{n}", 1, 2) / bytes_sent("DDP", 1, 2)
+        for n in (1, 2, 3)
     }
     if not ways and not wrappings:
         return Facts(names, "derived", "the ZeRO paper (Rajbhandari et al. 2020), section 7")

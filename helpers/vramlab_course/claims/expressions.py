@@ -14,6 +14,7 @@ from typing import Any
 from vramlab.base.data import data_path
 from vramlab.base.errors import VramLabError
 
+# Only these: an expression from a file can compute and compare, and do nothing else.
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -71,6 +72,7 @@ def evaluate(text: str, names: Mapping[str, Any]) -> Any:
 
 def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
     match node:
+        # bool before int, since True is an int to isinstance; nothing else may stand for itself.
         case ast.Constant(value=bool() | int() | float() | str() as value):
             return value
         case ast.Name() | ast.Attribute():
@@ -80,6 +82,7 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             a = _value(left, names)
             b = _value(right, names)
+            # 9**9**9 would not end.
             if isinstance(op, ast.Pow) and abs(b) > LARGEST_POWER:
                 raise ExpressionError(f"a power of {b} is too large.")
             return OPERATORS[type(op)](a, b)
@@ -89,6 +92,7 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.Compare(left=left, ops=ops, comparators=rights) if all(
             type(op) in OPERATORS for op in ops
         ):
+            # a < b < c compares neighbours, as in Python.
             sides = [_value(each, names) for each in (left, *rights)]
             return all(OPERATORS[type(op)](sides[i], sides[i + 1]) for i, op in enumerate(ops))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:

@@ -36,6 +36,7 @@ def installed(
         raise ValueError(f"{name}: libraries that a claim may ask are {', '.join(LIBRARIES)}")
     about = f"{name}, {_version(library)}"
     if fresh:
+        # This process may have changed the setting by itself.
         return Facts({"exists": True, "value": _in_a_new_process(name)}, "measured", about)
     exists, thing = _find(name)
     names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(thing, takes or {})}
@@ -47,6 +48,7 @@ def installed(
             thing = thing(**called)
     if item and exists:
         names["has"], thing = _item(thing, item)
+    # Of an enum's member its value, so that claims compare plain texts.
     names["value"] = getattr(thing, "value", thing)
     return Facts(names, "measured", f"{about}{f', {item}' if item else ''}")
 
@@ -61,6 +63,8 @@ def _find(name: str) -> tuple[bool, Any]:
     attributes.
     """
     parts = name.split(".")
+    # From the whole name down: `torch.utils.data` is a module, `torch.utils.data.DataLoader` is
+    # none.
     for length in range(len(parts), 0, -1):
         try:
             thing = importlib.import_module(".".join(parts[:length]))
@@ -76,6 +80,7 @@ def _find(name: str) -> tuple[bool, Any]:
 
 def _takes(function: Any, arguments: Mapping[str, Any]) -> bool:
     try:
+        # As a call would bind them, without making it.
         inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError):
         return False
@@ -93,6 +98,7 @@ def _item(thing: Any, item: str) -> tuple[bool, Any]:
 
 @cache
 def _in_a_new_process(name: str) -> Any:
+    # The value has to be one that JSON knows, such as a default or a setting.
     code = f"import json, {name.partition('.')[0]}; print(json.dumps({name}))"
     said = subprocess.run(
         [sys.executable, "-c", code],

@@ -54,6 +54,7 @@ def labelled(times: int = 2000) -> Facts:
 
     label = partial(torch.profiler.record_function, "forward_pass")
     empty = contextlib.nullcontext
+    # The least of five: other programs can only make a round longer.
     cost = min(seconds(label) for _ in range(5)) / min(seconds(empty) for _ in range(5))
     return Facts(
         {"cost": cost},
@@ -81,6 +82,7 @@ class Stream(IterableDataset):
         self.sharded = sharded
 
     def __iter__(self):
+        # None in the main process, and where the stream does not ask.
         info = get_worker_info() if self.sharded else None
         return iter(
             range(self.samples)[info.id :: info.num_workers] if info else range(self.samples)
@@ -91,6 +93,7 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
     """Seconds that a loop of eight steps waits for its batches, the first and last left out; and
     who loaded them.
     """
+    # Forked, so that a worker starts at once and does not import torch again.
     loader = DataLoader(
         Slow(),
         batch_size=4,
@@ -103,6 +106,7 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
     for number in range(8):
         start = time.perf_counter()
         owners |= set(next(batches).tolist())
+        # The first batch waits for the workers to start.
         if 0 < number < 7:
             total += time.perf_counter() - start
         time.sleep(step)  # what a GPU's step would take
@@ -127,9 +131,11 @@ def loaded(samples: int = 0, sharded: bool = False) -> Facts:
                 multiprocessing_context="fork",
             )
         ]
+        # Workers that do not divide the stream each yield all of it.
         times = len(seen) / samples if set(seen) == set(range(samples)) else 0.0
         return Facts({"times": times}, "measured", f"{samples} samples, 2 workers")
     alone, _ = waited(0)
+    # A generator: the second and third are only made if needed.
     tries = (waited(2) for _ in range(3))
     seconds, owners = next(
         (found for found in tries if found[0] < alone / 2),
@@ -156,6 +162,7 @@ def compiled(layers: int = 4) -> Facts:
         graphs.append(graph)
         return graph.forward
 
+    # Graphs of claims before this one would otherwise be found again.
     torch.compiler.reset()
     network = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
     x = torch.zeros(1, 8)
@@ -195,6 +202,7 @@ def _kept(backend: str) -> float:
 def python_calls(function: Callable[[Any], Any], x: Any) -> int:
     """Calls of Python functions while `function(x)` runs for the second time."""
     calls = []
+    # The first call may compile or fill caches.
     function(x)
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, argument: calls.append(1) if event == "call" else None)
@@ -228,6 +236,7 @@ def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts
             f"{dtype} on {gpu}{', padded' if masked else ''}: {kernel}",
         )
     q = torch.zeros(1, 4, 512, 32)
+    # The rule that scaled_dot_product_attention itself asks, with causal attention and no dropout.
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
     names = {
         "kept": _attended("MATH") / _attended("FLASH_ATTENTION"),
@@ -247,6 +256,7 @@ def _attended(backend: str) -> int:
     q, k, v = (
         torch.randn(1, 4, 512, 32, generator=generator, requires_grad=True) for _ in range(3)
     )
+    # Only this kernel is allowed, so another one cannot take its place.
     with sdpa_kernel(getattr(SDPBackend, backend)), record("cpu") as memory:
         result = scaled_dot_product_attention(q, k, v, is_causal=True)
     assert result.shape == q.shape  # and what it keeps is alive when the recording ends
@@ -267,6 +277,7 @@ def _gives_weights() -> bool:
         eos_token_id=0,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # transformers gives an empty result where its kernel has no weights to give.
     return bool(model(torch.ones(1, 8, dtype=torch.long), output_attentions=True).attentions)
 
 
@@ -281,7 +292,9 @@ def four_bits() -> Facts:
 
     weights = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     blocks = weights.reshape(-1, 64)
+    # Element 1 is the state; absmax, the largest magnitude of each block, is its scale.
     scales = quantize_4bit(weights, quant_type="nf4")[1].absmax
+    # The same with double quantization, for the bytes.
     packed, state = quantize_4bit(weights, compress_statistics=True, quant_type="nf4")
     names = {
         "apart": float((get_4bit_type("nf4", device="cpu") - normal_float()).abs().max()),
@@ -308,7 +321,9 @@ def sent(recipe: Recipe) -> dict[str, Any]:
     """What one of two real ranks sends in a step, in units of the parameters' bytes: phase to kind,
     and `ring`, what a ring carries of it (an all-reduce is a reduce-scatter and an all-gather);
     `ring` and `all` of the whole step."""
+    # The rank's result is by phase and kind, in bytes.
     phases = _launcher().run(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()})[0]
+    # Four bytes a parameter: these recipes are in fp32.
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
@@ -330,5 +345,7 @@ def wrapped(wrapping: str) -> dict[str, Any]:
     parameters' bytes, and the peak in units of all that an unsharded step holds of weights,
     gradients and AdamW's states."""
     found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
+    # Bytes of all weights in fp32.
     whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
+    # Weights, gradients and AdamW's two states are four times the weights.
     return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}

@@ -48,6 +48,7 @@ def recorded(file: str, names: Mapping[str, list[str]]) -> Facts:
 def _walk(stored: Any, keys: list[str]) -> Any:
     for key in keys:
         if isinstance(stored, list):
+            # Compared as JSON text, so that r=8 finds the number 8 and not "8".
             field, _, wanted = key.partition("=")
             stored = next(entry for entry in stored if json.dumps(entry[field]) == wanted)
         else:
@@ -113,6 +114,7 @@ def _loss(
     """(lowest loss of the last ten steps, loss of guessing) of chapter 01's net in autocast."""
     network, x, labels = deep_network(layers)
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
+    # Disabled it passes losses and steps through unchanged.
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     losses = []
     for _ in range(steps):
@@ -123,6 +125,7 @@ def _loss(
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
+    # The lowest of ten, since a loss still jumps at this rate.
     return min(losses[-10:]), guessing(labels)
 
 
@@ -158,6 +161,7 @@ def loss_after(
     """
     from transformers.optimization import Adafactor
 
+    # Loaded anew for each run, since training changes it.
     model = fresh(None).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     weights = list(model.parameters())
     if optim == "adafactor":  # as the Trainer makes it
@@ -215,9 +219,11 @@ def accumulated(
     x = torch.randn(len(lengths), max(lengths), 32, generator=generator)
     tokens = torch.randint(50, x.shape[:2], generator=generator)
     for row, length in enumerate(lengths):
+        # The label that cross_entropy leaves out.
         tokens[row, length:] = -100
     last = torch.nn.Linear(32, 50)
     with torch.no_grad():
+        # Weights from this generator, not the global one, so that other claims do not move them.
         last.weight.copy_(torch.randn(50, 32, generator=generator) / 8)
     first = getattr(torch.nn, layer)(32) if layer else torch.nn.Identity()
 
@@ -229,6 +235,7 @@ def accumulated(
                 tokens[part].flatten(),
                 reduction="sum",
             )
+            # Divided by the micro-batch's own tokens, or by those of all.
             counted = tokens[part] if divide else tokens
             count = (counted != -100).sum()
             if divide:

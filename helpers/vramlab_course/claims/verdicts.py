@@ -120,6 +120,7 @@ class Claim:
             raise ClaimError(
                 f"claim {self.name}: it needs a case or more, each with its experiment's arguments."
             )
+        # True and false have no tolerance, and a number is never `is` another.
         if self.rule not in RULES or any(
             (self.rule == "is") is not isinstance(c.quoted, bool) for c in self.each.values()
         ):
@@ -127,6 +128,7 @@ class Claim:
                 f"claim {self.name}: rules are {', '.join(RULES)}; 'is' goes with true or false "
                 f"only."
             )
+        # A wider one would let a claim agree with figures that the source does not mean.
         if not 0 <= self.tolerance <= 0.05:
             raise ClaimError(
                 f"claim {self.name}: tolerance is {self.tolerance}, but allowed is 0 to 0.05."
@@ -152,6 +154,7 @@ class Claim:
         """The cases by name, with what they share filled in."""
         cases = {}
         for name, case in self.cases.items():
+            # What is left are the experiment's arguments.
             own = {key: value for key, value in case.items() if key not in OWN}
             cases[name] = Case(
                 {**self.given, **own},
@@ -173,11 +176,13 @@ class Claim:
         """Whether what was found in a case is what the source says, by the claim's rule."""
         quoted = self.each[case].quoted
         if self.rule == "is":
+            # By identity: 1 and 1.0 equal True, and would agree with a claim that is no number.
             return value is quoted
         if self.rule == "within":
             return value.low <= quoted <= value.high
         if self.rule == "at least":
             return value >= quoted * (1 - self.tolerance)
+        # Relative to the source's figure, not to ours.
         return abs(value - quoted) <= self.tolerance * abs(quoted)
 
 
@@ -206,6 +211,7 @@ class Verdict:
         failed = [
             case for case, found in self.findings.items() if found and case not in self.holding
         ]
+        # Failed cases whose claim says up to which version it was so.
         return {case: until for case in failed if (until := self.claim.each[case].until)}
 
     @property
@@ -213,6 +219,7 @@ class Verdict:
         """One of HOLDS, UNDER (conditions), NOT, UNSEEN (of some cases), WAS (so until a version)
         and WAITS.
         """
+        # One case in which it holds is an answer, even while others wait for a record.
         if self.holding:
             return HOLDS if self.claim.some or len(self.holding) == len(self.findings) else UNDER
         if None in self.findings.values():
@@ -241,6 +248,8 @@ class Verdict:
         """What a case without a finding waits for: the hardware that its experiment names, a GPU
         with CUDA, or a package.
         """
+        # Both sentences that come here say it: a RecordError's "Waits for …" and a MissingExtra's
+        # "… needs …".
         said = re.fullmatch(r"(?:Waits for|.+ needs) (.+?)\.?", self.missing.get(case, ""))
         return said[1] if said else "a record of a GPU"
 
@@ -284,6 +293,7 @@ class Ledger(tuple):
         head = ["what they say | figure | what we found | verdict", "--- | ---: | --- | ---"]
         lines = []
         for claim, says, found, verdict in self.rows():
+            # A cell of Markdown has no lines, and a bar would end it.
             cells = (claim, says, found.replace("; ", "<br>"), f"**{verdict}**")
             lines.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
         return "\n".join(f"| {line} |" for line in head + lines)
@@ -291,6 +301,7 @@ class Ledger(tuple):
 
 def quoted(claim: Claim) -> str:
     """The figures that a claim quotes, with their unit."""
+    # Cases may quote one figure, which is said once.
     return "; ".join(dict.fromkeys(shown(case.quoted, claim.unit) for case in claim.each.values()))
 
 
@@ -322,6 +333,7 @@ def load_claims(chapter: str | None = None, path: Any = None) -> dict[str, Claim
         if claim.name in claims:
             raise ClaimError(f"claim {claim.name!r} stands twice in the ledger.")
         claims[claim.name] = claim
+    # All are read in any case, so that a name that stands twice is found.
     return {name: claim for name, claim in claims.items() if chapter in (None, claim.chapter)}
 
 
@@ -354,6 +366,7 @@ def judge(claim: Claim) -> Verdict:
 def _interval(text: str, names: Mapping[str, Any]) -> Interval:
     """The interval of "low .. high", two expressions."""
     low, high = (evaluate(end, names) for end in text.split(" .. "))
+    # Only the ends are compared; an Interval also wants a likely value.
     return Interval(low, (low + high) / 2, high)
 
 

@@ -28,6 +28,7 @@ def two_steps(
     look = style.look(["optimizer_states"])["optimizer_states"]
     rows = [("step", "states at its start, GiB", "peak, GiB")]
     for n, run in enumerate((first, second)):
+        # Each step is one wide, however many events it has.
         x = [n + i / len(run.timeline) for i in range(len(run.timeline))]
         total = [moment.bytes.total / GiB for moment in run.timeline]
         held = [moment.bytes.optimizer_states / GiB for moment in run.timeline]
@@ -45,6 +46,7 @@ def two_steps(
     limit = room / GiB
     ax.axhline(limit, color=style.ALARM, linestyle="--")
     ax.annotate(f"a T4's {limit:.2f} GiB", (0.01, limit), (0, 5), **NEAR, color=style.ALARM)
+    # `x` and `total` are still the second step's.
     died = next(place for place, size in zip(x, total, strict=True) if size > limit)
     ax.plot(died, limit, "X", color=style.ALARM, markersize=10, zorder=5)
     ax.annotate(
@@ -89,8 +91,10 @@ def parts_at_peak(recipe: Recipe, card: Gpu) -> dict[str, int]:
     Simulated, for a model whose layers have `self_attn` and `mlp`. The largest part comes first.
     """
     history = trace(recipe, card=card)
+    # The highest moment from the last step's beginning on.
     top = history.highest(history.last_step[0].start)
     parts: dict[str, int] = {}
+    # So many groups that all are among them.
     for group in history.largest(top, count=10_000):
         part = _part(group, recipe.shape.vocab_size)
         parts[part] = parts.get(part, 0) + group.count * group.size
@@ -104,8 +108,10 @@ def _part(group: TensorGroup, vocabulary: int) -> str:
     if group.category in ("parameters", "optimizer_states"):
         return group.category.replace("_", " ")
     is_16_bits = str(group.dtype).endswith("16")
+    # Autocast copies matrices to 16 bits for each use.
     if is_16_bits and group.op == "_to_copy" and len(group.shape) == 2:
         return "16-bit copies of the weights"
+    # The head's weight has the vocabulary too, and was taken above.
     if vocabulary in group.shape:
         return "the loss"
     if "softmax" in group.op:
@@ -134,6 +140,7 @@ def whole(parts: Mapping[str, int], title: str, about: str):
     with canvas(title, alt, about, rows) as ax:
         for y, (name, size) in enumerate(parts.items()):
             category = STAYS.get(name, "activations")
+            # The first bar of a category names it in the legend.
             label = "" if category in named else "activations and temporaries"
             if name in STAYS:
                 label = name

@@ -89,11 +89,13 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
     """Draw what each way to store the base model costs: (bits a number, % more bits per byte) by
     name.
     """
+    # The cheapest first.
     ways = sorted(stores.items(), key=lambda way: way[1][1])
     rows = [("matrices in", "bits a number", "more bits per byte")]
     costs_said = []
     labels = []
     for name, (bits, cost) in ways:
+        # Adding 0.0 turns a rounded −0.0 into 0.0.
         percent = f"{round(cost, 1) + 0.0:.1f} %"
         rows.append((name, f"{bits:g}", percent))
         costs_said.append(f"{name}: {percent}")
@@ -103,6 +105,7 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
     looks = {"one scale": (RED, "//"), "blocks": (BLUE, ""), "no scale": (INK, "")}
     with canvas(title, said, about, rows) as ax:
         for y, (name, (_, cost)) in enumerate(ways):
+            # By a word in the name, which the legend shows.
             kind = next((k for k in looks if k in name), "no scale")
             colour, hatch = looks[kind]
             bar = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}

@@ -30,6 +30,7 @@ def who_holds_what(
     each layer upright, pipelining across, ZeRO flat lists.
     """
     about = f"derived: {world_size} ranks; a frame is all: P parameters, G gradients, S states"
+    # Three together, whatever the sizes are, so that ranks stand at fixed places.
     widths = [len(PARTS) * size / sum(sizes) for size in sizes]
     figure, ax = style.start(title, about)
     ranks = range(world_size)
@@ -41,9 +42,11 @@ def who_holds_what(
         cut = [part in divided or isinstance(divided, str) for part in PARTS]
         for i, look in enumerate(style.look(PARTS).values()):
             width = widths[i]
+            # 3.9 from rank to rank: the three parts, gaps of 0.08 and a wider gap between ranks.
             left = [3.9 * rank + sum(widths[:i]) + 0.08 * i for rank in ranks]
             empty = {"facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
             ax.bar(left, 1, width, low, align="edge", **empty)
+            # A rank has its layers of everything: a band across.
             if divided == "layers":
                 ax.bar(
                     left,
@@ -53,6 +56,7 @@ def who_holds_what(
                     align="edge",
                     **look,
                 )
+            # Its part of the flat list, or of each matrix: a band upright.
             elif cut[i]:
                 ax.bar(
                     [x + rank * share * width for rank, x in enumerate(left)],
@@ -64,6 +68,7 @@ def who_holds_what(
                 )
             else:
                 ax.bar(left, 1, width, low, align="edge", **look)
+            # The letters stand above the first row alone.
             waiting = left if row == 0 else ()
             for x in waiting:
                 ax.text(x + width / 2, 1.08, "PGS"[i], ha="center", va="bottom", fontsize=9.5)

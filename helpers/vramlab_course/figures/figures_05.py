@@ -32,6 +32,7 @@ def flow(inputs: int, outputs: int, r: int):
         said,
         f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r}",
     ) as ax:
+        # (x, y, width, text, colour) in the units of the axes.
         boxes = (
             (0.5, 1, 1.1, f"x\n{inputs:,}\na token", "white"),
             (5.1, 2, 4.2, f"W, frozen\n{outputs:,} × {inputs:,}\n{frozen:,} numbers", GREY),
@@ -43,6 +44,7 @@ def flow(inputs: int, outputs: int, r: int):
         for x, y, _, text, colour in boxes:
             box = {**look, "facecolor": colour}
             ax.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.5, bbox=box)
+        # From one box's edge to the next one's.
         arrows = (
             ((1.2, 1.15), (3.4, 1.9)),
             ((1.2, 0.85), (2.1, 0.2)),
@@ -100,6 +102,7 @@ def over_length(
                 [size / GiB for size in marks.values()],
                 mark,
                 color=colour,
+                # The underscore keeps marks out of the legend, where the line stands for both.
                 label="_simulated",
             )
         ticks = [2048, 8192, 16384, 32768]
@@ -155,5 +158,6 @@ def compared(sweep: SimpleNamespace, title: str):
         ax.set_yticks(range(len(runs)), [label(run) for run in runs])
         ax.set(xlabel="bits per byte of unseen prose", ylim=(len(runs) - 0.2, -0.6))
         ax.grid(visible=False, axis="y")
+        # Settings are on a row each, so lines for the numbers help and lines for rows do not.
         ax.grid(visible=True, axis="x", color="#DDDDDD", linewidth=0.6)
     return ax.figure

@@ -68,6 +68,7 @@ class Trace:
         seconds = 0.0
         for start, length in self.labels[label]:
             for begin, took in self.lanes.get(OPERATORS, ()):
+                # The overlap of two spans, 0 where they do not touch.
                 seconds += max(0.0, min(start + length, begin + took) - max(start, begin))
         return seconds
 
@@ -77,6 +78,7 @@ def traced(profiler: "profile") -> Trace:
     labels: dict[str, list[Span]] = {label: [] for label in COLOURS}
     lanes: dict[str, list[Span]] = {OPERATORS: [], KERNELS: []}
     for event in profiler.events():
+        # The DataLoader's label ends with a # and its class.
         name = event.name.replace("enumerate(DataLoader)", WAITING).split("#")[0]
         span = (event.time_range.start / 1e6, event.time_range.elapsed_us() / 1e6)
         on_host = event.device_type.name == "CPU"
@@ -95,6 +97,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
     """Spans (start, length) without overlaps, in their order."""
     apart: list[Span] = []
     for start, length in sorted(spans):
+        # It begins before the last one has ended.
         if apart and start <= sum(apart[-1]):
             first = apart[-1][0]
             length = max(sum(apart[-1]), start + length) - first
@@ -185,6 +188,8 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
     line that asked for it.
     """
     figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True)
+    # The lines that hold most in the first run, for all panels, so that a colour means one line
+    # everywhere.
     lines = [group.line for group in next(iter(runs.values())).largest(count=len(BANDS) - 1)]
     rows = [("run", "peak, MiB", "at the end, MiB")]
     longest = max(len(snapshot.allocated) for snapshot in runs.values())
@@ -192,6 +197,7 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
         events = range(len(snapshot.allocated))
         bands = [[0] * len(events) for _ in BANDS]
         for block in snapshot.blocks:
+            # What no line of the legend asked for goes into the last band.
             band = bands[lines.index(block.line) if block.line in lines else -1]
             band[block.born] += block.size
             if block.freed is not None:
@@ -199,6 +205,7 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
         heights = []
         for band in bands:
             total = 0
+            # From changes to what is alive: a running sum.
             heights.append([(total := total + change) / MiB for change in band])
         labels = [f"{line.file}:{line.number}" if line.number else line.file for line in lines]
         names = [*labels, "all other lines"][: len(BANDS)]
@@ -233,6 +240,7 @@ def segments(
         f"longer than any white part."
     )
     with canvas(title, alt, subtitle, rows) as ax:
+        # Above the first segment, as the axis grows downwards.
         ax.barh(-1.2, request / GiB, 0.8, color=style.ALARM, label="the next request")
         for y, segment in enumerate(large):
             start = 0.0
@@ -243,6 +251,7 @@ def segments(
                     look = {"color": BLUE, "linewidth": 0, "label": "in use"}
                 ax.barh(y, size, 0.8, left=start, **look)
                 start += size
+            # The largest alone counts: a request needs one block.
             free = max((block.size for block in segment if block.free), default=0)
             rows.append((str(y + 1), f"{start:.2f}", f"{free / GiB:.2f}"))
         ax.axvline(request / GiB, color=style.ALARM, linestyle=":")
@@ -266,6 +275,7 @@ def climb(
     """
     steps = range(1, len(lengths) + 1)
     held = [size / GiB for size in run.between]
+    # `ends` are positions in the log, so a pair of them is one step.
     peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
     alt = (
         "Allocated goes up and down. Reserved only rises, at the samples longer than all "

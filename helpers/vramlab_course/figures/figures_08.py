@@ -42,11 +42,14 @@ def cloud(
     with canvas(title, alt, subtitle) as ax:
         looks = dict(zip(rows, style.LINES, strict=False))
         for kind, (colour, mark, dash) in looks.items():
+            # A row is (tokens/s, (least, likely, most), recipe).
             points = [(row[1][1] / GiB, row[0]) for row in rows[kind]]
             dots = {"marker": mark, "s": 22, "color": colour, "alpha": 0.6, "linewidths": 0}
             ax.scatter(*zip(*points, strict=True), label=f"base in {kind}", **dots)
             label = f"beaten by none, {kind}"
             stairs = zip(*sorted(fronts[kind]), strict=True)
+            # Between two points of the front the faster one does not fit yet, so the line keeps the
+            # speed of the one before.
             ax.step(*stairs, where="post", color=colour, linestyle=dash, label=label)
         corners = itertools.cycle(((0.62, 0.13), (0.25, 0.13), (0.02, 0.04)))  # where no recipe is
         for (name, (kind, row)), corner in zip(marked.items(), corners, strict=False):
@@ -97,5 +100,6 @@ def speeds(by_card: Mapping[str, list[tuple[Recipe, float, float]]], title: str,
         ax.set_ylim(0.5, 1.55)
         ax.set_xticks(SECONDS, [f"{seconds:g}" for seconds in SECONDS])
         ax.minorticks_off()
+    # Set afterwards, because the rows are made while drawing.
     ax.figure.rows = rows
     return ax.figure

@@ -22,6 +22,8 @@ def stage_order(
     as it can, so that stage s holds at most `stages - s` micro-batches (Narayanan et al. 2021,
     figure 4).
     """
+    # 1F1B's last stage begins backward after one forward pass, the one before it after two, and so
+    # on.
     ahead = micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
     order = [("forward", m) for m in range(ahead)]
     for m in range(micro_batches):
@@ -41,7 +43,10 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
     @cache
     def end(stage: int, kind: str, m: int) -> float:
         i = orders[stage].index((kind, m))
+        # Forward passes come from the stage before, backward passes from the one behind.
         sender = stage - 1 if kind == "forward" else stage + 1
+        # A pass waits for the one before it on its own stage, and for the sender's of the same
+        # micro-batch.
         waits = [end(stage, *orders[stage][i - 1])] if i else []
         if 0 <= sender < stages:
             waits += [end(sender, kind, m)]
@@ -65,6 +70,7 @@ def bubble(ends: dict[tuple[int, str, int], float]) -> float:
 
 def most_held(order: list[tuple[str, int]]) -> int:
     """Return the most micro-batches between their forward and backward pass."""
+    # A forward pass keeps one micro-batch more, a backward pass one fewer.
     return max(accumulate(1 if kind == "forward" else -1 for kind, _ in order))
 
 
@@ -95,6 +101,7 @@ def pipeline(
             numbers = []
             for (stage, one, m), end in ends.items():
                 if one == kind:
+                    # The first stage on top; a half, since bars are drawn about their middle.
                     at.append(stages - 0.5 - stage)
                     starts.append(end - time)
                     numbers.append(m)
@@ -112,6 +119,7 @@ def pipeline(
             [f"stage {s}" for s in range(stages)],
         )
         ax.grid(visible=False)
+        # The first stage holds the most: its backward passes come last.
         held = most_held(orders[0])
         rows.append((name, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
     axes[-1].set_xlabel("time, in forward passes of one stage")

@@ -26,6 +26,7 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
         ax.plot(LENGTHS, peaks, color=colour, marker=mark, linestyle=dash, label=name)
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
     draw_limit(ax.axhline, limit, "GiB")
+    # Twice the highest peak, which leaves room above the lines on a logarithmic axis.
     top = 2 * max(float(value.replace(",", "")) for row in rows[1:] for value in row[1:])
     ticks = [size for size in (10, 20, 50, 100, 200, 500, 1000, 2000) if size < top]
     ax.set(xscale="log", yscale="log", ylim=(10, top))

@@ -17,9 +17,11 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
     figure, ax = style.start(title, "a DGX-1 by its matrix; double lines are two links bonded")
     place = {}
     for i, gpu in enumerate(ring):
+        # Half a step off the top, so that no GPU stands on the line between the NUMA nodes.
         angle = pi * (0.5 + (2 * i + 1) / len(ring))
         place[gpu] = (1.35 * cos(angle), sin(angle))
     following = [*ring[1:], ring[0]]
+    # Without direction: a ring runs both ways.
     along = {frozenset(pair) for pair in zip(ring, following, strict=True)}
     rows = [("pair", "NVLinks", "in the ring")]
     for a, b in combinations(ring, 2):
@@ -43,6 +45,7 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
         for side in sides:
             dx = side * (y1 - y2)
             dy = side * (x2 - x1)
+            # What is in the ring is drawn over other links, and those over pairs without any.
             order = 2 * around + bool(links)
             ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=order, **look)
         rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))

@@ -58,6 +58,7 @@ def largest_batch(
 
     low = 0
     high = 1
+    # Doubled until one no longer fits, then halved between the two.
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -70,6 +71,7 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
     """Whether `answer(samples, worker, workers)` gives each sample to exactly one worker."""
     for count, workers in SPLITS:
         samples = list(range(count))
+        # Each worker gets a list of its own, which it may change.
         parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
         wrong = _wrong_shards(samples, parts)
         if wrong:
@@ -80,6 +82,7 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
 def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     seen = [sample for part in parts for sample in part]
     workers = len(parts)
+    # The typical mistake, told before its consequences.
     if len(seen) == len(samples) * workers and samples and workers > 1:
         return f"every worker gives all samples: each comes {workers} times"
     twice = sorted({sample for sample in seen if seen.count(sample) > 1})
@@ -88,6 +91,7 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     missing = sorted(set(samples) - set(seen))
     if missing:
         return f"sample {missing[0]} never comes"
+    # More than the share of one worker between the most and the least.
     uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
     return "one worker does far more than another" if uneven else ""
 
@@ -117,6 +121,7 @@ def same_tensor(
     import torch
 
     for case in cases():
+        # Copies go to the reader's function, so that a change can be seen against the originals.
         given = {
             name: value.clone() if hasattr(value, "clone") else value
             for name, value in case.items()
@@ -130,6 +135,7 @@ def same_tensor(
                 f"A tensor of {size} was expected, "
                 f"not {getattr(returned, 'shape', kind_of(returned))}.",
             )
+        # Operators in place would change the caller's tensors.
         changed = [
             name
             for name, value in case.items()
@@ -141,6 +147,8 @@ def same_tensor(
                 f"Your function changes the {changed[0]} that it was given: make a new one.",
             )
         if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
+            # Generators: mistakes are only computed for an answer that is wrong, up to the first
+            # that fits.
             wrong = ((function(**case), text) for function, text in mistakes)
             known = (
                 text
@@ -180,9 +188,11 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
             f"A list of {len(batches)} tensors was expected for {len(batches)} batches.",
         )
     for tensor, ids in zip(returned, batches, strict=True):
+        # The same model again, because the answer is held against numbers and not a text.
         right = model(ids)[:, -1]
         if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
             return Feedback(False, "The numbers are not those of each batch's last token.")
+        # A slice of the logits keeps all of them alive.
         held = tensor.untyped_storage().nbytes()
         if held > tensor.nbytes:
             return Feedback(
@@ -203,14 +213,18 @@ def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
     """
     import torch
 
+    # Two depths and rates, so that nothing is right by chance.
     for lr, *widths in ((0.1, 4, 6, 3), (0.02, 5, 5, 5, 5)):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
         model = torch.nn.Sequential(*layers)
         x = torch.randn(8, widths[0])
         most = 0
+        # The same weights, trained in the usual way beside it.
         plain = copy.deepcopy(model)
 
+        # Called when a gradient is complete, before the reader's own hook, which is registered
+        # later.
         def count(_, model=model):
             nonlocal most
             most = max(most, sum(p.grad is not None for p in model.parameters()))

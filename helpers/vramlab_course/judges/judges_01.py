@@ -23,6 +23,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
     skips infinities.
     """
     # Decay moves weights in any step, also in one whose gradients were set to zero.
+    # A gradient that is clipped and one that is not; an infinity and a nan.
     for scale, large, broken in (
         (1024.0, 3.0, None),
         (64.0, 0.1, None),
@@ -30,6 +31,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
         (8.0, 1, torch.nan),
     ):
         network = torch.nn.Linear(2, 1, bias=False)
+        # (3, 4) has norm 5: its norm is 5/3 of `large`.
         gradient = torch.tensor([[large, 4 / 3 * large]])
         before = network.weight.detach().clone()
         network.weight.grad = gradient * scale
@@ -58,6 +60,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
                 False,
                 f"All gradients were finite: the scale should stay {scale}, and it is {returned}.",
             )
+        # The learning rate is 0.5, so the step is half the gradient that was applied.
         elif not moved.allclose(0.5 * gradient / max(1.0, gradient.norm().item()), rtol=1e-3):
             size = f"{moved.norm() / 0.5:.3g}"
             return Feedback(
@@ -69,13 +72,17 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
 
 def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback:
     """Whether `answer(numbers)` rounds fp32 to one of the two bf16 neighbours, in proportion."""
+    # The last is a bf16 number, which must stay.
     for value in (1.001, -3.3, 0.0007, 2.0):
+        # So many that the mean settles to a hundredth of a step.
         numbers = torch.full((200_000,), value)
         rounded = answer(numbers.clone())
         if rounded is None:
             return NOT_ANSWERED
         if not isinstance(rounded, torch.Tensor) or rounded.shape != numbers.shape:
             return Feedback(False, "A tensor of the same shape was expected.")
+        # bf16 has eight significant bits, so the neighbours of a number below 2^e are 2^(e − 8)
+        # apart.
         rounded, step = rounded.float(), 2.0 ** (torch.frexp(numbers[0]).exponent.item() - 8)
         if not torch.equal(rounded.bfloat16().float(), rounded):
             return Feedback(False, f"For {value} it gives numbers that bf16 does not have.")
@@ -96,6 +103,7 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
     It is handed only what the question names, which is too little for bitsandbytes' own function.
     """
     for seed, shape in enumerate(((64, 128), (96, 640))):
+        # The second matrix is shifted, so that it is not symmetric about 0.
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + seed
         packed, state = quantize_4bit(
             weight,
@@ -103,6 +111,7 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
             quant_type="nf4",
             compress_statistics=True,
         )
+        # Double quantization: the scales' own codes, scales and block size.
         inner = SimpleNamespace(code=state.state2.code, absmax=state.state2.absmax, blocksize=256)
         named = {
             name: getattr(state, name)
@@ -137,9 +146,11 @@ def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]
     if not callable(answer):
         return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
     model, texts, before = _base()
+    # Kept, since the model is shared by all checks of this session.
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
     matrices = {name: weight for name, weight in trained.items() if weight.dim() == 2}
     try:
+        # The name is handed over too: a reader may spend more bits on some matrices.
         kept = {name: answer(name, weight.clone()) for name, weight in matrices.items()}
         if None in kept.values():
             return NOT_ANSWERED
@@ -159,6 +170,7 @@ def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]
         all_bits += bits_a_number * weight.numel()
     bits = all_bits / total
     said = f"{bits:.2f} bits a number cost {cost:.2%}"
+    # Written so that a cost of nan does not pass.
     if bits > BITS or not cost <= COST:
         return Feedback(False, f"{said}; at most {BITS} bits and {COST:.2%} were asked for.")
     return Feedback(True, f"Right: {said}.")

@@ -61,12 +61,15 @@ def accumulated(answer: Any) -> Feedback:
         parts = [(torch.randn(n, 3), torch.randn(n, 2)) for n in sizes]
         x, y = (torch.cat(side) for side in zip(*parts, strict=True))
         mean = F.mse_loss(model(x), y)
+        # Without touching .grad, which the answer has to fill.
         exact = torch.cat(
             [g.flatten() for g in torch.autograd.grad(mean, list(model.parameters()))]
         )
         for parameter in model.parameters():
+            # Gradients of a step before, which an answer has to clear.
             parameter.grad = torch.full_like(parameter, 9.0)
         rows: list[int] = []
+        # What passes through the model at once is seen here, whatever the answer does.
         model.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
         returned = answer(model, parts)
         if returned is None or returned is ...:
@@ -89,6 +92,7 @@ def _wrong_sum(
     rows: list[int],
     sizes: Sequence[int],
 ) -> str:
+    # Whoever joins all parts gets the right gradients and saves nothing.
     if rows and max(rows) > max(sizes):
         return (
             "more than one of them was in the model at once, which is what accumulation is to avoid"
@@ -123,6 +127,7 @@ def recomputed(answer: Any) -> Feedback:
         gradients = torch.autograd.grad(exact.sum(), weights)
         ran: list[int] = []
         for index, layer in enumerate(layers):
+            # Defaults bind this layer's number now.
             layer.register_forward_pre_hook(lambda *_, ran=ran, index=index: ran.append(index))
         result = answer(list(layers), x, every)
         if result is None or result is ...:
@@ -141,6 +146,7 @@ def recomputed(answer: Any) -> Feedback:
             if p.grad is None or not torch.allclose(p.grad, gradient, atol=1e-5):
                 return _wrong(case + "the weights' gradients are missing or wrong.")
         expected: list[int] = []
+        # Backward meets the last segment first, and runs each from its first layer.
         for start in reversed(range(0, count, every)):
             expected += range(start, min(start + every, count))
         again = ran[len(forward) :]
@@ -164,6 +170,7 @@ def packed(answer: Any) -> Feedback:
         if rows is None or rows is ...:
             return NOT_ANSWERED
         rows = [list(row) for row in rows]
+        # Any rule may be used that needs no more rows than best fit does.
         few = len(best_fit(lengths, size))
         dealt = sorted(i for row in rows for i in row)
         what = f"{len(lengths)} samples in rows of {size}: "
@@ -190,10 +197,12 @@ def _tokens(row: Sequence[int], lengths: Sequence[int]) -> int:
 def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[list[int]]:
     """Rows of indices by best fit, the longest sample first where `ordered`."""
     rows: list[list[int]] = []
+    # Equal lengths stay in their order, as sorted is stable.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i] if ordered else i):
         room = [(size - _tokens(row, lengths), row) for row in rows]
         fitting = [(left, row) for left, row in room if left >= lengths[index]]
         if fitting:
+            # The row in which the least would stay free.
             min(fitting, key=lambda pair: pair[0])[1].append(index)
         else:
             rows.append([index])
@@ -224,6 +233,7 @@ class Rows(TorchDispatchMode):
 def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of numbers, a matrix for their logits, and the right entry of each row."""
     draw = torch.Generator().manual_seed(0)
+    # fp64, so that rounding cannot pass for a mistake, nor a mistake for rounding.
     x = torch.randn(10, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     return x, weight, torch.randint(VOCABULARY, (10,), generator=draw)
@@ -233,6 +243,7 @@ def fused(answer: Any) -> dict[str, Any]:
     """A reader's FusedLoss: its loss, how far gradients are off, the most rows of logits."""
     x, weight, words = _problem()
     exact = F.cross_entropy(x @ weight.T, words, reduction="sum")
+    # Three times the loss: a backward pass that ignores what comes from above is found out.
     wanted = torch.autograd.grad(3 * exact, (x, weight))
     with Rows() as seen:
         loss = answer.apply(x, weight, words, 4)
@@ -260,9 +271,11 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
 
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows.append(len(ids))
+        # Labels are shifted by one, as a causal model does inside.
         known = labels[:, 1:] != -100
         return F.cross_entropy(table[ids[:, :-1]][known], labels[:, 1:][known], reduction="sum")
 
+    # Over all tokens of the batch, not over its samples.
     mean = loss_of(ids, labels) / (labels[:, 1:] != -100).sum()
     (exact,) = torch.autograd.grad(mean, table)
     rows.clear()
@@ -282,6 +295,7 @@ def again(answer: Any) -> dict[str, Any]:
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     weights = list(block.parameters())
+    # The block twice, so that a piece which forgets the gradient of its input is wrong.
     exact = torch.autograd.grad((block(block(x)) ** 2).sum(), [x, *weights])
     ran: list[int] = []
     block.register_forward_pre_hook(lambda *_: ran.append(1))
@@ -290,6 +304,7 @@ def again(answer: Any) -> dict[str, Any]:
     try:
         (result**2).sum().backward()
     except RuntimeError as error:
+        # PyTorch's words where a piece returned something outside the graph.
         if "does not require grad" not in str(error):
             raise
         recorded = False
@@ -322,10 +337,12 @@ def one_by_one(answer: Any) -> Feedback:
     """Whether `answer(x, weight, words, rows)` gives log-probabilities from few logits."""
     x, weight, words = _problem()
     exact = (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
+    # Different weights for rows, so that rows which are mixed up are found.
     scale = torch.arange(1.0, 11, dtype=torch.float64)
     wanted = torch.autograd.grad((scale * exact).sum(), (x, weight))
     saved: list[int] = []
 
+    # Logits that are kept for backward would be as wide as the vocabulary.
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[-1:] == (VOCABULARY,):
             saved.append(tensor.numel())

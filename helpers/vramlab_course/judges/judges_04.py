@@ -64,6 +64,7 @@ def updated(answer: Callable) -> SimpleNamespace:
         shard = weights.chunk(world)[rank].clone()
         optimizer = torch.optim.SGD([shard], lr=1.0)
         for step in (1, 2):
+            # Rank 0 has 1 and 2, rank 1 has 3 and 4: the means are 2 and 3, the sums 4 and 6.
             gradients = torch.full((NUMBERS,), float(step + 2 * rank))
             with Collectives() as counting:
                 weights = answer(gradients, shard, optimizer)
@@ -77,6 +78,7 @@ def updated(answer: Callable) -> SimpleNamespace:
         kind=type(first).__name__,
         length=len(first) if hasattr(first, "__len__") else 0,
         same=lambda: bool(torch.equal(first, second)),
+        # Whether each rank updated its own shard, whatever it did with the others'.
         moved=lambda: (
             not any(
                 torch.equal(row.chunk(2)[rank], own[rank])
@@ -102,6 +104,7 @@ def gathered(answer: Any) -> SimpleNamespace:
         rows = x[rank].clone().requires_grad_()
         with Collectives() as counting:
             output = answer.apply(rows, shard)
+            # What the context saved, by its method or as an attribute.
             kept = [*output.grad_fn.saved_tensors, *vars(output.grad_fn).values()]
             output.backward(slope[rank])
         return {
@@ -158,6 +161,7 @@ def units(answer: Callable) -> SimpleNamespace:
         returned = answer(model, init_device_mesh("cpu", (world,)))
         groups = {}
         for name, module in model.named_modules():
+            # A unit whose parameters all went to units inside it has no group.
             group = (
                 module._get_fsdp_state()._fsdp_param_group
                 if isinstance(module, FSDPModule)
@@ -165,6 +169,7 @@ def units(answer: Callable) -> SimpleNamespace:
             )
             if group:
                 groups[name] = sum(one._orig_size.numel() for one in group.fsdp_params)
+        # A sharded parameter is a DTensor, which alone has `full_tensor`.
         whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
         return {"model": returned is model, "groups": groups, "whole": whole}
 
@@ -196,6 +201,7 @@ class Recorded(list):
             pairs = [*zip(places, value, strict=True)]
         for place, new in pairs:
             self.written += 1
+            # A chunk received is one that the rank before had, as it is or added to one's own.
             self.strange += not {new, new - self[place]} & self.before.had[place]
             self.had[place].add(new)
             super().__setitem__(place, new)
@@ -206,8 +212,10 @@ def _ring(answer: Callable) -> str | None:
         ranks = [Recorded(each) for each in chunks]
         n = len(chunks)
         for number, rank in enumerate(ranks):
+            # The first one's is the last: a ring.
             rank.before = ranks[number - 1]
         answer(ranks)
+        # Nothing was written: not answered.
         if all(list(rank) == each for rank, each in zip(ranks, chunks, strict=True)):
             return None
         sums = [sum(column) for column in zip(*chunks, strict=True)]
@@ -215,6 +223,7 @@ def _ring(answer: Callable) -> str | None:
             if list(rank) != sums:
                 return f"With {n} ranks, rank {number} ends with {list(rank)}; the sums are {sums}."
         written = [rank.written for rank in ranks]
+        # N − 1 steps to sum up and N − 1 to hand round.
         if max(written) > 2 * (n - 1):
             return (
                 f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
@@ -233,6 +242,7 @@ def all_reduced(ranks: list[list[float]]) -> None:
     for step in range(2 * (n - 1)):
         sent = []
         for rank in range(n):
+            # In each step a rank sends the chunk that it got in the step before.
             chunk = (rank - step) % n
             sent.append((chunk, ranks[rank][chunk]))
         for rank, (chunk, value) in enumerate(sent):
@@ -253,6 +263,7 @@ def _clips(answer: Callable) -> str | None:
     """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two
     ranks has a shard.
     """
+    # One to be clipped, one to be left, and one of which a rank has only zeros.
     for whole, largest in (
         ([3.0, 0.0, 0.0, 4.0], 1.0),
         ([0.3, 0.1, 0.2, 0.1], 1.0),
@@ -301,6 +312,7 @@ def _learns(answer: Callable) -> str | None:
             return None
         _, optimizer = returned
         before = [p.to_local().clone() for p in model.parameters()]
+        # Other tokens on each rank.
         rows = torch.arange(16).reshape(2, 8) + rank
         model(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
@@ -308,6 +320,7 @@ def _learns(answer: Callable) -> str | None:
             not torch.equal(p.to_local(), old)
             for p, old in zip(model.parameters(), before, strict=True)
         )
+        # States of a DTensor are DTensors, of which this rank's part counts.
         held = [
             getattr(value, "_local_tensor", value)
             for state in optimizer.state.values()
@@ -322,8 +335,10 @@ def _learns(answer: Callable) -> str | None:
     moved, states, count = on_both[0]
     if not moved:
         return "The step changes none of the model's shards."
+    # Two states a weight, half of them on each of two ranks, and some room for padding.
     if states > 2 * whole * 0.6:
         return f"A rank keeps {states:,} numbers of states, of {2 * whole:,}: half was expected."
+    # Three layers and the rest.
     if count < 4:
         return "Each layer should stay a unit of its own."
     return ""
@@ -353,6 +368,7 @@ def norm_of_all(mine: torch.Tensor, largest: float) -> torch.Tensor:
     """The shard, clipped by the norm of the whole."""
     squares = mine.square().sum()
     dist.all_reduce(squares)
+    # No gradient grows: the factor is 1 at most.
     return mine * (largest / squares.sqrt()).clamp(max=1)
 
 
@@ -367,6 +383,7 @@ def _averaged(answer: Callable) -> str | None:
     torch.manual_seed(0)
     # The gradient of a mean over no tokens: 0 by cross_entropy, nan by a masked sum over its count.
     of_nothing = {(5, 0, 3): 0.0, (0, 6, 2): math.nan}
+    # Equal, unequal and very unequal numbers of tokens, and ranks without any.
     for counts in ((10, 10), (10, 30), (7, 1, 40), *of_nothing):
         weight = torch.randn(3, requires_grad=True)
         rows = [torch.randn(count, 3) for count in counts]
@@ -376,6 +393,7 @@ def _averaged(answer: Callable) -> str | None:
             else torch.full((3,), of_nothing[counts])
             for row in rows
         ]
+        # One process with all rows.
         (wanted,) = torch.autograd.grad((torch.cat(rows) @ weight).square().mean(), weight)
         returned = answer([gradient.clone() for gradient in gradients], list(counts))
         if returned is None or returned is ...:

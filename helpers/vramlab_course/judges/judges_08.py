@@ -24,6 +24,7 @@ def front(points: Sequence[tuple]) -> list[tuple]:
     memory.
     """
     unbeaten = []
+    # Once each: of two equal points neither beats the other.
     for point in set(points):
         memory, speed, *_ = point
         others = [other for other in points if other != point]
@@ -40,6 +41,7 @@ def best_seconds(
     global_batch: int,
 ) -> float | None:
     """Seconds of a step of the fastest recipe that is safe; None where none is."""
+    # What the exercise lets the reader use, so that the plan has no other means.
     strict = dict(tier="safe", expandable_segments=False, offload=False, packing=True, liger=False)
     strict["attention"] = ("sdpa", "eager")
     search = Search(Question(model, gpu, seq_len=seq_len, global_batch=global_batch, **strict))
@@ -54,6 +56,7 @@ def planned(answer: Callable[..., Any]) -> Feedback:
     for asked in ASKED:
         model, gpu, *_ = asked
         returned = answer(*asked)
+        # The first has an answer, so None there means that nothing was written.
         if returned is ... or (returned is None and asked is ASKED[0]):
             return NOT_ANSWERED
         best = best_seconds(*asked)
@@ -77,6 +80,7 @@ def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
     if (recipe.name, recipe.num_layers, recipe.seq_len, step) != (model, None, seq_len, batch):
         return f"it has to be the whole model, {seq_len} tokens, and {batch} samples a step."
     adapters = recipe.lora
+    # A weaker adapter would fit more easily and is another training.
     if recipe.sharding or (
         adapters and (adapters.r < RANK.r or adapters.target_modules != RANK.target_modules)
     ):
@@ -88,6 +92,7 @@ def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
     why = card.why_not(recipe.precision)
     if why:
         return f"{why}."
+    # "safe" is the upper end of the interval.
     over = predict(recipe, gpu=card).process.high - usable_memory(card)
     if over > 0:
         return (
