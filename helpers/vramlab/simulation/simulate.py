@@ -18,7 +18,7 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
-from ..recipe import liger, lora_modules, peft_methods
+from ..recipe import liger, lora_modules, parallel_limits, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -136,20 +136,6 @@ def check_target(target: str) -> None:
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
 
-def _check_ring(recipe: Recipe, target: str) -> None:
-    """Raise RecipeError for a ring that torch has no kernels for, or whose own code fails in it."""
-    if target == "cpu":
-        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
-        raise RecipeError("target", target, rest)
-    # `_SDPAMerger` adds up what the fp32 kernel has for whole blocks
-    _, width = recipe.rows
-    multiple = BLOCK * recipe.pieces
-    if recipe.precision in ("fp32", "tf32") and width % multiple:
-        rest = f"torch's ring adds up whole blocks of {BLOCK} tokens in it, and rows of {width:,} "
-        rest += f"are no multiple of {multiple}: take such a length, or compute in bf16 or fp16"
-        raise RecipeError("precision", recipe.precision, rest)
-
-
 def _of_recipe(
     recipe: Recipe,
     target: str,
@@ -158,8 +144,7 @@ def _of_recipe(
     full: bool,
     room: Room | None,
 ) -> Report:
-    if recipe.sharding and recipe.sharding.cp_size > 1:
-        _check_ring(recipe, target)
+    parallel_limits.check_ring(recipe, target)
     notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
