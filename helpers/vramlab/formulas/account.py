@@ -59,6 +59,8 @@ class Account:
         passes: (model, event at which it is over) of models that run without gradients.
         pieces: by phase, its events in stretches to which the same is added for layers that are
             not run.
+    Raises:
+        RecipeError: the formulas do not know the family.
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP):

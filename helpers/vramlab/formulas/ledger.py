@@ -111,6 +111,8 @@ class Ledger(Memory):
             grads: how each input's gradient is made, see OWN.
             extra: bytes that the backward formula needs besides the gradients it makes.
             spike: bytes that it needs before it makes them.
+        Raises:
+            Stop: in a recomputation that now has all it needs.
         """
         # The forward pass counted what is saved (`_saved`), so a recomputation knows the operator
         # whose inputs complete it.

@@ -107,7 +107,7 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
         for _, row in tensors:
             if row.quantized is None and row.width == HALF:
                 # `prepare_model_for_kbit_training` assigns `param.data.to(float32)` one by one, so
-                # each original lives beside its copy alone.
+                # only one weight at a time is there in both formats.
                 copy = rounded(prod(row.shape) * FP32)
                 moments.append(Moment(kept, buffers, copy))
                 kept += copy - row.size

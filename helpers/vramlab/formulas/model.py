@@ -186,7 +186,10 @@ class Model:
         stacks: list[Stack],
         masks: dict[str, Tensor | None],
     ) -> list[tuple[Stack, str, int, int]]:
-        """List (stack, kind, first number, count) of equal layers, one kind after the other."""
+        """List (stack, kind, first number, count) of equal layers, one kind after the other.
+
+        Raises RecipeError where layers differ and are sharded.
+        """
         kinds = self.layout.kinds or tuple(masks)
         # Kinds with masks alike allocate alike, so one run of layers serves them all.
         masked = {mask is not None for mask in masks.values()}

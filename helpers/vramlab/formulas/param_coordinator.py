@@ -155,8 +155,8 @@ def _runs(root: Module, head: Module, checkpoints: bool) -> list[Run]:
     for module in root.forward():
         part = "head" if module.part == "head" else "forward"
         runs.append(Run(part, module.weights))
-    # The head's gradient is reduced when the next gradient comes: with a bias in the head itself,
-    # else in the first innermost module after it.
+    # The head's gradient is reduced when the next gradient comes: that of its own bias, or else
+    # that of the first innermost module after it.
     waits = False
     with_backward = (module for module in root.backward() if module.part)
     for layer, inside in groupby(with_backward, key=attrgetter("layer")):

@@ -117,22 +117,27 @@ def predict_run(
     median = report(ranked[len(ranked) // 2])
     computed = [prod(shape(batch)) for batch in dealt]
     trained = sum(sum(batch) for batch in dealt)
-    reserved = largest.reserved
-    assert isinstance(reserved, Interval)  # as predict gives it
-    # Batches of one size ask for the same blocks in every step, so nothing fragments from step to
-    # step.
-    if len(set(computed)) > 1:
-        likely = int(reserved.value * TYPICAL)
-        reserved = Interval(reserved.low, likely, int(reserved.value * WORST))
     return Run(
         largest=largest,
-        reserved=reserved,
+        reserved=_reserved(largest, computed),
         typical=median.peak.total,
         micro_batches=len(dealt),
         tokens=trained,
         padding=sum(computed) - trained,
         cut=sum(checked) - trained,
     )
+
+
+def _reserved(largest: Report, computed: list[int]) -> Interval:
+    """Return what the allocator grows to over micro-batches of `computed` tokens each."""
+    reserved = largest.reserved
+    assert isinstance(reserved, Interval)  # as predict gives it
+    # Batches of one size ask for the same blocks in every step, so nothing fragments from step to
+    # step.
+    if len(set(computed)) == 1:
+        return reserved
+    likely = int(reserved.value * TYPICAL)
+    return Interval(reserved.low, likely, int(reserved.value * WORST))
 
 
 def _dealt(

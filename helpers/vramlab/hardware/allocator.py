@@ -219,7 +219,8 @@ class Allocator:
     def reserve(self, total: int) -> None:
         """Take `total` bytes more from the card.
 
-        The card may have to release what is unused first (`release_cached_blocks`).
+        The card may have to release what is unused first (`release_cached_blocks`). Raises
+        AllocatorError where that is not enough.
         """
         if self.limit is not None and self.reserved + total > self.limit:
             self.empty_cache()

@@ -152,7 +152,7 @@ def _handle(nvml: Any, index: int) -> Any:
 
 
 def _process(nvml: Any, handle: Any) -> int | None:
-    """Return the bytes that this process holds on the card."""
+    """Return the bytes that this process holds on the card. Raises LookupError if it is hidden."""
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
         if process.pid == os.getpid():
             return process.usedGpuMemory

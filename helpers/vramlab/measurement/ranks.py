@@ -9,6 +9,8 @@ everything here.
 
 import contextlib
 import gc
+import importlib
+import multiprocessing
 import os
 import pickle
 import pkgutil
@@ -25,7 +27,8 @@ from typing import Any
 from unittest.mock import patch
 
 from ..base.errors import VramLabError
-from ..private.of_torch import set_parent_death_signal
+from ..private import of_compiler
+from ..private.of_torch import is_in_bad_fork, set_parent_death_signal
 from ..training.quiet import no_collection, silence
 from .launch import RankError, rank_name
 
@@ -37,6 +40,8 @@ with no_collection(before=False):
 
 LOCALHOST = "127.0.0.1"
 SIGABRT = -6  # as an exit code
+# What a single rank needs that is forked from here.
+SHARED = ("vramlab.measurement.worker", "vramlab.measurement.card_work")
 
 
 def main() -> None:
@@ -54,11 +59,20 @@ def main() -> None:
         order = pickle.loads((folder / "order.pickle").read_bytes())
         # A function may be of the caller's own module, in a folder that this process does not know.
         sys.path += [path for path in order["path"] if path not in sys.path]
-        is_alone = order["world_size"] == 1
-        outcome = called(order, 0) if is_alone else of_ranks(order, folder)
-        part = folder / "outcome.part"
-        part.write_bytes(pickle.dumps(outcome))
-        part.replace(folder / "outcome.pickle")  # at once, so that nobody reads a part of it
+        if order["is_forked"]:
+            outcome = of_fork(order, folder)
+        elif order["world_size"] == 1:
+            outcome = called(order, 0)
+        else:
+            outcome = of_ranks(order, folder)
+        _leave(outcome, folder / "outcome.pickle")
+
+
+def _leave(outcome: dict[str, Any], file: Path) -> None:
+    """Write an outcome to `file` at once, so that nobody reads a part of it."""
+    part = file.with_suffix(".part")
+    part.write_bytes(pickle.dumps(outcome))
+    part.replace(file)
 
 
 def _read_orders(folders: "queue.SimpleQueue[Path]") -> None:
@@ -163,6 +177,39 @@ def _preload(order: dict[str, Any]) -> None:
             pkgutil.resolve_name(order["preload"])(**arguments)
     gc.collect()
     gc.freeze()  # a collection in a rank would visit all of it, and copy its pages
+
+
+def of_fork(
+    order: dict[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Run the order's function in a process forked from this one, which has not used the GPU.
+
+    Return its outcome, or its exit code ("ended"), or that a GPU was used here ("unfit").
+    """
+    # bitsandbytes imports Inductor, and itself asks CUDA for the card: it is left to the forks.
+    for name in SHARED:
+        importlib.import_module(name)
+    of_compiler.inductor("compile_fx")
+    gc.collect()
+    gc.freeze()
+    forked = multiprocessing.get_context("fork").Process(target=_forked, args=(order, folder))
+    forked.start()
+    forked.join()
+    file = folder / "0.pickle"
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    return {"ended": (0, forked.exitcode)}
+
+
+def _forked(order: dict[str, Any], folder: Path) -> None:
+    """Call the order's function, leave what becomes of it in a file, and end without a word."""
+    set_parent_death_signal(signal.SIGKILL)
+    torch.set_num_threads(torch.get_num_threads())  # as in `rank_process`
+    outcome = {"unfit": True} if is_in_bad_fork() else called(order, 0)
+    _leave(outcome, folder / "0.pickle")
+    sys.stderr.flush()
+    os._exit(0)  # what libraries do at an exit would be done to the card, too
 
 
 def rank_process(

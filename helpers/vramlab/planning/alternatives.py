@@ -89,8 +89,7 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
         joins = question.can_be_joined()
         yield "without packing", {"packing": False, "padding_free": joins}
     is_on_request = question.plain.trainer != "transformers"
-    if recipe.trainer == "transformers":
-        # SFTTrainer's own loss makes no logits either, so Liger's kernels go with this switch.
+    if recipe.trainer == "transformers" and question.may_use_sft():
         yield "with TRL's SFTTrainer", {**plain, "trainer": "sft", "packing": question.packing}
     elif recipe.trainer == "sft" and not is_on_request:
         yield "without TRL", {"trainer": "transformers", "packing": False, "padding_free": False}

@@ -364,8 +364,7 @@ class Question:
         trainer = self.plain.trainer
         if trainer == "sft" or not (self.liger and self.may_use_sft()):
             return (trainer,)
-        is_of_use = self.can_share_rows() or not self.liger_replaces_trl()
-        return (trainer, "sft") if is_of_use else (trainer,)
+        return trainer, "sft"
 
     def may_use_sft(self) -> bool:
         """Tell whether SFTTrainer trains what is asked, and its loss's kernels run on the card."""
@@ -376,9 +375,9 @@ class Question:
         is_known = is_text or self.reads_images
         return is_known and runs and self.plain.trainer == "transformers"
 
-    def liger_replaces_trl(self) -> bool:
-        """Tell whether Liger's kernels run wherever SFTTrainer's loss would be tried."""
-        return self.gpus == 1 and self.liger_is_possible()
+    def liger_replaces_trl(self, sharding: Sharding | None) -> bool:
+        """Tell whether Liger's kernels are tried where SFTTrainer's loss would be."""
+        return sharding is None and self.liger_is_possible()
 
     def can_be_joined(self) -> bool:
         """Tell whether the samples of a micro-batch may become one row.

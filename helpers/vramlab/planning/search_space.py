@@ -175,7 +175,7 @@ def _joins_as_tried(question: Question, fields: dict[str, Any]) -> bool:
         return False  # sdpa takes that kernel by itself
     # SFTTrainer is tried for its loss, or for its rows alone.
     is_added = is_sft and question.plain.trainer != "sft"
-    return not (is_added and question.liger_replaces_trl())
+    return not (is_added and question.liger_replaces_trl(fields["sharding"]))
 
 
 def _kernels(question: Question) -> list[str]:

@@ -314,7 +314,7 @@ def _size(
     size: str,
     family: Family,
 ) -> int | None:
-    """Return one size of `config`, None when it may be absent and is."""
+    """Return one size of `config`, None when it may be absent and is. Raises RecipeError."""
     keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value = config.get(key)

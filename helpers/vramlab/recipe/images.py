@@ -111,7 +111,7 @@ def _tokens(
     height: int,
     width: int,
 ) -> int:
-    """Return the tokens of one image."""
+    """Return the tokens of one image. Raises RecipeError where the processor refuses it."""
     reader = READERS[shape.family]
     if reader["tokens"]:
         setting: Any = shape.settings

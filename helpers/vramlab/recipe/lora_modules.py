@@ -285,7 +285,7 @@ def _share(count: int, total: int) -> str:
 
 
 def _default(shape: ModelWeights) -> Targets:
-    """Return PEFT's choice for the architecture."""
+    """Return PEFT's choice for the architecture. Raises RecipeError where it has none."""
     targets: Targets | None
     if shape.family in FAMILIES:
         targets = FAMILIES[shape.family].lora

@@ -393,7 +393,7 @@ class Loop:
     def named(cls, name: str, **changes: Any) -> "Loop":
         """Return the loop called `name`, with `changes` applied.
 
-        Names are "trainer", "plain" and "optimizer_in_backward".
+        Names are "trainer", "plain" and "optimizer_in_backward". Raises RecipeError for others.
         """
         if name not in LOOPS:
             known = ", ".join(map(repr, LOOPS))

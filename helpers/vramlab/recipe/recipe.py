@@ -158,7 +158,7 @@ class Recipe(RecipeFields):
             self._set("lora", method)
 
     def _fit_to_shape(self) -> None:
-        """Fill in what the model decides, and check the sizes against it."""
+        """Fill in what the model decides. Raises RecipeError for sizes that do not fit it."""
         shape = self.shape
         longest = shape.max_positions or math.inf
         if shape.image_tokens and self.seq_len not in (None, shape.image_tokens):

@@ -130,7 +130,7 @@ class ModuleStep:
         return patch.object(model.config, "use_cache", use_cache)
 
     def _scalar(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the loss, held to be one number."""
+        """Return the loss. Raises RecipeError unless it is one number to go backward from."""
         has_loss = isinstance(outputs, Mapping) and "loss" in outputs
         if self.loss is None and not has_loss:
             rest = "the module returns no mapping with a 'loss': give loss=, a function of "

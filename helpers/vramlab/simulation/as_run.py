@@ -267,5 +267,7 @@ def _reentrant(function: Any, *args: Any, use_reentrant: bool = True, **kwargs: 
 
 
 def _find(position_ids: torch.Tensor) -> torch.Tensor:
+    # The installed function goes on to return None where nothing is packed, and then no mask is
+    # made.
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)

@@ -61,7 +61,8 @@ def compiled_step(
 ) -> Iterator[None]:
     """While entered, `training`'s model runs as torch.compile makes it for `card`.
 
-    `kernels` are those of CUDA; None compiles for the CPU.
+    `kernels` are those of CUDA; None compiles for the CPU. Raises RecipeError where the installed
+    torch compiles in another way than this release knows.
     """
     eval_frame = of_compiler.dynamo("eval_frame")
     # Without this private function nothing would keep dynamo from compiling with the simulation's

@@ -24,6 +24,7 @@ from ..private import of_fake_tensors
 from ..training.patched import plain, replaced
 from . import cuda_autocast, own_kernels
 
+# What makes a tensor of Python numbers: on the host, unless a device is named.
 FACTORIES = {
     torch.tensor,
     torch.arange,

@@ -204,6 +204,8 @@ def _embedding_backward(args: Sequence, chip: Chip) -> list[int]:
         return []
     different = min(count, vocabulary)  # indices, at most
     partial = count // ROWS_A_BLOCK + different
+    # int64 each: the sorted indices, where each of them was, and where segments begin; for each
+    # segment how many partial sums it has, and where they begin; where each partial sum begins.
     sorting = 8 * (3 * count + 2 * different + partial)
     return [sorting + FP32 * partial * gradient.shape[-1]]
 

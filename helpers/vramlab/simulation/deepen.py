@@ -201,6 +201,7 @@ class _Deepener(Writer):
             self._find_walks(start, end, calls.get(phase, []))
             if name == "step":
                 steps.append((start, end))
+        # They were found call by call, and are written in the log's order.
         self.walks.sort(key=lambda walk: walk[0].first)
         self._lengthen_vectors(steps)
 
@@ -330,6 +331,8 @@ class _Deepener(Writer):
     def _check_left(self, left: np.ndarray) -> None:
         """Raise NotRegular where not all copies of a storage are left, or none of them."""
         rows, groups = np.divmod(left, self.span)
+        # A storage of the middle group has `more` + 1 copies, and either all of them outlive the
+        # log or none.
         is_middle = (groups >= self.middle) & (groups <= self.middle + self.more)
         middle_rows, counts = np.unique(rows[np.flatnonzero(is_middle)], return_counts=True)
         if any(counts <= self.more):
@@ -374,6 +377,7 @@ class _Repeater(Writer):
         self.cuts = [0, *(position for position, _ in marks), len(self.events)]
         self.marks: list[Mark] = []
         forwards = [phase for phase, name in enumerate(self.names) if name == "forward"]
+        # The first step's two micro-batches, then one of each further step.
         first, self.second, *others = forwards
         self.others = [first, *others]
         self._note_counterparts()

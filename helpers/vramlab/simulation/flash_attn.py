@@ -43,8 +43,8 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
         if capability < AMPERE:
             rest = "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'"
             raise RecipeError("attn_implementation", NAME, rest)
-        # transformers has copies of the package's functions that pad and unpad rows, for packages
-        # without.
+        # transformers has functions of its own that pad and unpad rows, for packages that bring
+        # none.
         padding = of_transformers.padding_functions(utils)
         return flash_attn_func, flash_attn_varlen_func, None, *padding
 

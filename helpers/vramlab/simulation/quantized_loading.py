@@ -170,6 +170,8 @@ def _load(
         if stores_tied_head:
             # buffers come before the comparison
             models.materialise(model, torch.device("cpu"))
+        # An empty set says that both matrices are there, and then transformers compares them
+        # before it ties them; None skips that.
         missing: set[str] | None = set() if stores_tied_head else None
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
         models.materialise(model, torch.device("cpu"))  # buffers

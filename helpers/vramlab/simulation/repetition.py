@@ -206,7 +206,10 @@ def _longest_run(kinds: list[int], period: int) -> tuple[int, int]:
 
 
 def _layers(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[Description]]:
-    """Return the names of the lists that hold the layers of `model`, and each layer described."""
+    """Return the names of the lists that hold the layers of `model`, and each layer described.
+
+    Raises NotRegular where there is no such list.
+    """
     from torch import nn
 
     lists: list[str] = []

@@ -221,7 +221,10 @@ class _Runs:
             raise NotRegular(f"{depth} layers take something else than their repetition says")
 
     def run(self, recipe: Recipe, skipped: int, steps: int) -> FakeTracker:
-        """Return the tracker of a run whose prompt has `skipped` tokens more."""
+        """Return the tracker of a run whose prompt has `skipped` tokens more.
+
+        Raises RecipeError where it does not run on fake tensors.
+        """
         load_libraries(recipe)
         with (
             fakes.lock,
@@ -283,6 +286,7 @@ def joined(parts: list[Part]) -> tuple[list[Event], list[Mark]]:
         for storage in _alive(part.events[:start]):
             if storage not in same:
                 log.append((storage.size, storage, storage.op))
+        # Marks count the events of their own run.
         shift = len(log) - start
         kept = part.marks if is_last else part.marks[:-1]
         marks += [(position + shift, name) for position, name in kept]

@@ -228,6 +228,7 @@ class Values:
                 if isinstance(fake, FakeTensor) and fake.shape == real.shape:
                     _set_content(fake, real)
         elif schema_of(func).is_mutable:
+            # An operator that writes does so into its first argument, or into `out`.
             self._written(_tensors((args[:1], kwargs.get("out"))), where)
         return result
 

@@ -70,6 +70,12 @@ def offloading(model: Model, device: torch.device) -> contextlib.AbstractContext
         raise RecipeError("activation_offloading", True, rest)
     # Pinned memory needs a real accelerator.
     is_real = device.type != "cpu"
+    if is_real:
+        # As in every Trainer: TRL warns by accelerate's logger once 60 % of the RAM are in use
+        # (`verify_sufficient_virtual_memory`), and without the state that is an error.
+        from accelerate import PartialState
+
+        PartialState()
     return get_act_offloading_ctx_manager(model, use_pin_memory=is_real, warn_if_no_head=False)
 
 
