@@ -60,6 +60,12 @@ def fail(how: str, folder: str, who: int = 1) -> None:
         dist.all_reduce(torch.ones(3))
 
 
+def fail_alone(how: str, words: str) -> None:
+    """A single process says something and fails."""
+    print(words, file=sys.stderr, flush=True)
+    FAULTS[how]()
+
+
 def hang(folder: str) -> None:
     """No rank comes to an end; Ctrl-C and SIGTERM are ignored, as by a process that is stuck in a
     library.
