@@ -245,6 +245,18 @@ def test_trls_fused_loss_is_searched_where_ligers_kernels_do_not_run():
     for card, asked in (("RTX 4070", {"liger": False}), ("T4", {})):
         alone = plan("gpt2", card, seq_len=1024, confirm=False, **asked)
         assert {choice.recipe.trainer for choice in alone.choices} == {"transformers"}
+    # Nor is it named beside an answer where its kernels do not run.
+    switches = [other.switch for others in alone.alternatives.values() for other in others]
+    assert switches and not any("SFTTrainer" in switch for switch in switches)
+
+
+def test_trls_fused_loss_is_searched_where_deepspeed_offloads():
+    """Liger's kernels are not tried there, and a larger micro-batch has room without logits."""
+    question = Question("llama-3.1-8b", "RTX 4090", seq_len=4096, method="full")
+    ways = {(way.trainer, bool(way.sharding)) for way in families(question, "full")}
+    assert ways == {("transformers", False), ("transformers", True), ("sft", True)}
+    best = Search(question).answer("full")[0].recipe
+    assert best.trainer == "sft" and best.sharding.offload and best.batch_size > 1
 
 
 def test_weights_are_updated_in_the_backward_pass_before_updates_are_rounded_away():

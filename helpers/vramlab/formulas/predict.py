@@ -106,6 +106,10 @@ def _refusals(recipe: Recipe) -> Refusals:
     lora = recipe.lora
     sharding = recipe.sharding
 
+    for name in ("cp_size", "sp_size"):
+        together = sharding and getattr(sharding, name) > 1
+        allowed = "the formulas give each rank samples of its own: ask simulate"
+        yield f"sharding.{name}", together, allowed
     unknown = sharding and not shards.is_known(sharding)
     allowed = "the formulas know of ddp, fsdp and deepspeed the ways that plan tries: ask simulate"
     yield "sharding", unknown, allowed

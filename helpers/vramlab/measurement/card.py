@@ -99,6 +99,8 @@ class CardRun:
                 value[piece.key] = piece.worth / seconds
                 if seen and _is_in(seen, piece):
                     value[piece.key] *= SEEN
+        # Sorted twice: first by what each is worth by itself, which numbers the answers to a
+        # question.
         self.left.sort(key=lambda item: -value[item[0].key])
         # The nth answer to one question is worth an nth of the first. So no question has to wait
         # until a cheaper one has been asked of thirty models.
@@ -163,6 +165,7 @@ class CardRun:
                 first, *_ = said.splitlines()
                 line = f"{bar} {number}/{len(pieces)} · {clock} · {took} · {first} · {piece.title}"
                 progress(line)
+                # A terminal may be closed by then: the log keeps what was said.
                 if log:
                     _write(log, line if outcome == "done" else f"{line}\n{said}")
 

@@ -14,6 +14,10 @@ from .options import HALF, LoRA, Sharding
 # Those that work on DTensors.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
+BLOCK = (
+    32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+)
+
 
 def refusals(recipe: RecipeFields) -> Refusals:
     """Return what cannot be cut as a recipe's sharding says."""
@@ -94,6 +98,22 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
     allowed += "compute in bf16 or fp16"
     yield "precision", is_wide and shape.num_kv_heads < shape.num_heads, allowed
+
+
+def check_ring(recipe: RecipeFields, target: str) -> None:
+    """Raise RecipeError for a ring that torch has no kernels for, or whose own code fails in it."""
+    if recipe.sharding is None or recipe.sharding.cp_size == 1:
+        return
+    if target == "cpu":
+        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
+        raise RecipeError("target", target, rest)
+    # `_SDPAMerger` adds up what the fp32 kernel has for whole blocks
+    _, width = recipe.rows
+    multiple = BLOCK * recipe.pieces
+    if recipe.precision in ("fp32", "tf32") and width % multiple:
+        rest = f"torch's ring adds up whole blocks of {BLOCK} tokens in it, and rows of {width:,} "
+        rest += f"are no multiple of {multiple}: take such a length, or compute in bf16 or fp16"
+        raise RecipeError("precision", recipe.precision, rest)
 
 
 def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:

@@ -18,7 +18,7 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
-from ..recipe import liger, lora_modules, peft_methods
+from ..recipe import liger, lora_modules, parallel_limits, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -51,6 +51,10 @@ from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
 from .values import Values, readable_values
+
+BLOCK = (
+    32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+)
 
 
 @needing("simulate")
@@ -140,9 +144,7 @@ def _of_recipe(
     full: bool,
     room: Room | None,
 ) -> Report:
-    if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
-        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
-        raise RecipeError("target", target, rest)
+    parallel_limits.check_ring(recipe, target)
     notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
