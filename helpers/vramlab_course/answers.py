@@ -44,8 +44,9 @@ NOT_ANSWERED = Feedback(False, "not answered yet")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A typical wrong answer, a value or a function like the reference, and what to tell its
-    author.
+    """A typical wrong answer, and what to tell its author.
+
+    It is a value, or a function like the reference.
     """
 
     wrong: Any
@@ -61,8 +62,9 @@ class Unclear(Exception):
 
 
 class BrokenPiece(Unclear):
-    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
-    result.
+    """A piece of the reader's that fails or returns nothing.
+
+    That is so whatever a condition asks of its result.
     """
 
 
@@ -122,6 +124,7 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
+        """Compare with the reference, each mistake, other units and factors, in this order."""
         references = self.expand(self.reference)
         # `problems` hands over numbers by name, which need no reading.
         given = answer if isinstance(answer, Numbers) else self.read(answer)
@@ -166,6 +169,7 @@ class Number(Check):
         return Feedback(False, f"{start}: {said}")
 
     def problems(self) -> list[str]:
+        """Say where the check rejects its reference, or tells a mistake another sentence."""
         references = self.expand(self.reference)
         complaints = [] if self(references).right else ["the check rejects its own reference"]
         for mistake in self.mistakes:
@@ -197,9 +201,11 @@ class Table(Number):
     reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
 
     def expand(self, thing: Any) -> Numbers:
+        """The table as numbers by name."""
         return Numbers(_value(thing))
 
     def read(self, answer: Any) -> Mapping[str, Any]:
+        """The reader's dictionary. Raises Unclear for anything else."""
         if not isinstance(answer, Mapping):
             raise Unclear(f"A dictionary was expected, not {kind_of(answer)}.")
         return answer
@@ -227,6 +233,7 @@ class Function(Number):
             )
 
     def expand(self, thing: Any) -> Numbers:
+        """What a function gives in each case, by the case's arguments."""
         numbers = Numbers()
         for case in self.cases:
             # The case stands in the feedback, so that the reader can call the function with it.
@@ -235,6 +242,7 @@ class Function(Number):
         return numbers
 
     def read(self, answer: Any) -> Mapping[str, Any]:
+        """What the reader's function gives in each case. Raises Unclear where it fails."""
         if not callable(answer):
             raise Unclear(f"A function was expected, not {kind_of(answer)}.")
         try:
@@ -243,6 +251,7 @@ class Function(Number):
             raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
 
     def problems(self) -> list[str]:
+        """As a number's; also a reference that is the same in all cases."""
         constant = len(set(self.expand(self.reference).values())) == 1
         return (
             super().problems()
@@ -263,6 +272,7 @@ class Choice(Check):
     options: Mapping[str, str]
 
     def feedback(self, answer: Any) -> Feedback:
+        """Say why the option that was chosen is right or wrong."""
         # Upper and lower case do not matter.
         named = {option.lower(): option for option in self.options}
         option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
@@ -272,6 +282,7 @@ class Choice(Check):
         return Feedback(right, f"{'Right' if right else 'Not right'}: {self.options[option]}")
 
     def problems(self) -> list[str]:
+        """Say where the right option is none of those to choose from, or the only one."""
         reference = _value(self.reference)
         complaints = (
             []
@@ -298,9 +309,11 @@ class Judge(Check):
     reasons: Sequence[str] = ()
 
     def feedback(self, answer: Any) -> Feedback:
+        """What the judge says of the answer."""
         return self.judge(answer)
 
     def problems(self) -> list[str]:
+        """Say which answers are judged wrongly, and which sentence is never said."""
         rights = _value(self.rights)
         wrongs = _value(self.wrongs)
         complaints = []

@@ -1,5 +1,6 @@
-"""The course's base model, a small Llama trained on Python's standard library, and how well it
-predicts text.
+"""The course's base model, and how well it predicts text.
+
+It is a small Llama trained on Python's standard library.
 
 `data/base_model/train.py` trains it; `data/base_model/README.md` says on what and how well. It
 works offline: weights, tokenizer and texts are in the repository and in the distribution
@@ -123,8 +124,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_base_tokenizer() -> "PreTrainedTokenizerFast":
-    """The base model's tokenizer: byte-level BPE, so every text can be encoded and comes back
-    unchanged.
+    """The base model's tokenizer, a byte-level BPE.
+
+    So every text can be encoded and comes back unchanged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -148,8 +150,9 @@ def _texts(name: str, limit: int | None) -> list[str]:
 
 
 def held_out(limit: int | None = None) -> list[str]:
-    """Programs of the standard library that the base model was not trained on; their first `limit`
-    bytes.
+    """Programs of the standard library that the base model was not trained on.
+
+    Where a `limit` is given, only the first so many bytes are returned.
     """
     return _texts("held_out.json", limit)
 
@@ -174,8 +177,9 @@ def bits_per_byte(
     batch_size: int = 8,
     tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> float:
-    """Bits that the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ
-    bytes.
+    """Bits that the model needs for a byte of `texts`.
+
+    That is Σ −log₂ p(token | what stands before it) / Σ bytes.
 
     It is the output of an arithmetic coder driven by the model, so it compares with zlib and lzma
     and does not depend on the tokenizer. Each text starts with the start token alone.
@@ -220,8 +224,9 @@ def _windows(
     context: int,
     stride: int,
 ) -> list[tuple[list[int], int]]:
-    """Windows of at most `context` tokens, longest first, each with how many of them at its end are
-    to be predicted.
+    """Windows of at most `context` tokens, longest first.
+
+    With each comes how many of the tokens at its end are to be predicted.
     """
     windows = []
     for text in texts:
@@ -238,8 +243,9 @@ def _windows(
 
 
 def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Token ids, padded at the end where a causal model does not look, and labels: −100 where
-    nothing is predicted.
+    """Token ids and labels, padded at the end, where a causal model does not look.
+
+    Labels are −100 where nothing is predicted.
     """
     import torch
 

@@ -1,5 +1,6 @@
-"""Controls for every labelled option of a recipe, and the predicted peak of what they say, as a bar
-and as text.
+"""Controls for every labelled option of a recipe, and the predicted peak of what they say.
+
+The peak is shown as a bar and as text.
 """
 
 from collections.abc import Mapping
@@ -151,8 +152,9 @@ def code_of(
 
 
 class Calculator:
-    """Controls, and below them the predicted peak of the recipe that they describe; text where a
-    page cannot draw them.
+    """Controls, and below them the predicted peak of the recipe that they describe.
+
+    A page that cannot draw them shows text.
 
     Attributes:
         state: what each control says, by the names of CONTROLS.
@@ -173,8 +175,9 @@ class Calculator:
             raise self.error
 
     def change(self, **state: Any) -> None:
-        """Set controls by name; what cannot be trained leaves the last valid picture and says why
-        in `error`.
+        """Set controls by name.
+
+        What cannot be trained leaves the last valid picture and says why in `error`.
         """
         unknown = ", ".join(sorted(state.keys() - CONTROLS.keys()))
         if unknown:

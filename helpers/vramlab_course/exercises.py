@@ -1,12 +1,12 @@
-"""The notebooks' exercises: a question, two hints, and a check that says what kind of mistake an
-answer looks like.
+"""The notebooks' exercises: a question, two hints, and a check that says what looks wrong.
 
     exercises.ask("02.1")               # the question in a box
     answer = 16 * 124_439_808
-    exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or False,
-    never raises exercises.hint("02.1")              # the first hint; called again, the second
+    exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or
+                                        # False, never raises
+    exercises.hint("02.1")              # the first hint; called again, the second
     exercises.certificate("02", "Ada")  # once all of the chapter's checks have passed in this
-    session
+                                        # session
 
 The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is
 written.
@@ -111,8 +111,9 @@ def ask(name: str) -> None:
 
 
 def check(name: str, answer: Any = None) -> bool:
-    """Print whether `answer` is right, or what kind of mistake it looks like; returns True only
-    when it is right.
+    """Print whether `answer` is right, or what kind of mistake it looks like.
+
+    Return True only when it is right.
 
     `...`, None and a function whose body is `...` are "not answered yet". No answer raises. Raises
     ExerciseError for an unknown exercise.
@@ -136,8 +137,9 @@ def hint(name: str) -> None:
 
 
 def certificate(number: str, name: str) -> bool:
-    """Print a certificate of chapter `number` for `name`, or which checks have not passed in this
-    session.
+    """Print a certificate of chapter `number` for `name`.
+
+    Where checks have not passed in this session, print which.
 
     It is made and stays here: nothing is sent anywhere. Returns whether all have passed.
     """

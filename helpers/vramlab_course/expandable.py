@@ -1,5 +1,6 @@
-"""Model of expandable segments (`expandable_segments:True`), after
-`c10/cuda/CUDACachingAllocator.cpp`.
+"""Model of expandable segments (`expandable_segments:True`).
+
+It follows `c10/cuda/CUDACachingAllocator.cpp`.
 
 Each pool has one range of addresses, longer than any card's memory, and maps memory to its pages (2
 MiB in the small pool, 20 MiB in the large one) as far as needed. A request that finds no block
@@ -54,8 +55,9 @@ class ExpandablePool(Pool):
         return made
 
     def _best_fit(self, size: int) -> int | None:
-        """As without expandable segments, but a block that can grow counts with its hole, so that
-        it is taken last.
+        """As without expandable segments, but a block that can grow counts with its hole.
+
+        So it is taken last.
         """
         best = None
         least = 0

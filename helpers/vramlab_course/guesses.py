@@ -1,7 +1,7 @@
 """Guesses: the reader names a number before the chapter shows it.
 
-    cost = guess("How much worse does the model get in 4 bits?", "%", mine=None)   # the reader's
-    number for None ...
+    # The reader's number takes the place of None.
+    cost = guess("How much worse does the model get in 4 bits?", "%", mine=None)
     cost.compare(11.2)      # found 11.2 % · your guess: 30 %, 2.7 times too high
     print(score())          # at the chapter's end: how many were close
 
@@ -45,8 +45,9 @@ class Guess:
     def compare(
         self, found: float, *beside: object, form: str = ",.3g", of_this_run: bool = False
     ) -> None:
-        """Show `beside`, each as print does, and what was found beside the guess; folded without
-        one.
+        """Show `beside`, each as print does, and what was found beside the guess.
+
+        Without a guess all of it is folded.
 
         `form` formats numbers; `of_this_run`: all of it differs from run to run, as times do.
         """
@@ -64,8 +65,9 @@ class Guess:
 
     @property
     def factor(self) -> float:
-        """How many times too high the guess is, under 1 if too low; infinite where one of the two
-        is zero.
+        """How many times too high the guess is, under 1 if too low.
+
+        It is infinite where one of the two is zero.
         """
         # Two zeros too, for which a ratio has no value.
         if self.mine == self.found:

@@ -1,5 +1,6 @@
-"""Training runs on real GPUs that other projects measured and published, from
-`data/published_runs.json`.
+"""Training runs on real GPUs that other projects measured and published.
+
+They are in `data/published_runs.json`.
 
 `as_run.simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)` simulates one.
 Nothing in the package is fitted to them: where a prediction was off, the missing mechanism was
@@ -79,8 +80,9 @@ def runs() -> list[Run]:
 
 
 def results() -> dict:
-    """What `benchmarks/published_runs.py --write` stored: for each run, in their order, bytes of
-    each witness.
+    """What `benchmarks/published_runs.py --write` stored.
+
+    That is for each run, in their order, bytes of each witness.
     """
     return json.loads(data_path("published_results.json").read_text(encoding="utf-8"))
 
@@ -92,8 +94,9 @@ def scatter_error(
     title: str = "Predicted against measured",
     names: tuple[str, str] = ("predicted", "measured"),
 ):
-    """Return a figure of each pair's first size over its second, both in bytes, and below it the
-    relative error.
+    """Return a figure of each pair's first size over its second, and of the error.
+
+    Sizes are in bytes, and the relative error stands below.
 
     Each name in `pairs` has a marker. `band` is drawn as good enough: 0.01 is ±1 %. `names` label
     the axes.

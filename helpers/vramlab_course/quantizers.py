@@ -64,8 +64,9 @@ def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Qua
 
 
 def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Quantized:
-    """The nearest number of `table` (ascending, within −1 to 1) after scaling each block by its
-    absolute maximum.
+    """The nearest number of `table` after scaling each block by its absolute maximum.
+
+    The table ascends within −1 to 1.
 
     A number halfway between two takes the lower one. Raises NumericsError for an empty tensor,
     numbers that are not finite, and a table that does not ascend within ±1.
@@ -93,8 +94,9 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Qu
 
 
 def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
-    """Codes that are used equally often: the table holds the middle of each of 2^bits equal shares
-    of the numbers.
+    """Codes that are used equally often.
+
+    The table holds the middle of each of 2^bits equal shares of the numbers.
 
     The table is stored with the codes, 4 · 2^bits bytes. Raises NumericsError when repeated numbers
     make shares coincide.
@@ -113,8 +115,9 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
 
 
 def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
-    """The table of NormalFloat (Dettmers et al. 2023, section 3): codes are equally likely for
-    normal numbers.
+    """The table of NormalFloat (Dettmers et al. 2023, section 3).
+
+    Its codes are equally likely for normal numbers.
 
     Quantiles of the normal distribution, evenly spaced from `offset` to one half: 2^(bits − 1)
     above zero, one fewer below, zero itself, and all divided by the largest. The probabilities are

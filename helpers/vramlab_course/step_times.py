@@ -56,7 +56,9 @@ def chosen(card: str) -> tuple[Timed, ...]:
 
 @cache
 def features(run: Timed) -> tuple[float, ...]:
-    """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
+    """What the time of a run's step is made of, before the fit.
+
+    Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
     tensors waited for.
     """
     card = find_gpu(run.card)
@@ -93,8 +95,9 @@ def in_use(card: str) -> tuple[float, ...]:
 
 
 def fit(found: Sequence[Timed]) -> tuple[float, ...]:
-    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it
-    is where no run waits.
+    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio.
+
+    σ stays as it is where no run waits.
     """
     x = np.array([features(run) for run in found])
     measured = np.log([run.seconds for run in found])
@@ -133,8 +136,9 @@ def ratios(found: Sequence[Timed], constants: Sequence[float]) -> list[float]:
 
 @cache
 def held_out(card: str) -> tuple[tuple[Timed, float], ...]:
-    """Each run with measured over estimated seconds, by the constants of all other models' runs on
-    its card.
+    """Each run with measured over estimated seconds.
+
+    The constants are those of all other models' runs on its card.
     """
     found = chosen(card)
     pairs = []

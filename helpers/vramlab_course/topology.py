@@ -1,5 +1,6 @@
-"""How the GPUs of a machine are connected (`nvidia-smi topo -m`), and how long the bytes of a
-training step take.
+"""How the GPUs of a machine are connected (`nvidia-smi topo -m`).
+
+And how long the bytes of a training step take.
 
     print(read_topology())  # or parse_topology(text) of a matrix that somebody sent you
 
@@ -204,7 +205,8 @@ def run_seconds(
     bandwidth: float,
     hidden: float = 0.0,
 ) -> float:
-    """Seconds of a run whose steps compute for `compute` s and overlap `hidden` s of it with
-    sending `sent` bytes.
+    """Seconds of a run whose steps compute for `compute` s and send `sent` bytes.
+
+    Of the sending `hidden` s overlap with computing.
     """
     return steps * (compute + max(0.0, sent / bandwidth - hidden))

@@ -1,11 +1,11 @@
-"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes. Copy this one
-file to use it.
+"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes.
+
+Copy this one file to use it:
 
     python train_anywhere.py                                                        # one process
     torchrun --standalone --nproc_per_node 4 train_anywhere.py                      # one node
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d \\
-        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # the same line
-        on each node
+        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # on each node
 
 It needs torch, transformers, a model's folder (config.json, weights, tokenizer) and text; the
 defaults are the course's base model and the source code of Python's standard library. Any number of
@@ -48,6 +48,7 @@ BASE_MODEL = next(  # in an installation or a checkout; a copy of this file else
 
 
 def arguments() -> argparse.Namespace:
+    """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add(
@@ -334,6 +335,7 @@ def train(
 
 
 def main() -> None:
+    """Train as the command line says, on this rank."""
     given = arguments()
     with process_group() as (device, rank, world):
         train(given, device, rank, world)

@@ -20,6 +20,7 @@ class Commands(TyperGroup):
     """Turns the package's own errors and Ctrl-C into a sentence and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for; what goes wrong is a sentence on stderr."""
         try:
             # A library that is missing or too old becomes one sentence here, whichever command
             # imported it.

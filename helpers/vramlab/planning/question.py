@@ -201,6 +201,7 @@ class Question:
         self.said_gpu = self.gpu if isinstance(self.gpu, str) else ""
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
+            # lora_alpha follows the rank at RANK's own ratio unless it is said.
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
             self.lora = dataclasses.replace(RANK, **fields)
         method = peft_methods.read(self.peft)
@@ -218,6 +219,7 @@ class Question:
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
+        # Sizes, lengths and images have checks of their own, which say more.
         for name in knobs(Question).keys() - {*SIZES, "lengths", "image_size"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:

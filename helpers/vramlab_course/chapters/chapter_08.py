@@ -26,8 +26,9 @@ TOKENS = 256  # of a sample there
 
 
 def run(program: Path, *options: str) -> Report:
-    """Run `python program options… --watch` in this process, without its output; return what it saw
-    of its memory.
+    """Run `python program options… --watch` in this process, without its output.
+
+    Return what it saw of its memory.
     """
     from IPython.utils.capture import capture_output
     from transformers.utils import logging
@@ -79,8 +80,9 @@ class _Small(Card):
 
 @contextmanager
 def small_card(limit: int) -> Iterator[None]:
-    """Within the block tensors have `limit` bytes: of the GPU, or else of a card made of this
-    machine's memory. What needs more raises torch.OutOfMemoryError.
+    """Within the block tensors have `limit` bytes, of the GPU or of a card made of memory.
+
+    What needs more raises torch.OutOfMemoryError.
     """
     if not torch.cuda.is_available():
         with _Small(limit):
@@ -108,8 +110,9 @@ def package_texts(most: int) -> list[str]:
 
 
 def pieces(text: str, most: int = 300) -> list[str]:
-    """The text in pieces of whole lines, of `most` characters or one line: the program cuts a
-    longer sample.
+    """The text in pieces of whole lines, of `most` characters or one line.
+
+    The program cuts a longer sample.
     """
     cut = [""]
     for line in text.splitlines(keepends=True):
@@ -120,8 +123,9 @@ def pieces(text: str, most: int = 300) -> list[str]:
 
 
 def questions() -> list[list[dict[str, str]]]:
-    """What each public function of vramlab does, as chats: a question, and the beginning of its
-    docstring as the answer.
+    """What each public function of vramlab does, as chats.
+
+    A chat is a question, and the beginning of the docstring as the answer.
     """
     chats = []
     for path in sorted(Path(vramlab.__file__).parent.rglob("*.py")):
@@ -162,8 +166,9 @@ def answers(
 
 
 def merged(adapter: Path, target: Path) -> torch.nn.Module:
-    """Save base and adapter as one in `target`, in the dtype that the base has on disk, with the
-    tokenizer; return the model as it is loaded from there.
+    """Save base and adapter as one in `target`, with the tokenizer.
+
+    It has the dtype that the base has on disk. Return the model as it is loaded from there.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -178,8 +183,9 @@ def merged(adapter: Path, target: Path) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat model before and after a program trained it: answers, the plan, the program's output,
-    and the merged model's folder.
+    """A chat model before and after a program trained it.
+
+    That is its answers, the plan, the program's output, and the merged model's folder.
     """
 
     before: list[str]
@@ -211,8 +217,9 @@ def chat(
     method: str = "lora",
     steps: int = 120,
 ) -> Chat:
-    """Train `model`, a chat model's name on the hub or its folder, on `questions` by a written
-    program; ask it before and after.
+    """Train `model` on `questions` by a written program; ask it before and after.
+
+    `model` is a chat model's name on the hub, or its folder.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

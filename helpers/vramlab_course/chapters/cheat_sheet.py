@@ -1,8 +1,10 @@
 """The cheat sheet that ends the course: one page with numbers computed when it is drawn.
 
-from vramlab_course.chapters import cheat_sheet
-figure = cheat_sheet.draw()      # A4 with 10 mm margins; `make figure` stores it in
-notebooks/figures as PDF and PNG print(cheat_sheet.as_text())     # its numbers as text
+    from vramlab_course.chapters import cheat_sheet
+    figure = cheat_sheet.draw()      # A4 with 10 mm margins
+    print(cheat_sheet.as_text())     # its numbers as text
+
+`make figure` stores it in notebooks/figures as PDF and PNG.
 """
 
 from collections.abc import Sequence
@@ -78,8 +80,9 @@ LETTERS = (
 
 
 def bytes_rows() -> list[tuple[str, dict[str, float]]]:
-    """Bytes kept for each parameter by weights, gradients and states, for each way to train
-    LADDER_MODEL.
+    """Bytes kept for each parameter, for each way to train LADDER_MODEL.
+
+    They are those of weights, gradients and states.
     """
     rows = []
     eight_bits = 2 * (1 + 4 / 256)  # two states of a byte, and an fp32 scale for 256 of them
@@ -126,8 +129,9 @@ def ladder() -> tuple[tuple[str, Recipe], ...]:
 
 @cache
 def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
-    """Each rung, its predicted peak by category in bytes, and its estimated time relative to the
-    first rung.
+    """Each rung with its predicted peak by category in bytes, and its estimated time.
+
+    The time is relative to the first rung's.
     """
     first = step_time(ladder()[0][1], LADDER_CARD).seconds
     rows = []
@@ -139,8 +143,10 @@ def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
 
 @cache
 def largest_model(card: str, method: str) -> str:
-    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none;
-    of full training also whether its weights are fp32 ("mixed")."""
+    """The largest of MODELS that `method` trains on `card`, "–" if none.
+
+    "8 × RTX 4090" is eight cards. Of full training it also says whether weights are fp32 ("mixed").
+    """
     number, _, name = card.rpartition(" × ")
     gpus = int(number or 1)
     low = 0

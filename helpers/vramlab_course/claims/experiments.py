@@ -1,5 +1,6 @@
-"""The generic experiments: each takes recipes, cards, names or runs from a claim, and gives facts
-for its expression.
+"""The generic experiments, which give facts for a claim's expression.
+
+Each takes recipes, cards, names or runs from a claim.
 
 Reports give facts by phase: "before.step.end.optimizer_states", "after.peak", "N" (bytes of the
 weights), "parameters". An experiment raises RecordError, "Waits for …", where only a GPU can answer
@@ -49,8 +50,9 @@ def arithmetic(
     cards: Mapping[str, str] = {},
     recipe: Mapping[str, Any] | None = None,
 ) -> Facts:
-    """Sums over number formats, cards by their datasheets, a recipe's sizes, and `values`: numbers
-    or expressions.
+    """Sums over number formats, cards, a recipe's sizes, and `values`.
+
+    Cards are by their datasheets; `values` are numbers or expressions.
     """
     names: dict[str, Any] = {
         "GiB": GiB,
@@ -102,8 +104,10 @@ def card_facts(name: str) -> dict[str, Any]:
 
 
 def shape_facts(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's counts: parameters, sizes of the model, tokens of a micro-batch, trained
-    parameters of its adapters.
+    """A recipe's counts.
+
+    They are parameters, sizes of the model, tokens of a micro-batch and the trained parameters of
+    its adapters.
     """
     shape = recipe.shape
     # bitsandbytes leaves the head in 16 bits, so it is no part of the sum.
@@ -124,8 +128,11 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _nf4(numbers: int) -> int:
-    """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks
-    of 256; their offset, 256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
+    """Bytes of a matrix in NF4 with double quantization.
+
+    They are codes; scales, and their scales in blocks of 256; their offset, 256 levels and the
+    weights' 16 (bitsandbytes' `quantize_4bit`).
+    """
     codes = -(-numbers // 2)
     scales = -(-numbers // 64)
     scales_of_scales = 4 * -(-scales // 256)
@@ -144,8 +151,9 @@ def reports(
     target: str = "cuda",
     common: Mapping[str, Any] = {},
 ) -> Facts:
-    """Reports by name: records where one GPU has all, else `by` "predict" or "simulate"; `common`
-    fields in each.
+    """Reports by name: records where one GPU has all, else by "predict" or "simulate".
+
+    `common` are fields in each.
     """
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
     by_name = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
@@ -178,8 +186,9 @@ def reports(
 
 
 def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: Any) -> Facts:
-    """The reports "before" and "after" a change to the usual recipe (gpt2, batch 8, 512 tokens) on
-    an A100.
+    """The reports "before" and "after" a change to the usual recipe on an A100.
+
+    That is gpt2, batch 8, 512 tokens.
     """
     return reports(
         {"before": start, "after": {**start, **changes}},
@@ -247,8 +256,9 @@ def witness(
 
 
 def report_facts(report: Report) -> dict[str, Any]:
-    """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole
-    run's in bytes.
+    """A report as nested names: phase, "peak" or "end", category or "total".
+
+    `peak` is the whole run's in bytes.
     """
     facts: dict[str, Any] = {}
     for name, phase in report.phases.items():
@@ -282,8 +292,9 @@ def _search(asked: tuple) -> Recipe | None:
 
 
 def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any] = {}) -> Facts:
-    """Questions to the planner by name: whether any recipe fits (`fits`), and its model's
-    `parameters`.
+    """Questions to the planner by name.
+
+    Whether any recipe fits (`fits`), and its model's `parameters`.
     """
     names = {}
     said = []
@@ -303,9 +314,11 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
 
 
 def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool = False) -> Facts:
-    """Chapter 07's lengths through the allocator's model, each run with a cure, on its card, on a
-    card without end, or on one with room for `spare` more than is allocated at the peak: calls to
-    CUDA, segments given back, the overhead."""
+    """Chapter 07's lengths through the allocator's model, each run with a cure.
+
+    They run on its card, on a card without end, or on one with room for `spare` more than is
+    allocated at the peak. Facts are calls to CUDA, segments given back, and the overhead.
+    """
     # The peak of allocated bytes, which no allocator changes.
     most = chapter_07.run("none", None, True).peak_allocated if spare is not None else 0
     limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
@@ -336,9 +349,11 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
 
 
 def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
-    """Runs with the cache left alone and emptied before each backward pass, as the Trainer does;
-    `fails`: whether they do on a card with room for `spare` more than is allocated at the peak.
-        `lengths`: chapter 03's in another order."""
+    """Runs with the cache left alone, and emptied before each backward pass.
+
+    The Trainer does the latter. `fails`: whether they do on a card with room for `spare` more than
+    is allocated at the peak. `lengths`: chapter 03's in another order.
+    """
     order = tuple(lengths)
     usual = chapter_03.replayed(lengths=order)
     limit = int((1 + spare) * usual.peak_allocated) if spare is not None else None
@@ -366,9 +381,11 @@ def two_ranks(
     ways: Mapping[str, Mapping[str, Any]] = {},
     wrappings: Mapping[str, str] = {},
 ) -> Facts:
-    """What one of two real ranks sends in a step of the base model, phase by phase, in units of its
-    parameters (Ψ); and of a hundred linear layers wrapped in FSDP units, what is gathered at a
-    time."""
+    """What one of two real ranks sends in a step of the base model, phase by phase.
+
+    Bytes are in units of its parameters (Ψ). Of a hundred linear layers wrapped in FSDP units it is
+    what is gathered at a time.
+    """
     names: dict[str, Any] = {}
     for name, given in ways.items():
         names[name] = sent(make_recipe({"of": "small", **given}))

@@ -1,5 +1,6 @@
-"""The claims' data, and its expressions over the facts of an experiment: arithmetic, comparisons
-and names only.
+"""The claims' data, and its expressions over the facts of an experiment.
+
+They have arithmetic, comparisons and names only.
 """
 
 import ast
@@ -38,8 +39,11 @@ LARGEST_POWER = 256
 
 @cache
 def stored(part: str, path: Any = None) -> Any:
-    """A part of the claims' file (or another, `path`): "claims", "sources" (key to name and title),
-    "definitions" (expressions that several claims use) or "recipes" (what several start from)."""
+    """A part of the claims' file (or another, `path`).
+
+    The parts are "claims", "sources" (key to name and title), "definitions" (expressions that
+    several claims use) or "recipes" (what several start from).
+    """
     return json.loads((path or data_path("claims.json")).read_text(encoding="utf-8"))[part]
 
 
@@ -57,8 +61,9 @@ class Facts:
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> Any:
-    """The value of an expression such as "after.peak < 0.98 * before.peak" over nested mappings of
-    names.
+    """The value of an expression over nested mappings of names.
+
+    An expression is such as "after.peak < 0.98 * before.peak".
 
     Dots look up keys of mappings, never attributes of objects. Raises ExpressionError.
     """

@@ -1,5 +1,6 @@
-"""The ledger of claims: each is an entry of `data/claims.json`, and its verdict is computed from an
-experiment.
+"""The ledger of claims: each is an entry of `data/claims.json`.
+
+Its verdict is computed from an experiment.
 
 An entry names one of the generic experiments of `experiments.py`, gives it arguments case by case,
 and says by an expression which value of what was found is held against the quoted figure.
@@ -49,8 +50,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """One condition under which a claim is tested: arguments, and what is compared with the quoted
-    figure.
+    """One condition under which a claim is tested.
+
+    It has arguments, and says what is compared with the quoted figure.
     """
 
     arguments: Mapping[str, Any]
@@ -188,8 +190,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim: the finding of each case, None where a record or package is missing,
-    and what is missing.
+    """What became of a claim: the finding of each case.
+
+    A finding is None where a record or package is missing, and `missing` says which.
     """
 
     claim: Claim
@@ -245,8 +248,9 @@ class Verdict:
         return f"{start} {'; '.join(self.holding)}{was}"
 
     def waits_for(self, case: str) -> str:
-        """What a case without a finding waits for: the hardware that its experiment names, a GPU
-        with CUDA, or a package.
+        """What a case without a finding waits for.
+
+        That is the hardware that its experiment names, a GPU with CUDA, or a package.
         """
         # Both sentences that come here say it: a RecordError's "Waits for …" and a MissingExtra's
         # "… needs …".

@@ -1,5 +1,6 @@
-"""Chapter 00's pictures: why a run that passed its first step dies in the second, and what is alive
-at its peak.
+"""Chapter 00's pictures: why a run that passed its first step dies in the second.
+
+A second one shows what is alive at its peak.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,9 @@ def two_steps(
     title: str,
     about: str,
 ):
-    """Return a figure of what is alive in two steps, one after the other, and where the second
-    exceeds `room` bytes.
+    """Return a figure of what is alive in two steps, one after the other.
+
+    It shows where the second exceeds `room` bytes.
     """
     figure, ax = style.start(title, about)
     look = style.look(["optimizer_states"])["optimizer_states"]

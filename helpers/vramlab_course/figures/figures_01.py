@@ -14,8 +14,9 @@ INK = "#222222"
 
 
 def ranges():
-    """Draw how far each format reaches, from its smallest positive number to its largest, with its
-    step at 1.
+    """Draw how far each format reaches, from its smallest positive number to its largest.
+
+    The label is its step at 1.
     """
     rows = [("format", "bits", "smallest", "largest", "step at 1")]
     for f in FORMATS:
@@ -86,8 +87,9 @@ def code_shares(tables: Mapping[str, Mapping[float, float]]):
 
 
 def costs(stores: Mapping[str, tuple[float, float]], title: str):
-    """Draw what each way to store the base model costs: (bits a number, % more bits per byte) by
-    name.
+    """Draw what each way to store the base model costs.
+
+    `stores` has (bits a number, % more bits per byte) by name.
     """
     # The cheapest first.
     ways = sorted(stores.items(), key=lambda way: way[1][1])

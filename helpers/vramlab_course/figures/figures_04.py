@@ -23,8 +23,9 @@ def who_holds_what(
     ways: Sequence[str] = tuple(WAYS),
     sizes: Sequence[float] = (1, 1, 1),
 ):
-    """Return a figure of each rank's share of parameters, gradients and optimizer states, a row per
-    way of dividing.
+    """Return a figure of each rank's share of parameters, gradients and optimizer states.
+
+    Each way of dividing them is a row.
 
     A frame is the whole of one part, as wide as its share of `sizes`. Tensor parallelism divides
     each layer upright, pipelining across, ZeRO flat lists.

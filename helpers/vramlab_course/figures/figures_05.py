@@ -117,8 +117,9 @@ def label(run: SimpleNamespace) -> str:
 
 
 def compared(sweep: SimpleNamespace, title: str):
-    """Draw what `finetuning.recorded_sweep` holds: bits per byte of unseen prose, a dot for each
-    seed, by setting.
+    """Draw what `finetuning.recorded_sweep` holds.
+
+    That is bits per byte of unseen prose, a dot for each seed, by setting.
     """
     rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
     base = sweep.base

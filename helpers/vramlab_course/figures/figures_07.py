@@ -1,5 +1,6 @@
-"""Chapter 07's pictures: traces of a loop, a layer's times, a memory history, and the allocator's
-segments.
+"""Chapter 07's pictures.
+
+They show traces of a loop, a layer's times, a memory history, and the allocator's segments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,8 +132,9 @@ def trace(seen: Trace, title: str, subtitle: str):
 
 
 def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
-    """Return a figure of the labels of each run over time, the first run on top, with its length
-    and share of waiting.
+    """Return a figure of the labels of each run over time, the first run on top.
+
+    Each has its length and its share of waiting.
     """
     rows = [("loop", "seconds", "waiting")]
     alt = (
@@ -157,8 +159,9 @@ def layer_times(
     title: str,
     subtitle: str,
 ):
-    """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones
-    as dots.
+    """Return a figure of a layer's seconds by tokens.
+
+    The least ones are a line, the measured ones dots.
     """
     rows = [("tokens", "least, ms", "measured, ms")]
     for tokens, took in measured.items():
@@ -184,8 +187,9 @@ def layer_times(
 
 @style.styled()
 def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
-    """Return a figure of memory histories, each on its own scale: what is alive over events, by the
-    line that asked for it.
+    """Return a figure of memory histories, each on its own scale.
+
+    It shows what is alive over events, by the line that asked for it.
     """
     figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True)
     # The lines that hold most in the first run, for all panels, so that a colour means one line
@@ -230,8 +234,9 @@ def segments(
     subtitle: str,
     count: int = 14,
 ):
-    """Return a figure of the largest segments, their blocks in use filled, and the `request` of
-    bytes above them.
+    """Return a figure of the largest segments, and the `request` of bytes above them.
+
+    Blocks in use are filled.
     """
     large = sorted(held.segments, key=lambda segment: -sum(block.size for block in segment))[:count]
     rows = [("segment", "GiB", "largest free block, GiB")]
@@ -270,8 +275,9 @@ def climb(
     title: str,
     subtitle: str,
 ):
-    """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's
-    `room` in bytes.
+    """Return a figure of reserved and allocated memory over steps of `lengths`.
+
+    A line shows the card's `room` in bytes.
     """
     steps = range(1, len(lengths) + 1)
     held = [size / GiB for size in run.between]

@@ -72,9 +72,10 @@ def cloud(
 
 
 def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
-    """By card: recipe, estimated and measured seconds of a step. The T4's are published ones by
-    others, estimated by a fit without any run of their model; the others are the course's records
-    of the 8B, which are in no fit.
+    """By card: recipe, estimated and measured seconds of a step.
+
+    The T4's are published ones by others, estimated by a fit without any run of their model; the
+    others are the course's records of the 8B, which are in no fit.
     """
     held = [(run.recipe, run.seconds / ratio, run.seconds) for run, ratio in held_out("T4")]
     by_card = {"T4, held out": held}

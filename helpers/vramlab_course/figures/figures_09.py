@@ -60,8 +60,9 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
 
 
 def bubble(ends: dict[tuple[int, str, int], float]) -> float:
-    """Return the share of the stages' time in which they wait: (N − 1)/(m + N − 1) for both
-    schedules.
+    """Return the share of the stages' time in which they wait.
+
+    It is (N − 1)/(m + N − 1) for both schedules.
     """
     busy = sum(SECONDS[kind] for _, kind, _ in ends)
     stages = 1 + max(stage for stage, *_ in ends)

@@ -11,8 +11,9 @@ from ..topology import Topology
 
 @style.styled()
 def mesh(topology: Topology, ring: Sequence[str], title: str):
-    """Return a figure of GPUs on a circle in the order of `ring`, with the NVLinks along it and all
-    others.
+    """Return a figure of GPUs on a circle in the order of `ring`.
+
+    It has the NVLinks along the ring and all others.
     """
     figure, ax = style.start(title, "a DGX-1 by its matrix; double lines are two links bonded")
     place = {}

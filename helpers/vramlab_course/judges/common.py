@@ -1,5 +1,6 @@
-"""Functions that the exercises' expressions call: judges of readers' functions, and short
-algorithms.
+"""Functions that the exercises' expressions call.
+
+They are judges of readers' functions, and short algorithms.
 """
 
 import copy
@@ -44,8 +45,9 @@ def largest_batch(
     part: str = "value",
     named: bool = True,
 ) -> int:
-    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the
-    card; 0 for none.
+    """The largest batch whose process or peak is within the card; 0 for none.
+
+    `part` is an end of the process, "low", "value" or "high", or "peak".
 
     Without `named`, predict does not know the card: a mistake that readers make.
     """
@@ -97,8 +99,9 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
 
 
 def random_tensor(*shape: int, low: int | None = None, high: int = 2):
-    """A tensor of `shape`, the same in every call: normal numbers, or int32 from `low` to below
-    `high`.
+    """A tensor of `shape`, the same in every call.
+
+    It has normal numbers, or int32 from `low` to below `high`.
     """
     import torch
 
@@ -115,8 +118,9 @@ def same_tensor(
     mistakes: Sequence,
     right: str,
 ) -> Feedback:
-    """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of
-    function and text.
+    """Whether a function gives the tensor of `reference` in all `cases`.
+
+    `mistakes` are pairs of function and text.
     """
     import torch
 
@@ -173,8 +177,9 @@ def called(answer: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
-    """Whether `answer(model, batches)` lists the last token's logits of each batch and keeps
-    nothing else alive.
+    """Whether `answer(model, batches)` lists the last token's logits of each batch.
+
+    It must keep nothing else alive.
     """
     import torch
 
@@ -208,8 +213,9 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
 
 
 def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
-    """Whether after `answer(model, lr)` backward alone trains by SGD, with one gradient alive at a
-    time.
+    """Whether after `answer(model, lr)` backward alone trains by SGD.
+
+    Only one gradient may be alive at a time.
     """
     import torch
 

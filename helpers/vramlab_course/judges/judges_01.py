@@ -1,5 +1,6 @@
-"""Judges of chapter 01's exercises: what readers' functions do with numbers, gradients and 4-bit
-weights.
+"""Judges of chapter 01's exercises.
+
+They say what readers' functions do with numbers, gradients and 4-bit weights.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,9 @@ COST = 0.0032  # how much more bits per byte
 
 
 def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
-    """Whether `answer(network, optimizer, scale)` unscales, clips to a norm of 1, updates, and
-    skips infinities.
+    """Whether `answer(network, optimizer, scale)` trains as a loss scaler does.
+
+    It has to unscale, clip to a norm of 1, update, and skip infinities.
     """
     # Decay moves weights in any step, also in one whose gradients were set to zero.
     # A gradient that is clipped and one that is not; an infinity and a nan.
@@ -97,8 +99,9 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
 
 
 def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback:
-    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double
-    quantization.
+    """Whether `answer(packed, state)` gives back what bitsandbytes does.
+
+    That is from NF4 with double quantization.
 
     It is handed only what the question names, which is too little for bitsandbytes' own function.
     """
@@ -140,8 +143,9 @@ def _base() -> tuple[Any, list[str], float]:
 
 
 def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]]) -> Feedback:
-    """Whether `answer(name, weight)`, restored numbers and bits a number, keeps the base model good
-    within BITS.
+    """Whether `answer(name, weight)` keeps the base model good within BITS.
+
+    It returns restored numbers and bits a number.
     """
     if not callable(answer):
         return Feedback(False, f"A function was expected, not {kind_of(answer)}.")

@@ -1,5 +1,6 @@
-"""Judges of chapter 03's exercises, each by what a function does over several inputs, and right
-answers to test them.
+"""Judges of chapter 03's exercises, and right answers to test them.
+
+Each judges by what a function does over several inputs.
 """
 
 import random
@@ -52,8 +53,9 @@ def by_segments(layers: Sequence[nn.Module], x: torch.Tensor, every: int) -> tor
 
 
 def accumulated(answer: Any) -> Feedback:
-    """Whether `answer(model, parts)` leaves the gradients of the mean over all rows, and returns
-    that mean.
+    """Whether `answer(model, parts)` leaves the gradients of the mean over all rows.
+
+    It has to return that mean.
     """
     for sizes in MICRO_BATCHES:
         torch.manual_seed(0)
@@ -115,8 +117,9 @@ def _wrong_sum(
 
 
 def recomputed(answer: Any) -> Feedback:
-    """Whether `answer(layers, x, every)` gives the layers' result and runs segments of `every`
-    again in backward.
+    """Whether `answer(layers, x, every)` gives the layers' result.
+
+    Segments of `every` layers have to run again in backward.
     """
     for count, every, needs in STACKS:
         torch.manual_seed(0)
@@ -162,8 +165,9 @@ def recomputed(answer: Any) -> Feedback:
 
 
 def packed(answer: Any) -> Feedback:
-    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`, as few as best
-    fit finds.
+    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`.
+
+    The rows may be no more than best fit finds.
     """
     for lengths, size in PACKS:
         rows = answer(list(lengths), size)

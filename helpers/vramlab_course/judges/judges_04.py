@@ -1,5 +1,6 @@
-"""Judges of chapter 04's blanks and exercises: what readers' pieces do, on real ranks where they
-send anything.
+"""Judges of chapter 04's blanks and exercises.
+
+They say what readers' pieces do, on real ranks where they send anything.
 """
 
 import math
@@ -39,8 +40,9 @@ def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
 
 
 def sent(counting: Collectives, numbers: int) -> float:
-    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers: an
-    all-reduce counts twice.
+    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers.
+
+    An all-reduce counts twice.
     """
     return sum(2 * seen.sent for seen in counting.seen.values()) / (
         4 * numbers
@@ -53,8 +55,9 @@ def _must_be_function(answer: Any) -> None:
 
 
 def updated(answer: Callable) -> SimpleNamespace:
-    """What `zero_1` does in two updates by SGD, which tells a mean from a sum, on two ranks of
-    different gradients.
+    """What `zero_1` does in two updates by SGD, on two ranks of different gradients.
+
+    SGD tells a mean from a sum.
     """
 
     _must_be_function(answer)
@@ -151,8 +154,9 @@ def tiny_llama() -> torch.nn.Module:
 
 
 def units(answer: Callable) -> SimpleNamespace:
-    """How `sharded` cuts a Llama of three layers on two ranks: its units, and the parameters that
-    it leaves whole.
+    """How `sharded` cuts a Llama of three layers on two ranks.
+
+    It says its units, and the parameters that it leaves whole.
     """
     _must_be_function(answer)
     model = tiny_llama()
@@ -184,8 +188,9 @@ def units(answer: Callable) -> SimpleNamespace:
 
 
 class Recorded(list):
-    """A rank's chunks; counts what is written, and how often that was neither what `before` had nor
-    its sum with that.
+    """A rank's chunks, which count what is written.
+
+    They also count how often that was neither what `before` had nor its sum with that.
     """
 
     def __init__(self, chunks: list[float]):
@@ -260,8 +265,9 @@ def all_to_all(ranks: list[list[float]]) -> None:
 
 
 def _clips(answer: Callable) -> str | None:
-    """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two
-    ranks has a shard.
+    """Whether `answer(mine, largest)` clips the norm of the whole gradient.
+
+    Each of two ranks has a shard of it.
     """
     # One to be clipped, one to be left, and one of which a rank has only zeros.
     for whole, largest in (
@@ -300,8 +306,9 @@ def _numbers(tensor: torch.Tensor) -> list[float]:
 
 
 def _learns(answer: Callable) -> str | None:
-    """Whether `answer(model, mesh)` returns a sharded model and an optimizer that changes its
-    shards and keeps no others.
+    """Whether `answer(model, mesh)` returns a sharded model and an optimizer for it.
+
+    The optimizer has to change the model's shards and keep no others.
     """
     model = tiny_llama()
     whole = sum(p.numel() for p in model.parameters())

@@ -308,8 +308,9 @@ def retried(step: Callable, batch: torch.Tensor) -> list:
 
 
 def retried_inside(step: Callable, batch: torch.Tensor) -> list:
-    """Exercise 07.5's function as it is given: it tries again while the exception holds the failed
-    step.
+    """Exercise 07.5's function as it is given.
+
+    It tries again while the exception holds the failed step.
     """
     try:
         return [step(batch)]

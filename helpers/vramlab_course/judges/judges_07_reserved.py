@@ -15,8 +15,9 @@ MOST_PADDING = 1.2  # tokens computed for each real one
 
 
 def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
-    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then,
-    and the finder.
+    """What `work` returns inside of a leak finder of this kind.
+
+    With it come the finder's bytes by batch then, and the finder.
     """
     finder = kind()
     with finder:

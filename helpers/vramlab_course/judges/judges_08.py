@@ -20,8 +20,9 @@ SLOWER = 1.25  # times the plan's seconds
 
 
 def front(points: Sequence[tuple]) -> list[tuple]:
-    """The points that no other beats: less memory at no less speed, or more speed at no more
-    memory.
+    """The points that no other beats.
+
+    A point is beaten by less memory at no less speed, or more speed at no more memory.
     """
     unbeaten = []
     # Once each: of two equal points neither beats the other.
@@ -50,8 +51,9 @@ def best_seconds(
 
 
 def planned(answer: Callable[..., Any]) -> Feedback:
-    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest, and None
-    where nothing is.
+    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest.
+
+    Where nothing is safe it has to be None.
     """
     for asked in ASKED:
         model, gpu, *_ = asked

@@ -1,5 +1,6 @@
-"""Judges of projects that change a whole model: chapter 05 adapts it, chapter 06 puts it into 4
-bits.
+"""Judges of projects that change a whole model.
+
+Chapter 05 adapts it, chapter 06 puts it into 4 bits.
 """
 
 import copy
@@ -42,8 +43,9 @@ def with_numbers(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]:
-    """Shapes of what autograd keeps for the backward of an adapted layer, the weights of its base
-    left out.
+    """Shapes of what autograd keeps for the backward of an adapted layer.
+
+    The weights of its base are left out.
     """
     base = {parameter.data_ptr() for parameter in layer.base.parameters()}
     kept: list[torch.Tensor] = []
