@@ -231,8 +231,10 @@ def answers(path: Path = ANSWERS) -> None:
         of_tier = [entry for entry in found if entry.get("tier") == tier]
         runs = [run for entry in of_tier for run in entry["runs"]]
         stepped = [run for run in runs if "allocated" in run]
-        joined = sum(Recipe(**run["recipe"]).joins for run in stepped)
-        padded = sum("lengths" in run["recipe"] for run in stepped) - joined
+        joins = [Recipe(**run["recipe"]).joins for run in stepped]
+        joined = sum(joins)
+        has_lengths = ["lengths" in run["recipe"] for run in stepped]
+        padded = sum(has and not one_row for has, one_row in zip(has_lengths, joins, strict=True))
         died = sum(run["allocated"] is None for run in stepped)
         print(
             f"{tier}: {len(of_tier)} answers, {len(stepped)} steps run, {padded} of them padded, "

@@ -29,6 +29,7 @@ from ..training.fixed_generation import build_generation
 from ..training.models import meta_model, weight_dtype
 from ..training.training import build, train_step
 from .facts import Fact
+from .launch import RankError
 from .worker import card_environment, import_libraries, out_of_memory
 
 SAMPLED = 3.0  # seconds of steps during which sensors are read
@@ -40,12 +41,19 @@ SIDE = 1024  # of the matrices that load a kernel
 def find(kind: str, asked: dict[str, Any], scratch: str) -> Fact:
     """Return the fact of `kind` that was `asked`. Temporary files go into the folder `scratch`.
 
-    Raises MeasurementError where this card or disk cannot tell.
+    Raises MeasurementError where this card or disk cannot tell, and RankError with `oom` where the
+    card is too small.
     """
     # The folder is removed by whoever started this process, also where it is killed.
     tempfile.tempdir = scratch
     before = nvml_snapshot()
-    found = WORK[kind](before, **asked)
+    try:
+        found = WORK[kind](before, **asked)
+    except RuntimeError as error:
+        message = out_of_memory(error, "cuda")
+        if not message:
+            raise
+        raise RankError(message, oom=message) from error
     return Fact(kind, asked, found, source_of("cuda"), card_environment(before))
 
 
