@@ -27,6 +27,12 @@ def reader_of(shape: Sizes) -> Mapping[str, Any] | None:
     return READERS.get(shape.family)
 
 
+def windows_of(shape: Sizes) -> str | None:
+    """Return how the names of modules end that attend within windows, None where none does."""
+    reader = reader_of(shape)
+    return reader.get("windows") if reader else None
+
+
 def sides(recipe: RecipeFields) -> list[tuple[int, int]]:
     """Return height and width of each of a sample's images."""
     said = recipe.image_size or ()

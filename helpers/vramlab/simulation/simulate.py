@@ -18,7 +18,7 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
-from ..recipe import liger, lora_modules, peft_methods
+from ..recipe import images, liger, lora_modules, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -42,7 +42,7 @@ from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
 from .compiled import TRIED, compiled_step, failed, is_compiled
 from .completions import completions_known, skipped
-from .cuda import CudaKernels
+from .cuda import CudaKernels, takes_windows
 from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
 from .fake_operators import keep_storage
@@ -51,6 +51,7 @@ from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
 from .values import Values, readable_values
+from .windows import Windows, unfold
 
 
 @needing("simulate")
@@ -251,6 +252,7 @@ def _lengthened(
             return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
     if is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
+    log, marks = unfold(log, marks)
     return History(log, marks, target == "cuda", room, tracker.notes)
 
 
@@ -379,14 +381,22 @@ def _run(
             then = None
             if evaluation:
                 then = partial(_evaluate, tracker, training, recipe, evaluation, full)
+            windows = None
+            tower = images.windows_of(recipe.shape)
+            if tower and kernels and not full:
+                windows = Windows(tracker, tower, takes_windows)
+                kernels.split = windows.split
             way: AbstractContextManager[Any] = nullcontext()
             if compiles:
                 way = compiled_step(training, tracker, card, kernels)
             elif recipe.rollouts and not full:
                 way = skipped(training, tracker, recipe.rollouts)
             with way:
-                return run_tracked(training, tracker, steps, target, then=then)
-        except VramLabError:
+                run_tracked(training, tracker, steps, target, then=then)
+            if windows:
+                windows.close()
+            return tracker
+        except (VramLabError, NotRegular):
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks
         except Exception as error:
