@@ -18,15 +18,15 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
-from ..recipe import images, liger, lora_modules, peft_methods
+from ..recipe import liger, lora_modules, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.rollouts import plan_of
-from ..report.report import Bytes, Phase, Report
+from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
-from ..tracking.history import History, Log, to_report
+from ..tracking.history import History, Log, bytes_of, to_report
 from ..tracking.tracked import run_tracked
 from ..tracking.tracker import ON_HOST, Event, Mark, Tracker
 from ..training import training as tr
@@ -42,7 +42,7 @@ from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
 from .compiled import TRIED, compiled_step, failed, is_compiled
 from .completions import completions_known, skipped
-from .cuda import CudaKernels, takes_windows
+from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
 from .fake_operators import keep_storage
@@ -51,7 +51,7 @@ from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
 from .values import Values, readable_values
-from .windows import Windows, unfold
+from .windows import joined_windows, unfold
 
 
 @needing("simulate")
@@ -282,11 +282,6 @@ def _deeper(
     return tracker, log, marks
 
 
-def bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
-    """Return phase, peak and end of each, without what led to the peak."""
-    return [(name, phase.peak, phase.end) for name, phase in moments]
-
-
 @needing("simulate_evaluation")
 @no_collection(before=False)
 def simulate_evaluation(
@@ -381,21 +376,15 @@ def _run(
             then = None
             if evaluation:
                 then = partial(_evaluate, tracker, training, recipe, evaluation, full)
-            windows = None
-            tower = images.windows_of(recipe.shape)
-            if tower and kernels and not full:
-                windows = Windows(tracker, tower, takes_windows)
-                kernels.split = windows.split
             way: AbstractContextManager[Any] = nullcontext()
             if compiles:
                 way = compiled_step(training, tracker, card, kernels)
             elif recipe.rollouts and not full:
                 way = skipped(training, tracker, recipe.rollouts)
+            elif kernels and not full:
+                way = joined_windows(tracker, kernels, recipe)
             with way:
-                run_tracked(training, tracker, steps, target, then=then)
-            if windows:
-                windows.close()
-            return tracker
+                return run_tracked(training, tracker, steps, target, then=then)
         except (VramLabError, NotRegular):
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks

@@ -1,10 +1,12 @@
 """Windows of a tower's attention that are alike, run as one kernel and written down one by one.
 
 Qwen2.5-VL attends within windows of the image, each in a call of its own: a photograph's layer has
-a thousand. Those of one length are here the batch of one call. Its log is that of one window, with `MARK` in the module's name, until all else is repeated (`deepen.py`); then `unfold`
-writes it for each.
+a thousand. Those of one length are here the batch of one call. Its log is that of one window, with
+`MARK` in the module's name, until all else is repeated (`deepen.py`); then `unfold` writes it for
+each.
 """
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,8 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..recipe.images import windows_of
+from ..recipe.recipe import Recipe
 from ..tracking.history import Log
 from ..tracking.tracker import Event, Mark, Tracker
+from .cuda import CudaKernels, takes_windows
 from .repetition import NotRegular
 
 MARK = re.compile(r"\.(\d+) windows of \d+")
@@ -23,23 +28,31 @@ LEAST = 3  # so many windows are run as one: the state of a kernel's generator h
 Attend = Callable[..., torch.Tensor]
 
 
-class Windows:
-    """Joins the windows that the modules of a `tower` attend to, while `tracker` follows them.
+@contextlib.contextmanager
+def joined_windows(tracker: Tracker, kernels: CudaKernels, recipe: Recipe) -> Iterator[None]:
+    """While entered, run windows that are alike as one, where the model of `recipe` has any.
 
-    Args:
-        tower: how the names of modules that divide images end.
-        takes: whether the kernel for such a tensor takes windows as a batch, as flash's does.
+    `tracker` is finished then. Raises NotRegular.
+    """
+    tower = windows_of(recipe.shape)
+    if tower is None or recipe.attn_implementation != "sdpa":
+        yield
+        return
+    windows = Windows(tracker, tower)
+    kernels.split = windows.split
+    yield
+    windows.close()
+
+
+class Windows:
+    """Joins the windows that the modules of a tower attend to, while `tracker` follows them.
+
+    The names of those modules end with `tower`.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        tower: str,
-        takes: Callable[[torch.Tensor], bool],
-    ) -> None:
+    def __init__(self, tracker: Tracker, tower: str) -> None:
         self.tracker = tracker
         self.tower = tower
-        self.takes = takes
         self.joined = 0
         self.attended = 0
 
@@ -52,7 +65,7 @@ class Windows:
     ) -> tuple[torch.Tensor, ...]:
         """Return what `torch.split` does, with the windows of one length as one."""
         is_tower = self.tracker.where_now().endswith(self.tower)
-        if not is_tower or not isinstance(sizes, list) or dim != 2 or not self.takes(tensor):
+        if not is_tower or not isinstance(sizes, list) or dim != 2 or not takes_windows(tensor):
             return split(tensor, sizes, dim)
         runs = []
         # tensors have no content, so that all of a length may stand in a row
@@ -73,7 +86,7 @@ class Windows:
         events: list[Event] = []
         divided = set()
         for size, storage, op in tracker.log:
-            count = windows_of(storage.where)
+            count = windows_in(storage.where)
             # scratch of a kernel has no dtype; scalars are the kernel's, and not the windows'
             is_batch = storage.shape[:1] == (count,) or not storage.dtype
             if count > 1 and is_batch and storage not in divided:
@@ -89,7 +102,7 @@ class Joined(NamedTuple):
     """So many windows of one length, which a piece of queries is."""
 
     windows: Windows
-    count: int
+    times: int
     length: int
 
     def attend(
@@ -103,7 +116,7 @@ class Joined(NamedTuple):
         """Return the windows' results in a row: (1, heads, all positions, channels)."""
         tracker = self.windows.tracker
         self.windows.attended += 1
-        where = f"{tracker.where_now()}.{self.count} windows of {self.length}"
+        where = f"{tracker.where_now()}.{self.times} windows of {self.length}"
         with tracker.inside(where):
             batches = [self._batch(tensor) for tensor in (query, key, value)]
             out = kernel(*batches, *options)
@@ -111,11 +124,11 @@ class Joined(NamedTuple):
             return out.permute(1, 0, 2, 3).reshape(1, heads, -1, channels)
 
     def _batch(self, tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor.unflatten(2, (self.count, self.length))
+        rows = tensor.unflatten(2, (self.times, self.length))
         return rows.squeeze(0).permute(1, 0, 2, 3)
 
 
-def windows_of(where: str) -> int:
+def windows_in(where: str) -> int:
     """Return how many windows the events of such a name stand for."""
     found = MARK.search(where)
     return int(found[1]) if found else 1
@@ -126,7 +139,7 @@ class Run(NamedTuple):
 
     first: int
     end: int  # one past the last event
-    count: int  # of windows
+    times: int  # windows
     once: np.ndarray  # which of the events are no window's: what the last one frees
 
     def written(self, log: Log) -> Iterator[tuple[int, np.ndarray]]:
@@ -136,16 +149,16 @@ class Run(NamedTuple):
         freed = events[(log.sizes[events] < 0) & ~self.once]
         # in backward, which frees what forward has kept, the last window comes first
         is_backward = len(born) > 0 and not np.isin(log.keys[freed], log.keys[born]).all()
-        numbers = range(self.count)
+        numbers = range(self.times)
         for number in reversed(numbers) if is_backward else numbers:
-            is_last = number == (0 if is_backward else self.count - 1)
+            is_last = number == (0 if is_backward else self.times - 1)
             yield number, events if is_last else events[~self.once]
 
 
 def unfold(log: Log | list[Event], marks: list[Mark]) -> tuple[Log, list[Mark]]:
     """Return the log and marks in which each window has events of its own."""
     log = log if isinstance(log, Log) else Log(log)
-    counts = {storage.where: windows_of(storage.where) for _, storage, _ in log.events}
+    counts = {storage.where: windows_in(storage.where) for _, storage, _ in log.events}
     most = max(counts.values(), default=1)
     if most == 1:
         return log, marks
