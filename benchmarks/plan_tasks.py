@@ -17,7 +17,8 @@ from `data/contexts.json`.
     where it was stopped) python benchmarks/plan_tasks.py answers [OUT.json]
 
 `questions` asks `plan` by itself, as people do, for all methods or one, also for TRL's trainer, and
-trains the best answer with rows of one length and with padded ones. The tokens are drawn as their
+trains the best answer with rows of one length and with padded ones, or those that it joins; what
+could not run is tried again by the next call. The tokens are drawn as their
 logarithm, 128 to 4,096: where texts are short the answers have micro-batches of several samples,
 which can be padded. In two of three questions the lengths of the samples are known, so that rows
 may be packed or joined. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's
@@ -155,6 +156,7 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
             "engines": ("ddp",),
         }
         if index < len(found):
+            again(found[index], path, found)
             continue
         answer = plan(model, card, **asked)
         entry = {"model": model, "card": card, "asked": asked, "runs": []}
@@ -179,6 +181,17 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
             entry.get("faster"),
             flush=True,
         )
+
+
+def again(entry: dict, path: Path, found: list[dict]) -> None:
+    """Train once more what a question's answer could not step with before."""
+    for run in entry["runs"]:
+        if "allocated" not in run:
+            run |= one(run)
+            path.write_text(lines(found))
+            print(
+                "again", entry["card"], entry["model"], run.get("allocated", "failed"), flush=True
+            )
 
 
 def drawn_lengths(rng: random.Random, longest: int) -> list[int] | None:
@@ -216,12 +229,16 @@ def answers(path: Path = ANSWERS) -> None:
     found = json.loads(path.read_text())
     for tier in TIERS:
         of_tier = [entry for entry in found if entry.get("tier") == tier]
-        runs = [run for entry in of_tier for run in entry["runs"] if "allocated" in run]
-        padded = sum("lengths" in run["recipe"] for run in runs)
-        died = sum(run["allocated"] is None for run in runs)
+        runs = [run for entry in of_tier for run in entry["runs"]]
+        stepped = [run for run in runs if "allocated" in run]
+        joins = [Recipe(**run["recipe"]).joins for run in stepped]
+        joined = sum(joins)
+        has_lengths = ["lengths" in run["recipe"] for run in stepped]
+        padded = sum(has and not one_row for has, one_row in zip(has_lengths, joins, strict=True))
+        died = sum(run["allocated"] is None for run in stepped)
         print(
-            f"{tier}: {len(of_tier)} answers, {len(runs)} steps run, {padded} of them padded, "
-            f"{died} out of memory"
+            f"{tier}: {len(of_tier)} answers, {len(stepped)} steps run, {padded} of them padded, "
+            f"{joined} joined or packed, {died} out of memory; {len(runs) - len(stepped)} not run"
         )
     print(f"nothing fits: {sum('tier' not in entry for entry in found)} of {len(found)} questions")
     tried = [entry["faster"] for entry in found if "faster" in entry]

@@ -28,7 +28,6 @@ from vramlab.hardware.overhead import rules_of
 from vramlab.interfaces.measure_and_record import card_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import TIERS, Interval, Report
-from vramlab.simulation.as_run import simulate_as_run
 from vramlab_course import published
 
 ROOT = Path(__file__).parent.parent
@@ -46,16 +45,18 @@ Row = tuple[Interval, int]  # what was said of the process, and what it took
 def of_published(witness: str) -> Iterator[Row]:
     """Yield published runs that say what was reserved, with the readings of their card for the
     context.
+
+    Simulations are those that `benchmarks/published_runs.py --write` stored.
     """
-    for run in published.runs():
+    for run, stored in zip(published.runs(), published.results()["runs"], strict=True):
         if run.reserved is None or (witness == "predict" and run.as_run):
             continue
         said = (
-            simulate_as_run(run.recipe, run.as_run)
+            Interval(*stored["reserved"])
             if witness == "simulate"
-            else predict(run.recipe)
+            else predict(run.recipe, gpu=run.gpu).reserved
         )
-        yield said.reserved, run.reserved
+        yield said, run.reserved
 
 
 def of_records(witness: Callable[..., Report]) -> Iterator[Row]:

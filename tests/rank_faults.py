@@ -60,6 +60,12 @@ def fail(how: str, folder: str, who: int = 1) -> None:
         dist.all_reduce(torch.ones(3))
 
 
+def fail_alone(how: str, words: str) -> None:
+    """A single process says something and fails."""
+    print(words, file=sys.stderr, flush=True)
+    FAULTS[how]()
+
+
 def hang(folder: str) -> None:
     """No rank comes to an end; Ctrl-C and SIGTERM are ignored, as by a process that is stuck in a
     library.
@@ -74,6 +80,13 @@ def _raise() -> None:
     raise ValueError("a bad value\nof two lines")
 
 
+def _fill_the_disk() -> None:
+    import resource
+
+    # no file of this process grows any more, and Python is told so instead of ended
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
 def _refuse() -> None:
     from vramlab import RecipeError
 
@@ -86,6 +99,7 @@ FAULTS = {
     "leave": lambda: sys.exit("enough"),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
+    "full": _fill_the_disk,
 }
 
 

@@ -60,6 +60,7 @@ def run_script(
         ):
             patch.setattr(module, name, getattr(module, name))
         patch.setattr(AcceleratorState, "__init__", _sharding_on_cpus(AcceleratorState.__init__))
+        patch.setattr(torch.distributed, "scatter", _scatter_in_group(torch.distributed.scatter))
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
             patch.delenv(name)  # what another test's Trainer has left
@@ -187,6 +188,18 @@ def _sharding_on_cpus(plain: Any) -> Any:
         plain(self, *args, **options)
 
     return init
+
+
+def _scatter_in_group(plain: Any) -> Any:
+    """Over gloo torch's differentiable gathering (`torch.distributed.nn.functional._AlltoAll`) asks
+    a rank of the world for what the one of that index in its group has.
+    """
+
+    def scatter(tensor, tensors=None, src=None, group=None, **options):
+        where = {"src": src} if group is None or src is None else {"group_src": src}
+        return plain(tensor, tensors, group=group, **where, **options)
+
+    return scatter
 
 
 def state(folder: Path, step: int) -> dict[str, Any]:

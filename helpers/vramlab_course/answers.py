@@ -5,7 +5,7 @@ and halved; else the reader is told how far off it is.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -13,11 +13,20 @@ from typing import Any
 from vramlab.report.report import GiB, KiB, MiB
 
 # Bytes of each unit, with the decimal units that readers confuse with binary ones.
-UNITS = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "B": 1,
+    "KiB": KiB,
+    "MiB": MiB,
+    "GiB": GiB,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 BITS = {
     8: "That is the number of bits: 8 bits are one byte.",
     1 / 8: "That is an eighth of the right amount: these are bytes already.",
 }
+# These are tried for any unit, those of BITS for sizes alone.
 FACTORS = {
     2: "That is twice the right amount: is something counted two times?",
     1 / 2: "That is half the right amount: is there a second copy of something?",
@@ -43,8 +52,9 @@ NOT_ANSWERED = Feedback(False, "not answered yet")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A typical wrong answer, a value or a function like the reference, and what to tell its
-    author.
+    """A typical wrong answer, and what to tell its author.
+
+    It is a value, or a function like the reference.
     """
 
     wrong: Any
@@ -60,8 +70,9 @@ class Unclear(Exception):
 
 
 class BrokenPiece(Unclear):
-    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
-    result.
+    """A piece of the reader's that fails or returns nothing.
+
+    That is so whatever a condition asks of its result.
     """
 
 
@@ -121,14 +132,19 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
+        """Compare with the reference, each mistake, other units and factors, in this order."""
         references = self.expand(self.reference)
+        # `problems` hands over numbers by name, which need no reading.
         given = answer if isinstance(answer, Numbers) else self.read(answer)
-        missing = [name for name in references if given.get(name) is None or given[name] is ...]
+        # The dots of an answer cell count as no answer, as None does.
+        missing = [name for name in references if _is_missing(given.get(name))]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
+            # With nothing at all it is simply not answered, however many entries there are.
             return partly if len(missing) < len(references) else NOT_ANSWERED
-        numbers = {name: _number(given[name], f"{name}: " if name else "") for name in references}
+        numbers = _numbers(given, references)
 
+        # With a factor it asks whether the answer is so many times the reference.
         def same(others: Mapping[str, float], factor: float = 1) -> bool:
             return all(
                 math.isclose(numbers[n], factor * other, rel_tol=self.tolerance)
@@ -136,27 +152,34 @@ class Number(Check):
             )
 
         def recognised(some: Mapping[str, float]) -> str:
-            known = _factors(self.unit).items() if any(some.values()) else ()
-            return next((text for factor, text in known if same(some, factor)), "")
+            # All factors fit where every reference is 0.
+            if not any(some.values()):
+                return ""
+            for factor, text in _factors(self.unit).items():
+                if same(some, factor):
+                    return text
+            return ""
 
         if same(references):
             return Feedback(True, f"Right: {self.right}" if self.right else "Right.")
+        # Before units and factors: a typical mistake may happen to be off by a factor of two.
         mistakes = (mistake.text for mistake in self.mistakes if same(self.expand(mistake.wrong)))
         text = next(mistakes, "") or recognised(references)
         if text:
             return Feedback(False, text)
         wrong = [name for name, reference in references.items() if not same({name: reference})]
-        first = {wrong[0]: references[wrong[0]]}
-        said = recognised(first) or f"{_off(numbers[wrong[0]], references[wrong[0]])}."
+        # Of a table only the first wrong entry is discussed, so that the reader mends one thing at
+        # a time.
+        first = wrong[0]
+        reference = references[first]
+        said = recognised({first: reference}) or f"{_off(numbers[first], reference)}."
+        if len(references) == 1:
+            return Feedback(False, f"Not right: {said}")
         right = len(references) - len(wrong)
-        start = (
-            f"{right} of {len(references)} are right. {wrong[0]}"
-            if len(references) > 1
-            else "Not right"
-        )
-        return Feedback(False, f"{start}: {said}")
+        return Feedback(False, f"{right} of {len(references)} are right. {first}: {said}")
 
     def problems(self) -> list[str]:
+        """Say where the check rejects its reference, or tells a mistake another sentence."""
         references = self.expand(self.reference)
         complaints = [] if self(references).right else ["the check rejects its own reference"]
         for mistake in self.mistakes:
@@ -167,9 +190,12 @@ class Number(Check):
                     f"a mistake speaks of {', '.join(unknown)}, which the reference does not have"
                 )
                 continue
+            # A mistake of some entries has the right values elsewhere.
             verdict = self(Numbers({**references, **wrong}))
             if verdict.right:
                 complaints.append(f"the check accepts the mistake {mistake.text!r}")
+            # Two mistakes with one value, or a factor that is tried before: the sentence would
+            # never be seen.
             elif verdict.text != mistake.text:
                 complaints.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
         return complaints
@@ -185,9 +211,11 @@ class Table(Number):
     reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
 
     def expand(self, thing: Any) -> Numbers:
+        """The table as numbers by name."""
         return Numbers(_value(thing))
 
     def read(self, answer: Any) -> Mapping[str, Any]:
+        """The reader's dictionary. Raises Unclear for anything else."""
         if not isinstance(answer, Mapping):
             raise Unclear(f"A dictionary was expected, not {kind_of(answer)}.")
         return answer
@@ -215,13 +243,16 @@ class Function(Number):
             )
 
     def expand(self, thing: Any) -> Numbers:
+        """What a function gives in each case, by the case's arguments."""
         numbers = Numbers()
         for case in self.cases:
+            # The case stands in the feedback, so that the reader can call the function with it.
             words = [f"{name}={value!r}" for name, value in case.items()]
             numbers[", ".join(words)] = thing(**case)
         return numbers
 
     def read(self, answer: Any) -> Mapping[str, Any]:
+        """What the reader's function gives in each case. Raises Unclear where it fails."""
         if not callable(answer):
             raise Unclear(f"A function was expected, not {kind_of(answer)}.")
         try:
@@ -230,6 +261,7 @@ class Function(Number):
             raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
 
     def problems(self) -> list[str]:
+        """As a number's; also a reference that is the same in all cases."""
         constant = len(set(self.expand(self.reference).values())) == 1
         return (
             super().problems()
@@ -250,6 +282,8 @@ class Choice(Check):
     options: Mapping[str, str]
 
     def feedback(self, answer: Any) -> Feedback:
+        """Say why the option that was chosen is right or wrong."""
+        # Upper and lower case do not matter.
         named = {option.lower(): option for option in self.options}
         option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
         if option is None:
@@ -258,6 +292,7 @@ class Choice(Check):
         return Feedback(right, f"{'Right' if right else 'Not right'}: {self.options[option]}")
 
     def problems(self) -> list[str]:
+        """Say where the right option is none of those to choose from, or the only one."""
         reference = _value(self.reference)
         complaints = (
             []
@@ -284,12 +319,15 @@ class Judge(Check):
     reasons: Sequence[str] = ()
 
     def feedback(self, answer: Any) -> Feedback:
+        """What the judge says of the answer."""
         return self.judge(answer)
 
     def problems(self) -> list[str]:
+        """Say which answers are judged wrongly, and which sentence is never said."""
         rights = _value(self.rights)
         wrongs = _value(self.wrongs)
         complaints = []
+        # A judge of the reader's own machine may have no examples at all.
         has_enough = rights and len(wrongs) > 1
         if not has_enough and (rights or wrongs):
             complaints.append("it needs an answer to accept and two to reject")
@@ -304,6 +342,7 @@ class Judge(Check):
             if verdict.right:
                 complaints.append(f"the check accepts {answer!r}")
         for reason in self.reasons:
+            # A sentence that no example provokes may be out of date without anybody noticing.
             if not any(reason in text for text in said):
                 complaints.append(f"no wrong answer is told {reason!r}")
         return complaints
@@ -315,12 +354,14 @@ def _value(thing: Any) -> Any:
 
 def _number(answer: Any, before: str) -> float:
     """An answer as a number, also numpy's and one-element tensors. Raises Unclear."""
+    # The likeliest slip in this course: the whole report in place of one of its numbers.
     if hasattr(answer, "peak"):
         raise Unclear(
             f"{before}A number was expected, not a whole report: take for example "
             f"report.peak.total."
         )
     try:
+        # float() would take True and the text "3" for numbers.
         if isinstance(answer, bool | str | bytes) or callable(answer):
             raise TypeError
         number = float(answer.item() if hasattr(answer, "item") else answer)
@@ -331,14 +372,29 @@ def _number(answer: Any, before: str) -> float:
     return number
 
 
+def _is_missing(value: Any) -> bool:
+    # By identity: an array compares with None entry by entry.
+    return value is None or value is ...
+
+
+def _numbers(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
+    """Each named value as a finite float. Raises Unclear, which begins with the name."""
+    numbers = {}
+    for name in names:
+        before = f"{name}: " if name else ""
+        numbers[name] = _number(given[name], before)
+    return numbers
+
+
 def _factors(unit: str) -> dict[float, str]:
     """Factors between a wrong answer and the reference, and what to tell the reader."""
+    # Seconds, shares and counts have no other units that could be mistaken for them.
     if unit not in UNITS:
         return FACTORS
-    long = {
-        name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()
-    }
+    long = {name: f"{name} ({size:,} bytes)" for name, size in UNITS.items()}
+    long["B"] = "bytes"
     text = "The amount is right, but it is in {}: the answer is wanted in {}."
+    # The answer over the reference, had the reader used the other unit.
     units = {
         UNITS[unit] / size: text.format(long[name], long[unit])
         for name, size in UNITS.items()
@@ -350,14 +406,13 @@ def _factors(unit: str) -> dict[float, str]:
 def _off(number: float, reference: float) -> str:
     """How far a number is from its reference."""
     ratio = number / reference if reference else 0
-    far = (
-        f"{abs(ratio - 1):.1%} "
-        if 0.5 <= ratio <= 2
-        else f"{max(ratio, 1 / ratio):,.3g} times "
-        if ratio > 0
-        else ""
-    )
-    return f"{number:,.6g} is {far}too {'high' if number > reference else 'low'}"
+    far = ""
+    if 0.5 <= ratio <= 2:
+        far = f"{abs(ratio - 1):.1%} "
+    elif ratio > 0:
+        far = f"{max(ratio, 1 / ratio):,.3g} times "
+    side = "high" if number > reference else "low"
+    return f"{number:,.6g} is {far}too {side}"
 
 
 def kind_of(answer: Any) -> str:

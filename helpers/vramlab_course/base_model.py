@@ -1,5 +1,6 @@
-"""The course's base model, a small Llama trained on Python's standard library, and how well it
-predicts text.
+"""The course's base model, and how well it predicts text.
+
+It is a small Llama trained on Python's standard library.
 
 `data/base_model/train.py` trains it; `data/base_model/README.md` says on what and how well. It
 works offline: weights, tokenizer and texts are in the repository and in the distribution
@@ -30,6 +31,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 def base_model_path(*parts: str) -> Path:
     """The path of a file of the base model, in a checkout or in `vramlab-base-model`."""
     folder = data_path("base_model")
+    # A checkout has the folder; a wheel of vramlab has not, as the weights are a distribution of
+    # their own.
     if not folder.is_dir() and (installed := find_spec("vramlab_base_model")):
         folder = Path(next(iter(installed.submodule_search_locations)))
     return folder.joinpath(*parts)
@@ -42,6 +45,8 @@ def base_model_folder() -> Path:
     """
     folder = base_model_path()
     if not folder.is_dir():
+        # The metadata of an installed package has the repository's address, a bare checkout may
+        # not.
         address = repository() or "ADDRESS"
         raise RecordError(
             f"The base model is not installed: pip install "
@@ -90,6 +95,8 @@ def load_base_model(
             bnb_4bit_use_double_quant=quantization.double,
             bnb_4bit_compute_dtype=getattr(torch, quantization.compute_dtype or dtype),
         )
+        # Quantized weights are loaded where they stay: `.to` below moves only what is not
+        # quantized.
         options["device_map"] = {"": device}
     with _no_progress_bar():
         model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True, **options)
@@ -117,8 +124,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_base_tokenizer() -> "PreTrainedTokenizerFast":
-    """The base model's tokenizer: byte-level BPE, so every text can be encoded and comes back
-    unchanged.
+    """The base model's tokenizer, a byte-level BPE.
+
+    So every text can be encoded and comes back unchanged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -126,6 +134,7 @@ def load_base_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def _texts(name: str, limit: int | None) -> list[str]:
+    # The JSON maps a file's name to its text.
     texts = list(json.loads((base_model_folder() / name).read_text(encoding="utf-8")).values())
     if limit is None:
         return texts
@@ -141,8 +150,9 @@ def _texts(name: str, limit: int | None) -> list[str]:
 
 
 def held_out(limit: int | None = None) -> list[str]:
-    """Programs of the standard library that the base model was not trained on; their first `limit`
-    bytes.
+    """Programs of the standard library that the base model was not trained on.
+
+    Where a `limit` is given, only the first so many bytes are returned.
     """
     return _texts("held_out.json", limit)
 
@@ -167,8 +177,9 @@ def bits_per_byte(
     batch_size: int = 8,
     tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> float:
-    """Bits that the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ
-    bytes.
+    """Bits that the model needs for a byte of `texts`.
+
+    That is Σ −log₂ p(token | what stands before it) / Σ bytes.
 
     It is the output of an arithmetic coder driven by the model, so it compares with zlib and lzma
     and does not depend on the tokenizer. Each text starts with the start token alone.
@@ -194,14 +205,19 @@ def bits_per_byte(
     with torch.no_grad():
         for first in range(0, len(windows), batch_size):
             ids, labels = _padded(windows[first : first + batch_size])
-            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
+            # The last position predicts what comes after the window, and the softmax is taken in
+            # fp32.
+            outputs = model(input_ids=ids.to(device), use_cache=False)
+            logits = outputs.logits[:, :-1].float()
             nats += torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1),
                 labels[:, 1:].flatten().to(device),
                 reduction="sum",
             ).item()
     model.train(training)
-    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    count = sum(len(text.encode()) for text in texts)
+    # Cross-entropy is in nats, and ln 2 nats are one bit.
+    return nats / math.log(2) / count
 
 
 def _windows(
@@ -210,28 +226,38 @@ def _windows(
     context: int,
     stride: int,
 ) -> list[tuple[list[int], int]]:
-    """Windows of at most `context` tokens, longest first, each with how many of them at its end are
-    to be predicted.
+    """Windows of at most `context` tokens, longest first.
+
+    With each comes how many of the tokens at its end are to be predicted.
     """
     windows = []
     for text in texts:
         tokens = [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
+        # The start token is given and never predicted.
         done = 1
         while done < len(tokens):
+            # The first window predicts a whole context, later ones `stride` tokens each.
             end = min(len(tokens), max(done + stride, context))
-            windows.append((tokens[max(0, end - context) : end], end - done))
+            start = max(0, end - context)
+            windows.append((tokens[start:end], end - done))
             done = end
     # windows of like length come into one batch, so little of it is padding
     return sorted(windows, key=lambda window: -len(window[0]))
 
 
 def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Token ids, padded at the end where a causal model does not look, and labels: −100 where
-    nothing is predicted.
+    """Token ids and labels, padded at the end, where a causal model does not look.
+
+    Labels are −100 where nothing is predicted.
     """
     import torch
 
-    ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+    # The batch is sorted by length, so its first window is the longest.
+    ids = torch.zeros(
+        len(batch),
+        len(batch[0][0]),
+        dtype=torch.long,
+    )
     labels = torch.full_like(ids, -100)
     for row, (tokens, new) in enumerate(batch):
         ids[row, : len(tokens)] = torch.tensor(tokens)

@@ -3,9 +3,8 @@
     def encode(number, E, F):
         ...                                     # the reader's part
 
-    encode = blank.check("01.encode", encode)   # says in a line what became of it, and returns what
-    the chapter uses
-
+    encode = blank.check("01.encode", encode)   # says in a line what became of it, and returns
+                                                # what the chapter uses
     blank.hint("01.encode")                     # the first hint; called again, the second
     blank.solution("01.encode")                 # the course's own piece, as source
 
@@ -52,8 +51,9 @@ class Blank:
 
 @cache
 def blanks(number: str) -> dict[str, Blank]:
-    """The blanks of one chapter ("01") by their name, "01.encode"; none where it has no file of
-    exercises.
+    """The blanks of one chapter ("01") by their name, "01.encode".
+
+    There are none where it has no file of exercises.
     """
     path = data_path("exercises", f"{number}.toml")
     if not path.exists():
@@ -66,6 +66,7 @@ def blanks(number: str) -> dict[str, Blank]:
 
 def find(name: str) -> Blank:
     """The blank called `name`, "01.encode". Raises ExerciseError with the names that exist."""
+    # The chapter's number says which file to read, so the form is checked before.
     if not isinstance(name, str) or not re.fullmatch(r"\d\d\.[A-Za-z_]\w*", name):
         raise ExerciseError(
             f"A blank is named by chapter and piece, like '01.encode', not {name!r}."
@@ -79,8 +80,9 @@ def find(name: str) -> Blank:
 
 
 def check(name: str, answer: Any) -> Any:
-    """Print whether the piece `answer` is right, and return it; or the course's own if it is blank
-    or wrong.
+    """Print whether the piece `answer` is right, and return it.
+
+    Return the course's own if it is blank or wrong.
 
     No piece raises. Raises ExerciseError for an unknown blank.
     """
@@ -124,6 +126,8 @@ def judge(blank: Blank, answer: Any) -> Feedback | None:
     if _is_blank(answer):
         return None
     feedback = blank.check(_guarded(answer))
+    # A piece with dots left in one branch may be right already; wrong, it is unfinished and not a
+    # mistake.
     return None if not feedback.right and _has_dots(answer) else feedback
 
 
@@ -145,13 +149,16 @@ def _parts(answer: Any) -> list[Any]:
     """The answer, or what a class is made of, its static methods as functions."""
     if not isinstance(answer, type):
         return [answer]
+    # staticmethod and classmethod wrap the function in __func__.
     return [getattr(part, "__func__", part) for part in vars(answer).values()]
 
 
 def _guarded(answer: Any) -> Any:
-    """A function that says what went wrong inside of `answer`: a condition takes any failure for a
-    false result.
+    """A function that says what went wrong inside of `answer`.
+
+    A condition takes any failure for a false result.
     """
+    # A class is checked through its methods, which conditions call themselves.
     if not callable(answer) or isinstance(answer, type):
         return answer
 

@@ -1,5 +1,6 @@
-"""Controls for every labelled option of a recipe, and the predicted peak of what they say, as a bar
-and as text.
+"""Controls for every labelled option of a recipe, and the predicted peak of what they say.
+
+The peak is shown as a bar and as text.
 """
 
 from collections.abc import Mapping
@@ -18,17 +19,21 @@ from vramlab.recipe.shapes import model_names, read_shape
 from vramlab.report.report import GiB, Report, format_bytes, in_unit, text_table
 
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out
-SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
+POWERS = {2**k for k in range(18)}
+# What the controls of batches, lengths and ranks offer.
+SIZES = tuple(sorted(POWERS | {3 * 2**k for k in range(9)}))
 LABELS = {
     "model": "Model",
     "gpu": "GPU",
     "free_memory": "Of it free, GiB",
     "expandable_segments": "Expandable segments",
 }
+# A knob with a label is a control, so a new one appears here by itself.
 LABELS |= {option: knob.label for option, (_, knob) in OPTIONS.items() if knob.label}
 # The first control of each part of a recipe: while it is unset, the part's other controls change
 # nothing.
 SWITCHES = {
+    # Reversed, so that the first option of each part is the one that stays.
     path[0]: option
     for option, (path, _) in reversed(OPTIONS.items())
     if len(path) > 1 and option in LABELS
@@ -39,12 +44,11 @@ def _values(option: str) -> tuple:
     """Return what the control of an option offers; () is text."""
     path, knob = OPTIONS[option]
     whole = tuple(n for n in SIZES if n <= (knob.most or n))
-    values = knob.choices or {bool: (False, True), int: whole}.get(knob.kind, ())
-    return (
-        (UNSET, *values)
-        if values and (knob.optional or SWITCHES.get(path[0]) == option)
-        else values
-    )
+    by_kind = {bool: (False, True), int: whole}
+    values = knob.choices or by_kind.get(knob.kind, ())
+    # An option that may be left out, and a part's switch, offer UNSET first.
+    may_be_unset = knob.optional or SWITCHES.get(path[0]) == option
+    return (UNSET, *values) if values and may_be_unset else values
 
 
 CONTROLS = {
@@ -63,6 +67,7 @@ START = {name: values[0] if values else "" for name, values in CONTROLS.items()}
 
 def idle(state: Mapping[str, Any]) -> set[str]:
     """Return the controls that change nothing while the others are as in `state`."""
+    # The processor of images says how many tokens they are, whatever length is set.
     without_effect = {"seq_len"} if read_shape(state["model"]).image_tokens else set()
     for option in CONTROLS.keys() & OPTIONS.keys():
         switch = SWITCHES.get(OPTIONS[option][0][0], option)
@@ -76,8 +81,12 @@ def recipe_in(state: Mapping[str, Any]) -> Recipe:
 
     Raises RecipeError when it cannot be trained.
     """
+    # What is idle says nothing, or a switched-off part would be made of its other controls.
     given = state.keys() & OPTIONS.keys() - idle(state)
-    return recipe_of(state["model"], {name: state[name] for name in given if state[name] != UNSET})
+    return recipe_of(
+        state["model"],
+        {name: state[name] for name in given if state[name] != UNSET},
+    )
 
 
 def predicted(state: Mapping[str, Any]) -> tuple[Recipe, Gpu, Report]:
@@ -107,7 +116,8 @@ def other_memory(state: Mapping[str, Any], card: Gpu) -> int:
         return 0
     usable = usable_memory(card)
     most = in_unit(usable, "GiB")
-    if not isinstance(free, int | float) or not 0 < free * GiB <= usable:
+    is_number = isinstance(free, int | float)
+    if not is_number or not 0 < free * GiB <= usable:
         rest = f"it must be a number of GiB, at most the {most} that {card.name} has"
         raise RecipeError("free_memory", free, rest)
     return usable - int(free * GiB)
@@ -120,6 +130,7 @@ def code_of(
     other_memory: int = 0,
 ) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
+    # Shown even where they are as usual: readers change these first.
     always = (
         "batch_size",
         "precision",
@@ -128,6 +139,7 @@ def code_of(
     )
     lines = [repr(recipe.model), *python_arguments(recipe, Recipe(recipe.model), always)]
     text = "recipe = Recipe(\n" + "".join(f"    {line},\n" for line in lines) + ")\n"
+    # Only classes that occur in the text are imported.
     names = [
         name
         for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding")
@@ -143,8 +155,9 @@ def code_of(
 
 
 class Calculator:
-    """Controls, and below them the predicted peak of the recipe that they describe; text where a
-    page cannot draw them.
+    """Controls, and below them the predicted peak of the recipe that they describe.
+
+    A page that cannot draw them shows text.
 
     Attributes:
         state: what each control says, by the names of CONTROLS.
@@ -160,12 +173,14 @@ class Calculator:
         self.state = dict(START)
         self._widgets = {}
         self.change(**state)
+        # Later a bad state keeps the last picture, but here there is none.
         if self.error:
             raise self.error
 
     def change(self, **state: Any) -> None:
-        """Set controls by name; what cannot be trained leaves the last valid picture and says why
-        in `error`.
+        """Set controls by name.
+
+        What cannot be trained leaves the last valid picture and says why in `error`.
         """
         unknown = ", ".join(sorted(state.keys() - CONTROLS.keys()))
         if unknown:
@@ -173,13 +188,17 @@ class Calculator:
                 f"the calculator has no control {unknown}; it has {', '.join(CONTROLS)}."
             )
         if "gpu" in state:
+            # An alias becomes the name that the control offers.
             state["gpu"] = find_gpu(state["gpu"]).name
+        # With widgets each change below goes through `_moved`, which predicts.
         if not self._widgets:
             self._take(state)
         for name in state.keys() & self._widgets.keys():
             widget = self._widgets[name]
             value = state[name]
             if CONTROLS[name] and value not in widget.options:
+                # A value from code may be none that the control offers, and ipywidgets would refuse
+                # it.
                 widget.options = (*widget.options, value)
             widget.value = value  # which moves the picture
 
@@ -187,6 +206,7 @@ class Calculator:
         """Predict the changed state; keep the last valid prediction where it cannot be trained."""
         self.state |= state
         try:
+            # All three or none are replaced: an error leaves the last picture whole.
             self.recipe, self.card, self.report = predicted(self.state)
             self.error = None
         except RecipeError as error:
@@ -203,10 +223,11 @@ class Calculator:
         total = self.report.peak.total
         grade = report.grade[0].upper() + report.grade[1:]
         part, size = max(split.items(), key=lambda item: item[1])
+        head = str(self.recipe)
+        if self.error:
+            head = f"{self.error} The picture is still that of: {head}."
         lines = [
-            f"{self.error} The picture is still that of: {self.recipe}."
-            if self.error
-            else str(self.recipe),
+            head,
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
             *([f"Why there: {report.why}."] if report.cause else []),
@@ -214,11 +235,11 @@ class Calculator:
             f"{format_bytes(report.usable)}.",
             *(f"Note: {note}." for note in report.notes),
         ]
-        rows = [
-            (label_of(key), in_unit(split[key]), f"{split[key] / total:.1%}")
-            for key in used([split])
-        ]
-        table = [("at the peak", "GiB", "share"), *rows, ("total", in_unit(total), "100.0%")]
+        table = [("at the peak", "GiB", "share")]
+        for key in used([split]):
+            share = split[key] / total
+            table.append((label_of(key), in_unit(split[key]), f"{share:.1%}"))
+        table.append(("total", in_unit(total), "100.0%"))
         return "\n".join([*lines, "", text_table(table)])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -257,6 +278,7 @@ class Calculator:
             figure
         )  # and no print or display, which would reach the cell's own output
         self._picture.append_stdout(str(self))
+        # An open figure of pyplot would be shown again at the cell's end.
         plt.close(figure)
         for name, control in self._widgets.items():
             control.disabled = name in idle(self.state)
@@ -275,6 +297,7 @@ def _widget(name: str, value: Any):
     if not values:
         return ipywidgets.Text(value, continuous_update=False, **look)
     options = values if value in values else (*values, value)
+    # A slider for numbers that go far, a list to choose from for everything else.
     if not set(SIZES[-9:]) & set(values):
         return ipywidgets.Dropdown(options=options, value=value, **look)
     return ipywidgets.SelectionSlider(options=options, value=value, continuous_update=False, **look)

@@ -41,15 +41,18 @@ C10D_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": 
 
 @cache
 def _kind(operator: str) -> tuple[str, int | None] | None:
-    """(kind, index of the argument that is the payload; None is the result) of an operator; None if
-    no collective.
+    """What an operator is as a collective: (kind, index of its payload); None if it is none.
+
+    The index is that of an argument; None stands for the result.
 
     `c10d::allreduce_` and its like are called by process groups, from Python and C++ alike,
     `_c10d_functional::all_reduce` and its like by DTensor.
     """
     namespace, _, name = operator.partition("::")
     for short, long in C10D_NAMES.items():
+        # c10d writes kinds as one word, DTensor's operators with underscores.
         name = name.replace(short, long)
+    # reduce_scatter stands before reduce in KINDS, since its name begins with it.
     kind = next(
         (kind for kind in (*KINDS, "send", "recv") if name.lstrip("_i").startswith(kind)),
         None,
@@ -57,19 +60,23 @@ def _kind(operator: str) -> tuple[str, int | None] | None:
     if kind is None or namespace not in ("c10d", "_c10d_functional"):
         return None
     if namespace == "c10d":
+        # These take the output first and what is sent second.
         return kind, 1 if kind in ("reduce_scatter", "scatter", "all_to_all") else 0
+    # An all_gather of DTensor gets a shard and returns the whole.
     return kind, None if kind == "all_gather" else 0
 
 
 def ring_share(kind: str, ranks: int) -> float:
     """Share of the payload that a rank sends by a ring; the mean over ranks where they differ."""
+    # Of N equal pieces a ring passes on all but one.
     part = (ranks - 1) / ranks
     return {"all_reduce": 2 * part, "send": 1.0, "recv": 0.0}.get(kind, part)
 
 
 class Collectives(TorchDispatchMode):
-    """While entered, counts this thread's collectives, also those that autograd and DDP's reducer
-    issue.
+    """While entered, counts this thread's collectives.
+
+    Also those that autograd and DDP's reducer issue count.
 
     Attributes:
         seen: kind to `Traffic`.
@@ -93,6 +100,7 @@ class Collectives(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented  # the operators that it is made of come here next
         result = func(*args, **(kwargs or {}))
+        # The overload behind the dot, such as .default, does not matter.
         found = _kind(func.name().split(".")[0])
         if found:
             kind, payload = found
@@ -107,7 +115,11 @@ class Collectives(TorchDispatchMode):
         """Count a collective of `size` bytes among `ranks`."""
         before = self.seen.get(kind, Traffic())
         sent = before.sent + size * ring_share(kind, ranks)
-        self.seen[kind] = Traffic(before.calls + 1, before.bytes + size, sent)
+        self.seen[kind] = Traffic(
+            before.calls + 1,
+            before.bytes + size,
+            sent,
+        )
         self.sizes[kind].append(size)
 
 

@@ -1,5 +1,6 @@
-"""Fine-tune the base model: one loop for full training and for adapters, and the records of long
-runs.
+"""Fine-tune the base model, by one loop for full training and for adapters.
+
+The records of long runs are read here too.
 
 Chapters train a few steps live. Scripts in `data/base_model` ran this loop for what takes an hour
 on a CPU: `quality.py` wrote `quality.json`, `quality_4bit.py` wrote `quality_4bit.json`.
@@ -27,6 +28,7 @@ def adapted(
     """`model` with LoRA adapters of rank `r` in `targets` and all else frozen, a `PeftModel`."""
     from peft import LoraConfig, get_peft_model
 
+    # PEFT takes one word or a list; from a record it may be a tuple.
     targets = targets if isinstance(targets, str) else list(targets)
     options = {"lora_alpha": ALPHA, "target_modules": targets, "task_type": "CAUSAL_LM", **options}
     return get_peft_model(model, LoraConfig(r=r, **options)).train(model.training)
@@ -39,19 +41,24 @@ def batches(
     context: int,
     seed: int = 0,
 ) -> "Iterator[torch.Tensor]":
-    """`steps` tensors of `batch_size` × `context` tokens, cut at offsets that depend on the seed
-    alone.
+    """`steps` tensors of `batch_size` × `context` tokens.
+
+    They are cut at offsets that depend on the seed alone.
     """
     import torch
 
     tokenizer = load_base_tokenizer()
+    # verbose=False: texts longer than the context are wanted here, and the tokenizer would warn of
+    # each.
     rows = [
         [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]] for text in texts
     ]
+    # All texts one after the other, as pre-training has them.
     tokens = torch.tensor([token for row in rows for token in row])
     offsets = torch.arange(context)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
+        # A column of offsets plus a row of positions indexes a whole batch.
         yield tokens[
             torch.randint(len(tokens) - context, (batch_size, 1), generator=generator) + offsets
         ]
@@ -67,8 +74,9 @@ def finetune(
     seed: int = 0,
     autocast: bool = False,
 ) -> list[float]:
-    """Train the parameters of `model` that require gradients; returns the loss of each step in nats
-    per token.
+    """Train the parameters of `model` that require gradients.
+
+    Return the loss of each step in nats per token.
 
     AdamW without weight decay, gradients clipped at 1, linear warm-up over a tenth of the steps and
     linear decay to 0. `autocast` computes in bf16.
@@ -83,6 +91,8 @@ def finetune(
     def share_of_rate(step: int) -> float:
         rising = (step + 1) / warm
         falling = (steps - step) / max(1, steps - warm)
+        # One line rises to 1 over the warm-up, the other falls to 0 at the end, and the lower
+        # counts.
         return min(rising, falling)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
@@ -104,14 +114,13 @@ def finetune(
 
 
 def recorded_sweep() -> SimpleNamespace:
-    """Full fine-tuning against LoRA by rank and by target, recorded. Raises RecordError if it has
-    not been run.
+    """Full fine-tuning against LoRA by rank and by target, recorded.
 
     `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained
-        parameters, best
-    learning_rate and those tried, means over the seeds of the bits per byte of `documentation`
-    (trained on) and `programs` (the base's domain), the standard deviation of the documentation's,
-    and each seed's; `where`: hardware, versions, date, recipe; `run(r, targets)`: one of the runs.
+    parameters, best learning_rate and those tried, means over the seeds of the bits per byte of
+    `documentation` (trained on) and `programs` (the base's domain), the standard deviation of the
+    documentation's, and each seed's; `where`: hardware, versions, date, recipe; `run(r, targets)`:
+    one of the runs. Raises RecordError if it has not been run.
     """
     facts = _record("quality")
     base = facts.pop("base")
@@ -148,13 +157,15 @@ def _record(name: str) -> dict[str, Any]:
 def fresh(
     r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0, **options: Any
 ) -> "torch.nn.Module":
-    """The base model to train: whole (`r` None), or with adapters whose initial values depend on
-    the seed alone.
+    """The base model to train: whole (`r` None), or with adapters.
+
+    The adapters' initial values depend on the seed alone.
 
     `options` are those of PEFT's LoraConfig.
     """
     import torch
 
+    # PEFT draws A from the global generator; the base's weights come from the file.
     torch.manual_seed(seed)
     model = load_base_model()
     return model if r is None else adapted(model, r, targets, **options)

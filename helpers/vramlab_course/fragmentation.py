@@ -1,5 +1,6 @@
-"""Reserved against allocated over time: the requests of steps of many lengths, run through the
-allocator's model.
+"""Reserved against allocated over time.
+
+The requests of steps of many lengths are run through the allocator's model.
 
     from vramlab_course.expandable import ExpandableAllocator
     from vramlab_course.fragmentation import follow, requests_of
@@ -88,6 +89,7 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
     distinct = list(dict.fromkeys(lengths))
     todo = [distinct[0], *distinct]  # the first step makes the optimizer's states
     with fake_world("cuda", None) as (_, kernels):
+        # Fake tensors are on the CPU, with the kernels and the rounding of CUDA.
         training = build(recipe.replace(seq_len=todo[0]), "cpu", target="cuda")
         tracker = make_tracker(training, None, kernels)
         coming = iter(todo[1:])
@@ -96,14 +98,18 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
             if tracker.phase == "step" and (length := next(coming, None)):  # the update is done
                 training.batch = make_batch(recipe.replace(seq_len=length))
 
+        # One run for all lengths: weights and states stay, so each step begins as the one before
+        # ended.
         run_tracked(training, tracker, len(todo), "cuda", next_batch)
     ends = [position for position, phase in tracker.marks if phase == "between_steps"]
     steps = {}
     backward = {}
     for length, (start, end) in zip(distinct, pairwise(ends), strict=True):
+        # Where the backward pass of this step begins.
         middle = next(
             at for at, phase in tracker.marks if phase == "backward" and start < at <= end
         )
+        # Events of storages that outlive the step are left out, so that any order of steps closes.
         kept = _closed(tracker.log[start:end])
         steps[length] = [tracker.log[start + offset] for offset in kept]
         backward[length] = sum(start + offset < middle for offset in kept)
@@ -115,6 +121,7 @@ def _closed(log: Log) -> list[int]:
     born = {id(storage) for size, storage, _ in log if size > 0}
     freed = {id(storage) for size, storage, _ in log if size <= 0}
     closed = born & freed
+    # Both events of a storage hold the same object.
     return [position for position, event in enumerate(log) if id(event[1]) in closed]
 
 
@@ -124,8 +131,9 @@ def follow(
     allocator: Allocator | None = None,
     empty_cache: str = "",
 ) -> Followed:
-    """Run the load, then a step of each of `lengths`, through `allocator` (one with default
-    settings if left out).
+    """Run the load, then a step of each of `lengths`, through `allocator`.
+
+    Without an allocator it is one with default settings.
 
     `empty_cache` calls `torch.cuda.empty_cache()` in each step "after step" or, as the Trainer
     does, "before backward". Raises AllocatorError when the allocator's limit is too low.
@@ -141,6 +149,7 @@ def follow(
     # None is the load, which has the first step in it
     for length in (None, *lengths):
         log = requests.load if length is None else requests.steps[length]
+        # "after step" is after the last event; "before backward" after the events until then.
         empty_at = (
             requests.backward[length] if length and empty_cache == "before backward" else len(log)
         )
@@ -159,4 +168,5 @@ def follow(
         mallocs.append(allocator.mallocs - before[0])
         given_back.append(allocator.given_back - before[1])
     calls = allocator.mallocs + allocator.given_back
+    # The first entry is of the load and counts in `calls` alone.
     return Followed(allocated, reserved, ends, between, mallocs[1:], given_back[1:], calls)

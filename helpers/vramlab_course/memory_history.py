@@ -38,8 +38,9 @@ class Snapshot(snapshot.Snapshot):
         self.allocated = np.array(self.allocated, dtype=np.int64)
 
     def left(self, count: int = 6) -> snapshot.Groups:
-        """Return the lines whose blocks were never freed: leaks, if the history ends where a step
-        does.
+        """Return the lines whose blocks were never freed.
+
+        They are leaks, if the history ends where a step does.
         """
         return self.largest(len(self.events), count)
 
@@ -53,8 +54,9 @@ class Recording:
 
 @contextlib.contextmanager
 def record(device: str | None = None, max_entries: int = 100_000) -> Iterator[Recording]:
-    """Record the memory history of what runs inside; afterwards it is `snapshot`, also if an error
-    ended it.
+    """Record the memory history of what runs inside.
+
+    Afterwards it is `snapshot`, also if an error ended it.
 
     What was made before is not in it.
 
@@ -83,6 +85,7 @@ def _start_on_cuda(max_entries: int) -> Callable[[], Snapshot]:
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
 
     def stop() -> Snapshot:
+        # Frees that wait for the GPU are in the history then.
         torch.cuda.synchronize()
         content = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -92,11 +95,13 @@ def _start_on_cuda(max_entries: int) -> Callable[[], Snapshot]:
 
 
 def _start_on_cpu() -> Callable[[], Snapshot]:
-    """Start a tracker that keeps the stack of every birth; the returned function stops it and
-    returns the snapshot.
+    """Start a tracker that keeps the stack of every birth.
+
+    The returned function stops it and returns the snapshot.
     """
     from vramlab.tracking.recorder import Recorder
 
+    # Entered by hand, because the with-block that it follows is the caller's.
     recorder = Recorder()
     recorder.__enter__()
 
@@ -109,8 +114,9 @@ def _start_on_cpu() -> Callable[[], Snapshot]:
 
 
 def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, Any]]:
-    """A tracker's log in the form of `torch.cuda.memory._snapshot()`; the model of the allocator
-    gives addresses.
+    """A tracker's log in the form of `torch.cuda.memory._snapshot()`.
+
+    The model of the allocator gives addresses.
     """
     allocator = Allocator()
     blocks = {}
@@ -118,16 +124,19 @@ def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, A
     for size, storage, _ in log:
         if size > 0:
             before = allocator.reserved
-            block = blocks[id(storage)] = allocator.malloc(storage.asked)
+            block = allocator.malloc(storage.asked)
+            blocks[id(storage)] = block
             more = {"addr": block.address, "stream": 0, "frames": frames[id(storage)]}
-            if allocator.reserved > before:
-                events.append(
-                    {"action": "segment_alloc", "size": allocator.reserved - before, **more}
-                )
+            added = allocator.reserved - before
+            # The request made a segment, which PyTorch's history has as an event of its own.
+            if added > 0:
+                events.append({"action": "segment_alloc", "size": added, **more})
             events.append({"action": "alloc", "size": block.size, **more})
+        # What was made before the recording is freed without having been seen.
         elif id(storage) in blocks:
             block = blocks.pop(id(storage))
             gone = {"addr": block.address, "size": block.size, "stream": 0, "frames": []}
+            # PyTorch has two events of a free: asked for, and done once no stream uses it.
             events += [{"action": "free_requested", **gone}, {"action": "free_completed", **gone}]
             allocator.free(block)
     return events

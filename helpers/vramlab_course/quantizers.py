@@ -42,6 +42,7 @@ class Quantized:
         scales = self.scales
         numbers = self.table[codes.long()] if self.table is not None else codes.float()
         if self.block_size is not None:
+            # The last block may be shorter, so what is repeated too often is cut off.
             scales = scales.repeat_interleave(self.block_size)[: len(codes)]
         return (numbers * scales).reshape(self.codes.shape)
 
@@ -56,19 +57,23 @@ def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Qua
     size = numbers.numel() if block_size is None else block_size
     scales = _maxima(numbers, size) / top
     spread = scales.repeat_interleave(size)[: numbers.numel()].reshape(numbers.shape)
+    # A block of zeros has a scale of zero, by which nothing can be divided.
     steps = torch.where(spread > 0, spread, 1)
     codes = torch.round(numbers / steps).clamp(-top, top)
     return Quantized(codes.int(), scales if block_size is not None else scales[0], block_size)
 
 
 def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Quantized:
-    """The nearest number of `table` (ascending, within −1 to 1) after scaling each block by its
-    absolute maximum.
+    """The nearest number of `table` after scaling each block by its absolute maximum.
+
+    The table ascends within −1 to 1.
 
     A number halfway between two takes the lower one. Raises NumericsError for an empty tensor,
     numbers that are not finite, and a table that does not ascend within ±1.
     """
-    if len(table) < 2 or not _ascends(table) or float(table.abs().max()) > 1:
+    # After scaling all numbers lie within ±1, so a table beyond has codes that are never used.
+    is_table = len(table) >= 2 and _ascends(table) and float(table.abs().max()) <= 1
+    if not is_table:
         raise NumericsError("A table has two or more ascending numbers from −1 to 1.")
     _check(numbers, (len(table) - 1).bit_length())
     size = numbers.numel() if block_size is None else block_size
@@ -90,15 +95,18 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Qu
 
 
 def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
-    """Codes that are used equally often: the table holds the middle of each of 2^bits equal shares
-    of the numbers.
+    """Codes that are used equally often.
+
+    The table holds the middle of each of 2^bits equal shares of the numbers.
 
     The table is stored with the codes, 4 · 2^bits bytes. Raises NumericsError when repeated numbers
     make shares coincide.
     """
     _check(numbers, bits)
     ordered = numbers.flatten().sort().values
-    middles = (torch.arange(2**bits) + 0.5) / 2**bits * len(ordered)
+    # Positions in the sorted numbers, at the middle of each of 2^bits equal shares.
+    shares = (torch.arange(2**bits) + 0.5) / 2**bits
+    middles = shares * len(ordered)
     table = ordered[middles.long().clamp(max=len(ordered) - 1)]
     if not _ascends(table):
         raise NumericsError(
@@ -109,14 +117,16 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
 
 
 def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
-    """The table of NormalFloat (Dettmers et al. 2023, section 3): codes are equally likely for
-    normal numbers.
+    """The table of NormalFloat (Dettmers et al. 2023, section 3).
+
+    Its codes are equally likely for normal numbers.
 
     Quantiles of the normal distribution, evenly spaced from `offset` to one half: 2^(bits − 1)
     above zero, one fewer below, zero itself, and all divided by the largest. The probabilities are
     fp32, as bitsandbytes has them.
     """
     half = 2 ** (bits - 1)
+    # The last, one half, has the quantile zero and is left out.
     *above, _ = torch.linspace(offset, 0.5, half + 1).tolist()
     *below, _ = torch.linspace(offset, 0.5, half).tolist()
     quantile_of = NormalDist().inv_cdf
@@ -137,6 +147,7 @@ def _maxima(numbers: Tensor, size: int) -> Tensor:
             f"block size is {size!r}, but allowed is a whole number of at least 1, or None."
         )
     flat = numbers.flatten().float().abs()
+    # How many the last block lacks: Python's remainder of a negative number is positive.
     lacking = -len(flat) % size
     whole = torch.nn.functional.pad(flat, (0, lacking))
     return whole.reshape(-1, size).amax(1)
@@ -150,6 +161,7 @@ def _nearest(numbers: Tensor, table: Tensor) -> Tensor:
     """The code of the nearest number of the table, of two the lower one."""
     # halfway between two neighbours one code ends and the next begins
     borders = (table[1:] + table[:-1]) / 2
+    # right=False: a number on the border gets the lower code.
     return torch.bucketize(numbers, borders).to(torch.uint8)
 
 

@@ -1,11 +1,11 @@
-"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes. Copy this one
-file to use it.
+"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes.
+
+Copy this one file to use it:
 
     python train_anywhere.py                                                        # one process
     torchrun --standalone --nproc_per_node 4 train_anywhere.py                      # one node
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d \\
-        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # the same line
-        on each node
+        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # on each node
 
 It needs torch, transformers, a model's folder (config.json, weights, tokenizer) and text; the
 defaults are the course's base model and the source code of Python's standard library. Any number of
@@ -48,6 +48,7 @@ BASE_MODEL = next(  # in an installation or a checkout; a copy of this file else
 
 
 def arguments() -> argparse.Namespace:
+    """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add(
@@ -143,6 +144,7 @@ def tokens_of(given: argparse.Namespace) -> torch.Tensor:
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")[:room]
         room -= len(text.encode())
+        # A start token between texts, so that none is read as the continuation of another.
         ids += [tokenizer.bos_token_id or 0, *tokenizer(text, verbose=False)["input_ids"]]
     if len(ids) <= given.context:
         raise SystemExit(
@@ -160,13 +162,21 @@ def rows_of(
     world: int,
 ) -> torch.Tensor:
     """This rank's rows of the global batch, which depends only on seed and step."""
+    # By seed and step alone, so that a run goes on with the same rows after a restart, on any
+    # number of ranks.
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
-    starts = torch.randint(len(tokens) - given.context, (given.batch_size, 1), generator=generator)
+    starts = torch.randint(
+        len(tokens) - given.context,
+        (given.batch_size, 1),
+        generator=generator,
+    )
+    # Every world-th row from its own rank on, and for each row a window of the text.
     return tokens[starts[rank::world] + torch.arange(given.context)]
 
 
 def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The model in fp32, sharded or replicated if there is a process group."""
+    # Random weights have to be equal on all ranks; DDP would send rank 0's, FSDP would not.
     torch.manual_seed(given.seed)
     if given.from_scratch:
         model = AutoModelForCausalLM.from_config(
@@ -189,9 +199,12 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         torch.bfloat16 if given.precision == "bf16" else None
     )  # gathered and computed in bf16, summed in fp32
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    # transformers names the classes of a model's layers there; each layer is a unit, so one is
+    # gathered at a time.
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
             fully_shard(module, mp_policy=policy)
+    # What is in no layer, as the embedding and the head, belongs to the outermost unit.
     fully_shard(model, mp_policy=policy)
     return model
 
@@ -218,6 +231,7 @@ def train_step(
         )
         with quiet:
             with torch.autocast(rows.device.type, torch.bfloat16, enabled=autocasts):
+                # A micro-batch's mean counts by its rows, so the sum is the mean over all of them.
                 loss = model(input_ids=part, labels=part, use_cache=False).loss * (
                     len(part) / len(rows)
                 )
@@ -231,8 +245,14 @@ def train_step(
 
 def newest(folder: Path | None) -> Path | None:
     """The newest complete checkpoint; incomplete ones are named step-N.part."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()] if folder else []
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+    if folder is None:
+        return None
+    found = {}
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdigit():
+            found[int(number)] = path
+    return found[max(found)] if found else None
 
 
 def save(
@@ -243,6 +263,8 @@ def save(
     rank: int,
 ) -> None:
     """Write this rank's shards; rank 0 renames the folder once all are there."""
+    # Names without the wrappers' prefixes, so that another number of ranks or no wrapper at all can
+    # read it.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     part = folder / f"step-{step}.part"
     whole = folder / f"step-{step}"
@@ -254,6 +276,7 @@ def save(
 def load(model, optimizer, folder: Path) -> int:
     """Load a checkpoint into model and optimizer; returns the number of steps done."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    # dcp.load reads into the tensors that are there, each rank its own shards.
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
@@ -280,6 +303,7 @@ def train(
         raise SystemExit(f"--batch-size {given.batch_size} cannot be divided among {world} ranks.")
     tokens = tokens_of(given)
     model = build(given, device)
+    # After sharding, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0)
     found = newest(given.checkpoint)
     start = load(model, optimizer, found) if found else 0
@@ -295,6 +319,7 @@ def train(
             given,
         )
         if world > 1:
+            # For the line that is printed alone; gradients have been averaged in backward.
             dist.all_reduce(loss, op=dist.ReduceOp.SUM)
         if rank == 0:
             seconds = round(time.perf_counter() - begun, 4)
@@ -305,19 +330,24 @@ def train(
                 "world_size": world,
             }
             print(json.dumps(line), flush=True)
-        if given.checkpoint and ((step + 1) % given.save_every == 0 or step + 1 == given.steps):
-            save(model, optimizer, step + 1, given.checkpoint, rank)
+        done = step + 1
+        is_due = done % given.save_every == 0 or done == given.steps
+        if given.checkpoint and is_due:
+            save(model, optimizer, done, given.checkpoint, rank)
     if given.export:
+        # All ranks take part in gathering, though only rank 0 keeps the result.
         whole = get_model_state_dict(
             model,
             options=StateDictOptions(full_state_dict=True, cpu_offload=True),
         )
         if rank == 0:
+            # DDP holds the model as its `module`.
             getattr(model, "module", model).save_pretrained(given.export, state_dict=whole)
             AutoTokenizer.from_pretrained(given.model).save_pretrained(given.export)
 
 
 def main() -> None:
+    """Train as the command line says, on this rank."""
     given = arguments()
     with process_group() as (device, rank, world):
         train(given, device, rank, world)

@@ -389,6 +389,9 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
             "'training_arguments' is {'per_device_train_batch_size': 4, 'optim': 'best'}",
         ),
         ("explain none.py gpt2", "'script' is 'none.py'"),
+        ("simulate gpt2 --tiled-mlp", "put it there yourself, and simulate(model=…) runs it"),
+        ("simulate gpt2 --ep-size 2", "a rank holds the tokens that the router sends it"),
+        ("predict gpt2 --context-parallel-size 2", "say --cp-size"),
     ],
 )
 def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkeypatch):

@@ -6,10 +6,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 from vramlab.base.errors import RecipeError
-from vramlab.interfaces.axolotl_file import SEGMENTS
+from vramlab.interfaces.axolotl_file import RING, SEGMENTS
 from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
 from vramlab.interfaces.configuration_file import known_settings
 from vramlab.interfaces.configurations import question_of, read_configuration
+from vramlab.interfaces.swift_file import ULYSSES
 from vramlab.recipe.options import LoRA, Quantization, Sharding
 from vramlab.recipe.recipe import Recipe
 
@@ -191,7 +192,12 @@ def test_trls_sft(tmp_path):
     ("values", "changes", "said"),
     [
         (AXOLOTL, {"unfrozen_parameters": ["^lm_head"]}, "unfrozen_parameters"),
-        (AXOLOTL, {"context_parallel_size": 2}, "context_parallel_size"),
+        (
+            AXOLOTL,
+            {"context_parallel_size": 2},
+            "context_parallel_size.*over FSDP2: say fsdp_config",
+        ),
+        (AXOLOTL, {"tensor_parallel_size": 2}, "or say --engine tensor for that alone"),
         (AXOLOTL, {"attn_implementation": "sdpa"}, "a mask of tokens × tokens"),
         (AXOLOTL, {"plugins": ["a.CutCrossEntropyPlugin"]}, "leave the others out"),
         (AXOLOTL, {"load_in_4bit": None, "load_in_8bit": True, "adapter": "lora"}, "in 4 bits"),
@@ -215,6 +221,28 @@ def test_what_no_recipe_has_is_refused_by_its_name(values, changes, said, tmp_pa
 def test_a_parallel_size_of_one_is_none(tmp_path):
     recipe, _ = read(tmp_path, AXOLOTL, context_parallel_size=1, tensor_parallel_size=1)
     assert recipe.sharding is None
+
+
+def test_axolotls_mesh_is_copies_and_rings_over_fsdp(tmp_path):
+    """Its sizes say how many ranks there are; packed rows are one sample to the ring."""
+    changes = {"adapter": None, "load_in_4bit": None, "optimizer": "adamw_torch_fused"}
+    changes |= {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+    sizes = {"dp_shard_size": 2, "context_parallel_size": 4, "dp_replicate_size": 2}
+    recipe, notes = read(tmp_path, AXOLOTL, **changes, **sizes)
+    assert recipe.sharding == Sharding(3, 16, "fsdp", cp_size=4, dp_replicate_size=2)
+    assert recipe.attn_implementation == "sdpa" and RING in notes
+    copies = {"dp_shard_size": 2, "dp_replicate_size": 2}
+    recipe, notes = read(tmp_path, AXOLOTL, **changes, **copies)
+    assert recipe.sharding == Sharding(3, 4, "fsdp", dp_replicate_size=2)
+    assert recipe.attn_implementation == "flash_attention_2" and RING not in notes
+    del sizes["dp_shard_size"]
+    recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 32}, **changes, **sizes)
+    assert recipe.sharding.world_size == 32
+
+
+def test_ms_swifts_sequence_parallel_is_ulysses_over_deepspeed(tmp_path):
+    recipe, notes = read_shell(tmp_path, SWIFT.rstrip() + " --sequence_parallel_size 2")
+    assert recipe.sharding == Sharding(2, 2, "deepspeed", sp_size=2) and ULYSSES in notes
 
 
 def test_options_count_before_the_file(tmp_path):
@@ -335,6 +363,7 @@ def test_ms_swifts_yaml_and_what_it_takes_by_itself(tmp_path):
         (("swift sft", "megatron sft"), "must have one swift sft, pt or rlhf: it has 0"),
         (("--deepspeed zero2", "--deepspeed zero2\nswift sft --model gpt2"), "it has 2"),
         (("--tuner_type lora", "--tuner_type vera"), "recipes read lora and full of it"),
+        (("--deepspeed zero2", "--sequence_parallel_size 2"), "over DeepSpeed: say deepspeed"),
         (("--deepspeed zero2", "--use_galore true"), "its optimizer is none of a recipe's"),
         (("'You are", '"You are'), "its command cannot be read (No closing quotation)"),
     ],

@@ -15,13 +15,24 @@ from types import SimpleNamespace
 import card_faults
 import pytest
 import sample_reports
+import torch
 from settings import ROOT
-from vramlab import MeasurementError, Recipe, RecordError, Report, ReportError, find_gpu, share
+from vramlab import (
+    MeasurementError,
+    Recipe,
+    RecordError,
+    Report,
+    ReportError,
+    Sharding,
+    find_gpu,
+    share,
+)
 from vramlab.hardware.gpu import Device
 from vramlab.measurement import card as module
 from vramlab.measurement import pieces, records
 from vramlab.measurement.card import run_card
 from vramlab.measurement.facts import ASKED, FOUND, LOADED, Fact
+from vramlab.measurement.launch import LateError, RankError
 from vramlab.measurement.pieces import (
     COURSE_LIST,
     START,
@@ -54,7 +65,7 @@ def four(tmp_path) -> Path:
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
     """A machine with a T4, on which all is found at once: `gpu.ran` are the titles, `gpu.answers`
     what a key gives.
     """
@@ -71,6 +82,7 @@ def gpu(monkeypatch):
         return answer
 
     on_a_t4(monkeypatch)
+    monkeypatch.setattr(module, "measurements_folder", lambda: tmp_path / "no records")
     monkeypatch.setattr(Piece, "run", fake)
     monkeypatch.setattr(Piece, "start", lambda piece: None)
     monkeypatch.setattr(module, "IDLE_CORES", 10**6)
@@ -245,9 +257,13 @@ def test_a_stand_in_is_not_asked_what_depends_on_values(gpu, tmp_path, monkeypat
 
 
 def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypatch):
-    """Real processes: one is killed, one runs out of memory, and one that is ready is used."""
+    """Real processes: one is killed, one runs out of memory, and one that is ready is used.
+
+    All but the last are forked from one.
+    """
     on_a_t4(monkeypatch)
     monkeypatch.setattr(pieces, "WORK", "card_faults:find")
+    monkeypatch.setattr(Piece, "can_fork", lambda piece, _: piece.asked["loaded"] != "training")
     monkeypatch.setattr(module, "IDLE_CORES", 1)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -255,12 +271,31 @@ def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypa
     lines: list[str] = []
     done = run_card([four], folder=tmp_path, progress=lines.append)
     assert found(tmp_path) == {"bare", "training"} and len(done.done) == 2 and done.left == []
-    reasons = {piece.asked["loaded"]: why for piece, why in done.failed}
-    assert "was killed by SIGKILL" in reasons["cuBLAS"] or "when RAM runs out" in reasons["cuBLAS"]
-    assert reasons["cuDNN"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    ((killed, how),) = done.failed
+    assert killed.asked["loaded"] == "cuBLAS"
+    assert "was killed by SIGKILL" in how or "when RAM runs out" in how
+    ((large, why),) = done.not_here
+    assert large.asked["loaded"] == "cuDNN"
+    assert why == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert list(temporary.iterdir()) == [], "what the killed process wrote is gone"
     assert len(lines) == 5 and lines[-1].startswith("████████████████████████ 4/4 · ")
     assert (tmp_path / "card.log").read_text().count("\n") >= 4
+
+
+def test_a_card_too_small_for_a_fact_is_told_from_a_fault(tmp_path, monkeypatch):
+    from vramlab.measurement import card_work
+
+    def load(before, loaded):
+        message = "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for more."
+        raise torch.OutOfMemoryError(message) if loaded == "training" else RuntimeError("a fault")
+
+    monkeypatch.setitem(card_work.WORK, "context", load)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(RankError) as caught:
+        card_work.find("context", {"loaded": "training"}, str(tmp_path))
+    assert caught.value.oom == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    with pytest.raises(RuntimeError, match="a fault"):
+        card_work.find("context", {"loaded": "bare"}, str(tmp_path))
 
 
 def test_a_second_call_goes_on(gpu, four, tmp_path):
@@ -390,6 +425,55 @@ def test_the_time_is_kept_and_what_is_shorter_still_goes_in(gpu, tmp_path):
     )
     assert gpu.ran == ["bare", "cuBLAS"] and len(done.left) == 2, "2 s of 30 are left then"
     assert "2 left, about 1 minutes at most: run it again to go on" in str(done)
+
+
+def test_what_the_end_of_the_time_cuts_is_left_and_what_hangs_has_failed(gpu, four, tmp_path):
+    def late(after):
+        def run(piece, launcher, timeout, device):
+            gpu.now += after
+            raise LateError(f"it took over {timeout:.0f} s")
+
+        return run
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Piece, "run", late(15.0))
+    lines: list[str] = []
+    done = run_card([four], minutes=0.25, folder=tmp_path, progress=lines.append)
+    patch.undo()
+    assert len(done.left) == 4 and done.failed == [] == done.done
+    assert "the time was over before it ended: it is still left" in lines[1]
+    gpu.answers["bare"] = LateError("it took over 150 s")
+    done = run_card([four], minutes=99, folder=tmp_path, progress=quiet)
+    assert len(done.done) == 3 and done.left == []
+    assert done.failed[0][1] == "it took over 150 s"
+
+
+def test_a_piece_that_hangs_ends_after_ten_times_what_it_should_take(gpu, four, tmp_path):
+    limits = []
+
+    def run(piece, launcher, timeout, device):
+        limits.append(timeout)
+        return card_faults.context(piece.asked["loaded"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Piece, "run", run)
+        run_card([four], minutes=4, folder=tmp_path, progress=quiet)
+        run_card([four], minutes=1, folder=tmp_path / "other", progress=quiet)
+    assert limits[0] == 10 * START and limits[4] == 60
+
+
+def test_what_asks_for_the_process_itself_or_starts_others_is_not_forked(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    asked = {"context": {"loaded": "bare"}, "steps": {}}
+    for kind, question in asked.items():
+        assert not Piece(kind, asked=question).can_fork()
+    assert Piece("generation", recipe=Recipe("gpt2")).can_fork()
+    for fields in ({"torch_compile": True}, {"sharding": Sharding(3, 8, "deepspeed")}):
+        assert not Piece("recipe", recipe=Recipe("gpt2", **fields)).can_fork()
+    plain = Piece("recipe", recipe=Recipe("gpt2"))
+    assert plain.can_fork() and not plain.can_fork("cpu")
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert not plain.can_fork()
 
 
 def test_what_no_reader_would_take_is_not_written(gpu, four, tmp_path):

@@ -245,6 +245,18 @@ def test_trls_fused_loss_is_searched_where_ligers_kernels_do_not_run():
     for card, asked in (("RTX 4070", {"liger": False}), ("T4", {})):
         alone = plan("gpt2", card, seq_len=1024, confirm=False, **asked)
         assert {choice.recipe.trainer for choice in alone.choices} == {"transformers"}
+    # Nor is it named beside an answer where its kernels do not run.
+    switches = [other.switch for others in alone.alternatives.values() for other in others]
+    assert switches and not any("SFTTrainer" in switch for switch in switches)
+
+
+def test_trls_fused_loss_is_searched_where_deepspeed_offloads():
+    """Liger's kernels are not tried there, and a larger micro-batch has room without logits."""
+    question = Question("llama-3.1-8b", "RTX 4090", seq_len=4096, method="full")
+    ways = {(way.trainer, bool(way.sharding)) for way in families(question, "full")}
+    assert ways == {("transformers", False), ("transformers", True), ("sft", True)}
+    best = Search(question).answer("full")[0].recipe
+    assert best.trainer == "sft" and best.sharding.offload and best.batch_size > 1
 
 
 def test_weights_are_updated_in_the_backward_pass_before_updates_are_rounded_away():
@@ -488,6 +500,24 @@ def test_alternatives_turn_one_switch_and_fit():
         by_itself = Candidate(Question("llama-3.1-8b", "RTX 4090", seq_len=4096), other.recipe, 0)
         assert by_itself.fits(other.tier) and by_itself.interval.high == other.high
         assert f"qlora {other}"[:60] in str(found)
+
+
+SLOWER = [("gemma-2-2b", "H100 SXM", 576, "full"), ("qwen2.5-14b", "RTX 4070", 192, "qlora")]
+
+
+@pytest.mark.parametrize(("model", "card", "tokens", "method"), params(SLOWER, SLOWER[:1]))
+def test_an_alternative_is_faster_within_the_error_only_and_is_said_to_be(
+    model, card, tokens, method
+):
+    found = plan(model, card, seq_len=tokens, method=method, confirm=False)
+    gains = []
+    for choice in found.choices:
+        for other in found.alternatives[choice.method]:
+            gains.append(other.tokens_per_second / choice.time.tokens_per_second)
+            assert gains[-1] <= choice.time.seconds / choice.time.low
+            words = f"{choice.method} {other}; faster within the error of the estimate"
+            assert (words in str(found).replace("\n    ", " ")) == (gains[-1] > 1.005), str(other)
+    assert max(gains) > 1.1
 
 
 def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_host_memory():

@@ -3,12 +3,15 @@ that ran.
 """
 
 import importlib.util
+import itertools
+import json
 import statistics
 from pathlib import Path
 
 import pytest
 from vramlab import LoRA, Recipe, Sharding, find_gpu, step_time
 from vramlab.formulas.account import kept_account
+from vramlab.measurement.records import measurements_folder
 from vramlab.planning.step_time import (
     RATES,
     SPREAD,
@@ -205,6 +208,24 @@ def test_three_timed_pairs_of_lora_and_qlora_as_plan_writes_them_are_in_order():
         ("qwen2.5-0.5b", 2, 512): 2.41,
     }
     assert all(1.05 < estimated < 1.14 for _, estimated in slower.values())
+
+
+def test_of_records_that_differ_in_the_micro_batch_the_larger_is_the_faster():
+    """So of recipes whose estimates are alike the larger micro-batch goes first."""
+    rates = {}
+    for path in measurements_folder().glob("*.json"):
+        for report in json.loads(path.read_text(encoding="utf-8"))["reports"].values():
+            recipe = report["recipe"]
+            if report["speed"] and not recipe["torch_compile"]:
+                rest = recipe | dict.fromkeys(("batch_size", "gradient_accumulation_steps"))
+                by_size = rates.setdefault((path.name, str(sorted(rest.items()))), {})
+                timed = by_size.setdefault(recipe["batch_size"], [])
+                timed.append(report["speed"]["tokens_per_second"])
+    gains = []
+    for by_size in rates.values():
+        medians = [statistics.median(by_size[size]) for size in sorted(by_size)]
+        gains += [larger / smaller for smaller, larger in itertools.pairwise(medians)]
+    assert len(gains) > 20 and min(gains) > 0.98 and statistics.median(gains) > 1.5
 
 
 def test_paged_states_stay_on_a_card_with_room():

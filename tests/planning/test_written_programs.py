@@ -81,6 +81,10 @@ def test_a_mesh_is_written_and_rows_divide_into_its_pieces(trainer):
     copies = recipe.replace(sharding=Sharding(3, 4, dp_replicate_size=2))
     text = scripts(copies, "train.py", planned)["train.py"]
     assert "ParallelismConfig(**" in text and "needed = predict(recipe)" in text
+    ulysses = recipe.replace(sharding=Sharding(3, 2, "deepspeed", sp_size=2))
+    text = scripts(ulysses, "train.py", planned)["train.py"]
+    says_positions = "data_collator=Positioned(tokenizer, pad_to_multiple_of=2)" in text
+    assert says_positions is (trainer == "transformers")  # SFTTrainer's own collator does
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import json
 import numpy
 import pytest
 import torch
+from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, Sharding, measure, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.recipe.optimizers import BESIDE_TRAINER, MODELLED, REFUSED
@@ -107,7 +108,7 @@ def test_ulysses(sharding, fields, words):
 def test_formulas_leave_ulysses_to_simulate():
     sharding = Sharding(3, 2, "deepspeed", sp_size=2)
     recipe = Recipe(LLAMA, seq_len=32, precision="bf16-mixed", sharding=sharding)
-    assert refused(predict, recipe).field == "sharding"
+    assert refused(predict, recipe).field == "sharding.sp_size"
 
 
 def test_a_model_that_transformers_divides():
@@ -128,7 +129,9 @@ def test_a_ring_runs_on_gpus_alone():
     sharding = Sharding(3, 2, cp_size=2)
     recipe = Recipe(LLAMA, seq_len=32, precision="bf16-mixed", sharding=sharding)
     assert refused(simulate, recipe, "cpu").field == "target"
-    assert refused(predict, recipe).field == "sharding"
+    assert refused(predict, recipe).field == "sharding.cp_size"
+    in_fp32 = recipe.replace(precision="fp32", model=config("gpt2"), seq_len=96)
+    assert "rows of 96 are no multiple of 128" in str(refused(simulate, in_fp32))
 
 
 ADAPTED = {

@@ -4,6 +4,7 @@ Syntax nodes are counted and not lines, so nothing is gained by writing densely.
 """
 
 import ast
+from pathlib import Path
 
 import pytest
 from settings import ROOT
@@ -28,7 +29,7 @@ PACKAGES = {
     "tracking",
     "training",
 }
-LONGEST = 450  # lines of a file that can be read in a sitting
+LONGEST = 450  # lines of a file that can be read in a sitting; comments make that easier
 
 
 def nodes(folder: str) -> int:
@@ -44,8 +45,14 @@ def test_a_package_stays_under_its_ceiling(folder):
     assert nodes(folder) <= CEILINGS[folder]
 
 
+def length(path: Path) -> int:
+    """Number of lines of a file, without those that are a comment."""
+    lines = path.read_text().splitlines()
+    return sum(not line.lstrip().startswith("#") for line in lines)
+
+
 def test_no_file_is_too_long():
-    lengths = {path: len(path.read_text().splitlines()) for path in HELPERS.rglob("*.py")}
+    lengths = {path: length(path) for path in HELPERS.rglob("*.py")}
     assert {str(path): length for path, length in lengths.items() if length > LONGEST} == {}
 
 

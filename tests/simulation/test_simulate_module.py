@@ -5,6 +5,9 @@ they were.
 import copy
 import dataclasses
 import itertools
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -185,6 +188,42 @@ def test_cut_cross_entropy_runs_its_host_code(monkeypatch):
     )
     with torch.compiler.set_stance("force_eager"):
         assert simulated.phases == really(CutCrossEntropy, ids, total, build)
+
+
+class Tiled(nn.Module):
+    """Layers and a loss in four tiles by DeepSpeed's own functions (ALST, 2025)."""
+
+    def __init__(self, deepspeed: Any):
+        super().__init__()
+        self.deepspeed = deepspeed
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.head = nn.Linear(64, 100, bias=False)
+
+    def forward(self, x, labels):
+        mlp, loss = self.deepspeed.TiledMLP, self.deepspeed.TiledFusedLogitsLoss
+        x = self.first(x)
+        x = x + mlp.apply(lambda self, x: self.layers(x), self, x, 4, [*self.layers.parameters()])
+        return {"loss": loss.apply(tile_loss, self, x, labels, None, 4, [self.head.weight], "mean")}
+
+
+def tile_loss(model, x, labels):
+    return F.cross_entropy(model.head(x), labels)
+
+
+@pytest.mark.slow
+def test_deepspeeds_tiles_run():
+    """No Trainer's argument puts them into a model, so no recipe has them."""
+    deepspeed = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
+    batch = {"x": torch.rand(2, 64, 64), "labels": torch.randint(100, (2, 64))}
+    made = partial(Tiled, deepspeed)
+    build = OPTIMIZERS["adamw"]
+    report = simulate(model=made(), batch=batch, optimizer=build, target="cpu")
+    assert report.phases == really(made, batch, None, build)
+    tiles = report.phases["forward"].peak.activations
+    with mock.patch.object(deepspeed.TiledMLP, "apply", lambda f, self, x, *_: f(self, x)):
+        whole = simulate(model=made(), batch=batch, optimizer=build, target="cpu")
+    assert whole.phases["forward"].peak.activations > 2 * tiles
 
 
 def test_muon_for_matrices_beside_adamw():

@@ -7,7 +7,8 @@ next to `simulate`.
 LIST is what `vramlab record --dry-run --json` prints, or has objects with a "recipe" and what is to
 be done besides training: "evaluation" (arguments of `Evaluation`) or "loading" (of its base from a
 checkpoint). STAND_IN_CAPABILITY and its neighbours (`data/stand_in/README.md`) say which card.
-What is there already is not run again. Each recipe has a process of its own.
+What is there already is not run again. Each recipe has a process of its own. In place of the
+package flash-attn, which needs a GPU to be of use, torch's own copy of its host code runs.
 """
 
 import datetime
@@ -28,6 +29,7 @@ from vramlab.measurement.measurement_passes import clean_pass
 from vramlab.measurement.records import write_atomically
 from vramlab.measurement.worker import import_libraries
 from vramlab.recipe.evaluation import Evaluation
+from vramlab.simulation.flash_attn import flash_attention
 from vramlab.training.engines import engine_of
 from vramlab.training.evaluation_loop import evaluate
 from vramlab.training.models import build_model, weight_dtype
@@ -127,7 +129,11 @@ def peaks(recipe: Recipe, each: dict) -> dict:
     else:
         import_libraries(recipe)
         try:
-            with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"):
+            with (
+                flash_attention(torch.cuda.get_device_capability()),
+                one_rank_of(recipe.sharding),
+                engine_of(recipe).without_peers("cpu"),
+            ):
                 stats = clean_pass(recipe, 1, 2, "cuda", nvml_snapshot()).stats
         except torch.OutOfMemoryError as error:
             return dict.fromkeys(PEAKS) | {"out_of_memory": str(error).split(". ")[0]}

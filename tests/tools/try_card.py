@@ -2,11 +2,13 @@
 stand-in (`data/stand_in/`).
 
 Every piece of the list that the card can do has to end well, a second call has to find nothing left
-to do, and what came out must be refused as a record. No kernel computes anything, so the figures
-mean nothing and are thrown away.
+to do, what came out must be refused as a record, and a recipe in a forked process must hold what it
+holds in a fresh one. No kernel computes anything, so the figures mean nothing; without --folder
+they are thrown away.
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,32 +18,51 @@ from pathlib import Path
 import execute
 import try_cuda
 from vramlab.base.errors import RecordError, VramLabError
-from vramlab.measurement.card import run_card
+from vramlab.measurement.card import CardRun, run_card
+from vramlab.measurement.pieces import Piece
 from vramlab.measurement.records import load
 from vramlab.measurement.share import share
+from vramlab.recipe.knobs import rebuild
+from vramlab.recipe.recipe import Recipe
 
 CARDS = ("T4", "RTX 4090", "H100")
 MINUTES = 230
 
 
-def rehearse(lists: list[str], minutes: float) -> list[str]:
+def rehearse(lists: list[str], minutes: float, folder: str | None) -> list[str]:
     """Do all of the lists on the card that this process sees; return what went wrong."""
-    with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vramlab-"))
         run = run_card(
             lists or None, minutes, folder, progress=lambda line: print(line, flush=True)
         )
         wrong = [f"{piece.title}: {why}" for piece, why in run.failed]
         wrong += [f"{piece.title}: not done in {minutes:g} minutes" for piece, _ in run.left]
         again = run_card(lists or None, minutes, folder, dry_run=True)
-        if again.before != len(run.done):
-            wrong.append(f"{len(run.done)} were done and {again.before} of them are found again")
+        done = run.before + len(run.done)
+        if again.before != done:
+            wrong.append(f"{done} were done and {again.before} of them are found again")
         for refuses in (load, lambda path: share(path, folder)):
             try:
                 refuses(run.file)
                 wrong.append(f"{run.file.name} was taken for a record")
             except RecordError as error:
                 print(error)
-        return wrong
+        return wrong + differences(run)
+
+
+def differences(run: CardRun) -> list[str]:
+    """Run one of the forked recipes again in a fresh process; say where its bytes are others."""
+    for report in run.reports:
+        piece = Piece("recipe", recipe=rebuild(Recipe, "recipe", report.recipe))
+        if report.status != "ok" or not piece.can_fork():
+            continue
+        fresh = piece.run(piece.start(), timeout=600).to_dict()
+        forked = report.to_dict()
+        names = [name for name in fresh if fresh[name] != forked[name] and name != "speed"]
+        return [f"{piece.title}: forked, it has other {', '.join(names)}"] if names else []
+    return []
 
 
 def main() -> int:
@@ -53,10 +74,11 @@ def main() -> int:
         "--card", action="append", help=f"may be given more than once; else {', '.join(CARDS)}"
     )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for each card")
+    parser.add_argument("--folder", help="keep what is done there; a second call goes on")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.here:
-        wrong = rehearse(given.lists, given.minutes)
+        wrong = rehearse(given.lists, given.minutes, given.folder)
         print(*wrong, sep="\n", file=sys.stderr)
         return 1 if wrong else 0
     failed = []
@@ -81,6 +103,8 @@ def started(given: argparse.Namespace, surroundings: dict[str, str]) -> int:
         "--here",
         f"--minutes={given.minutes}",
     ]
+    if given.folder:
+        command.append(f"--folder={given.folder}")
     return subprocess.run(command, env={**os.environ, **surroundings}).returncode
 
 

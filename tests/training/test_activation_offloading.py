@@ -4,8 +4,10 @@ No CPU can run it for real: TRL asks for an accelerator.
 """
 
 import pytest
+import torch
 from tiny_models import config
 from vramlab import LoRA, Recipe, RecipeError, Sharding, predict, simulate
+from vramlab.training.trl_trainers import offloading
 
 SFT = Recipe(config("llama"), 4, 64, num_layers=4, precision="bf16-mixed", trainer="sft")
 OFFLOADED = SFT.replace(activation_offloading=True)
@@ -43,6 +45,18 @@ def test_its_stash_is_what_stays(monkeypatch):
             patch.setattr(trl_code.OffloadActivations, "__init__", init)
             ends.append(simulate(OFFLOADED).phases["forward"].end.activations)
     assert ends[0] < ends[1] < ends[2]
+
+
+def test_on_a_gpu_trl_can_warn_that_ram_is_nearly_full(monkeypatch):
+    """It does by a logger of accelerate's, which raises an error in a process without a Trainer."""
+    from accelerate.logging import get_logger
+    from accelerate.state import AcceleratorState
+    from trl.models import activation_offloading as trl_code
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(trl_code, "get_act_offloading_ctx_manager", lambda model, **options: "made")
+    assert offloading(torch.nn.Linear(1, 1), torch.device("cuda")) == "made"
+    get_logger(__name__).warning("curr_pct=61% of virtual memory used")
 
 
 def test_refuses():

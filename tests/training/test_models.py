@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from vramlab.base.errors import RecipeError
 from vramlab.formulas.model_states import parameter_bytes, parameter_table
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
-from vramlab.training.models import build_model, real_tensors, weight_dtype
+from vramlab.training.models import build_model, meta_model, real_tensors, weight_dtype
 from vramlab.training.training import build, train_step
 
 QLORA = {
@@ -316,3 +316,18 @@ def test_sizes_that_differ_by_layer_are_no_traceback():
         )
     except RecipeError as error:
         assert "\n" not in str(error)
+
+
+def test_a_model_is_whole_where_arguments_ask_deepspeed_for_divided_ones():
+    """As in a process that has made TrainingArguments with DeepSpeed's stage 3."""
+    pytest.importorskip("deepspeed")
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    recipe = Recipe(config("llama"), attn_implementation="sdpa")
+    asks = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        model = meta_model(recipe)
+    finally:
+        unset_hf_deepspeed_config()
+    assert asks.is_zero3() and sum(map(torch.numel, model.parameters())) > 0
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

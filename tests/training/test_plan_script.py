@@ -593,6 +593,9 @@ MESHES = {
     "a ring": ({"cp_size": 2}, {"packing": True, "seq_len": 2 * TOKENS}),  # as many on a rank
     "a ring of SFTTrainer": ({"cp_size": 2}, {"trainer": "sft"}),
     "copies": ({"dp_replicate_size": 2}, {"packing": True}),
+    "Ulysses": ({"sp_size": 2, "world_size": 2}, {"packing": True, "seq_len": 2 * TOKENS}),
+    "two groups of Ulysses": ({"sp_size": 2, "world_size": 4}, {"packing": True}),
+    "Ulysses of SFTTrainer": ({"sp_size": 2, "world_size": 2}, {"trainer": "sft"}),
 }
 
 
@@ -603,13 +606,21 @@ def test_ranks_of_a_mesh_train_and_hold_what_simulate_says(name, launcher, tmp_p
     sizes, asked = MESHES[name]
     folder = tiny_base(str(tmp_path / "base"), num_key_value_heads=4)
     world = 2 * sizes.get("dp_replicate_size", 1)
-    sharding = Sharding(3, world, **sizes)
+    engine = "deepspeed" if "sp_size" in sizes else "fsdp"
+    sharding = Sharding(**{"stage": 3, "world_size": world, "engine": engine, **sizes})
     asked = {**MIXED, "method": "full", "checkpointing": False, **asked}
     recipe, _ = written(folder, tmp_path, sharding, **asked)
     in_ring = "cp_size" in sizes
+    if "sp_size" in sizes:  # gloo gathers rows of one length only
+        rows = [{"text": " ".join(WORDS * 3)}] * 40
+        (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     order = {"folder": str(tmp_path), "watched": 2, "steps": STEPS[:1], "in_ring": in_ring}
     ranks = launcher.run(
-        "written_scripts:work", order, world, timeout=150, preload="written_scripts:preload"
+        "written_scripts:work",
+        order,
+        sharding.world_size,
+        timeout=150,
+        preload="written_scripts:preload",
     )
     for index, ran in enumerate(map(Report.from_json, ranks)):
         here = recipe.replace(sharding=dataclasses.replace(sharding, rank=index))

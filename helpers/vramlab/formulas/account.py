@@ -59,6 +59,8 @@ class Account:
         passes: (model, event at which it is over) of models that run without gradients.
         pieces: by phase, its events in stretches to which the same is added for layers that are
             not run.
+    Raises:
+        RecipeError: the formulas do not know the family.
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP):
@@ -81,6 +83,8 @@ class Account:
 
         loss = self._forward()
         self.passes: list[tuple[Model, int]] = []
+        # TRL computes the reference's log-probabilities in the step, between the policy's forward
+        # and backward pass, unless they are columns of the data set.
         if recipe.trainer in ("dpo", "kto") and not recipe.precompute_ref_log_probs:
             self.passes.append(self._without_gradients(chip))
         self.forward_end = len(ledger.events)
@@ -89,6 +93,7 @@ class Account:
             if entry.category == "temporaries" and entry() is not None:
                 entry.category = "activations"
         ledger.backward(loss, self.engine.complete)
+        # The caller names the loss while backward runs, and lets go of it now.
         del loss
         # The graph goes with the loss, and its leaves with it.
         if not recipe.loop.keep_outputs:
@@ -178,6 +183,8 @@ class Account:
         for phase, pieces in self.pieces.items():
             best = -1
             for first, last, extra in pieces:
+                # Within a piece the same is added to every event, so the highest event of what is
+                # run is the highest with all layers.
                 high = max(live[first : last + 1])
                 total = high
                 for times, begin, end in extra:
@@ -229,6 +236,8 @@ class Account:
         at = {}
         begin = 0
         for stop in stops:
+            # A block that is born and freed between two stops meets neither condition and drops
+            # out.
             for entry in events[begin:stop]:
                 if entry.death >= stop:  # born since `begin`, and still there
                     totals[entry.category] += entry.size
@@ -341,6 +350,8 @@ def kept_account(recipe: Recipe, chip: Chip) -> Account:
     if sharding and sharding.engine == "ddp":
         sharding = None
     changes = {"sharding": sharding and unchecked(sharding, rank=0)}  # all ranks compute alike
+    # Forward and backward do not ask for the optimizer unless it updates in backward, so all
+    # others share an account.
     if not recipe.loop.optimizer_in_backward:
         changes["optim"] = "sgd"
         changes["optim_args"] = None

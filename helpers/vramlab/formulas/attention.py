@@ -23,7 +23,7 @@ def _multiple(number: int, of: int) -> int:
 class AttentionKernels:
     """Attention of queries, batch × heads × tokens × channels, to keys and values.
 
-    These may have fewer heads.
+    Keys and values may have fewer heads.
     """
 
     def __init__(self, operators: Operators, shape: Shape, rows: Rows):
@@ -98,6 +98,8 @@ class AttentionKernels:
             lines = _multiple(tokens, 32)
             extra = self._efficient_scratch(q, k, v)
         name = f"{kernel}_attention"
+        # One log-sum-exp for each row of scores, from which backward computes the probabilities
+        # again instead of keeping tokens² of them.
         sums = m.ledger.tensor(name, (b, heads, lines), FP32)
         inputs = [q, k, v]
         if mask is not None:
@@ -170,7 +172,11 @@ class AttentionKernels:
         """Attend to rows that are no padding, and put the result back (`_upad_input`)."""
         m = self.operators
         padded = self.rows.padded
+        # Positions in the flattened batch. Backward needs them to take rows of the result's
+        # gradient, and to put back those of queries, keys and values.
         places = m.ledger.tensor("nonzero", (sum(padded),), INT64)
+        # `_upad_input` returns all three at once, so the padded ones live until the last of them
+        # has been taken.
         given = [m.cast(x) for x in (q, k, v)]
         taken = [self._taken(x, places) for x in given]
         del given
@@ -189,6 +195,8 @@ class AttentionKernels:
     def _taken(self, x: Tensor, places: Tensor) -> Tensor:
         """Take the rows `places` of a batch, as one row."""
         m = self.operators
+        # The rows are taken from batch · tokens × heads × channels. That is a view of a
+        # projection's result, but a copy of queries that an operator wrote head by head.
         flat = m.copy(x) if x.packed and x.shape[1] > 1 else x
         return m.op(
             "index",
@@ -218,6 +226,8 @@ class AttentionKernels:
         q, k, v = [m.to(x, FP32) for x in (q, k, v)]
         # Queries and keys are both scaled, by the root, before the product.
         scaled = m.scale(q)
+        # `is_causal` becomes a triangle of booleans, and that a bias of the queries' dtype,
+        # tokens² numbers for all heads together (`convert_boolean_attn_mask`).
         if mask is None and self.layout.causal:
             mask = m.ledger.tensor("where", (tokens, seen), FP32)
         if self.layout.grouped_keys:
@@ -235,6 +245,7 @@ class AttentionKernels:
             scores = m.add(scores, mask)
         scores = m.dropout(m.softmax(scores), self.dropout)
         y = m.bmm(scores, m.contiguous(v), by_head)
+        # transformers' `sdpa_attention_forward` returns `transpose(1, 2).contiguous()`.
         side_by_side = m.copy(y, shape=(b, tokens, heads * v.shape[-1]))
         return m.to(side_by_side, width)
 
@@ -254,10 +265,13 @@ class AttentionKernels:
         in_place = self.layout.scores_in_place
         if not (in_place and b == 1):
             k, v = [m.repeat(x, heads) for x in (k, v)]
+        # Each step makes a tensor of batch × heads × tokens², and this name lets go of the one
+        # before when the next has been made; only what a step saves remains.
         scores = m.matmul(m.factor(q), m.factor(k), pairs)
         if not in_place:
             scores = m.scale(scores)
         if self.softcapped:
+            # tanh(scores / cap) · cap: three tensors, of which backward keeps tanh's result alone.
             scores = m.scale(m.unary("tanh", m.scale(scores)))
         # Scores in place are a name of the module's, which lives until it has probabilities.
         unmasked = scores if in_place else None

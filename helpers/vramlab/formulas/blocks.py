@@ -36,6 +36,8 @@ def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
     """Group the blocks of a peak; `alive`: the ledger's, None outside forward and backward."""
     half = half_of(recipe)
     form = model_states.table_format(recipe)
+    # In forward and backward the ledger has the gradients as blocks of its own; in other phases
+    # they come from the table.
     held = _held(
         recipe.shape,
         form,

@@ -42,6 +42,8 @@ def deepspeed_bytes(asked: Recipe) -> RankBytes:
     recipe = rank.recipe
     third = sharding_of(asked).stage == 3
     offload = sharding_of(asked).offload
+    # Frozen weights are in no flat partition: whole tensors at stages 1 and 2, each divided among
+    # ranks at stage 3.
     frozen = 0
     for row in parameter_table(recipe):
         if not row.trained:
@@ -71,6 +73,7 @@ def deepspeed_bytes(asked: Recipe) -> RankBytes:
         rests += internal_fragmentation(rounded(size))
 
     always, rest = rank.stage_3() if third else rank.stage_1_or_2()
+    # fp32 weights count as states of the optimizer, because the model does not compute with them.
     always = {"optimizer_states": sum(masters)} | always
     always["workspace"] += rests
     parameters = 0
@@ -127,6 +130,8 @@ class _Rank:
 
     def _sub_groups(self) -> list[int]:
         """List the rank's parts at stage 3, which updates `sub_group_size` elements at a time."""
+        # A new group begins once the last one has reached its size, so groups are somewhat larger
+        # than that.
         parts = [0]
         for size in self.sizes:
             if parts[-1] >= SUB_GROUP:
@@ -156,6 +161,8 @@ class _Rank:
             norm = FP64 if offload else 0
             tied = self.tied_gradient * self.width
             if precision_set or offload:
+                # Candidates for the highest moment: a whole gradient, and offloaded also an fp64
+                # copy of this rank's part for the norm.
                 last = [size * self.width + inside * norm for inside, size in pieces]
             else:
                 last = [self._last(whole)]
@@ -221,7 +228,7 @@ class _Rank:
     def _others(self, whole: int) -> int:
         """Return the bytes of this rank's gradients but the first tensor's.
 
-        `whole` elements are all that stay until backward ends.
+        All gradients that stay until backward ends are `whole` elements.
         """
         first = self.sizes[0]
         has_first = self.sharding.rank * max(self.parts) < first
@@ -247,6 +254,7 @@ class _Rank:
         Returns:
             What is added in every phase, and the other fields of `RankBytes`.
         """
+        # The bucket for gradients is allocated once and filled again and again (`ipg_buckets`).
         always = {"workspace": self.bucket * self.reduced}
         if self.sharding.offload:
             return always, {"temporaries": 0}
@@ -264,6 +272,7 @@ class _Rank:
     def _pieces(self) -> list[tuple[int, int]]:
         """List (elements in the partition, elements) of each tensor that the rank has some of."""
         (part,) = self.parts
+        # This rank has elements low to low + part of all trained tensors laid end to end.
         low = self.sharding.rank * part
         pieces = []
         for size, end in zip(self.sizes, accumulate(self.sizes), strict=True):
@@ -324,18 +333,25 @@ class DeepSpeedEngine(Engine):
             self.copies = {part: copied * width for part, (_, copied) in elements.items()}
 
     def begin(self, gradients_exist: bool) -> None:
+        """Begin the micro-batch, and note whether its gradients are added to others."""
         super().begin(gradients_exist)
         self.added = gradients_exist
 
     def before_forward(self) -> None:
+        """Gather what stage 3 has at most before the head runs."""
         self._gather("forward")
 
     def leave(self, key: str, needs: bool = True) -> None:
+        """Have backward gather what stage 3 needs before the embedding, where `key` is that."""
         if key == EMBEDDING:
+            # It stands behind the embedding's nodes, so backward comes to it when all layers are
+            # done.
             self.ledger.nodes.append(lambda: self._gather("front"))
 
     def before_head(self) -> None:
+        """Gather what stage 3 has at most while the head runs, and later in backward."""
         self._gather("head")
+        # It stands before the head's nodes, so backward comes to it when the head is done.
         self.ledger.nodes.append(lambda: self._gather("backward"))
 
     def _gather(self, part: str) -> None:
@@ -348,6 +364,7 @@ class DeepSpeedEngine(Engine):
             self.ledger.group("_to_copy", [(self.copies[part], 1)], "temporaries")
 
     def finish(self) -> None:
+        """Release what is gathered, at the end of backward."""
         self.gathered = None
 
     def complete(self, parameter: Parameter) -> None:

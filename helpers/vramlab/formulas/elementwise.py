@@ -154,7 +154,7 @@ class Elementwise:
     def probabilities(self, x: Tensor, fp32: bool | None, width: int) -> Tensor:
         """Take a softmax, with `fp32` (or under autocast) in fp32, and cast it to `width`.
 
-        With False nothing is cast.
+        With `fp32` False nothing is cast, with None only the result is.
         """
         if not fp32:
             y = self.softmax(self.fp32(x))
@@ -197,7 +197,11 @@ class Elementwise:
 
     def _gelu(self, x: Tensor) -> Tensor:
         """Compute the activations of `WRITTEN_OUT`."""
+        # Python evaluates 0.5 · x, on the left of the product, before the rest, so it lives
+        # through all that follows.
         half = self.scale(x)
+        # `pow` is on autocast's fp32 list, so from here to the last product the tensors are fp32
+        # under autocast.
         cubed = self.scale(self.power(self.fp32(x)))
         # One name for all that follows: each result is freed when the next one has been made.
         y = self.add(x, cubed)

@@ -93,6 +93,8 @@ class Embeddings:
             saves=[image, weight],
         )
         self._require_gradient(patches)
+        # One row serves all images as a view; its gradient is made for every image and then summed
+        # over the batch.
         token: Tensor = m.parameters[f"{prefix}.cls_token"]
         shape = (batch, 1, hidden)
         token = m.op(

@@ -81,6 +81,8 @@ class Engine:
             return
         assert parameter.partial is not None
         parameter.partial.entry.category = "gradients"
+        # The hook updates one weight while its gradient lives; the scratch has no name, so it is
+        # freed before the gradient.
         temporaries = single_temporaries(self.recipe, parameter.shape, parameter.width)
         self.ledger.scratch(temporaries, "optimizer")
         parameter.partial = None

@@ -26,6 +26,8 @@ class FeedForward:
         m = self.operators
         activation = self.shape.activation
         if "gate_up" in at:
+            # One matrix makes both (Phi-3), and the halves are views: the block lives until the
+            # second of them is no more needed.
             half = (*x.shape[:-1], self.shape.intermediate_size)
             # Popped, so that no name here keeps a half alive.
             parts = m.split(m.linear(x, at["gate_up"]), half, half)
@@ -59,6 +61,8 @@ class FeedForward:
         rows = b * tokens
         chosen = self.shape.experts_per_token
         down = m.parameters[at["experts_down"]]
+        # The experts' own width, from the weight's size: families store it as experts × hidden ×
+        # width or the other way round.
         wide = prod(down.shape) // (self.shape.num_experts * hidden)
         flat = x.view(rows, hidden)
         unpacked: list[Tensor] = []
@@ -81,15 +85,20 @@ class FeedForward:
             inner = [m.mul(m.activation(gate, self.shape.activation), up)]
         del gate, up
         out = self._grouped(inner.pop(), at["experts_down"], hidden, unpacked)
+        # Weights of the chosen experts in the sorted order, one number a row (`sample_weights_g`).
         weights = self._index(routed[-1], order, 1)
         scaled = m.mul(out, weights)
         del weights
+        # Back in the tokens' order (`weighted_out[inv_perm]`), a copy as large as the experts'
+        # output.
         weighted = self._index(scaled, order, hidden)
         del scaled
         y = m.to(m.reduce(weighted, (rows, hidden), "sum"), x.width)
         y = y.view(b, tokens, hidden)
         if "shared_up" not in at:
             return y
+        # `grouped_mm_experts_forward` has returned before the shared experts run, and its names
+        # with it.
         del out, weighted, selected
         unpacked.clear()
         # Experts that every token goes to, beside those that it is routed to.
@@ -145,6 +154,8 @@ class FeedForward:
         x = m.to(x, weight.width)
         one_by_one = m.numerics.chip.capability < (8, 0)  # transformers' fallback
         saves = []
+        # The fallback is an operator of its own, which saves its input even for a frozen weight
+        # (`_grouped_mm_fallback_setup_context`).
         if weight.needs or one_by_one:
             saves.append(x)
         if x.needs:

@@ -70,6 +70,7 @@ def unit_of(name: str, recipe: Recipe) -> str:
 
     `name` may have * for the layer's number.
     """
+    # Each layer is a unit: its name ends with the first number, or the star that stands for one.
     layer = re.match(r".*?\.(\d+|\*)(?=\.)", name)
     if layer:
         return layer[0]
@@ -128,6 +129,8 @@ class FsdpEngine(Engine):
             unit = self.units[unit_of(name, asked)]
             if weight not in unit.weights:  # a tied head is the embedding
                 unit.weights.append(weight)
+        # accelerate keeps the tail gathered (`reshard_after_forward=False`), and `fully_shard` by
+        # default the root: backward begins with these two.
         self.units[TAIL].keep = True
         self.units[ROOT].keep = True
         self.first_unit = ROOT
@@ -139,6 +142,8 @@ class FsdpEngine(Engine):
         # Without micro-batches before it what is left is shards, which `shards` counts.
         if not gradients_exist or self.asked.gradient_accumulation_steps == 1:
             return
+        # Those of layers that run become blocks of the ledger below; what is left over stands for
+        # the other layers.
         self.other_gradients = self._whole_gradients()
         for unit in self.units.values():
             for weight in unit.weights:
@@ -190,6 +195,8 @@ class FsdpEngine(Engine):
         """Gather a weight that is in no unit, as it is stored (trl, `_fused_forward`)."""
         if unit_of(weight.name, self.asked) != APART:
             return weight
+        # `DTensor.full_tensor` gathers rows in equal chunks with padding, and views the rows that
+        # count.
         rows, *columns = weight.shape
         gathered_rows = ceil(rows / self.ranks) * self.ranks
         width = weight_width(self.asked.weights_dtype, self.asked.quantization)
@@ -220,6 +227,8 @@ class FsdpEngine(Engine):
         if self.ranks == 1:
             unit.copied = self._copied_one_by_one(unit)
             return
+        # Each weight has a storage of its own, which `free_storage` empties without the tensor
+        # going.
         sizes = [(self._whole(weight), 1) for weight in unit.weights]
         unit.copied = self.ledger.group("gathered", sizes, "workspace")
 
@@ -288,6 +297,8 @@ class FsdpEngine(Engine):
                 self._gather(unit)
             self._copy_out(unit)
             unit.flat = None
+        # Backward goes through the forward pass's order from its end, so the unit to prefetch is
+        # the one before.
         place = self.order.index(unit)
         if place == 0:
             return
@@ -300,6 +311,8 @@ class FsdpEngine(Engine):
         unit = self.units.get(key)
         if unit is None or unit.done:
             return
+        # In the order of `post_backward`: the weights go, then the input of the reduce-scatter
+        # before, and only then the new input is allocated.
         unit.done = True
         unit.copied = None
         self.reducing = None
@@ -339,6 +352,8 @@ class FsdpEngine(Engine):
 
     def finish(self) -> None:
         """Reduce what the backward pass did not, and free what is gathered."""
+        # Units whose input needed no gradient have had no hook
+        # (`_root_post_backward_final_callback`).
         for key in (ROOT, *self.units):
             self._reduce(key)
         self.reducing = None

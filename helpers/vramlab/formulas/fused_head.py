@@ -107,9 +107,12 @@ def log_probabilities(
     tensor = m.ledger.tensor
     b, tokens, _ = x.shape
     width = m.numerics.autocast or x.width
+    # labels[:, 1:] != -100, a byte a position; the last position of a sample predicts nothing.
     mask = tensor("ne", (b, tokens - 1), BOOL)
     hidden = _labelled(m, x, mask, labelled)
     targets = tensor("index", (labelled,), INT64)
+    # `mm_buf`: allocated once for all tiles, as wide as a full chunk of the vocabulary even where
+    # that is smaller.
     tile = min(labelled, TILE_TOKENS) * TILE_COLUMNS * width
     copies = _Copies.of(m, x, weight, labelled)
     workspace = m.ledger.workspaces[:1]
@@ -139,6 +142,8 @@ def log_probabilities(
         FP32,
         saves=saved,
         grads=(CAST, CAST, CAST),
+        # `spike` is there in the loop over tiles; `extra` is what the function's names still hold
+        # while it casts its results.
         spike=(*sums, tile, *copies.backward, *workspace),
         extra=[*kept, tile],
     )

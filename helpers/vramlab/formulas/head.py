@@ -66,6 +66,8 @@ class Head:
         self.engine.leave(TAIL)
         if shape.settings.get("logits_scaling"):  # Granite
             logits = m.scale(logits, "div")
+        # tanh(logits / cap) · cap: two copies of the logits that go, and one that is saved (Gemma
+        # 2).
         if shape.settings.get("final_logit_softcapping"):
             logits = m.scale(m.unary("tanh", m.scale(logits, "div")))
         m.ledger.where = "loss"
@@ -100,6 +102,8 @@ class Head:
         """Take log-softmax in the logits' dtype, and the labels' mean, in fp32 under autocast."""
         m = self.operators
         labels = m.ledger.tensor("labels", (prod(logits.shape[:-1]),), INT64)
+        # `cross_entropy` is log_softmax and nll_loss. Both save the same log-softmax, and backward
+        # makes a gradient as large for each of them.
         log = m.fp32(m.unary("log_softmax", logits))
         return m.op(
             "nll_loss",

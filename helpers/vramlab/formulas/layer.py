@@ -57,11 +57,14 @@ class Layer:
         """Add attention and feed-forward part of the same input."""
         m = self.operators
         normed = self.norms.apply(x, at["norm1"])
+        # What attention returned waits beside the whole feed-forward part.
         y = m.dropout(self.attention.run(at, normed, mask, table), self.dropout)
         # Some families norm each branch by itself (GPT-NeoX), others once for both.
         if "norm2" in at:
             normed = self.norms.apply(x, at["norm2"])
         z = self.feed_forward.run(at, normed)
+        # GPT-NeoX adds mlp_output + attn_output + hidden_states from left to right: two sums of
+        # the layer's width, none of which is saved.
         branches = m.add(m.dropout(z, self.dropout), y)
         return m.add(branches, x)
 
@@ -77,6 +80,8 @@ class Layer:
         if "after1" in at:  # Gemma 2 also norms what each branch returns, OLMo 2 that alone
             y = self.norms.apply(y, at["after1"])
         x = self._sum(x, y, at, "norm1")
+        # The residual sum saves nothing, so what attention returned goes here, before the widest
+        # tensors of the layer are made.
         del y
         z = self.feed_forward.run(at, self._before(x, at, "norm2"))
         if "after2" in at:

@@ -44,6 +44,8 @@ class Replay:
         """Return what the next operator saved, the last one's first."""
         if self.filled is None:
             self.filled = ledger.recompute(self)
+        # Backward asks for the last operator's first. What is popped is freed when that operator
+        # has run backward, as a recomputed tensor is in PyTorch.
         return self.filled.pop()
 
 
@@ -109,7 +111,11 @@ class Ledger(Memory):
             grads: how each input's gradient is made, see OWN.
             extra: bytes that the backward formula needs besides the gradients it makes.
             spike: bytes that it needs before it makes them.
+        Raises:
+            Stop: in a recomputation that now has all it needs.
         """
+        # The forward pass counted what is saved (`_saved`), so a recomputation knows the operator
+        # whose inputs complete it.
         refilled = self.refilled
         is_last = (
             refilled is not None
@@ -120,6 +126,8 @@ class Ledger(Memory):
             # Autograd saves a product's inputs, and the checkpoint ends, before it is made.
             refilled.append([None if isinstance(x, bool) else x.block for x in saves])
             raise Stop
+        # The result is allocated while all inputs live. A view is one more reference to its base's
+        # block, which lives as long as the longer of the two.
         block = self.block(name, shape, width) if view is None else view.block
         out = Tensor(block, shape, width)
         if refilled is not None or self.no_grad:
@@ -145,6 +153,8 @@ class Ledger(Memory):
         node.extra = extra
         node.spike = spike
         node.gradient = None
+        # Saved blocks are references of the node alone, so an activation that no name holds any
+        # more lives until backward pops the node.
         node.saved = self._saved(block, saves)
         out.node = node
         out.needs = True
@@ -186,6 +196,8 @@ class Ledger(Memory):
 
         Backward runs it again (Chen et al. 2016).
         """
+        # While this is set, operators count what they save instead of keeping it. The replay
+        # itself keeps `x`, the only tensor that a checkpoint saves.
         self.replay = Replay(function, x)
         out = function(x)
         self.replay = None
@@ -199,6 +211,8 @@ class Ledger(Memory):
         self.replay = replay
         self.refilled = []
         first = len(self.events)
+        # `Stop` ends it in the middle of a layer, as `_StopRecomputationError` does in
+        # torch.utils.checkpoint, so what follows has to put back what the layer's end would have.
         with suppress(Stop):
             replay.function(replay.x)
         self.layer_holds.clear()
@@ -228,6 +242,7 @@ class Ledger(Memory):
         """Run all operators in reverse, from a gradient for `tensor`; see `Node.run`."""
         loss = tensor.node
         assert isinstance(loss, Node)
+        # `torch.autograd.backward` starts from ones of the loss's shape (`_make_grads`).
         loss.gradient = self.block("ones_like", tensor.shape, tensor.width)
         # The loss lives as long as the caller names it.
         del tensor, loss
@@ -242,6 +257,8 @@ class Ledger(Memory):
             if node.gradient is None:
                 continue
             recomputed = type(node.saved) is Replay
+            # The first node that backward meets of a checkpointed piece runs the piece again; the
+            # others find it filled. Backward then handles what was recomputed like saved tensors.
             if recomputed:
                 node.saved = node.saved.give(self)
             node.run(self, complete, recomputed)

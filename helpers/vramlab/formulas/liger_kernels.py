@@ -80,6 +80,7 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
     b, tokens, hidden = x.shape
     rows = b * tokens
     tensor = m.ledger.tensor
+    # Labels are padded by one and shifted in a copy, as in transformers' own loss.
     labels = [
         tensor("constant_pad_nd", (b, tokens + 1), INT64),
         tensor("clone", (b, tokens), INT64),
@@ -87,6 +88,7 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
     gradients = [tensor("zeros_like", (rows, hidden), x.width)]
     if weight.needs:
         gradients.append(tensor("zeros_like", weight.shape, weight.width))
+    # The loss of each row, and whether the row has a label.
     labels.append(tensor("zeros", (rows,), FP32))
     labels.append(tensor("ne", (rows,), BOOL))
     # As many chunks as the vocabulary is wider than x, so that logits take about as much as x.

@@ -35,9 +35,9 @@ class Moment(NamedTuple):
 
 
 def loading_peak(recipe: Recipe) -> Bytes | None:
-    """Return the split at that moment.
+    """Return the split at the highest moment of loading.
 
-    None where the device never holds more than the result.
+    It is None where the device never holds more than the result.
     """
     if loads_whole(recipe):
         whole = parameter_bytes(unchecked(recipe, sharding=None))
@@ -82,6 +82,8 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
     family = family_of(shape)
     others = family.stored_as
     merges = not family.stored_fused
+    # The copy of a tied head comes before everything else and stays until it has been compared
+    # with the embedding.
     kept = head
     moments = []
     for _, row in sorted(tensors, key=lambda tensor: _natural(tensor[0], others)):
@@ -93,6 +95,8 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
         moments.append(Moment(kept, buffers, mask))
         kept -= head
     if packs_later:
+        # Experts that were loaded whole are packed when the model is complete: for each of them
+        # the moment has the whole tensor, still kept, and its packed form.
         packed = _tensors(shape, dtype, replace(loaded, experts=quantization.experts))
         for (_, row), (_, after) in zip(tensors, packed, strict=True):
             if row.kind == "expert":
@@ -102,6 +106,8 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> Moment:
     if quantization.prepare:
         for _, row in tensors:
             if row.quantized is None and row.width == HALF:
+                # `prepare_model_for_kbit_training` assigns `param.data.to(float32)` one by one, so
+                # only one weight at a time is there in both formats.
                 copy = rounded(prod(row.shape) * FP32)
                 moments.append(Moment(kept, buffers, copy))
                 kept += copy - row.size

@@ -115,6 +115,8 @@ class Memory:
         entry.birth = NEVER
         entry.death = NEVER
         block.entry = entry
+        # The list holds the entry and the entry refers to the block weakly, so the list keeps no
+        # block alive.
         happens(entry)
         return block
 
@@ -126,6 +128,8 @@ class Memory:
         width: int = 1,
     ) -> Block:
         """Return one block for many that come and go together; `sizes`: (bytes, how many)."""
+        # Bytes are added up when the step is over (`account._number`), so the entry may get its
+        # size after it has joined the events.
         block = self.block(op, (0,), 1, category)
         entry = block.entry
         total = 0
@@ -138,6 +142,7 @@ class Memory:
             entry.size += whole * count
             fragments += internal_fragmentation(whole) * count
         entry.allocated = entry.size + fragments
+        # A report shows the group as one row of numbers, without padding.
         entry.shape = (total // width,)
         entry.width = width
         return block

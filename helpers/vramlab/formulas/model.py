@@ -90,8 +90,11 @@ class Model:
         engine = self.engine
         engine.before_forward()
         stacks = self.layout.stacks
+        # What runs outside of layers is reported under the module that holds them, "model" of
+        # "model.layers".
         backbone, _, _ = stacks[0].prefix.rpartition(".")
         self.ledger.where = backbone
+        # FSDP's root unit gathers what is in no other unit, before anything runs.
         engine.enter(ROOT)
         engine.enter(EMBEDDING)
         x, named = self.embeddings.run()
@@ -113,9 +116,12 @@ class Model:
         x = states.pop()
         self.ledger.where = backbone
         engine.enter(TAIL, x.needs)
+        # The decoder's last norm is the last of the modules outside the layers.
         if not self.layout.post_norm:
             norms = [name for name, kind in self.layout.modules if kind == "norm"]
             x = self.norms.apply(x, norms[-1])
+        # `inputs_embeds` is an argument of the backbone's `forward`, so it lives until that
+        # returns.
         del named
         return x
 
@@ -152,6 +158,8 @@ class Model:
         allowed = self.ledger.tensor("mask", shape, BOOL)
         if kernel == "sdpa":
             return allowed
+        # `eager_mask` of transformers makes a bias of the model's dtype from the boolean mask,
+        # which goes when it returns.
         return self.ledger.tensor("mask", shape, self.operators.numerics.hidden)
 
     def _tables(self, kinds: list[str]) -> dict[str, Table]:
@@ -178,8 +186,12 @@ class Model:
         stacks: list[Stack],
         masks: dict[str, Tensor | None],
     ) -> list[tuple[Stack, str, int, int]]:
-        """List (stack, kind, first number, count) of equal layers, one kind after the other."""
+        """List (stack, kind, first number, count) of equal layers, one kind after the other.
+
+        Raises RecipeError where layers differ and are sharded.
+        """
         kinds = self.layout.kinds or tuple(masks)
+        # Kinds with masks alike allocate alike, so one run of layers serves them all.
         masked = {mask is not None for mask in masks.values()}
         if len(stacks) > 1 or len(masked) == 1:
             runs = [(stack, kinds[0], stack.first, stack.count) for stack in stacks]
@@ -233,13 +245,18 @@ class Model:
         for number in range(written):
             inner = f"{name}.{start + number}"
             ledger.where = inner
+            # Events from `begin` to `end` are one layer forward, from `top` to `bottom` the same
+            # layer backward; the account multiplies both by `more`.
             section = Section(more=count - written, begin=len(ledger.events))
             # Backward runs nodes in reverse: this one comes when the layer is done.
             ledger.nodes.append(partial(self._note_bottom, section))
             engine.enter(inner, x.needs)
+            # A recomputation calls this function with `x` alone, so the layer's name is bound in.
             inside = partial(run, name=inner)
             x = ledger.checkpoint(inside, x) if checkpoints else inside(x)
             engine.leave(inner)
+            # This layer stands for those that are not run: the one before it differs in its input,
+            # the one after it in what comes next.
             if number == min(typical, written - 1):
                 section.end = len(ledger.events)
                 if section.more and checkpoints:  # the next layer's checkpoint holds it
@@ -259,6 +276,8 @@ class Model:
 
     def _come_back(self, x: Tensor) -> None:
         """Let the first layer's input go with that layer, as others' do, and then come back."""
+        # The first layer stands for others here, whose inputs go with them. The leaf would hold
+        # this one for the whole step, and the account would multiply that.
         leaf = x.node
         assert isinstance(leaf, Leaf)
         shape = x.shape
@@ -281,6 +300,8 @@ class Model:
 
 def _caches(recipe: Recipe) -> list[Tensor] | None:
     """Return an empty list for keys and values where the model caches them."""
+    # transformers' decoders cache keys and values in training too unless told otherwise;
+    # `GradientCheckpointingLayer` sets use_cache to False.
     caching = recipe.loop.use_cache
     if caching is None:
         caching = recipe.shape.settings.get("use_cache", True)

@@ -184,6 +184,8 @@ def _weights(shape: Shape, form: Format) -> Counter[_Kind]:
     saved = trained_whole(shape, lora)
     copies_head = is_tied_head_copied(shape, saved)
     adapted = {name for name, _, _ in lora_modules.adapted(shape, lora)}
+    # Equal tensors fall into one kind. A counter keeps the order of first sight, which is that of
+    # the model, and copies stand at its end.
     originals: Counter[_Kind] = Counter()
     copies: Counter[_Kind] = Counter()
     for weight in shape.weights():
@@ -219,6 +221,7 @@ def _weights(shape: Shape, form: Format) -> Counter[_Kind]:
 
 def _is_decayed(name: str, kind: str) -> bool:
     """Tell whether the Trainer decays a weight: by its kind, or by names in it and its module."""
+    # With a dot in front, the module of a bare name is "".
     module = f".{name}".split(".")[-2]
     return kind not in ("norm", "bias") and "bias" not in name and "norm" not in module
 
@@ -313,6 +316,7 @@ def _can_quantize(shape: Shape, weight: Weight, quantization: Quantization) -> b
     module, _, part = weight.name.rpartition(".")
     if weight.kind not in ("linear", "conv1d") or part != "weight":
         return False
+    # `skip_modules` takes the place of the loader's own choice, the output head.
     is_left = quantization.skips(module) if quantization.skip_modules else module == shape.head
     if is_left:
         return False
@@ -367,6 +371,7 @@ def input_bytes(recipe: Recipe) -> int:
     at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
     batch, tokens = recipe.rows
     shape = recipe.shape
+    # Ids and labels are int64.
     inputs = 8 * batch * tokens
     if shape.features:
         _, sizes = shape.features
@@ -417,6 +422,8 @@ def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
 
     These are rests that it does not split off.
     """
+    # A rest is filled by whichever request comes next, so what is lost depends on the order of the
+    # tensors.
     order = tensors_in_order(recipe)
     parameters: list[int] = []
     states: list[int] = []

@@ -74,6 +74,8 @@ class Operators(Elementwise):
 
     def embedding(self, ids: Tensor, name: str) -> Tensor:
         """Look up a row for each id; the gradient is as large as the table."""
+        # Backward reads the ids alone; the gradient is dense, a row of zeros for each id that did
+        # not come (derivatives.yaml, `embedding`).
         weight = self.parameters[f"{name}.weight"]
         shape = (*ids.shape, weight.shape[-1])
         return self.op(
@@ -101,12 +103,16 @@ class Operators(Elementwise):
                 x.width,
                 view=x,
             )
+        # transformers' `repeat_kv` expands and reshapes, and the reshape copies.
         out = self.op("repeat_kv", [x], shape, x.width)
         out.packed = True
         return out
 
     def contiguous(self, x: Tensor) -> Tensor:
         """Copy a view whose batch and heads do not lie in order, as a batched product needs."""
+        # `torch.matmul` views batch × heads as one dimension for `bmm`, which needs one stride
+        # from head to head. A projection's result has it only if there is one sample; with more
+        # the view becomes a copy.
         if x.packed or x.shape[0] == 1:
             return x
         return self.copy(x)
@@ -145,6 +151,8 @@ class Operators(Elementwise):
         inputs = [x, weight]
         if bias is not None:
             inputs.append(bias)
+        # The width comes from the weight's size, because `Conv1D` stores inputs × outputs and
+        # `nn.Linear` outputs × inputs.
         shape = (*x.shape[:-1], prod(weight.shape) // x.shape[-1])
         y = self.op(
             "linear",
@@ -207,11 +215,15 @@ class Operators(Elementwise):
             update = self.to(update, width)
         y = self.add(y, update)
         del update
+        # The sum has the wider dtype of the two, and PEFT casts it back to that of the layer
+        # (`torch_result_dtype` in peft's lora/layer.py).
         return self.to(y, width)
 
     def unpacked(self, weight: Parameter) -> Tensor:
         """Unpack a weight outside of 4-bit layers (`bitsandbytes.nn.parametrize`)."""
         numerics = self.numerics
+        # `dequantize_4bit` unpacks nested scales first, to one fp32 number for each block of 64
+        # weights, and holds them until the weight is there.
         scales: list[Tensor] = []
         if numerics.nested:
             numbers = ceil(prod(weight.shape) / BLOCK)
@@ -225,6 +237,8 @@ class Operators(Elementwise):
         two fp32 temporaries (`bitsandbytes.autograd.MatMul4Bit`).
         """
         numerics = self.numerics
+        # `Linear4bit.forward` casts its input to compute_dtype and its result back to the input's
+        # dtype.
         a = self.to(x, numerics.compute)
         numbers = prod(weight.shape)
         whole = numbers * numerics.compute
@@ -239,6 +253,8 @@ class Operators(Elementwise):
         size = whole + max(scales, workspace)
         if prod(x.shape[:-1]) <= FEW_ROWS:
             size = 0
+        # It is there before the result and goes before the result is cast. Up to eight rows a
+        # kernel reads the packed weight as it is.
         temporary = self.ledger.block("gemm_4bit", (size,), 1, "workspace")
         y = self.op(
             "gemm_4bit",

@@ -106,6 +106,8 @@ def gathered(
     bucket = HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)
     coming: deque[Use] = deque()
     uses: dict[str, list[int]] = {}
+    # The trace of a step, by which DeepSpeed prefetches: every use of every weight in the order in
+    # which modules run.
     for step, run in enumerate(runs):
         for name, size in run.weights.items():
             coming.append(Use(step, name, size))
@@ -119,10 +121,13 @@ def gathered(
     most = dict.fromkeys(PARTS, 0)
     with_copies = dict.fromkeys(PARTS, 0)
     for step, (part, weights, reduces_head) in enumerate(runs):
+        # What the module needs and prefetching has not brought is gathered first.
         new = [size for name, size in weights.items() if name not in live]
         live |= weights
         ahead = 0
         room = min(MOST - sum(live.values()), bucket)
+        # Uses up to this module leave the queue without being gathered again; then it is emptied
+        # until a bucket of elements is on its way or `MOST` are gathered.
         while coming and (coming[0].step <= step or ahead < room):
             use = coming.popleft()
             fetched[use.name] = use.step
@@ -135,6 +140,7 @@ def gathered(
         with_copies[part] = max(with_copies[part], sum(live.values()) + copied)
         if reduces_head:
             most["reduced"] = sum(live.values())
+        # A weight is released unless it is used again within the next `MOST` elements.
         for name in weights.keys() - kept.keys():
             later = [passed[other] - passed[step + 1] for other in uses[name] if other > step]
             # One that was fetched for later was not prefetched, because it was still gathered.
@@ -149,6 +155,8 @@ def _runs(root: Module, head: Module, checkpoints: bool) -> list[Run]:
     for module in root.forward():
         part = "head" if module.part == "head" else "forward"
         runs.append(Run(part, module.weights))
+    # The head's gradient is reduced when the next gradient comes: that of its own bias, or else
+    # that of the first innermost module after it.
     waits = False
     with_backward = (module for module in root.backward() if module.part)
     for layer, inside in groupby(with_backward, key=attrgetter("layer")):
@@ -185,6 +193,7 @@ class _Tree:
 
     def module(self, name: str, part: str) -> Module:
         """Return the module `name`, whose backward pass is in `part` of the step."""
+        # "a.b.c" gives a, a.b and a.b.c: the module and all those around it.
         names = list(accumulate(name.split("."), "{}.{}".format))
         around = self.root
         for name, inner in zip(names, [*names[1:], ""], strict=True):
@@ -230,6 +239,8 @@ def _tree(shape: Shape) -> tuple[Module, Module]:
             tree.module(f"{around}.activation", part)
     head = tree.module(shape.head, "head")
     if shape.tied:
+        # A tied head multiplies with the embedding's weight, which both modules then use under one
+        # name.
         embedding = next(module for module in tree.modules.values() if module.weights)
         head.weights |= embedding.weights
     return tree.root, head

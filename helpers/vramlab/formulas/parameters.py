@@ -25,6 +25,7 @@ def parameters_of(recipe: Recipe) -> dict[str, Parameter]:
     )
     parameters = {row[0]: Parameter(*row) for row in rows}
     head = f"{shape.head}.weight"
+    # Modules come in order, so the first weight with a row a token is the word embedding.
     words = _first_of(parameters, shape.vocab_size)
     if head in parameters or words is None:
         return parameters

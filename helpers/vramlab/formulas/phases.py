@@ -44,6 +44,7 @@ class Phases:
         if self.loop.keep_outputs is True:
             kept = self._outputs
         before = self._existing
+        # Then the last step's gradients are still there while the forward pass runs.
         if self.loop.zero_grad == "before_backward":
             before = self._left
         # Outputs of the step before go when the new ones have their name.
@@ -115,6 +116,7 @@ class Phases:
         if self.loop.keep_outputs is True:
             outputs = self._outputs
         gradients = self._gradients
+        # Gradients that are zeroed in place, or later, stay between steps.
         if self.loop.zero_grad == "end" and self.loop.set_to_none:
             gradients = {}
         return total(self._always, outputs, gradients)

@@ -69,6 +69,8 @@ def predict(
     peak = phases[highest].peak
     groups = blocks.groups(stepped, account.alive(highest), peak)
     loading = loading_peak(recipe)
+    # Segments that the allocator took while loading are still reserved in the step, so the higher
+    # moment of the two counts for reserved memory.
     most = max(peak.total, loading.total if loading else 0)
     sharded = bool(recipe.sharding and recipe.sharding.stage)
     alive = blocks.counts(groups, peak)
@@ -104,6 +106,10 @@ def _refusals(recipe: Recipe) -> Refusals:
     lora = recipe.lora
     sharding = recipe.sharding
 
+    for name in ("cp_size", "sp_size"):
+        together = sharding and getattr(sharding, name) > 1
+        allowed = "the formulas give each rank samples of its own: ask simulate"
+        yield f"sharding.{name}", together, allowed
     unknown = sharding and not shards.is_known(sharding)
     allowed = "the formulas know of ddp, fsdp and deepspeed the ways that plan tries: ask simulate"
     yield "sharding", unknown, allowed

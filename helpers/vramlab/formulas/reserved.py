@@ -32,7 +32,7 @@ WORST_SHARDED = 2.6
 def internal_fragmentation(size: int) -> int:
     """Return the bytes that a block holds beyond `size`, of a rest that is not split off.
 
-    It is one of 1 MiB or less.
+    A rest of 1 MiB or less is not.
 
     From 10 MiB on a request has a segment of its own. Below, equal requests share a segment, and
     the rest that the last of them holds is divided among them. Up to 1 MiB there is none.
@@ -50,8 +50,12 @@ def pack(sizes: Iterable[int]) -> int:
     rests: list[int] = []
     for size in sizes:
         if size > SMALL_BLOCK:
+            # Free blocks are sorted by size, and the allocator takes the smallest that is large
+            # enough (`get_free_block`).
             i = bisect.bisect_left(rests, size)
             block = rests.pop(i) if i < len(rests) else segment(size)
+            # What is left over is a free block if it is larger than 1 MiB; otherwise the request
+            # keeps it (`should_split`).
             if block - size > SMALL_BLOCK:
                 bisect.insort(rests, block - size)
             else:
@@ -63,7 +67,7 @@ def pack(sizes: Iterable[int]) -> int:
 def reserved(blocks: Mapping[int, int], peak: int, sharded: bool = False) -> Interval:
     """Estimate the peak of reserved memory from a peak's blocks (size to count) and bytes.
 
-    That is `torch.cuda.memory_reserved`.
+    Reserved is what `torch.cuda.memory_reserved` returns.
 
     Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST.
     Sequences of varying length fragment further.
@@ -75,6 +79,8 @@ def reserved(blocks: Mapping[int, int], peak: int, sharded: bool = False) -> Int
         else:
             shared = LARGE_SEGMENT // size if size < LARGE_REQUEST else 1
             total += -(-count // shared) * segment(size)
+    # Requests of up to 1 MiB share segments of 2 MiB; up to 10 MiB they share segments of 20 MiB,
+    # and above each has one of its own.
     low = max(peak, total + -(-small // SMALL_SEGMENT) * SMALL_SEGMENT)
     worst = WORST_SHARDED if sharded else WORST
     return Interval(int(peak * EXACT), int(low * TYPICAL), int(low * worst) + LARGE_SEGMENT)

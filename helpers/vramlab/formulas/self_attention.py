@@ -88,6 +88,8 @@ class SelfAttention:
     def _separate(self, at: Modules, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project to queries, keys and values with a matrix each."""
         m = self.operators
+        # In the order of `LlamaAttention.forward`. Backward comes to values first, and adds the
+        # other two gradients for x to theirs in place.
         q = m.linear(x, at["q"])
         scaled = self.layout.scaled_queries
         q = m.scale(q) if scaled else self._head_norm(q, at, "q_norm")
@@ -170,6 +172,8 @@ class SelfAttention:
         if dims < channels:
             turned = m.slice(x, (*rest, dims))
             passed = [m.slice(x, (*rest, channels - dims))]
+        # (q * cos) + (rotate_half(q) * sin) from left to right: the first product waits while
+        # rotate_half and the second are made.
         first = m.mul(turned, cos)
         # rotate_half: the second half, negated, before the first.
         left = m.slice(turned, (*rest, dims // 2))
@@ -186,6 +190,8 @@ class SelfAttention:
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         """View batch × tokens × (heads · channels) as batch × heads × tokens × channels."""
+        # No copy, so the numbers still lie token by token, whatever the shape says; hence `packed`
+        # is False.
         return x.view(x.shape[0], count, x.shape[1], self.shape.head_dim)
 
     def _head_norm(self, x: Tensor, at: Modules, role: str) -> Tensor:
@@ -198,5 +204,7 @@ class SelfAttention:
         if weight.shape == (width,):
             return self.norms.apply(x, at[role])
         channels = self.shape.head_dim
+        # The norm's result is written anew with a row for each head, whose mean square is one
+        # number in fp32.
         by_head = x.view(b, tokens, width // channels, channels)
         return self.norms.apply(by_head, at[role])

@@ -85,7 +85,7 @@ def _cached_rank_bytes(settings: Settings) -> RankBytes:
 
 
 def _whole(recipe: Recipe) -> RankBytes:
-    """Hold everything."""
+    """Return what a rank holds that holds everything, as one GPU does."""
     return RankBytes(
         parameters=model_states.parameter_bytes(recipe),
         gradients=model_states.gradient_bytes(recipe),
@@ -98,8 +98,10 @@ def _whole(recipe: Recipe) -> RankBytes:
 def _ddp(recipe: Recipe) -> RankBytes:
     """Hold a replica and a copy of its gradients in buckets.
 
-    After reducer.cpp, `compute_bucket_assignment_by_size`.
+    Buckets are those of reducer.cpp, `compute_bucket_assignment_by_size`.
     """
+    # After the first step the reducer makes its buckets anew in the order in which gradients came
+    # (`Reducer::rebuild_buckets`), from the last weight to the first.
     buckets = []
     current = 0
     limit = FIRST_BUCKET
@@ -114,6 +116,8 @@ def _ddp(recipe: Recipe) -> RankBytes:
     buckets.append(current)
     workspace = 0
     for bucket in buckets:
+        # A bucket is one flat tensor, which exists beside the gradients: `gradient_as_bucket_view`
+        # is False by default.
         size = rounded(bucket)
         workspace += size + internal_fragmentation(size)
     return replace(_whole(recipe), always={"workspace": workspace})
@@ -174,6 +178,8 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         numbers, *scales = row.blocks
         blocks = (rounded(ceil(numbers / ranks)), *scales)  # the quantization state is not divided
     else:
+        # FSDP stores a shard with padding (`_sharded_param_data`); the optimizer sees this rank's
+        # own rows alone.
         blocks = (rounded(fsdp_memory.padded(row.shape, ranks) * row.width),)
     states: tuple[int, ...] = ()
     if row.trained:

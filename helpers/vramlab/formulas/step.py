@@ -38,6 +38,8 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
 
 def _norms(rows: list[ParameterRow]) -> int:
     """Return the bytes of all gradients' norms, each in a block of its own, and of their stack."""
+    # `clip_grad_norm_` takes a norm of each gradient, stacks the norms and takes one of the stack;
+    # each norm is a block of 512 bytes.
     count = sum(row.count for row in rows)
     largest = max((prod(row.shape) for row in rows), default=0)
     stack = max(FP32 * count, norms_scratch(count, largest))
@@ -66,6 +68,7 @@ def _one_by_one(recipe: Recipe, rows: list[ParameterRow]) -> int:
         own = single * row.size
         remembered = 0
         if remembers:
+            # Of several equal tensors the one before is as large as this one.
             remembered = before if row.count == 1 else own
         most = max(most, own + remembered)
         before = own
@@ -74,6 +77,8 @@ def _one_by_one(recipe: Recipe, rows: list[ParameterRow]) -> int:
 
 def _foreach(recipe: Recipe, rows: list[ParameterRow]) -> int:
     """Return the most that is updated together, by dtype within the Trainer's parameter groups."""
+    # `_group_tensors_by_device_and_dtype` is called for each parameter group, of which the Trainer
+    # makes two: with weight decay and without.
     one_group = recipe.loop.name != "trainer"
     groups: dict[bool, Counter[int]] = {}
     for row in rows:

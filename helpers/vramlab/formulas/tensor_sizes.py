@@ -22,7 +22,7 @@ SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go t
 def weight_width(dtype: str, quantization: Quantization | None = None) -> int:
     """Return the bytes of a weight that is loaded in `dtype` and not quantized.
 
-    They are 4 after `prepare_model_for_kbit_training`.
+    There are 4 of them after `prepare_model_for_kbit_training`.
     """
     prepared = quantization is not None and quantization.prepare
     return FP32 if dtype == "float32" or prepared else HALF
@@ -95,6 +95,8 @@ def _factored_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _states_like_weights(size: int, optim: str, optim_args: str | None) -> tuple[int, ...]:
     """Return the states of an optimizer of PyTorch's, as large as the weights."""
     given = optimizer_arguments(optim, optim_args)
+    # Each of these arguments adds one state as large as the weights (torch/optim/sgd.py,
+    # rmsprop.py, adam.py).
     count = len(MODELLED[optim].states)
     for name in ("momentum", "centered", "amsgrad"):
         if given.get(name):

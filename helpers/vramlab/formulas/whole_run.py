@@ -109,26 +109,35 @@ def predict_run(
 
     # Sizes order the peaks of micro-batches with a mask, and of those without.
     ranked = sorted(dealt, key=lambda batch: (prod(shape(batch)), sum(batch)))
+    # A later batch takes an earlier one's place under the same key, so the largest of each kind is
+    # left and only two predictions are needed.
     last = {has_mask(batch): batch for batch in ranked}
     reports = [report(batch) for batch in last.values()]
     largest = max(reports, key=lambda report: report.peak.total)
     median = report(ranked[len(ranked) // 2])
     computed = [prod(shape(batch)) for batch in dealt]
     trained = sum(sum(batch) for batch in dealt)
-    reserved = largest.reserved
-    assert isinstance(reserved, Interval)  # as predict gives it
-    if len(set(computed)) > 1:
-        likely = int(reserved.value * TYPICAL)
-        reserved = Interval(reserved.low, likely, int(reserved.value * WORST))
     return Run(
         largest=largest,
-        reserved=reserved,
+        reserved=_reserved(largest, computed),
         typical=median.peak.total,
         micro_batches=len(dealt),
         tokens=trained,
         padding=sum(computed) - trained,
         cut=sum(checked) - trained,
     )
+
+
+def _reserved(largest: Report, computed: list[int]) -> Interval:
+    """Return what the allocator grows to over micro-batches of `computed` tokens each."""
+    reserved = largest.reserved
+    assert isinstance(reserved, Interval)  # as predict gives it
+    # Batches of one size ask for the same blocks in every step, so nothing fragments from step to
+    # step.
+    if len(set(computed)) == 1:
+        return reserved
+    likely = int(reserved.value * TYPICAL)
+    return Interval(reserved.low, likely, int(reserved.value * WORST))
 
 
 def _dealt(
@@ -148,6 +157,8 @@ def _dealt(
     generator = torch.Generator().manual_seed(seed)
     order: Iterable[int] = range(len(rows))
     if strategy == "group_by_length":
+        # As the Trainer calls it (`_get_train_sampler`): samples are sorted by length within up to
+        # 50 times so many, and the longest one comes first.
         together = recipe.batch_size * recipe.gradient_accumulation_steps
         tokens = [sum(row) for row in rows]
         order = LengthGroupedSampler(together, lengths=tokens, generator=generator)

@@ -62,12 +62,14 @@ class AllocatorError(VramLabError, MemoryError):
 class Pool:
     """One stream's segments for small requests (odd `number`) or for large ones.
 
-    With the free blocks in them.
+    A pool also knows the free blocks in its segments.
     """
 
     def __init__(self, number: int, allocator: "Allocator") -> None:
         self.small = number % 2 == 1
         self.allocator = allocator
+        # Each pool has addresses of its own, so that blocks of two pools never touch and a block's
+        # address says which it is in.
         self._next = ADDRESSES * (number + 1)
         self.segments: dict[int, int] = {}  # start to end
         self.free: dict[int, int] = {}  # start to end of each free block
@@ -86,8 +88,10 @@ class Pool:
         sizes = self.sizes
         same = buckets.get(size)
         if same:
+            # Among blocks of one size the lowest address comes first (`BlockComparatorSize`).
             start = same.pop(0)
             return start, free.pop(start)
+        # No free block has exactly this size, so the search begins above it.
         index = bisect_right(sizes, size)
         while index < len(sizes):
             same = buckets[sizes[index]]
@@ -150,6 +154,8 @@ class Pool:
 
     def release(self) -> list[int]:
         """Release the segments without a living block; return their sizes."""
+        # Free neighbours are merged, so an unused segment is one free block from its start to its
+        # end.
         unused = [start for start, end in self.segments.items() if self.free.get(start) == end]
         for start in unused:
             self.remove(start)
@@ -178,7 +184,7 @@ class Allocator:
     def pool(self, number: int) -> Pool:
         """Return the pool for small requests (odd `number`) or large ones on `number // 2`.
 
-        That is the stream's index.
+        `number // 2` is the stream's index.
         """
         if number not in self.pools:
             # No cycle: simulate runs without the collector.
@@ -213,7 +219,8 @@ class Allocator:
     def reserve(self, total: int) -> None:
         """Take `total` bytes more from the card.
 
-        The card may have to release what is unused first (`release_cached_blocks`).
+        The card may have to release what is unused first (`release_cached_blocks`). Raises
+        AllocatorError where that is not enough.
         """
         if self.limit is not None and self.reserved + total > self.limit:
             self.empty_cache()
@@ -278,6 +285,7 @@ def replay(
             else:
                 pool.give(blocks[~event])
     except AllocatorError as error:
+        # The request that failed is the birth after those that have a block.
         error.event = int(np.flatnonzero(births)[len(blocks)])
         return replace(replay(sizes, keys, streams), failed=error)
     bounds = np.fromiter(
@@ -285,6 +293,7 @@ def replay(
         np.int64,
         2 * len(blocks),
     )
+    # What a block has beyond its request is lost from its birth to its free.
     taken = bounds[1::2] - bounds[::2]
     requested = np.compress(births, sizes)
     rests = np.take(taken - requested, numbers)
@@ -327,6 +336,7 @@ def without_sharing(sizes: np.ndarray, streams: np.ndarray) -> int:
     size = abs(sizes)
     in_steps = -(-size // ROUND_LARGE) * ROUND_LARGE
     exact = np.where(size < LARGE_REQUEST, size, in_steps)
+    # 0 stands for all small requests, whose bytes fill segments of 2 MiB together.
     kind = np.where(size <= SMALL_BLOCK, 0, exact)
     order = np.lexsort((kind, streams))  # stable: within a kind as in the log
     changes = np.diff(kind[order]) | np.diff(streams[order])
@@ -338,6 +348,7 @@ def without_sharing(sizes: np.ndarray, streams: np.ndarray) -> int:
             most = int(sizes[group].cumsum().max())
             total += -(-most // SMALL_SEGMENT) * SMALL_SEGMENT
         else:
+            # The most blocks of this size that are alive at a time.
             most = int(np.sign(sizes[group]).cumsum().max())
             shared = LARGE_SEGMENT // one if one < LARGE_REQUEST else 1
             total += -(-most // shared) * segment(one)

@@ -133,6 +133,7 @@ def context_on(
     end and middle are those of the nearest kin.
     """
     is_several = ranks > 1
+    # Readings of a bare context, or of less than training loads, would make the middle too low.
     left_out = {*LESS}
     if loaded != CONVOLUTIONS:
         left_out.add(CONVOLUTIONS)
@@ -145,6 +146,7 @@ def context_on(
     # Its like include the card itself; one card's readings seldom show the least.
     nearest_kin = [*_first([*pools[1:], every]), *_bare(card)]
     low = min(reading.size - reading.off for reading in nearest_kin)
+    # The card's own readings where there are enough of them, else those of its like, else all.
     spread = next((pool for pool in pools[:2] if len(pool) >= ENOUGH), every)
     high = max(reading.size + reading.off for reading in spread)
     if is_several:  # NCCL's buffers are on top of what one rank has

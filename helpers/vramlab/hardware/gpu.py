@@ -102,7 +102,7 @@ class Gpu:
     def flops(self, precision: str) -> float | None:
         """Return peak operations per second of matmuls at `precision`.
 
-        None when the card or the table has none.
+        It is None when the card or the table has none.
         """
         return self.peak.get(_format(precision))
 
@@ -190,7 +190,7 @@ def _format(precision: str) -> str:
 def _key(name: str) -> str:
     """Strip case, signs and brand off a name.
 
-    So "NVIDIA GeForce RTX 3060 12GB" equals "rtx-3060 12gb".
+    The key of "NVIDIA GeForce RTX 3060 12GB" is that of "rtx-3060 12gb".
     """
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     for prefix in BRANDS:
@@ -257,6 +257,7 @@ def cards_of(total: int) -> list[Gpu]:
     """Return the cards of the table that report `total` bytes, up to what drivers differ by."""
     alike = []
     for card in map(find_gpu, gpu_names()):
+        # A driver's release moves the total by some MiB, so any of the known ones will do.
         readings = (card.total, *card.other_totals)
         if any(abs(total - reading) <= ROUNDED_TOTAL for reading in readings):
             alike.append(card)
@@ -270,6 +271,8 @@ def usable_memory(card: Gpu) -> int:
     """
     if card.total_known:
         return card.total
+    # A card reports less than its box says, because the driver keeps some; the least known share
+    # is the cautious one.
     known = [gpu for gpu in map(find_gpu, gpu_names()) if gpu.total_known]
     return int(card.total * min(gpu.total / (gpu.memory_gb << 30) for gpu in known))
 

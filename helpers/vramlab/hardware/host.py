@@ -10,7 +10,7 @@ CGROUP = "/sys/fs/cgroup"  # of this process's container
 def memory() -> tuple[int, int]:
     """Return (total, available) bytes of RAM.
 
-    Within the container's limit if there is one (cgroup version 2).
+    Both are within the container's limit if there is one (cgroup version 2).
     """
     with needing("The host's memory"):
         import psutil

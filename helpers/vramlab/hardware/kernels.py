@@ -40,7 +40,7 @@ def reduction_scratch(
 ) -> list[int]:
     """List the bytes of each block that a sum's kernel allocates besides its result.
 
-    `Reduce.cuh`, setReduceConfig.
+    The sizes follow setReduceConfig of `Reduce.cuh`.
 
     Args:
         shape, strides: of what is summed, in elements.
@@ -54,6 +54,7 @@ def reduction_scratch(
     if _extent(inner + outer, itemsize) > INT32 and itemsize < 4:
         # Partial sums of halves (AccumulationBuffer).
         accumulator = [4 * _count(outer)]
+    # The kernel runs once for each part, and the scratch of the larger half counts.
     _halve_to_32bit(inner, outer, itemsize)
     along = not outer or inner[0][1] < outer[0][1]  # neighbours in memory are summed
     return accumulator + _partial_sums(inner, outer, along, chip)
@@ -80,7 +81,7 @@ def _partial_sums(
 ) -> list[int]:
     """List the bytes of the sums of each column's pieces, and of a semaphore for each column.
 
-    None where one block of threads sums a whole column.
+    There are none where one block of threads sums a whole column.
     """
     inputs = _count(inner)
     outputs = _count(outer)
@@ -89,6 +90,8 @@ def _partial_sums(
         outer,
         along,
     )
+    # Threads side by side share one column where neighbours in memory are summed, and have a
+    # column each where they are not (split_input, split_output).
     inputs_per_block = block_width if along else 1
     outputs_per_block = 1 if along else block_width
     least = min(block_height * MIN_VALUES, MAX_VALUES)
@@ -100,6 +103,8 @@ def _partial_sums(
     values = _divided_up(inputs, inputs_per_block)  # that each thread adds up
     resident = chip.multiprocessors * (chip.threads // (block_width * block_height))
     columns = _divided_up(outputs // vector, outputs_per_block)
+    # Thread blocks share a column only if warps do already, if each thread has many values to add,
+    # and if the columns alone do not fill the card.
     if not across_warps or values < MAX_VALUES or columns > resident:
         return []
     # Enough to fill the card, but each with work to do, and none with too much.
@@ -182,6 +187,7 @@ def _block(
         if not along:
             vector = _output_vector(inner, outer)
             width //= vector
+        # A thread loads four neighbours at once where a row is contiguous and long enough.
         elif width >= 128 and len(inner) == 1:
             width //= VECTOR
     most = MAX_THREADS // vector
@@ -266,6 +272,8 @@ def sdp_backend(
     is_half = width == 2
     major, _ = capability
     value_dim = value_dim or head_dim
+    # Flash's backward pass on wide heads is refused there
+    # (check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120).
     is_consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     has_backward = not is_consumer or head_dim <= 192 or (head_dim > 224 and not dropout)
     fits_flash = is_half and head_dim == value_dim and head_dim <= 256 and major >= 8

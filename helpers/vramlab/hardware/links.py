@@ -10,7 +10,7 @@ PCIE = {"3.0": 8e9, "4.0": 16e9, "5.0": 32e9}
 def pcie_bandwidth(link: str) -> float:
     """Return bytes per second in one direction of a PCIe link such as "4.0 x16".
 
-    Without packet headers.
+    The headers of packets are not taken off.
     """
     generation, lanes = link.split(" x")
     return PCIE[generation] * (128 / 130) / 8 * int(lanes)

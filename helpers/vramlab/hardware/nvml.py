@@ -131,7 +131,7 @@ def held_by_others(index: int = 0) -> int:
 def _handle(nvml: Any, index: int) -> Any:
     """Return NVML's handle of the `index`-th entry of CUDA_VISIBLE_DEVICES.
 
-    It holds numbers or UUIDs.
+    The variable holds numbers or UUIDs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -152,7 +152,7 @@ def _handle(nvml: Any, index: int) -> Any:
 
 
 def _process(nvml: Any, handle: Any) -> int | None:
-    """Return the bytes that this process holds on the card."""
+    """Return the bytes that this process holds on the card. Raises LookupError if it is hidden."""
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
         if process.pid == os.getpid():
             return process.usedGpuMemory

@@ -122,8 +122,10 @@ class Snapshot:
     def blocks(self) -> list[Block]:
         """All blocks that were asked for in the history, in order of birth.
 
-        With those of the segments that are older.
+        Older blocks of the segments come first.
         """
+        # An address is used again once its block is freed, so blocks move from this table to the
+        # list then.
         living: dict[int, Block] = {}  # by address
         freed = []
         for number, event in enumerate(self.events, 1):
@@ -163,7 +165,7 @@ class Snapshot:
     ) -> list[int]:
         """Return the bytes before the first event and after each.
 
-        With what was there before, if segments show it.
+        What was there before the history counts, if segments show it.
         """
         changes = []
         for event in self.events:
@@ -270,7 +272,7 @@ def _shortened(text: str) -> str:
 def _lines(name: str) -> list[str]:
     """Return the lines of a Python file.
 
-    None where it is no file that can be read: a snapshot may name anything.
+    There are none where no such file can be read: a snapshot may name anything.
     """
     if not name.endswith(".py"):
         return []

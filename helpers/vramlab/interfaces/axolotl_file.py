@@ -4,6 +4,7 @@ The places named are in its source, `data/configurations.json` says of which ver
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from ..recipe.options import ATTENTION, Loop
@@ -26,8 +27,13 @@ LIGER_PARTS = (
     "liger_glu_activation",
     "liger_fused_linear_cross_entropy",
 )
+# The last two only log and evaluate, so they move no bytes of a step.
 PLUGINS = ("LigerPlugin", "SwanLabPlugin", "LMEvalPlugin")
 KERNELS = "not modelled: the fused LoRA kernels that axolotl turns on; these are PEFT's layers"
+RING = (
+    "not modelled: ring-flash-attn's ring; these figures are of accelerate's, by sdpa, whose ranks "
+)
+RING += "hold as many tokens"
 # `utils/__init__.py`, `set_pytorch_cuda_alloc_conf`; of requests that are no 16th of a power of two
 # the allocator takes up to a 16th more
 SEGMENTS = "axolotl sets expandable segments, so the tier is with them; not modelled: that it also "
@@ -42,6 +48,7 @@ OLD_ATTENTION = {
     "xformers_attention": "xformers",
     "sage_attention": "sage",
 }
+# From axolotl's `rl` to the recipe's trainer; IPO is another loss over the same tensors as DPO's.
 PREFERENCES = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "reward": "reward"}
 
 
@@ -54,15 +61,19 @@ def read_axolotl(configuration: Configuration) -> None:
     fields["optim"] = get("optimizer", "adamw_torch_fused")
     optim_args = get("optim_args")
     if isinstance(optim_args, dict):
+        # A recipe's `optim_args` is one text, as in TrainingArguments; YAML may hold a mapping.
         optim_args = ",".join(f"{name}={value}" for name, value in optim_args.items())
     fields["optim_args"] = optim_args
     fields["batch_size"] = get("micro_batch_size", 1)
     steps = get("gradient_accumulation_steps")
+    # axolotl's `batch_size` is that of one rank's whole step: micro-batch times accumulation.
     if steps is None and get("batch_size"):
         steps = get("batch_size") // fields["batch_size"]
     fields["gradient_accumulation_steps"] = steps or 1
     fields["seq_len"] = get("sequence_len", 512)
     fields["torch_compile"] = bool(get("torch_compile"))
+    # The order counts: precision reads the adapter, the kernel and the sharding that the others
+    # have filled in.
     _take_loop(configuration)
     _take_attention(configuration)
     _take_checkpointing(configuration)
@@ -70,13 +81,36 @@ def read_axolotl(configuration: Configuration) -> None:
     _take_adapter(configuration)
     _take_liger(configuration)
     take_sharding(configuration)
+    _take_mesh(configuration)
     _take_precision(configuration)
     note_others(configuration)
+
+
+def _take_mesh(configuration: Configuration) -> None:
+    """Take copies of the model and rings (`utils/distributed.py`, `build_parallelism_config`)."""
+    sizes = {}
+    for name in ("context_parallel_size", "dp_replicate_size", "dp_shard_size"):
+        sizes[name] = configuration.get(name) or 1
+    said = [name for name, size in sizes.items() if size > 1]
+    if not said:
+        return
+    sharding = configuration.fields.get("sharding", {})
+    if sharding.get("engine") != "fsdp":
+        rest = f"it is modelled over FSDP2: say fsdp_config, {RUN_IT}"
+        raise configuration.refuse(said[0], rest)
+    sharding["cp_size"] = sizes["context_parallel_size"]
+    sharding["dp_replicate_size"] = sizes["dp_replicate_size"]
+    if configuration.get("dp_shard_size"):
+        sharding["world_size"] = math.prod(sizes.values())
+    if sharding["cp_size"] > 1:
+        configuration.fields["attn_implementation"] = "sdpa"
+        configuration.notes.append(RING)
 
 
 def _take_loop(configuration: Configuration) -> None:
     clip = configuration.get("max_grad_norm", 1.0)
     empties = configuration.get("torch_empty_cache_steps")
+    # Left out where nothing differs, so that the recipe keeps the loop by its name.
     if clip != 1.0 or empties:
         loop = {"max_grad_norm": clip or None, "empty_cache_steps": empties}
         configuration.fields["loop"] = dataclasses.replace(Loop.named("trainer"), **loop)
@@ -85,6 +119,7 @@ def _take_loop(configuration: Configuration) -> None:
 def _take_attention(configuration: Configuration) -> None:
     """Take the kernel, and packed samples where they make no mask."""
     kernel = configuration.get("attn_implementation")
+    # These switches are older than `attn_implementation`, which counts where both are said.
     for name, old in OLD_ATTENTION.items():
         if kernel is None and configuration.get(name):
             kernel = old
@@ -93,6 +128,7 @@ def _take_attention(configuration: Configuration) -> None:
         raise configuration.refuse(name, f"recipes have {', '.join(ATTENTION)}")
     configuration.fields["attn_implementation"] = kernel
     if not configuration.get("sample_packing"):
+        # Without packing rows have the samples' own lengths, which the file does not tell.
         configuration.notes.append("each sample is taken as long as sequence_len")
     elif kernel != "flash_attention_2":
         rest = "packed samples get a mask of tokens × tokens without flash_attention_2, which no "
@@ -113,6 +149,7 @@ def _take_checkpointing(configuration: Configuration) -> None:
 def _take_trainer(configuration: Configuration) -> None:
     """Take whose trainer its own one extends: TRL's for preferences and rewards."""
     asked = configuration.get("rl")
+    # A reward model has a switch of its own and no `rl`.
     if configuration.get("reward_model"):
         asked = "reward"
     if asked is None:
@@ -140,6 +177,7 @@ def _take_adapter(configuration: Configuration) -> None:
         raise configuration.refuse("adapter", "recipes have lora and qlora")
     targets: Any = names_in(get("lora_target_modules"))
     if get("lora_target_linear"):
+        # PEFT's own word, which the recipe's LoRA understands too.
         targets = "all-linear"
     lora = {
         "r": get("lora_r", 8),
@@ -152,6 +190,8 @@ def _take_adapter(configuration: Configuration) -> None:
         "autocast_adapter_dtype": get("peft_autocast_adapter_dtype", True),
     }
     configuration.fields["lora"] = lora
+    # axolotl turns its kernels on by itself, but not where the file names one, trains by
+    # preferences or runs a model's own code.
     kernels = [name for name in configuration.values if name.endswith("_kernel")]
     if not kernels and not get("rl") and not get("trust_remote_code"):
         configuration.notes.append(KERNELS)  # `check_auto_enable_lora_kernels`
@@ -172,16 +212,21 @@ def _take_liger(configuration: Configuration) -> None:
     """Take Liger's kernels where all of them are asked for that a Trainer would put in place."""
     get = configuration.get
     plugins = get("plugins", [])
+    # A plugin is named by its whole path, such as axolotl.integrations.liger.LigerPlugin.
     others = [name for name in plugins if name.rpartition(".")[2] not in PLUGINS]
     if others:
         rest = f"recipes know {', '.join(PLUGINS)}: leave the others out, {RUN_IT}"
         raise configuration.refuse("plugins", rest)
     said = {part: bool(get(part)) for part in LIGER_PARTS}
+    # An older name of the same switch.
     said["liger_glu_activation"] |= bool(get("liger_swiglu"))
+    # Without the plugin the switches stand in the file and nobody reads them.
     is_loaded = any(name.endswith("LigerPlugin") for name in plugins)
     if not is_loaded or not any(said.values()):
         return
     missing = [part for part, is_on in said.items() if not is_on]
+    # A part of Liger's kernels would change the peak in a way that only the sum of all is modelled
+    # for.
     if missing or get("liger_cross_entropy"):
         rest = f"a recipe has Liger's kernels as the Trainer puts them in place: {', '.join(said)}"
         raise configuration.refuse("plugins", f"{rest}; here lacks {', '.join(missing)}")
@@ -198,11 +243,13 @@ def _take_precision(configuration: Configuration) -> None:
         dtype = "bfloat16"
     elif get("fp16") or get("float16"):
         dtype = "float16"
+    # `float16` without `fp16` loads in 16 bits and turns no autocast on.
     is_true = bf16 == "full" or (dtype == "float16" and not get("fp16"))
     if is_true:
         fields["precision"] = TRUE[dtype]
         return
     fields["precision"] = MIXED[dtype]
+    # tf32 changes how products of fp32 are computed, not what is stored.
     if dtype == "float32" and get("tf32"):
         fields["precision"] = "tf32"
     trains_all = "lora" not in fields

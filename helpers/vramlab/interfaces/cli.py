@@ -111,6 +111,7 @@ Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
 takes_recipe = takes(OPTIONS, recipe_or_configuration)
+# plan's options come from the knobs of a `Question`, as the others' from those of a `Recipe`.
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
 
 
@@ -118,6 +119,7 @@ def _asked(model: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return what `plan` is asked: of a model's name, or of a YAML that a program trains by."""
     if not is_configuration(model) and recipe_in(model) is None:
         return {"model": model, **fields_of(PLAN_OPTIONS, given)}
+    # Only options that were really said may overrule the file, so defaults are left out.
     return question_of(model, fields_of(PLAN_OPTIONS, said_options(PLAN_OPTIONS, given)))
 
 
@@ -143,6 +145,7 @@ def predict(
     expandable_segments: Expandable = False,
     as_json: JSON = False,
 ) -> None:
+    # Each command imports its own: `predict` answers without the second that torch takes to load.
     from ..formulas.predict import predict
     from ..formulas.whole_run import predict_run
 
@@ -154,8 +157,10 @@ def predict(
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
         finish(predict(recipe, gpu=card, **granted), card, as_json)
         return
+    # A tokenizer is loaded only where a sample is text: lengths and input_ids need none.
     counted = read_lengths(lengths, functools.partial(tokens_of, recipe.model, pretrained))
     run = predict_run(recipe, counted, train_sampling_strategy or "random", gpu=card, **granted)
+    # The run's heaviest micro-batch decides whether it fits; `run` is what is printed.
     finish(run.largest, card, as_json, run)
 
 
@@ -170,6 +175,7 @@ def simulate(
     transformers: Release = None,
     as_json: JSON = False,
 ) -> None:
+    # Libraries load a fifth faster without Python's cycle collector.
     with no_collection(before=False):
         from ..simulation.simulate import simulate
 
@@ -204,6 +210,7 @@ def evaluate(
     card = asked_card(gpu, asked[0])
     host = host_of(host_memory)
     found = simulate_evaluation(*asked, target=target, gpu=card)
+    # Each cure is simulated and judged by the card's room, so without a card none is looked for.
     if card and target == "cuda":
         found.notes += cures(*asked, found, card, host.size)
     finish(found, card, as_json, host=host)
@@ -238,6 +245,7 @@ def measure(
     repeats: option(int, "Timed steps after warm-up.", parser=number) = 5,
     as_json: JSON = False,
 ) -> None:
+    # This `measure` takes predict's peak as its estimate, which `measurement` may not import.
     from .measure_and_record import measure
 
     finish(measure(recipe, repeats=repeats), None, as_json)
@@ -260,6 +268,7 @@ def plan(
     from ..planning.plan import plan
 
     check_written(write=write)
+    # `--gpu 24GB` is what people write who know their memory and not the table's names.
     if is_size(gpu):
         if asked.get("memory") is not None:
             raise RecipeError(
@@ -274,12 +283,14 @@ def plan(
             dataset,
             functools.partial(tokens_of, asked["model"], pretrained),
         )
+    # Standings are for eyes only: they must never get between the lines of `--json`.
     with InPlace() as place:
         standing = place.show_standing if is_watched() and not as_json else None
         planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
     if write and planned.choices:
         there = write.exists()
+        # For several cards a configuration and a Slurm script are written with it.
         files = ", ".join(map(str, planned.write(write)))
         more = "; --method takes another" if len(planned.choices) > 1 else ""
         say(f"{'replaced' if there else 'wrote'} {files}: {planned.best.method}{more}", err=True)
@@ -306,6 +317,7 @@ def explain(
     from .explain import explain
     from .explain_recipe import says_no_method
 
+    # Without words the message is piped in, as in `python train.py 2>&1 | vramlab explain`.
     first, *rest = words or ["-"]
     notes: list[str] = []
     what: Any
@@ -313,11 +325,13 @@ def explain(
         what = standard_input()
     elif first.endswith((".pickle", ".pkl")):
         what = Path(first)
+    # Words with blanks that name no file are a message that was pasted.
     elif "out of memory" in first or (" " in first.strip() and not os.path.isfile(first)):
         what = first
     elif os.path.isfile(first) and not first.endswith((".json", ".py", *SUFFIXES)):
         what = read_text(first, errors="replace")
     else:
+        # What is left is a model with predict's options, or a file that says a recipe.
         what, notes = said(words or [], _predict_options)
         rest = []
     recipe: Any = None
@@ -325,8 +339,11 @@ def explain(
     if rest:
         recipe, notes = said(rest, _predict_options)
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
+        # A message plus a bare model says nothing of LoRA or precision, so the answer has to call
+        # its recipe assumed.
         assumed = not read_from_file and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
+    # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
     found = explain(what, recipe, card, assumed, **granted)
@@ -362,8 +379,11 @@ def run_script(
     if report and seen.reports:
         write_atomically(
             report,
+            # One process may start others; the one that held most is the one that would die.
             max(seen.reports, key=lambda one: one.allocated or 0).to_json(indent=2),
         )
+    # A script's own status passes through, so that `run` can stand in a pipeline in place of
+    # `python`.
     raise typer.Exit(seen.status)
 
 
@@ -380,6 +400,8 @@ def diff(
     from ..report.compare import diff
     from .explain import report_of
 
+    # Both are read before either is computed: a mistake in the second must not cost the first one's
+    # seconds.
     both = [said(words_of(text), _predict_options) for text in (a, b)]
     for text, (_, notes) in zip((a, b), both, strict=True):
         for note in notes:
@@ -440,6 +462,7 @@ def skill() -> None:
 def serve_tools() -> None:
     from .mcp_server import serve
 
+    # The tools are derived from the commands themselves, so a new option is a tool's argument too.
     commands: Any = typer.main.get_command(app)
     serve(commands.commands)
 
@@ -447,4 +470,5 @@ def serve_tools() -> None:
 def _predict_options(rest: list[str]) -> dict[str, Any]:
     """Return what `predict` would be told by the words `rest`."""
     commands: Any = typer.main.get_command(app)
+    # click parses the words; nothing is invoked.
     return commands.commands["predict"].make_context("vramlab predict", rest).params

@@ -13,6 +13,7 @@ from .command_output import FAILED, as_text, say
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands, in this order."""
+    # `--help` lists commands in the order of these calls.
     app.command(
         help="Measure every recipe on the list, beside what simulate says, and keep the reports "
         "for readers without this GPU.",
@@ -41,6 +42,7 @@ def record(
 ) -> None:
     from .measure_and_record import record
 
+    # With --json standard output is a list for a machine, so progress goes to stderr.
     progress = functools.partial(say, err=as_json)
     outcome = record(
         paths or None,
@@ -49,6 +51,7 @@ def record(
         dry_run=dry_run,
         progress=progress,
     )
+    # What is missing, in the form that `vramlab record my_list.json` reads on another machine.
     say(
         json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1)
         if as_json
@@ -91,6 +94,7 @@ def share(
     from ..measurement.share import share
 
     for made in share(source, folder):
+        # All that would be sent is shown before the page is opened.
         say(str(made))
         if browse and made.page:
             typer.launch(made.page)

@@ -20,7 +20,10 @@ class Commands(TyperGroup):
     """Turns the package's own errors and Ctrl-C into a sentence and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for; what goes wrong is a sentence on stderr."""
         try:
+            # A library that is missing or too old becomes one sentence here, whichever command
+            # imported it.
             with needing(lambda: ctx.invoked_subcommand):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -28,6 +31,8 @@ class Commands(TyperGroup):
             raise typer.Exit(STOPPED) from None
         except Exception as error:
             why = self._sentence(error, ctx.invoked_subcommand)
+            # An error that is none of ours is a defect, and its traceback is what we want to be
+            # sent.
             if not why:
                 raise
             say(why, err=True)
@@ -44,6 +49,7 @@ class Commands(TyperGroup):
             )  # whose words these take
             command: Any = self.commands[options_of or ""]
             flag = flag_of(error.field, command)
+            # "--batch-size is 0" helps more on a command line than "Recipe field 'batch_size'".
             if flag:
                 return printable(error.about(flag))
         return str(error) if isinstance(error, VramLabError) else instead(error, name)

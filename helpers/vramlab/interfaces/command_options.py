@@ -29,6 +29,7 @@ JSON = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seco
 
 def number(text: str) -> int | float | str:
     """Return the number that `text` says, or `text` itself, which a later check refuses."""
+    # int before float: "8" must stay an integer, and "2e-4" is none.
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -66,6 +67,7 @@ def flag_of(field: str, command: typer.core.TyperCommand) -> str:
     if field == "model":
         return "MODEL"
     plain = field.removeprefix("evaluation.").removeprefix("generation.")
+    # A field of a part, such as sharding.world_size, has an option whose name is not its path.
     known = OPTIONS | GENERATION
     named = [option for option, (path, _) in known.items() if ".".join(path) == plain]
     for parameter in command.params:
@@ -95,12 +97,17 @@ def takes(
         @functools.wraps(command)
         def run(model: str, download: bool = False, **values: Any) -> None:
             if download:
+                # Before the shape is read: that takes the config.json which this puts into the
+                # hub's local cache.
                 hub_names.download(model)
             shared = shared_name(model)
             if shared:
                 typer.echo(printable(f"note: {shared}"), err=True)
+            # axolotl sets it for the user, so the tier has to be computed with it although no
+            # option says so.
             if "expandable_segments" in values and sets_expandable_segments(model):
                 values["expandable_segments"] = True
+            # The recipe's options are taken out of `values`; what stays are the command's own.
             command(make(model, {name: values.pop(name) for name in known}), **values)
 
         model = Annotated[
@@ -119,9 +126,12 @@ def takes(
             Parameter("download", Parameter.KEYWORD_ONLY, annotation=fetch, default=False)
         )
         parameters += [_parameter(name, *known[name]) for name in known]
+        # The command's first parameter is what `make` returns, and no option.
         _, *own = inspect.signature(command).parameters.values()
         parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
         signed: Any = run
+        # typer reads both in `get_params_from_function` of its `utils.py`: the signature for names
+        # and defaults, the annotations for help texts.
         signed.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -142,6 +152,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
     names: tuple[str, ...]
     if knob.kind is bool:
         default = bool(knob.default)
+        # A switch that is on by default needs its --no- form, another would only be noise in
+        # --help.
         names = ALSO.get(name, (f"--{dashed}/--no-{dashed}" if default else f"--{dashed}",))
         kind = option(bool, text, *names)
         if default and len(path) > 1:
@@ -149,6 +161,7 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
             default = None
             kind = option(bool | None, text, *names)
     else:
+        # None is what `said_options` takes for "not said", which a part's default would hide.
         unsaid = len(path) > 1 or knob.many or name == "samples"
         default = None if unsaid else knob.default
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
@@ -157,6 +170,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         names = ALSO.get(name, ())
         rules = {"parser": PARSERS[name]} if name in PARSERS else {}
         if kind in (int, float):
+            # typer's own parser would refuse "abc" in its words; ours passes it on to the knob's
+            # check, which says what is allowed.
             rules.setdefault("parser", number)
         kind = option(kind if default is not None else kind | None, text, *names, **rules)
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)

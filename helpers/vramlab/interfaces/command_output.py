@@ -22,6 +22,7 @@ from ..recipe.recipe import Recipe
 from ..report.report import NO_TIER, TIERS, GiB, Interval, Report, format_bytes
 from .recipe_options import fits_card
 
+# Exit statuses; the docstring of `cli.py` says what each means.
 DOES_NOT_FIT = FAILED = 1
 ASSUMED_HOST = "Kaggle"  # the larger of the free machines
 WRONG = 2
@@ -47,9 +48,11 @@ class InPlace:
 
     def show(self, text: str) -> None:
         """Print `text` in the place of what was shown before."""
+        # The text of before may have more lines than this one, so it is erased whole.
         self._clear()
         say(text)
         width = shutil.get_terminal_size().columns
+        # A line wider than the terminal takes several rows, and the cursor has to go up by rows.
         self._rows = sum(max(1, math.ceil(len(line) / width)) for line in text.split("\n"))
 
     def show_standing(self, found: Any, done: int, count: int) -> None:
@@ -93,6 +96,7 @@ def standard_input() -> str:
             "-",
             "standard input is closed: pipe a message in, or name a file",
         )
+    # A log may hold bytes of any encoding; what is looked for in it is ASCII.
     return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
 
 
@@ -102,6 +106,8 @@ def check_written(**files: Path | None) -> None:
     That is before anything is computed, and also where it is there already and not of our making.
     """
     for name, path in files.items():
+        # The folder's permission decides, since a file is written beside its target and then
+        # renamed.
         if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
             raise RecipeError(
                 name,
@@ -116,6 +122,7 @@ def asked_card(name: str | None, recipe: Recipe) -> Gpu | None:
     """Return the GPU asked for; refuse a precision that it lacks."""
     if name is None:
         return None
+    # A size names no card, so `card_of` says which one it took.
     card = card_of(name) if is_size(name) else find_gpu(name)
     _require(card, recipe)
     if not is_size(name):
@@ -125,13 +132,16 @@ def asked_card(name: str | None, recipe: Recipe) -> Gpu | None:
 
 def _require(card: Gpu, recipe: Recipe) -> None:
     """Raise RecipeError where the card lacks the precision, with options that are known to do."""
+    # The card's sentence ends with the format that it has, which becomes the advice.
     why, _, form = card.why_not(recipe.precision).rpartition(": take ")
     if not why:
         return
     _, _, kind = recipe.precision.partition("-")
     fields: dict[str, Any] = {"precision": f"{form}-{kind}" if kind else form}
+    # Weights in bf16 on a card without it would leave the same trouble with another option.
     if recipe.dtype == "bfloat16":
         fields["dtype"] = "float16"
+    # The advice is tried before it is given.
     try:
         predict(recipe.replace(**fields))
     except RecipeError:
@@ -165,6 +175,7 @@ def card_of(name: str) -> Gpu:
     assert size is not None  # it is one
     card = card_with(size)
     why = "the table's least card of that memory"
+    # Sizes that are no round number of GiB are what a driver reports of one particular card.
     if size % GiB and card in cards_of(size):
         why = "which reports so much"
     say(f"note: {name} is taken as {card.name}, {why}", err=True)
@@ -223,6 +234,7 @@ def host_of(said: str | None) -> Host:
 
 def on_host(report: Report) -> int:
     """Return the bytes of host memory that are needed; 0 where nothing is known of it."""
+    # A report of somebody's own module has no recipe to count host memory by.
     if not report.recipe:
         return 0
     return host_memory(Recipe(**report.recipe), report.kept_on_host or 0)
@@ -244,16 +256,20 @@ def finish(
     """
     fits: bool | None = True
     sentence = ""
+    # A report for the CPU has no process on a card, so nothing can be judged.
     if card and report.process is not None:
+        # The witness has set it already where other processes hold a part of the card.
         report.usable = usable_memory(card) if report.usable is None else report.usable
         fits = fits_card(report)
         grade = report.grade
         tier = report.verdict
         free = on_host(report)
         rest = ""
+        # Below a GiB any host has it, and the sentence stays short.
         if free >= GiB and tier in TIERS:
             rest = f", and {free / GiB:.1f} GiB of host memory are free"
         sentence = report.answer(card.name, rest)
+        # A card with room does not help where predictions gathered on the host overflow it.
         if host and free > host.size:
             fits = False
             grade = tier = NO_TIER
@@ -263,14 +279,17 @@ def finish(
             sentence = f"{tier}: {card.name} has {has}, the process needs {needs}{rest}"
         report.environment |= {"gpu": card.name, "fits": fits, "tier": tier, "grade": grade}
         report.environment["host_memory"] = free
+        # JSON has one document and no line under it, so the sentence goes among the notes.
         if as_json:
             report.notes += [sentence]
     whose = recorded_on(report)
     if as_json and whose:
         report.notes.insert(0, whose)
     whole = whole or report
+    # Whose figures these are comes first: nobody should take another machine's for their own.
     lines = [whose, str(whole), sentence]
     text = as_text(whole.to_dict()) if as_json else "\n".join(filter(None, lines))
     say(text)
+    # A failed run, no fit and a tight one all end with 1, so that a script can ask by status alone.
     if report.status != "ok" or fits is False or report.environment.get("tier") == "tight":
         raise typer.Exit(DOES_NOT_FIT)

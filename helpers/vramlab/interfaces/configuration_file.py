@@ -14,6 +14,8 @@ from ..recipe.configuration import read_json_file
 
 RUN_IT = "or run the trainer itself: vramlab run --gpu CARD -- COMMAND"
 REENTRANT = "checkpointing is re-entrant in it; these figures are of the other kind"
+# Of a program's weights under autocast, and without it: names of torch's dtypes to a recipe's
+# precision.
 MIXED = {"bfloat16": "bf16-mixed", "float16": "fp16-mixed", "float32": "fp32"}
 TRUE = {"bfloat16": "bf16-true", "float16": "fp16-true"}
 
@@ -47,6 +49,7 @@ class Configuration:
     def get(self, name: str, default: Any = None) -> Any:
         """Return a setting; `default` where it is left out or empty."""
         value = self.values.get(name)
+        # An empty setting of a YAML is None, and programs take their default for it.
         return default if value is None else value
 
     def refuse(self, name: str, rest: str) -> RecipeError:
@@ -64,6 +67,7 @@ def note_others(configuration: Configuration, read: Iterable[str] = ()) -> None:
     for group in (known["refused"], known["unmodelled"]):
         for names in group.values():
             all_known.update(names)
+    # What moves no memory is counted and not listed: such files have dozens of them.
     neutral = configuration.values.keys() & set(known["neutral"])
     configuration.notes.append(f"{len(neutral)} settings move no memory of a step")
     others = sorted(configuration.values.keys() - all_known)
@@ -85,6 +89,7 @@ def take_sharding(configuration: Configuration) -> None:
     """Take DeepSpeed's stage and offloading, or FSDP's, which no Trainer's class reads then."""
     deepspeed = configuration.get("deepspeed")
     fsdp = configuration.get("fsdp_config", {})
+    # The reader of the Trainer's arguments would make a sharding of them once more.
     for name in ("deepspeed", "fsdp", "fsdp_config"):
         if configuration.arguments is not None:
             configuration.arguments.pop(name, None)
@@ -92,12 +97,17 @@ def take_sharding(configuration: Configuration) -> None:
         configuration.fields["sharding"] = _deepspeed(configuration, deepspeed)
     elif fsdp or configuration.get("fsdp"):
         words = str(configuration.get("fsdp", ""))
+        # FSDP2's name for what FSDP1 called a sharding strategy, of which full_shard reshards and
+        # shard_grad_op does not.
         reshards = fsdp.get("reshard_after_forward", True)
         offloads = fsdp.get("offload_params") or "offload" in words
+        # The Trainer refuses its own switch beside FSDP's, so in such a file only this one is on.
         if fsdp.get("activation_checkpointing"):
             configuration.fields["gradient_checkpointing"] = True
         configuration.fields["sharding"] = {
             "engine": "fsdp",
+            # Parameters that stay gathered between forward and backward are what ZeRO calls stage
+            # 2.
             "stage": 3 if reshards and "shard_grad_op" not in words else 2,
             "offload": "parameters" if offloads else None,
         }
@@ -106,6 +116,8 @@ def take_sharding(configuration: Configuration) -> None:
 def _deepspeed(configuration: Configuration, said: Any) -> dict[str, Any]:
     """Return what DeepSpeed's JSON says, a path from here or from the file."""
     if isinstance(said, str):
+        # Programs resolve it from where they are started; people write it as it lies beside the
+        # YAML.
         beside = configuration.path.parent / said
         place = said if Path(said).is_file() else str(beside)
         if not Path(place).is_file():
@@ -114,6 +126,8 @@ def _deepspeed(configuration: Configuration, said: Any) -> dict[str, Any]:
         said = read_json_file("deepspeed", place)
     zero = said.get("zero_optimization", {})
     offload = None
+    # DeepSpeed allows offloaded parameters in stage 3 alone, and their states are then on the host
+    # as well.
     if zero.get("offload_param", {}).get("device", "none") != "none":
         offload = "parameters"
     elif zero.get("offload_optimizer", {}).get("device", "none") != "none":

@@ -69,20 +69,27 @@ def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, lis
     configuration = Configuration(
         program, Path(path), values, own.get("trainer"), own.get("seq_len")
     )
+    # Before the reader, so that a setting which cannot be taken is refused by its own name.
     _check(configuration)
     READERS[program](configuration)
     fields = configuration.fields
+    # It stands for the engine only if an option says of how many ranks; else it is taken out again
+    # below.
     if "sharding" not in fields and "engine" not in own:
         fields["sharding"] = {"engine": "ddp", "stage": 0}  # what a launcher on many GPUs makes
     for name, value in fields_of(OPTIONS, own).items():
         before = fields.get(name)
+        # An option such as --lora-r replaces one value of the file's `lora`, not all of it.
         both = isinstance(value, dict) and isinstance(before, dict)
         fields[name] = before | value if both else value
+    # Nobody said how many ranks there are, so it is one process.
     if fields.get("sharding") == {"engine": "ddp", "stage": 0}:
         fields.pop("sharding")
     if "sharding" in fields and "world_size" not in fields["sharding"]:
         rest = "the file divides the training among ranks and does not say among how many: say "
         raise RecipeError("sharding.world_size", None, rest + "--world-size")
+    # A reader that leaves no arguments, such as axolotl's, has made all of the recipe's fields
+    # itself.
     model = configuration.model
     if configuration.arguments is None:
         return Recipe(model, **fields), configuration.notes
@@ -101,6 +108,7 @@ def recipe_in(path: Any) -> tuple[dict[str, Any], str] | None:
     if not (isinstance(path, str) and path.endswith(".json") and Path(path).is_file()):
         return None
     content = read_json_file("model", path)
+    # `model_type` is what a model's config.json has, which is a model and no recipe.
     if not isinstance(content, dict) or "model_type" in content:
         return None
     if "choices" in content:
@@ -127,6 +135,7 @@ def recipe_or_configuration(model: str, given: Mapping[str, Any]) -> Recipe:
             both = isinstance(value, dict) and isinstance(before, dict)
             fields[name] = before | value if both else value
         recipe = rebuild(Recipe, "recipe", fields)
+        # The recipe that was read is shown, so that a forgotten setting of the file is noticed.
         for line in filter(None, (note, str(recipe))):
             say(f"note: {line}", err=True)
         return recipe
@@ -140,6 +149,7 @@ def recipe_or_configuration(model: str, given: Mapping[str, Any]) -> Recipe:
 
 def recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
     """Return both of a model with options; raise RecipeError where samples are to be said."""
+    # Taken out of `given`, so that the recipe's reader is not given options that no recipe has.
     said = {name: given.pop(name) for name in EVALUATION}
     if said["compute_metrics"] and said["samples"] is None:
         rest = (
@@ -153,6 +163,8 @@ def recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Ev
 
 def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `plan` is asked by a YAML; fields that are `given` count before it."""
+    # The YAML says no number of ranks, so the question's number of cards is needed before it can be
+    # read.
     sharding = {"world_size": given["gpus"]} if "gpus" in given else {}
     recipe = recipe_or_configuration(path, sharding)
     ranks = recipe.sharding.world_size if recipe.sharding else 1
@@ -182,6 +194,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
+        # yaml's messages have several lines, ours have one.
         why = " ".join(str(error).split())
         raise RecipeError("model", str(path), f"it is no YAML that can be read ({why})") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
@@ -198,11 +211,14 @@ def _program(path: Path, values: Mapping[str, Any]) -> str:
     if "compute_environment" in values or "distributed_type" in values:
         rest = "it is accelerate's file and says how many processes train, not what: give a model "
         raise RecipeError("model", str(path), rest + "and its settings as options")
+    # torchtune names the class of each part of a recipe so.
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         rest = "torchtune trains classes of its own, which no recipe models: run it, vramlab run "
         raise RecipeError("model", str(path), rest + "--gpu CARD -- tune run RECIPE --config FILE")
     if "model_name_or_path" in values:
         own = known_settings()[LLAMA_FACTORY]
+        # LLaMA-Factory's settings contain TRL's and transformers'; one that neither has tells them
+        # apart.
         theirs = {*own["mapped"], *own["neutral"]} - {*DECLARED, *OF_TRL}
         return LLAMA_FACTORY if theirs & values.keys() else "TRL"
     rest = "a YAML must be axolotl's (base_model), LLaMA-Factory's or TRL's (model_name_or_path), "
@@ -218,6 +234,7 @@ def _check(configuration: Configuration) -> None:
     for rest, names in known["refused"].items():
         for name in names:
             value = configuration.get(name)
+            # Sizes and degrees of parallelism are 1 where a program does not divide anything.
             is_off = not value or (value == 1 and name.endswith(("_size", "_degree")))
             if not is_off:
                 raise configuration.refuse(name, rest)

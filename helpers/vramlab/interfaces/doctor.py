@@ -23,6 +23,7 @@ MARKER = "machine: "
 OK = "ok"
 WARN = "warn"
 MISSING = "missing"
+# About what the notebooks' training on a CPU takes at most.
 RAM_NEEDED = 4 * GiB
 HOSTED = {  # by the start of a variable of the environment
     "COLAB_": "Runtime > Change runtime type > T4 GPU, then run again from the top; ",
@@ -53,6 +54,7 @@ class Doctor:
         return not any(c.required and c.status == MISSING for c in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the checks, and whether all is well, as JSON has them."""
         return {"ok": self.ok, **encode(vars(self))}
 
     def __str__(self) -> str:
@@ -72,6 +74,7 @@ def doctor() -> Doctor:
     Loads torch only where a GPU may be.
     """
     checks: list[Check] = []
+    # Each look has a try of its own, so that a broken driver hides no line about the packages.
     for name, look in LOOKS.items():
         try:
             checks += look()
@@ -93,6 +96,7 @@ def environment_stamp() -> str:
         for name, version in seen.items()
         if name not in ("system", "date")
     ]
+    # NVML's names, because torch would have to be loaded to ask it.
     cards = (
         " + ".join(s.name or "a GPU without a name" for s in all_sensors()) or f"no GPU{_hidden()}"
     )
@@ -111,7 +115,10 @@ def requirements(extra: str = "course") -> list[tuple[str, str]]:
     """
     from packaging.requirements import Requirement
 
+    # The metadata of the installed distribution, so that the versions stand in pyproject.toml
+    # alone.
     found = [Requirement(line) for line in metadata.requires("vramlab") or []]
+    # A line without a marker belongs to the package itself, whatever the extra.
     needed = [r for r in found if r.marker is None or r.marker.evaluate({"extra": extra})]
     return [(r.name, str(r.specifier)) for r in needed]
 
@@ -127,9 +134,11 @@ def judged(
 
 
 def packages() -> Iterator[Check]:
+    """Yield a line for Python and for each library, with what to install."""
     from packaging.specifiers import SpecifierSet
 
     yield Check("python", OK, platform.python_version(), required=True)
+    # Only these are required: `ok` stays true for someone who has predict alone.
     own = {name for name, _ in requirements("")}
     for name, specifier in requirements():
         version = installed(name)
@@ -145,6 +154,8 @@ def packages() -> Iterator[Check]:
                 "make a fresh environment, or take a newer runtime where torch comes with "
                 "the machine"
             )
+        # A nightly or an alpha counts as its number, or every pre-release of torch would be
+        # refused.
         fits = SpecifierSet(specifier).contains(version, prereleases=True)
         if fits:
             yield judged(name, version, _newer(name, version), required=True)
@@ -175,10 +186,13 @@ def may_have_gpu() -> bool:
 
     Without one torch, whose import takes seconds, is not asked.
     """
+    # /dev/nvidiactl is there where NVML's library is missing, as in some containers; /dev/kfd is
+    # AMD's.
     return nvml_snapshot().available or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 
 
 def gpus() -> Iterator[Check]:
+    """Yield what torch is built for, the cards that it sees, and their formats."""
     try:
         loaded = "torch" in sys.modules or may_have_gpu()
         if loaded:
@@ -186,6 +200,7 @@ def gpus() -> Iterator[Check]:
 
             cuda = torch.version.cuda
         else:
+            # `torch/version.py` has plain assignments and can be run without importing torch.
             cuda = runpy.run_path(
                 str(metadata.distribution("torch").locate_file("torch/version.py"))
             )["cuda"]
@@ -208,6 +223,7 @@ def gpus() -> Iterator[Check]:
         memory = format_bytes(seen.total_memory, digits=2)
         have = f"{seen.major}.{seen.minor}"
         yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
+    # fp8 is reported without advice: nothing in a recipe needs it.
     for form in ("bf16", "tf32", "fp8"):
         gpu = current_device().gpu
         why = gpu.why_not(form) if gpu else "no GPU"
@@ -222,6 +238,7 @@ def _no_gpu(cuda: str | None) -> Check:
             f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a "
             f"torch for an older CUDA"
         )
+        # A build for CUDA that sees no card points to the driver; a CPU build could never see one.
         advice = (
             advice
             if cuda
@@ -231,6 +248,7 @@ def _no_gpu(cuda: str | None) -> Check:
     hidden = _hidden()
     if hidden:
         return judged("GPU", f"none{hidden}", "unset the variable, then start Python again")
+    # On a hosted notebook the remedy is a menu, since nobody can install a card there.
     where = (
         menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ)
     )
@@ -252,6 +270,7 @@ def _hidden() -> str:
 
 
 def nvml() -> Iterator[Check]:
+    """Yield the driver, and how much of each card's memory is free."""
     first = nvml_snapshot()
     if not first.available:
         yield Check("NVML", MISSING, first.reason)
@@ -259,6 +278,8 @@ def nvml() -> Iterator[Check]:
     yield Check("driver", OK, first.driver or first.missing["driver"])
     for s in all_sensors():
         if s.free is not None:
+            # A twentieth of the card, or 1 GiB, is more than a desktop or the context of an idle
+            # process holds.
             busy = s.used - (s.process or 0) > max(GiB, 0.05 * s.total)
             advice = (
                 "other processes hold memory (nvidia-smi lists them): stop them before measuring"
@@ -270,6 +291,7 @@ def nvml() -> Iterator[Check]:
 
 
 def machine() -> Iterator[Check]:
+    """Yield the cores, and how much of the machine's memory is free."""
     yield Check("CPU cores", OK, str(host.cores()))
     total, free = host.memory()
     advice = (
@@ -284,4 +306,5 @@ def machine() -> Iterator[Check]:
     )
 
 
+# In the order in which they are shown; the names stand for a look that failed as a whole.
 LOOKS = {"packages": packages, "GPU": gpus, "NVML": nvml, "machine": machine}

@@ -77,6 +77,7 @@ def explain(
         from .script import recipe_of_script, sets_expandable_segments
 
         read, notes = recipe_of_script(what)
+        # A script that sets its allocator by itself runs with it, whatever the command line says.
         if sets_expandable_segments(what):
             granted["expandable_segments"] = True
         explained = _of_recipe(Run(read, card, granted))
@@ -87,9 +88,11 @@ def explain(
     if isinstance(what, Recipe):
         return _of_recipe(Run(what, card, granted))
     message = read_message(str(what))
+    # A message alone names its own lack; which change would help depends on what was trained.
     if recipe is None:
         lines = of_message(message, alone=True)
         return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
+    # A bare name says nothing of precision or method, so the message may.
     if isinstance(recipe, str):
         recipe = Recipe(recipe)
         assumed = True
@@ -99,6 +102,7 @@ def explain(
 def _of_recipe(run: Run) -> Explanation:
     """Return what fills a recipe's peak, and the cheapest changes."""
     lacks = run.lacks()
+    # The greater of both lacks: a change has to mend the tensors' and the process's.
     missing = lacks.most
     changes = run.changes(lacks)
     lines = [*run.lines(), *run.change_lines(changes, missing)]
@@ -115,11 +119,13 @@ def _of_both(
 ) -> Explanation:
     """Return what message and recipe say together, with one figure for what is missing."""
     taken = ""
+    # Before the run, whose report then is of the recipe as the message corrected it.
     if assumed:
         recipe, taken = taken_from(message, recipe, card)
     run = Run(recipe, card, granted)
     against = run.contradictions(message)
     request = run.request(message)
+    # A recipe that contradicts the message cannot say what the rest of the step would have lacked.
     lacks = run.lacks(message, trusted=not against)
     missing = lacks.most
     changes = run.changes(lacks)
@@ -154,6 +160,7 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
     if tier not in TIERS:
         raise RecipeError("tier", tier, f"allowed are {', '.join(map(repr, TIERS))}")
     report = report_of(what, gpu=card, **given)
+    # Without a process, as in a report for the CPU, the tensors' peak is all that can be compared.
     needs = Interval.of(report.peak.total if report.process is None else report.process)
     usable = card.total if report.usable is None else report.usable
     over = getattr(needs, TIERS[tier]) - usable
@@ -163,6 +170,7 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
             report.message
             or f"it needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
         )
+        # A grade with a semicolon has the verdict under the allocator's other setting too.
         if report.otherwise and ";" in report.grade:
             why += f" ({report.grade})"
         raise AssertionError(
@@ -183,6 +191,8 @@ def report_of(what: Any, **given: Any) -> Report:
 
     if what is None:
         what = {}
+    # A module is known by its parameters, so that torch need not be imported to ask for its class.
     elif not isinstance(what, Mapping):
         what = {"model" if hasattr(what, "named_parameters") else "recipe": what}
+    # What a mapping says counts before the arguments of the call.
     return simulate(**{**given, **what})

@@ -1,5 +1,7 @@
 """What an out-of-memory message means by itself, and what to do about it."""
 
+import math
+
 from ..hardware.gpu import cards_of
 from ..report.report import format_bytes, unit_for
 from .messages import WORDS, Holder, Message
@@ -15,11 +17,19 @@ HOST_REMEDY = (
     "weights instead of one a rank (safetensors, deepspeed's zero.Init, FSDP's "
     "cpu_ram_efficient_loading)"
 )
+APPLE_REMEDY = (
+    "to make room: halve per_device_train_batch_size and double gradient_accumulation_steps, then "
+    "gradient_checkpointing=True or LoRA; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 takes the limit "
+    "away, and the machine may swap or stop"
+)
 OTHERS_REMEDY = "end the other process, or take another card with CUDA_VISIBLE_DEVICES"
 FRAGMENTS_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+# PyTorch's own allocator says sizes, so a message without comes from another call of CUDA.
 BARE = (
-    "CUDA could not give memory and the message has no sizes: PyTorch was not yet holding any, so "
-    "another process fills the card, or one that died has left its memory (nvidia-smi lists them)"
+    "CUDA could not give memory and the message has no sizes: a call outside of PyTorch's "
+    "allocator failed, as for the context, a library's handle or pinned host memory. While a "
+    "model loads that is most often another process that fills the card, or one that died and "
+    "left its memory (nvidia-smi lists them)"
 )
 MORE = (
     "say MODEL with its options, or the script, after the message: then the tensor that asked "
@@ -40,7 +50,9 @@ def missing_of(message: Message) -> int | None:
     sizes = message.bytes
     if "lack" not in sizes:
         return None
+    # Memory that the allocator holds unused may serve the request after all, if it is in one piece.
     in_one_piece = sizes["lack"] - sizes.get("unallocated", 0)
+    # Where it would do in one piece, what lacks is the request less what CUDA has free.
     return max(in_one_piece, 0) or max(sizes["lack"], 0)
 
 
@@ -48,6 +60,8 @@ def of_message(message: Message, alone: bool) -> list[str]:
     """Return the lines on a message; `alone`: with what is missing, a remedy and more to read."""
     lines = _by_kind(message, alone)
     lines += [_holder(one) for one in message.holders]
+    # With a recipe the changes follow, each with its bytes, so the general remedies would only
+    # repeat.
     if alone:
         lines += _likely_card(message)
         lines.append(MORE)
@@ -59,6 +73,7 @@ def _likely_card(message: Message) -> list[str]:
     total = message.bytes.get("total")
     if message.kind != "card" or not total:
         return []
+    # Drivers report a total that is typical of a card: a T4 is no round number of GiB.
     names = " or ".join(card.name for card in cards_of(total))
     return [f"a card that has {sized(total)}: likely {names} (--gpu)"] if names else []
 
@@ -70,7 +85,12 @@ def _by_kind(message: Message, alone: bool) -> list[str]:
         return ["nvidia-smi's table: who holds what at that moment, not what asked for more"]
     if message.kind == "host":
         return _of_host(message)
-    return _of_card(message, alone)
+    if message.kind == "share":
+        return _of_share(message)
+    lines = _of_card(message, alone)
+    if message.who == "Apple":
+        return [line.replace(CARD_REMEDY, APPLE_REMEDY) for line in lines]
+    return lines
 
 
 def _holder(one: Holder) -> str:
@@ -100,15 +120,31 @@ def _of_host(message: Message) -> list[str]:
     return [*lines, HOST_REMEDY]
 
 
+def _of_share(message: Message) -> list[str]:
+    said = _asked(message.bytes)
+    lines = [message.who + (f": {said}" if said else "")]
+    sizes = message.bytes
+    if "total" in sizes:
+        share = math.floor(100 * sizes["free"] / sizes["total"]) / 100
+        lines.append(f"what is free is {share:.2f} of the card: no larger share starts there")
+    found = "vramlab plan MODEL --trainer grpo --use-vllm --gpu CARD finds a share that fits"
+    return [*lines, f"{message.remedy}; {found}"]
+
+
+def _asked(sizes: dict[str, int]) -> str:
+    """Return what was asked for, and of what, in a line."""
+    words = WORDS["asked"].items()
+    return ", ".join(said.format(sized(sizes[name])) for name, said in words if name in sizes)
+
+
 def _of_card(message: Message, alone: bool) -> list[str]:
     sizes = message.bytes
-    said = [
-        words.format(sized(sizes[name])) for name, words in WORDS["asked"].items() if name in sizes
-    ]
-    lines = [", ".join(said)]
+    lines = [_asked(sizes)]
     for name, words in WORDS["holders"].items():
         if sizes.get(name):
             lines.append(f"{sized(sizes[name])} held by {words}")
+    # Windows' driver pages to the host instead of failing, so a process may hold more than the
+    # card.
     if sizes.get("allocated", 0) > sizes.get("total", sizes.get("allocated", 0)):
         lines.append(
             "more than the card has: Windows lends it the host's memory, at the speed of PCIe"
@@ -124,6 +160,7 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
     held = scattered + sizes.get("allocated", 0)
     lines = []
     others = sizes.get("others", 0)
+    # A process that holds under a hundredth of the card, as a desktop does, is not to blame.
     if others >= max(lack, sizes.get("total", 0) // 100) and sizes["free"] < sizes["asked"]:
         text = (
             "another process is on the card: without it the request would have had room "
@@ -131,11 +168,14 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
         )
         lines += [text, OTHERS_REMEDY]
     remedy = [CARD_REMEDY] if alone else []
+    # CUDA refused although as much was free by the message's own figures.
     if lack <= 0:
         text = (
             "that much is free: another process held it then, or what is free is not in one piece"
         )
         return [*lines, text, f"{OTHERS_REMEDY}; {FRAGMENTS_REMEDY}"]
+    # Even with every free block joined the request would not fit, so no setting of the allocator
+    # helps.
     if scattered < lack:
         text = (
             "a real lack: what is free and what is unallocated together are less than it asks for"
@@ -146,6 +186,7 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
                 f"unallocated were in one piece"
             )
         return [*lines, text, *remedy]
+    # A few percent of free blocks are normal: joining them helps this request and not the next.
     if scattered < LITTLE * held:
         text = (
             f"a real lack: the tensors fill the card; of it all, only {sized(scattered)} are "

@@ -60,6 +60,8 @@ class Run:
         self.recipe = recipe
         self.card = card
         self.granted = granted
+        # The formulas where they know the recipe, since changes are tried by the dozen; else the
+        # simulation.
         self._source: Callable[..., Report] = predict
         try:
             self.report = self.witness(recipe)
@@ -98,11 +100,13 @@ class Run:
         if message and missing_of(message) is not None:
             found = message.bytes
             tensors.append(missing_of(message) or 0)
+            # The message is of one request; the peak may come later in the step and need more.
             if trusted and "allocated" in found:
                 tensors.append(self.report.peak.total - found["allocated"] - found.get("free", 0))
         report = self.report
         process = None
         if self.card and trusted and report.process is not None and report.usable is not None:
+            # As a number an interval is its likely figure.
             process = max(0, int(report.process) - report.usable)
         return Lacks(max(0, *tensors) if tensors else None, process)
 
@@ -110,6 +114,8 @@ class Run:
     def seconds(self) -> float | None:
         """The step's estimated time on the card, or on DEFAULT_CARD; None where it is unknown."""
         try:
+            # Parts of a step that wait for each other are added; `estimate` has taken off what
+            # overlaps.
             return sum(
                 estimate(counted_as(self.recipe), self.card or find_gpu(DEFAULT_CARD)).values()
             )
@@ -123,6 +129,7 @@ class Run:
         ranked = cheapest(self.recipe, self.card, need, witness=self.witness, process=process)
         facts = [self._facts(change, lacks) for change in ranked]
         # A pair takes a hundred reports, which formulas give at once.
+        # With a change that is enough alone there is nothing to combine.
         none_is_enough = lacks.most and not any(fact["enough"] for fact in facts)
         if none_is_enough and self._source is predict:
             facts += self._pairs(lacks)
@@ -133,6 +140,7 @@ class Run:
         need = lacks.tensors or 0
         pair = cheapest_pair(self.recipe, self.card, need, self.witness, lacks.process or 0)
         words = "enough together"
+        # The setting alone is said by `_setting`; here it gives what a pair still lacks.
         if pair is None and self.card and not self.report.expandable_segments:
             with_them = Run(self.recipe, self.card, self.granted | {"expandable_segments": True})
             process = with_them.lacks().process or 0
@@ -147,6 +155,7 @@ class Run:
     def _facts(self, change: Change, lacks: Lacks) -> dict[str, Any]:
         seconds = None
         if self.seconds and change.time:
+            # A change's `time` is a ratio, so it scales this step's seconds.
             seconds = self.seconds * change.time
         text = str(change)
         base = change.fields.get("quantization")
@@ -154,6 +163,8 @@ class Run:
         if base and not base.prepare and self.recipe.trainer not in TRL:
             text += ", not prepared (--no-prepare)"
         enough = change.takes(lacks.tensors or 0, lacks.process or 0)
+        # Of what it frees in the process the peak is only a part: the allocator's own bytes go with
+        # it.
         if enough and change.saves < (lacks.most or 0):
             text += f", −{sized(change.frees)} of the process"
         return {
@@ -201,6 +212,7 @@ class Run:
         report = self.report
         if report.expandable_segments or report.otherwise is None or report.usable is None:
             return []
+        # From the surest to no fit, so the index orders them.
         tiers = [*TIERS, NO_TIER]
         with_them = report.otherwise.verdict(report.usable)
         if tiers.index(with_them) >= tiers.index(report.verdict):
@@ -214,9 +226,11 @@ class Run:
         held = sizes.get("allocated") if message.kind == "card" else None
         if held is not None:
             peak = self.report.peak.total
+            # Weights alone: what a run holds at least once its model is there.
             loaded = self.report.phases["load"].end.total
             asked = sizes.get("asked", 0)
             # On a larger card both would have been allocated.
+            # The message's run needed more than the recipe ever holds, so another recipe ran.
             if peak < (1 - TOLERANCE) * (held + asked):
                 text = (
                     f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated and "
@@ -227,6 +241,8 @@ class Run:
                     "in the process"
                 )
                 said.append(text)
+            # The recipe's weights alone are more than the run had, so it cannot have got past
+            # loading them.
             elif loaded > (1 + TOLERANCE) * (held + sizes["asked"]):
                 text = (
                     f"the recipe's weights take {sized(loaded)}, but {sized(held)} were allocated: "
@@ -237,6 +253,7 @@ class Run:
                 said.append(text)
         total = sizes.get("total")
         is_card = message.kind == "card"
+        # Cards of one name differ by what the driver keeps for itself, so the tolerance is wider.
         if is_card and total and self.card and abs(self.card.total - total) > 4 * TOLERANCE * total:
             has = sized(self.card.total)
             said.append(f"the message's card has {sized(total)}, {self.card.name} has {has}")
@@ -247,6 +264,7 @@ class Run:
         asked = message.bytes.get("asked", 0)
         if message.kind != "card" or asked < LARGE:
             return ""
+        # In the order of `tensors`, so the two that fill cards most often are named.
         fitting = [text for text, size in tensors(self.recipe) if is_request(message, size)]
         return f"{sized(asked)} is the size of {' or '.join(fitting[:2])}" if fitting else ""
 
@@ -254,6 +272,7 @@ class Run:
 def is_request(message: Message, size: int) -> bool:
     """Return whether a tensor of `size` bytes makes the request that the message prints."""
     asked = message.bytes["asked"]
+    # The request is the tensor rounded up by the allocator, then printed with two digits.
     return asked - ROUNDED - message.precision < size <= asked + message.precision
 
 
@@ -295,6 +314,7 @@ def says_no_method(recipe: Recipe) -> bool:
     A message may then say it better.
     """
     usual = Recipe(recipe.model)
+    # All fields by which a message could be read otherwise; batch and length are judged apart.
     names = {name for fields in METHODS.values() for name in fields}
     names |= {"optim", "sharding", "gradient_checkpointing", "trainer", "loop"}
     return all(getattr(recipe, name) == getattr(usual, name) for name in names)
@@ -330,6 +350,8 @@ def taken_from(message: Message, recipe: Recipe, card: Gpu | None) -> tuple[Reci
 def _method(message: Message, recipe: Recipe) -> tuple[dict[str, Any], str]:
     """Return how it was trained: as the traceback names it, else by the room in the message."""
     named = dict(message.fields)
+    # The traceback shows PEFT's classes but neither rank nor format, so PEFT's defaults and the
+    # usual format stand.
     if "lora" in named:
         named["lora"] = LoRA()
         named |= {"precision": "bf16-mixed", "dtype": "bfloat16"}
@@ -337,8 +359,11 @@ def _method(message: Message, recipe: Recipe) -> tuple[dict[str, Any], str]:
         named["quantization"] = Quantization(prepare=named.get("trainer") != "sft")
     if "lora" in named or message.kind != "card" or "allocated" not in message.bytes:
         return named, f"{', '.join(message.says)} in its traceback" if named else ""
+    # What was allocated plus the request: at least so much was in use for a moment.
     room = message.bytes["allocated"] + message.bytes["asked"]
     heavier: tuple[str, int] | None = None
+    # From the method that keeps most: the first whose weights, gradients and states had room is the
+    # likeliest.
     for name, fields in METHODS.items():
         try:
             kept = predict(recipe.replace(**{**fields, **named})).phases["between_steps"].end.total
@@ -362,6 +387,7 @@ def _tokens(message: Message, recipe: Recipe) -> dict[str, int]:
     usual = Recipe(recipe.model)
     said = (recipe.batch_size, recipe.seq_len) != (usual.batch_size, usual.seq_len)
     if (
+        # Where a batch or a length was given it is not guessed.
         said
         or message.kind != "card"
         or message.bytes["asked"] < LARGE
@@ -369,11 +395,14 @@ def _tokens(message: Message, recipe: Recipe) -> dict[str, int]:
         or recipe.shape.image_tokens
     ):
         return {}
+    # fp32 first, the format in which losses make their copy of the logits.
     for width in FORMATS:
         count = round(message.bytes["asked"] / (words * width) / TOKENS) * TOKENS
         if count and is_request(message, count * words * width):
+            # The usual length with another batch is likelier than a length of its own.
             if count % recipe.seq_len == 0:
                 return {"batch_size": count // recipe.seq_len}
+            # A sample longer than the model has positions for cannot have been.
             longest = recipe.shape.max_positions or count
             return {"batch_size": 1, "seq_len": count} if count <= longest else {}
     return {}
@@ -397,6 +426,7 @@ def parts(report: Report) -> list[str]:
     """Return what fills the peak: its categories, why it is there, and the largest tensors."""
     peak = report.peak
     unit = unit_for(peak.total)
+    # Categories under a hundredth of the peak would only lengthen the line.
     large = [(n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total]
     split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sorted(large, reverse=True))
     head = f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"

@@ -32,8 +32,11 @@ class AfterImport:
         self.functions = functions
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader then calls the function; None for others."""
         if name not in self.functions:
             return None
+        # Python's own finders look the module up; ours only wants to know when it has been
+        # executed.
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec and spec.loader:
@@ -43,6 +46,7 @@ class AfterImport:
                 load(module)
                 self.functions[name](module)
 
+            # Replaced on this spec's loader alone, which belongs to one module.
             loader: Any = spec.loader
             loader.exec_module = then
         return spec
@@ -57,6 +61,7 @@ def install() -> None:
         "torch": functools.partial(follow, watched=watched),
         "transformers.trainer": functools.partial(watch_trainers, watched=watched),
     }
+    # First in the list, or the usual finders would answer before this one is asked.
     sys.meta_path.insert(0, AfterImport(functions | zero))
 
 
@@ -90,6 +95,8 @@ def follow(torch: ModuleType, watched: list[Any]) -> None:
 
     # a script may measure by itself
     of_torch.replace_resets_of_peaks(looking)
+    # The process is named because a fork inherits these functions and must not write a report of
+    # its own.
     atexit.register(leave, torch, peaks, look, os.getpid(), watched, library)
 
 
@@ -101,6 +108,8 @@ def last_a_while(torch: ModuleType) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def last(*_: Any) -> None:
+        # Kernels do not run here, so a step is over before the watchdog has looked at its
+        # collectives once.
         if torch.distributed.is_initialized():
             time.sleep(0.2)
 
@@ -114,11 +123,14 @@ def end_after(steps: int) -> Any:
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    # By the optimizer's identity, since GANs and the like step several in turn.
     made: dict[int, int] = {}
 
     def count(optimizer: Any, args: tuple, kwargs: dict) -> None:
         made[id(optimizer)] = made.get(id(optimizer), 0) + 1
         if made[id(optimizer)] > steps:
+            # The hook runs before the step, so the step that was asked for last is complete, and
+            # `atexit` still runs.
             raise SystemExit(0)
 
     return register_optimizer_step_pre_hook(count) if steps else None
@@ -140,8 +152,10 @@ class LoopWatch:
         self.ready = False
 
     def install(self) -> None:
+        """Replace the call of all modules, and follow the steps of all optimizers."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        # The class and not the model: the script's model does not exist yet.
         module = self.torch.nn.Module
         self.call = module.__call__
 
@@ -158,8 +172,11 @@ class LoopWatch:
 
     def before_call(self, module: Any) -> None:
         """Note the model; end the watch with the forward pass after the step that was watched."""
+        # By then most loops have called zero_grad, wherever it stands in them.
         if self.ready and module is self.model:
             self.end()
+        # Modules without parameters that train, such as a frozen encoder or a loss, are not the
+        # model.
         elif self.model is None and any(p.requires_grad for p in module.parameters()):
             self.model = module
 
@@ -188,6 +205,7 @@ class LoopWatch:
 
     def end(self) -> None:
         """Keep the report of the watched step, and watch no more."""
+        # The class is put back, so that the script's other steps take no detour.
         self.torch.nn.Module.__call__ = self.call
         self.after.remove()
         self.ready = False
@@ -215,12 +233,16 @@ def step_always(module: ModuleType) -> None:
 
     It would find overflows in gradients, as conditions on values hold.
     """
+    # The class of stages 1 and 2, or of stage 3, by the module that was loaded.
     optimizer = (
         getattr(module, "DeepSpeedZeroOptimizer", None) or module.DeepSpeedZeroOptimizer_Stage3
     )
     overflowed = optimizer.has_overflow
+    # The original is still called for its collectives: a rank that left one out would stop the
+    # others.
     optimizer.has_overflow = lambda *args, **kwargs: overflowed(*args, **kwargs) and False
     patched: Any = module
+    # Norms have no values here either, and a step with an invalid one is skipped.
     patched.is_invalid_grad_norm = lambda norm: False
 
 
@@ -234,6 +256,7 @@ def watch_trainers(module: ModuleType, watched: list[Any]) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        # A Trainer on the CPU holds nothing of a card that could be split.
         if not self.args.torch_compile and self.args.device.type == "cuda":
             from .callback import WatchCallback
 
@@ -258,12 +281,15 @@ def leave(
     from ..private import of_torch
 
     folder = os.environ.get(FOLDER)
+    # Also of a process that used no CUDA, such as a launcher or a data loader's worker.
     if not folder or process != os.getpid() or not torch.cuda.is_initialized():
         return
     look()
+    # A script that ends with its second step has no further forward pass that would end the watch.
     for loop in watched:
         if isinstance(loop, LoopWatch) and loop.ready:
             loop.end()
+    # From the last Trainer on: a script that trains twice means the later one.
     report = next((seen.report for seen in reversed(watched) if seen.report), None)
     process_facts = {
         **peaks,
@@ -271,5 +297,6 @@ def leave(
         "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
         "report": report and report.to_dict(),
     }
+    # By process number, since every rank of a launcher writes into the same folder.
     of_torch.dump_history(os.path.join(folder, f"{process}.pickle"))
     Path(folder, f"{process}.json").write_text(json.dumps(process_facts))

@@ -13,6 +13,7 @@ def models(filtered: str = "") -> list[dict[str, Any]]:
     facts = []
     for name in model_names():
         entry = catalogue()[name]
+        # Hub names whose config.json has the entry's architecture with a few keys of its own.
         others = [other for other, said in KNOWN["names"].items() if said["entry"] == name]
         names = [name, entry["hub_id"], *entry.get("aliases", ()), *others]
         if any(filtered.lower() in each.lower() for each in names):
@@ -43,6 +44,8 @@ def gpus(filtered: str = "") -> list[dict[str, Any]]:
         if filtered.lower() not in name.lower():
             continue
         card = find_gpu(name)
+        # `total_known` is False where only the datasheet's round number is known, and no driver's
+        # report.
         fact = {"name": name, "total": card.total, "total_known": card.total_known}
         fact |= {"usable": usable_memory(card), "bandwidth": card.bandwidth, "flops": card.peak}
         capability = ".".join(map(str, card.compute_capability))

@@ -33,6 +33,7 @@ class WatchMagic(Magics):
         options = parse_argstring(self.watch, line)
         shell = self.shell
         assert shell is not None  # a magic runs in one
+        # Evaluated in the user's namespace, so any expression there may be the model.
         watcher = watch(*(shell.ev(text) for text in (options.model, options.optimizer) if text))
         muted: dict[str, Any] = dict.fromkeys(MUTED, lambda *args, **kwargs: None)
         with (
@@ -40,5 +41,6 @@ class WatchMagic(Magics):
             mock.patch.multiple(shell, **muted),
         ):
             result = shell.run_cell(cell)
+        # The report first: with an error it shows what was held when the cell failed.
         print(watcher.report())
         result.raise_error()

@@ -40,6 +40,7 @@ def input_schema(name: str, command: Any) -> dict[str, Any]:
     for parameter in command.params:
         if parameter.name in NO_OPTIONS:
             continue
+        # explain's words are one list on a command line; a tool's arguments need names.
         if parameter.name == "words":
             for word, text in WORDS[name].items():
                 properties[word] = {"type": "string", "description": text}
@@ -51,6 +52,7 @@ def input_schema(name: str, command: Any) -> dict[str, Any]:
         "type": "object",
         "properties": properties,
         "required": required,
+        # A misspelt argument is then an error and no answer to another question.
         "additionalProperties": False,
     }
 
@@ -95,6 +97,8 @@ def command_line(name: str, command: Any, given: dict[str, Any]) -> list[str]:
                 behind.append(str(value))
             else:
                 words += _option(parameter, value)
+    # Behind -- click takes no word for an option, so a model's name that begins with a dash stays a
+    # name.
     return [*words, "--", *behind]
 
 
@@ -102,6 +106,7 @@ def _spoken(given: dict[str, Any]) -> list[str]:
     """Return explain's words: the message alone, the recipe alone, or both."""
     message = given.get("message")
     said = [] if message is None else [message]
+    # Split as a shell would, but no shell is started.
     return said + shlex.split(given.get("recipe") or "")
 
 
@@ -115,6 +120,7 @@ def _option(parameter: Any, value: Any) -> Iterator[str]:
         return
     values = value if isinstance(value, list) else [value]
     for each in values:
+        # With = a value that begins with a dash is not taken for the next option.
         yield f"{flag}={each}"
 
 
@@ -156,9 +162,11 @@ def server(commands: dict[str, Any]) -> Any:
         except ValueError as error:
             return said(str(error), is_error=True)
         status, out, err = await answer(words)
+        # "It does not fit" is an answer of the tool, not a failure of it.
         if status not in (0, DOES_NOT_FIT):
             why = err.strip() or f"vramlab ended with status {status}."
             return said(why, is_error=True)
+        # As text too, for clients that show no structured content.
         return said(out, structured_content=json.loads(out))
 
     return Server(
@@ -174,8 +182,11 @@ async def answer(words: list[str]) -> tuple[int, str, str]:
     """Return the exit status of `vramlab WORDS`, what it printed, and its errors."""
     import anyio
 
+    # A process of its own: torch's memory goes with it, and a crash of one call leaves the server
+    # up.
     command = [sys.executable, "-m", "vramlab", *words]
     try:
+        # Standard input is the protocol's, so the command must not read from it.
         done = await anyio.run_process(command, check=False, stdin=subprocess.DEVNULL)
     except (OSError, ValueError) as error:  # a zero byte in an argument, no memory for a process
         return WRONG, "", str(error)

@@ -24,12 +24,14 @@ from ..report.report import Report, format_bytes
 @needing("measure")
 @functools.wraps(_measure)
 def measure(recipe: Recipe | Any, *args: Any, **options: Any) -> Report:
+    # An `estimate` that the caller gives counts.
     return _measure(recipe, *args, **{"estimate": peak_bytes, **options})
 
 
 @needing("record")
 @functools.wraps(_record)
 def record(*args: Any, **options: Any) -> Outcome:
+    """As `measurement.record.record`, with predict's peaks and what simulate says beside each."""
     return _record(*args, **{"estimate": peak_bytes, "beside": simulated_beside, **options})
 
 
@@ -52,6 +54,7 @@ def peak_bytes(recipe: Recipe) -> int:
     try:
         return predict(recipe).peak.total
     except RecipeError:
+        # States alone are a lower bound, enough to refuse what could never run here.
         if recipe.sharding is None:
             return parameter_bytes(recipe) + gradient_bytes(recipe) + optimizer_state_bytes(recipe)
         return peak_bytes(recipe.replace(sharding=None))
@@ -77,6 +80,7 @@ def simulated_beside(report: Report) -> str:
     recipe = rebuild(Recipe, "recipe", report.recipe or {})
     card = card_of(report.environment)
     try:
+        # A record of an older torch is held against the workspaces that its version had.
         with rules_of(report.environment["torch"]):
             said = simulate(recipe, report.target, card).allocated
     except RecipeError:

@@ -10,9 +10,11 @@ from ..base.errors import VramLabError
 from ..report.report import UNITS, GiB, MiB
 
 WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
-# Ray, DeepSpeed and Linux divide by powers of 1,024 and print the decimal unit's name
-SIZES = UNITS | {"bytes": 1, "TiB": 1 << 40, "GB": GiB, "kB": 1024}
-NONSENSE = 2  # times the card: WSL prints 2**64 bytes as what a process has
+# Ray, DeepSpeed, Linux and PyTorch on Apple's GPUs divide by powers of 1,024 and print the decimal
+# unit's name; vLLM prints the unit of a pair once
+SIZES = UNITS | {"bytes": 1, "TiB": 1 << 40, "GB": GiB, "MB": MiB, "KB": 1024, "kB": 1024, "": GiB}
+# Times the card: 2**64 bytes are what WSL prints as a process's, and cudaMallocAsync as no limit
+NONSENSE = 2
 
 
 class MessageError(VramLabError, ValueError):
@@ -33,14 +35,15 @@ class Holder:
 class Message:
     """What a log says.
 
-    `kind` is "card" for a message with sizes, "bare" for one without, "host" where the machine's
-    own memory ran out, "table" for nvidia-smi's alone. `fields` are those of a recipe that the
-    traceback gives away, and `says` what in it does.
+    `kind` is "card" for a message with sizes, "bare" for one without, "share" for vLLM's about its
+    share of a card, "host" where the machine's own memory ran out, "table" for nvidia-smi's alone.
+    `fields` are those of a recipe that the traceback gives away, and `says` what in it does.
     """
 
     kind: str
     bytes: dict[str, int] = field(default_factory=dict)
     who: str = ""
+    remedy: str = ""
     precision: float = 0.0  # bytes by which the printed request may be off
     holders: list[Holder] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +57,10 @@ def read_message(text: str) -> Message:
     `context` what this one holds outside of PyTorch, and `lack` what the request lacks. Sizes
     are as exact as the message: two digits of their unit.
     """
+    # Logs break a message over lines, so its patterns are looked for with all white space as one
+    # blank.
     line = " ".join(text.split())
-    message = _of_card(line) or _of_host(text)
+    message = _of_card(line) or _of_share(line) or _of_host(text)
     holders = _holders(text)
     if message is None and re.search(WORDS["bare"], line):
         message = Message("bare")
@@ -63,16 +68,18 @@ def read_message(text: str) -> Message:
         message = Message("table")
     if message is None:
         rest = (
-            "PyTorch's says 'Tried to allocate …' and what is free; logs of Slurm, Ray, DeepSpeed, "
+            "PyTorch's says 'Tried to allocate …' and what is free, vLLM's what its share lacks; "
         )
         rest += (
-            "a container or Linux say that a process was killed, and nvidia-smi's table who "
-            "holds what."
+            "logs of Slurm, Ray, DeepSpeed, a container or Linux say that a process was killed, "
+            "and nvidia-smi's table who holds what."
         )
         raise MessageError(f"this is no out-of-memory message: {rest}")
     message.holders = holders
+    # Names in the traceback, such as a trainer's class, tell what no message says.
     for trace in WORDS["traces"]:
         if re.search(trace["pattern"], text):
+            # The first trace to say a field counts.
             message.fields = {**trace["fields"], **message.fields}
             message.says.append(trace["says"])
     return message
@@ -84,36 +91,62 @@ def _size(match: re.Match) -> int:
 
 
 def _of_card(line: str) -> Message | None:
-    """Return PyTorch's message on a CUDA or HIP device, the last of `line`."""
-    patterns = WORDS["patterns"]
-    starts = list(re.finditer(patterns["asked"][0], line, re.IGNORECASE))
+    """Return PyTorch's message on a CUDA, HIP or MPS device, the last of `line`."""
+    # A log may hold several messages, as when a script retries; the last is the one that ended it.
+    starts = list(re.finditer(WORDS["start"], line, re.IGNORECASE))
     if not starts:
         return None
     said = line[starts[-1].start() :]
     sizes: dict[str, int] = {}
-    for name, wordings in patterns.items():
+    units: dict[str, str] = {}
+    for name, wordings in WORDS["patterns"].items():
         for wording in wordings:
+            # Wordings of all of PyTorch's versions; the first that is found counts.
             match = re.search(wording, said, re.IGNORECASE)
             if match and name not in sizes:
                 sizes[name] = _size(match)
+                units[name] = match.group(2)
+    if "asked" not in sizes:
+        return None
+    # Older messages say what is reserved in total, newer ones what of it is unallocated.
     if "reserved" in sizes:
         reserved = sizes.pop("reserved")
         sizes.setdefault("unallocated", max(reserved - sizes.get("allocated", 0), 0))
     _find_process(said, sizes)
     _complete(sizes)
-    unit = starts[-1].group(2)
+    unit = units["asked"]
     printed = SIZES[unit] / 200 if unit != "bytes" else 0.0  # half of the second digit
-    return Message("card", sizes, precision=printed)
+    who = "Apple" if re.match(WORDS["apple"], said) else ""
+    return Message("card", sizes, who, precision=printed)
+
+
+def _of_share(line: str) -> Message | None:
+    """Return vLLM's message about its share of a card, which is no error of PyTorch's."""
+    for entry in WORDS["share"]:
+        if not re.search(entry["pattern"], line):
+            continue
+        sizes = {}
+        for name, pattern in entry["sizes"].items():
+            match = re.search(pattern, line)
+            if match:
+                sizes[name] = _size(match)
+        if sizes.keys() >= {"asked", "free"}:
+            sizes["lack"] = sizes["asked"] - sizes["free"]
+        return Message("share", sizes, entry["who"], entry["remedy"])
+    return None
 
 
 def _find_process(said: str, sizes: dict[str, int]) -> None:
     """Put into `sizes` what this process has, which NVML may list under a foreign number."""
     total = sizes.get("total", 0)
-    if total and sizes.get("process", 0) > NONSENSE * total:
-        del sizes["process"]
+    for name in ("process", "allowed"):
+        if total and sizes.get(name, 0) > NONSENSE * total:
+            del sizes[name]
     if "process" not in sizes and "total" in sizes:
         held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
         listed = [_size(match) for match in re.finditer(WORDS["another"], said)]
+        # Of the processes listed only one can be ours if only one holds at least what PyTorch says
+        # it holds.
         large = [size for size in listed if held <= size <= total]
         if len(large) == 1:
             sizes["process"] = large[0]
@@ -123,11 +156,17 @@ def _complete(sizes: dict[str, int]) -> None:
     """Put into `sizes` what follows from the message's own figures."""
     held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
     if sizes.keys() >= {"process", "total", "free"}:
+        # What the process has on the card and PyTorch does not know: context, kernels, other
+        # libraries.
         sizes["context"] = max(sizes["process"] - held, 0)
         sizes["others"] = max(sizes["total"] - sizes["free"] - sizes["process"], 0)
     if "free" in sizes:
+        # `allowed` is there where set_per_process_memory_fraction caps the process below what is
+        # free.
         most = sizes.get("allowed", held + sizes["free"]) - held
         sizes["lack"] = sizes["asked"] - max(min(sizes["free"], most), 0)
+    elif "allowed" in sizes:
+        sizes["lack"] = sizes["asked"] + held + sizes.get("foreign", 0) - sizes["allowed"]
 
 
 def _of_host(text: str) -> Message | None:
@@ -138,6 +177,7 @@ def _of_host(text: str) -> Message | None:
         sizes: dict[str, int] = {}
         for name, pattern in entry["sizes"].items():
             matches = list(re.finditer(pattern, text))
+            # The last one: logs repeat such lines as memory fills.
             if matches:
                 sizes[name] = _size(matches[-1])
         _add_deepspeed(text, sizes)
@@ -157,6 +197,7 @@ def _add_deepspeed(text: str, sizes: dict[str, int]) -> None:
             sizes.setdefault(name, _size(matches[-1]))
     shares = re.findall(patterns["percent"], text)
     if shares and float(shares[-1]):
+        # The line says what is used and its percentage, and no total.
         sizes.setdefault("total", int(sizes["used"] / float(shares[-1]) * 100))
 
 
@@ -171,6 +212,7 @@ def _holders(text: str) -> list[Holder]:
         memory = re.search(patterns["memory"], line)
         process = re.search(patterns["process"], line)
         if card:
+            # A card takes two lines of the table: its name in one, its memory in the next.
             last = int(card.group(1)), card.group(2)
         elif memory and last:
             used, total = memory.groups()

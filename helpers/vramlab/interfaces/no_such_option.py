@@ -13,10 +13,25 @@ WHY_NOT = dict.fromkeys(
 WHY_NOT |= {
     name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]
 }
+TILED = "no Trainer's argument puts DeepSpeed's TiledMLP into a model: put it there yourself, and "
+TILED += "simulate(model=…) runs it"
+TILED_LOSS = (
+    "DeepSpeed's tiled loss is called by code of your own: SFTTrainer computes its loss in "
+)
+TILED_LOSS += "parts by itself, and --use-liger-kernel keeps no logits either"
+EXPERTS = "with expert parallel a rank holds the tokens that the router sends it, which no recipe "
+EXPERTS += (
+    "says: WatchCallback() in its Trainer measures it, and --engine fsdp or deepspeed divides "
+)
+EXPERTS += "experts as it does all weights"
+# What other programs name so.
+WHY_NOT |= {"tiled_mlp": TILED, "tiled_loss": TILED_LOSS, "tiled_logits": TILED_LOSS}
+WHY_NOT |= dict.fromkeys(("expert_parallel", "expert_parallel_size", "ep_size"), EXPERTS)
 SIMULATED = ("torch_compile",)  # which no formula knows
 SAY = {
     name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
 }
+SAY |= {"context_parallel_size": "--cp-size", "sequence_parallel_size": "--sp-size"}
 
 
 def instead(error: Any, command: str | None) -> str:
@@ -33,6 +48,7 @@ def instead(error: Any, command: str | None) -> str:
         name,
         "",
     ).format(command)
+    # An option of the same meaning is the better answer than why there is none of this name.
     why = f"say {SAY[name]}" if SAY.get(name) in known else why
     # `plan` chooses much of a recipe itself.
     if not why and name in OPTIONS and command in ("plan", "generate"):

@@ -49,9 +49,14 @@ def fields_of(known: Options, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for option, value in given.items():
+        # A field of the recipe has one name, one of its part has the part's before it.
         (*part, name), knob = known[option]
         if name == "target_modules" and value not in (None, "all-linear"):
+            # A list of modules comes as one word with commas, and an empty one means PEFT's
+            # default.
             value = tuple(word.strip() for word in value.split(",") if word.strip()) or None
+        # False of a switch that is off by default is what was not said; of one that is on, it was
+        # said.
         if value is not None and value != [] and (value is not False or knob.default):
             (fields.setdefault(part[0], {}) if part else fields)[name] = value
     return fields
@@ -98,6 +103,7 @@ def generating_options() -> Options:
 def generation_of(model: str, given: Mapping[str, Any]) -> tuple[Recipe, Generation]:
     """Return the recipe and the generation of `given` options. Raises RecipeError."""
     asked = {name: value for name, value in given.items() if name in GENERATION}
+    # Both have options of their own, and each class refuses the other's.
     others = {name: value for name, value in given.items() if name not in GENERATION}
     fields = fields_of(OPTIONS, others)
     return as_generating(model, **fields), Generation(**fields_of(GENERATION, asked))
@@ -121,8 +127,12 @@ def recipe_of_arguments(
             recipe refuses.
     """
     fields |= fields_of(OPTIONS, said_options(OPTIONS, given))
+    # A JSON file of arguments does not name its class, but only some classes have a field such as
+    # `beta`.
     kind = kind or class_of(values, fields.get("trainer"))
     trainer = fields.setdefault("trainer", TRAINERS[kind])
+    # Of SFTTrainer alone another class is taken: of a plain TrainingArguments it makes an
+    # SFTConfig.
     if trainer not in (TRAINERS[kind], "sft"):
         raise RecipeError(
             "trainer",
@@ -130,6 +140,7 @@ def recipe_of_arguments(
             f"{TRL[trainer]} takes no {kind}: say a {CONFIGS[trainer]}",
         )
     for one, other in SAME:
+        # False and None both leave the switch off, so they do not contradict each other.
         if one in values and other in values and (values[one] or None) != (values[other] or None):
             raise RecipeError(
                 one,
@@ -159,6 +170,7 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
     usual = {field.name: field.default for field in dataclasses.fields(kind)}
     said = {}
     for name, value in values.items():
+        # None of a field whose default is another value was said; None of a default None was not.
         if name not in CLASSIFIED["neutral"] and (value is not None or usual.get(name) is not None):
             said[name] = value
     # It is said by the steps too, and the class takes one of them
@@ -167,6 +179,7 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
     # The class refuses tf32 without a GPU that has it
     tf32 = said.pop("tf32", None)
     try:
+        # Without an accelerator the class refuses bf16 unless it is told to use the CPU.
         arguments = kind(**said, use_cpu=not torch.accelerator.is_available())
     except ModuleNotFoundError:
         raise
@@ -198,6 +211,7 @@ def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = 
             f"it must be a JSONL file ({str(error).rstrip('.')})",
         ) from error
     values = [
+        # A row that says its length or ids is counted as it is; any other is kept whole, as text.
         next((row[name] for name in LENGTHS if name in row), row) if isinstance(row, dict) else row
         for row in rows
     ]
@@ -208,8 +222,10 @@ def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = 
             ", ".join(texts[0]),
             "each sample must say its " + " or ".join(LENGTHS),
         )
+    # All texts go to the tokenizer together and come back in their order.
     counted = iter(tokens(texts) if tokens and texts else ())
     sizes: list[Any] = [next(counted) if isinstance(value, dict) else value for value in values]
+    # A list is of ids, a number is a length already.
     return [len(value) if isinstance(value, list) else value for value in sizes]
 
 
@@ -221,6 +237,7 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
     """
     with needing("text in --dataset"):
         from transformers import AutoTokenizer
+    # A short name such as gpt2-xl is ours; the hub's cache has files under the published one.
     name = read_shape(model).hub_id or model
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not pretrained)
@@ -231,8 +248,10 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
 
     def count(row: dict) -> int:
         if "messages" in row:
+            # The template adds the end of turn itself, so no EOS is counted on top.
             return len(tokenizer.apply_chat_template(row["messages"], return_dict=False))
         answers = [row[name] for name in ANSWERS if name in row]
+        # Of chosen and rejected both are rows of the batch, which is as wide as the longer one.
         texts = [row.get("prompt", "") + answer for answer in answers] or [row["text"]]
         return max(len(ids) for ids in tokenizer(texts)["input_ids"]) + 1  # and the last, an EOS
 
@@ -245,4 +264,5 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
 
 def fits_card(report: Report) -> bool | None:
     """Return whether the process of `report` fits its card; None within the interval."""
+    # Likely and tight lie within the interval, where nobody can promise either.
     return {"safe": True, NO_TIER: False}.get(report.verdict)

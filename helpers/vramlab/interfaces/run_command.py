@@ -50,6 +50,7 @@ class ScriptRun:
 
     def __str__(self) -> str:
         lines = [f"emulated: {self.command}", str(self.card)]
+        # Before the figures: they are of a process that did not end by itself.
         if killed(self.status):
             lines += [killed(self.status)]
         for report, history in zip(self.reports, self.histories, strict=True):
@@ -61,6 +62,8 @@ class ScriptRun:
             lines.append(f"{rank}peaks {peaks}; with CUDA's context {report.process}")
             if report.phases and report.status == "ok":
                 lines.append(
+                    # Both tiers stand in the line above with the process, so the report leaves them
+                    # out.
                     str(dataclasses.replace(report, reserved=None, process=None, notes=[]))
                 )
             lines += [history, report.message]
@@ -91,20 +94,27 @@ def run(
             f"vramlab run finds no program {command[0]!r}: it takes a command such as python "
             f"train.py."
         )
+    # Raises where a part of the stand-in is missing, before anything is started.
     preloaded = libraries()
     own = {
+        # Before the real libraries, so that torch binds to the stand-in's symbols.
         "LD_PRELOAD": ":".join(map(str, preloaded)),
+        # Triton looks for libcuda.so by itself, and not by the loader's search.
         "TRITON_LIBCUDA_PATH": str(preloaded[0].parent),
     }
     with tempfile.TemporaryDirectory() as folder:
+        # Python imports a module of this name at its start, before the script, in each process that
+        # inherits the path.
         Path(folder, "sitecustomize.py").write_text(SITE)
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         own |= {"PYTHONPATH": os.pathsep.join(paths), FOLDER: folder, STEPS: str(steps or "")}
+        # Later entries win: what the user's shell says of CUDA must not reach the stand-in.
         status = _status(command, {**os.environ, **own, **variables(card, count)})
         left = [
             (json.loads(path.read_text()), path.with_suffix(".pickle"))
             for path in Path(folder).glob("*.json")
         ]
+        # Launchers and data loaders import torch too, and hold nothing.
         left = sorted((one for one in left if one[0]["allocated"]), key=lambda one: one[0]["rank"])
         if snapshot and left:
             write_atomically(
@@ -124,11 +134,14 @@ def run(
 def _status(command: Sequence[str], variables: dict[str, str]) -> int:
     """Run the command and return its exit status; Ctrl-C reaches it, and its end is waited for."""
     with subprocess.Popen(command, env=variables) as child:
+        # The terminal sends Ctrl-C to both; ignored here, and only after the child was started, it
+        # ends the child alone.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             status = child.wait()
         finally:
             signal.signal(signal.SIGINT, before)
+    # Popen gives the negative number of a signal; shells say 128 and the number.
     return status if status >= 0 else 128 - status
 
 
@@ -159,11 +172,13 @@ def _report(
 
     What no Trainer's watched step explains is "unexplained".
     """
+    # Without a watched step all that is known is how much there was, and no category of it.
     held = Bytes(unexplained=process_facts["allocated"])
     seen = Report.from_dict(process_facts["report"]) if process_facts["report"] else None
     seen = seen or Report("emulated", None, command, "cuda", {}, held, "")
     state = "error" if status else "ok"
     message = (killed(status) or f"the command ended with status {status}") if status else ""
+    # The allocator counts refused requests, also of those that a script caught and survived.
     if status and process_facts["failed_requests"]:
         state = "oom"
         message = f"{card.name} ran out of memory, and the command ended with status {status}"
@@ -173,6 +188,7 @@ def _report(
         message=message,
         allocated=process_facts["allocated"],
         reserved=process_facts["reserved"],
+        # What the allocator reserved is counted exactly; only the context is an interval.
         process=Interval.of(process_facts["reserved"]) + context_on(card),
         environment=environment(gpu=card.name, rank=process_facts["rank"]),
         notes=[*LIMITS],

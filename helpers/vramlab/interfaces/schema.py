@@ -78,10 +78,12 @@ def schema_of(command: str) -> dict[str, Any]:
     """Return the schema of what `vramlab COMMAND --json` prints."""
     definitions: dict[str, Any] = {}
     head = {"$schema": DIALECT, "title": f"vramlab {command} --json", "version": VERSION}
+    # Their rows are plain dictionaries with no class to derive a schema from.
     if command in LISTED:
         return head | _of_list(command)
     if command == "record":  # recipes, to be read as a list again
         return head | {"type": "array", "items": {"type": "object"}}
+    # predict answers with a report, or with a whole run where it is given lengths.
     shown = [_top(kind, definitions) for kind in PRINTED[command]]
     return head | {"anyOf": shown, "$defs": definitions}
 
@@ -110,8 +112,11 @@ def _described(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a type as annotations say it; dataclasses go into `definitions`."""
     origin = typing.get_origin(kind)
     inner = typing.get_args(kind)
+    # An empty schema allows everything.
     if kind is Any:
         return {}
+    # Its fields change with each new knob, and leaving out defaults is allowed; the recipe checks
+    # itself.
     if kind is Recipe:
         return {"type": "object", "required": ["model"]}
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -121,6 +126,7 @@ def _described(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _described(inner[1], definitions)}
     if origin in (list, tuple):
+        # Tuples of one kind only: no printed class has a mixed one.
         return {"type": "array", "items": _described(inner[0], definitions)}
     return {"type": PLAIN[kind]}
 
@@ -129,6 +135,7 @@ def _of_dataclass(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
     name = kind.__name__
     if name not in definitions:
         definitions[name] = {}  # so that a class may have one of its own kind
+        # Annotations are texts where a class names itself; this evaluates them.
         types = typing.get_type_hints(kind)
         fields = [field.name for field in dataclasses.fields(kind)]
         properties = {field: _described(types[field], definitions) for field in fields}

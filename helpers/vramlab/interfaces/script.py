@@ -52,6 +52,7 @@ def read_script(path: Path) -> Script:
     """
     try:
         return _Reader(path).read()
+    # ast and the reader recurse, so nesting ends at Python's own limit.
     except (RecursionError, Unread) as error:
         raise RecipeError("script", str(path), "it is nested too deeply to be read") from error
 
@@ -64,6 +65,8 @@ def sets_expandable_segments(what: str | Path) -> bool:
     path = Path(what)
     if path.suffix != ".py":
         return False
+    # Without resolving names: the setting and the variable's name in one statement are telling
+    # enough.
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
         if not isinstance(node, ast.Assign | ast.Call):
             continue
@@ -92,10 +95,12 @@ def recipe_of_script(
         )
         raise RecipeError("model", None, rest)
     shape = read_shape(model)
+    # Liger's patch is of one family's classes and does nothing to another model.
     patched = fields.pop("liger_family", None)
     if patched not in (None, shape.family):
         notes.append(f"without Liger's kernels for {patched}: {model} is a {shape.family}")
         script.arguments.pop("use_liger_kernel")
+    # A recipe says a task only where it is another than the model's own.
     if fields.get("task") == shape.task:
         fields.pop("task")
     recipe, foreign = recipe_of_arguments(model, given, script.arguments, script.kind, **fields)
@@ -106,6 +111,8 @@ def recipe_of_script(
         or given.get("seq_len")
         or given.get("lengths")
     )
+    # TRL's configurations have a length of their own with a default; a plain Trainer's data has any
+    # length.
     if recipe.trainer == "transformers" and not said and not shape.image_tokens:
         notes.append(f"the tokens of a sample are not written in it: {recipe.seq_len} are taken")
     if recipe.rollouts and not given.get("prompt"):
@@ -118,21 +125,27 @@ class _Reader(LoadingReader):
     """Follows what the call of the Trainer is given to where it comes from."""
 
     def read(self) -> Script:
+        # First, since an import such as unsloth changes what all later lines mean.
         account_for_imports(self.lines)
         call, name = self._trainer()
         self.lines.trainer = call
         self.lines.understood.add(call)
         self.fields["trainer"] = KINDS[name]
+        # Positional arguments by the names that this class's signature gives them.
         words = self._words(call, WORDS["positions"][name].split())
+        # Before the arguments: a sharding that is said here makes their own `fsdp` or `deepspeed`
+        # known.
         self._unseen()
         kind = self._read_arguments(words.pop("args", None), name)
         self._load(words.pop("model", words.pop("model_init", None)))
+        # transformers' Trainer has no `peft_config`.
         if KINDS[name] in TRL:
             self._adapt(words.pop("peft_config", None))
         for word, value in words.items():
             self._trainer_word(word, value)
         if self.fields["trainer"] == "transformers" and not self.fields.get("seq_len"):
             self._read_length()
+        # Last, when all that the reader has followed counts as understood.
         self.lines.account()
         return Script(self.model, kind, self.arguments, self.fields, self.lines.listed())
 
@@ -148,12 +161,14 @@ class _Reader(LoadingReader):
         ]
         if not calls:
             self.lines.refuse(None, f"none of {', '.join(KINDS)} is called in it")
+        # With two Trainers it is not known whose memory was meant.
         call, *others = calls
         if others:
             self.lines.refuse(others[0], "is a second Trainer")
         name = self.tree.name(call)
         whole = self.tree.dotted(call.func)
         if name in self.tree.classes:
+            # A subclass counts as its base unless it overrides what runs in a step.
             own = self.tree.classes[name]
             for line in own.body:
                 is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
@@ -170,6 +185,8 @@ class _Reader(LoadingReader):
                 )
             whole = self.tree.dotted(own.bases[0]) or ast.unparse(own.bases[0])
             name = whole.rpartition(".")[2]
+        # The class must come from transformers or TRL: another library's of this name may do
+        # anything.
         if name not in KINDS or (whole.partition(".")[0] or "trl") not in (
             "transformers",
             "trl",
@@ -183,6 +200,8 @@ class _Reader(LoadingReader):
 
         Its own check of the memory.
         """
+        # A program of plan checks itself by Recipe.from_training_arguments, which says what the
+        # arguments cannot.
         call = next(
             (call for call in self.tree.calls if self.tree.name(call) == "from_training_arguments"),
             None,
@@ -203,9 +222,11 @@ class _Reader(LoadingReader):
     def _read_arguments(self, node: ast.expr | None, trainer: str) -> str:
         """Take the constants of the Trainer's arguments and return their class."""
         call = self._only(node, "the arguments") if node is not None else None
+        # A Trainer without arguments makes its class's defaults.
         if call is None or (isinstance(call, ast.Constant) and call.value is None):
             return CONFIGS.get(KINDS[trainer], "TrainingArguments")
         kind = self.tree.name(call) if isinstance(call, ast.Call) else ""
+        # A factory of the script's own may return anything.
         if kind in self.tree.classes or kind not in OWN:
             self.lines.refuse(call, "makes the Trainer's arguments, and does not say them")
         assert isinstance(call, ast.Call)  # no other has such a name
@@ -216,6 +237,7 @@ class _Reader(LoadingReader):
             "fsdp_config",
             "deepspeed",
         )  # in a file of its own, where the sharding is said
+        # Fields that move no memory may have values that cannot be read.
         quiet = {*CLASSIFIED["neutral"], *CLASSIFIED["neutral_in"].get(kind, ())}
         if self.fields.get("sharding"):
             quiet.update(engine)
@@ -224,6 +246,7 @@ class _Reader(LoadingReader):
 
     def _trainer_word(self, name: str, node: ast.expr) -> None:
         """Account for an argument of the Trainer beside its model and arguments."""
+        # All expressions that the argument may come from; None for one that is not known.
         held = self.tree.sources(node)
         empty = (
             all(ast.unparse(one) in ("None", "(None, None)") for one in held if one is not None)
@@ -231,6 +254,7 @@ class _Reader(LoadingReader):
         )
         if name == "callbacks" and self.lines.names.unread_callback(node):
             self._note(name, node)
+        # Rewards computed by a function hold nothing on the card; a model that judges does.
         is_function = name == "reward_funcs" and not any(map(_loads_a_model, held))
         if empty or is_function or name in WORDS["trainer_arguments"]:
             return
@@ -242,6 +266,7 @@ class _Reader(LoadingReader):
             for one in held:
                 if one is not None:
                     self._collate(one)
+        # TRL makes the same copy itself where none is given.
         elif name == "ref_model" and self._is_the_model_again(held):
             self.lines.understood.update(one for one in held if one is not None)
         else:
@@ -259,9 +284,11 @@ class _Reader(LoadingReader):
         known = (one for one in self.lines.understood if isinstance(one, ast.Call))
         loads = {ast.dump(one) for one in known if self.lines.kind(one) == "model"}
         return (
+            # With adapters TRL needs no copy: the reference is the base without them.
             not self.fields.get("lora")
             and len(held) == 1
             and held[0] is not None
+            # Equal dumps are equal source text, whatever its spacing.
             and ast.dump(held[0]) in loads
         )
 
@@ -269,6 +296,8 @@ class _Reader(LoadingReader):
         """Take the length that the tokenizer cuts samples to."""
         lengths = {}
         for call in self.tree.calls:
+            # Tokenizers are called by variables that people call so, often inside a function that
+            # gets it as argument.
             by_name = self.tree.name(call) in ("tokenizer", "tokenize")
             if self.tree.dead(call) or not (by_name or self.lines.kind(call.func) == "tokenizer"):
                 continue
@@ -276,6 +305,7 @@ class _Reader(LoadingReader):
                 if word.arg == "max_length":
                     lengths[self._value(word.arg, word.value)] = word.value
         lengths.pop(None, None)
+        # Two different lengths cut different columns, and which is a sample's is not known.
         if len(lengths) == 1:
             self.fields["seq_len"] = next(iter(lengths))
         several = lengths.values() if len(lengths) > 1 else ()
@@ -287,6 +317,7 @@ def _loads_a_model(node: ast.expr | None) -> bool:
     """Whether rewards come from a model: of a name, or of one that is loaded."""
     parts = list(ast.walk(node)) if node is not None else []
     return any(
+        # TRL loads a reward model from a text, its name.
         (isinstance(part, ast.Constant) and isinstance(part.value, str))
         or (isinstance(part, ast.Attribute) and part.attr == "from_pretrained")
         for part in parts

@@ -22,6 +22,7 @@ def _account_for_import(lines: Lines, node: ast.Import | ast.ImportFrom) -> None
         why = WORDS["refused_imports"].get(module.partition(".")[0])
         if why:
             lines.refuse(node, f"is not modelled: {why}")
+    # A star brings in names that no line shows.
     if modules[-1] == "*" and not lines.names.is_of_modules(modules[0]):
         lines.note(node, "whose names are not known")
         return
@@ -30,7 +31,9 @@ def _account_for_import(lines: Lines, node: ast.Import | ast.ImportFrom) -> None
         if isinstance(node, ast.Import)
         else {modules[0]}
     )
+    # Modules of the script's own folder or of unknown packages are not read.
     foreign = [root for root in roots if lines.names.is_foreign(root)]
     names = {name.asname or name.name.partition(".")[0] for name in node.names}
+    # A module of which no name is used was imported for its side effects.
     if foreign and not names & lines.tree.names:
         lines.note(node, "which is run for what it changes, and not read")

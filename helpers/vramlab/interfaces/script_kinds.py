@@ -35,9 +35,12 @@ class Kinds(Notes):
 
         "" where unknown.
         """
+        # Set before it is worked out, so that a variable made from itself ends here.
         if node not in self.kinds:
             self.kinds[node] = ""
             found = {self._kind(one) for one in self.tree.sources(node)}  # type: ignore[arg-type]
+            # A model in one branch counts as one everywhere: a line about it has to be accounted
+            # for.
             self.kinds[node] = (
                 "model" if "model" in found else found.pop() if len(found) == 1 else ""
             )
@@ -46,6 +49,8 @@ class Kinds(Notes):
     def _kind(self, node: ast.AST | None) -> str:
         if isinstance(node, ast.Call):
             return self._kind_of_call(node)
+        # An attribute is of the kind of its object, but of a Trainer it may be the model or the
+        # arguments.
         if isinstance(node, ast.Attribute) and not self.tree.dotted(node):
             whole = self.kind(node.value)
             return {"trainer": {"model": "model", "args": "args"}.get(node.attr, "")}.get(
@@ -55,6 +60,7 @@ class Kinds(Notes):
         if isinstance(node, ast.Subscript | ast.Starred | ast.Await):
             return self.kind(node.value)
         if isinstance(node, ast.List | ast.Tuple | ast.BoolOp):
+            # A pair of a model and a tokenizer has to count as a model.
             parts = {self.kind(one) for one in getattr(node, "elts", getattr(node, "values", ()))}
             return "model" if "model" in parts else "data"
         if isinstance(node, LITERALS) or (
@@ -69,6 +75,7 @@ class Kinds(Notes):
         if name in ("from_pretrained", "from_config") and isinstance(call.func, ast.Attribute):
             owner = self.tree.dotted(call.func.value) or ast.unparse(call.func.value)
             owner = owner.rpartition(".")[2]
+            # By the class that loads: AutoTokenizer, AutoConfig, and any other is a model's.
             kinds = {"tokenizer": TOKENIZERS.fullmatch(owner), "config": owner.endswith("Config")}
             return next((kind for kind, found in kinds.items() if found), "model")
         if name in ("get_peft_model", "prepare_model_for_kbit_training"):
@@ -77,7 +84,9 @@ class Kinds(Notes):
             return "args"
         if self.is_trainer(call):
             return "trainer"
+        # A function of unknown effect that is given a model may return it, changed.
         given = "model" if any(self.kind(arg) == "model" for arg in call.args) else ""
+        # vars(args) hands out the arguments' own dictionary, which can be assigned to.
         if name == "vars" and not whole:
             return self.kind(next(iter(call.args), None))
         if name in self.tree.classes and not whole:
@@ -85,6 +94,7 @@ class Kinds(Notes):
                 self.text(base).endswith("Module") for base in self.tree.classes[name].bases
             )
             return "model" if modules else "data"
+        # A method's result is of its object's kind: model.to(…) is the model, dataset.map(…) data.
         if isinstance(call.func, ast.Attribute) and not whole:
             return self.kind(call.func.value)
         return given or ("data" if self.names.is_harmless_name(whole, name) else "")
@@ -94,4 +104,5 @@ class Kinds(Notes):
         name = self.tree.name(call)
         bases = self.tree.classes[name].bases if name in self.tree.classes else ()
         ends = [name, *(self.text(base) for base in bases)]
+        # A function called such-and-such Trainer may return anything.
         return name not in self.tree.functions and any(one.endswith("Trainer") for one in ends)

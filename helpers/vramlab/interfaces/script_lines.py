@@ -45,8 +45,11 @@ class Lines(Kinds):
 
         Raises RecipeError as `refuse` does.
         """
+        # What runs after training, or only on data, cannot change a step unless it touches the
+        # model.
         outside, self.of_data = self._outside()
         for node in self.tree.nodes:
+            # A branch that is surely not taken is no line of the training.
             if node in outside or self.tree.dead(node) is True:
                 continue
             if node in self.of_data and not self._touches_training(node):
@@ -56,6 +59,7 @@ class Lines(Kinds):
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 for target in _targets(node):
                     self._account_for_target(target, node)
+            # Deleting a layer of the model changes what is trained.
             elif isinstance(node, ast.Delete) and any(
                 self._is_of_model(one) for one in node.targets
             ):
@@ -81,6 +85,7 @@ class Lines(Kinds):
             parts = [*node.targets]
         elif isinstance(node, ast.Attribute):
             parts = [node]
+        # Of an attribute or element the object that has it, of anything else itself.
         holders = [getattr(part, "value", part) for part in parts]
         is_switch = any(getattr(part, "attr", "") == "requires_grad" for part in parts)
         return is_switch or any(self.kind(one) in ("model", "trainer", "args") for one in holders)
@@ -88,6 +93,7 @@ class Lines(Kinds):
     def _account_for_method_as_value(self, node: ast.Attribute) -> None:
         """Note a method that changes a model and is handed over, such as torch.nn.Module.half."""
         parent = self.tree.parents.get(node)
+        # Assigned to, or called: both are accounted for elsewhere.
         if isinstance(node.ctx, ast.Store) or (
             isinstance(parent, ast.Call) and parent.func is node
         ):
@@ -124,8 +130,10 @@ class Lines(Kinds):
         name = self.text(called).rpartition(".")[2]
         if whole or name in WORDS["builtins"]:
             return self.names.is_harmless_name(whole, name)
+        # @x.setter and its like belong to a property of the class.
         if isinstance(called, ast.Attribute):
             return name in ("setter", "getter", "deleter")
+        # What a function returns, or a class is made from, decides what the decorator could change.
         given = (
             self.tree.returns(node) if isinstance(node, FUNCTIONS) else getattr(node, "bases", [])
         )
@@ -146,11 +154,13 @@ class Lines(Kinds):
             if isinstance(call.func, ast.Attribute):
                 method = call.func.attr
                 owner = call.func.value
+            # Lines after the Trainer's train() run when the peak has been.
             if method == "train" and self.kind(owner) == "trainer":
                 after.update(self.tree.following(self.statement(call)))
             values = [
                 word.value for word in call.keywords if word.arg in WORDS["trainer_arguments"]
             ]
+            # Functions that a data set is mapped with get rows and no model.
             if method in HANDED_OVER and self.kind(owner) != "model":
                 values += [*call.args, *(word.value for word in call.keywords)]
                 given = next(
@@ -164,6 +174,7 @@ class Lines(Kinds):
                 self.understood.add(call)
                 values += call.args
             for value in values:
+                # A function by its name, or a lambda in its place.
                 function = self.tree.functions.get(getattr(value, "id", ""), value)
                 if isinstance(function, (*FUNCTIONS, ast.Lambda)):
                     outside.update(ast.walk(function))
@@ -172,7 +183,10 @@ class Lines(Kinds):
     def _account_for_call(self, call: ast.Call) -> None:
         name = self.tree.name(call)
         whole = self.tree.dotted(call.func)
+        # None where the callee is a module's function and not a method.
         owner = call.func.value if isinstance(call.func, ast.Attribute) and not whole else None
+        # By its own name, or by the class that it is a method of, as in
+        # FastLanguageModel.from_pretrained.
         why = WORDS["refused"].get(name) or WORDS["refused"].get(
             whole.rpartition(".")[0].rpartition(".")[2]
         )
@@ -180,6 +194,7 @@ class Lines(Kinds):
             self.refuse(call, f"is not modelled, as {why}")
         if owner is not None:
             self._account_for_method(call, owner, name)
+        # setattr(a, "b", c) is read as a.b = c.
         elif name == "setattr" and len(call.args) == 3:
             attribute = ast.Attribute(
                 call.args[0],
@@ -192,19 +207,25 @@ class Lines(Kinds):
         elif name == "set_float32_matmul_precision":
             self.arguments.setdefault(
                 "tf32",
+                # torch.set_float32_matmul_precision: "high" and "medium" allow tf32, "highest" does
+                # not.
                 getattr(call.args[0], "value", "") in ("high", "medium"),
             )
         elif not self._is_known_call(call, whole, name):
             self.note(call)
 
     def _is_known_call(self, call: ast.Call, whole: str, name: str) -> bool:
+        # Its body is accounted for line by line where it is defined.
         own = not whole and (name in self.tree.functions or name in self.tree.classes)
         if own or (
             isinstance(call.func, ast.Name) and self.kind(call.func) in ("tokenizer", "data")
         ):
             return True
+        # A copy of the arguments could be changed without the reader seeing which of both the
+        # Trainer gets.
         if self.kind(call) in ("tokenizer", "config", "args") and name not in ("copy", "deepcopy"):
             return True
+        # Variables of the environment may set the allocator or a kernel.
         if (
             whole.startswith(("os.environ.", "os.putenv"))
             and name != "get"
@@ -215,6 +236,7 @@ class Lines(Kinds):
             return self.names.is_known_class(call.func)
         given = [*call.args, *(word.value for word in call.keywords)]
         with_model = any(self.kind(arg) == "model" for arg in given)
+        # map(torch.nn.Module.half, layers) changes a model without a call that names a method.
         if (
             not whole
             and name in TAKING_FUNCTIONS
@@ -226,6 +248,7 @@ class Lines(Kinds):
             self.names.is_of_modules(whole) and with_model
         )  # such as copy.deepcopy and wandb.watch
         copies = copies and not whole.startswith("vramlab.")
+        # A tensor that the script puts on the card itself is memory that no recipe has.
         on_card = whole.startswith("torch.") and any(word.arg == "device" for word in call.keywords)
         return self.names.is_harmless_name(whole, name) and not copies and not on_card
 
@@ -255,6 +278,7 @@ class Lines(Kinds):
     def _account_for_method(self, call: ast.Call, owner: ast.expr, name: str) -> None:
         """A method of a model, a Trainer, its arguments, a tokenizer, data, or the unknown."""
         kind = self.kind(owner)
+        # Under a condition that is not known it may or may not have run.
         certain = self.tree.dead(call) is False and call not in self.of_data
         if kind == "model" and certain and name in CHECKPOINTING:
             self.checkpoint(
@@ -262,6 +286,7 @@ class Lines(Kinds):
             )
         elif kind == "model" and certain and (name in CASTS or name in ("to", "cuda")):
             self.cast(call, name)
+        # Called by hand it sets a field under a name that is not read.
         elif kind == "args" and name == "__setattr__":
             self.note(call)
         elif kind == "tokenizer" or (kind == "data" and name not in ("to", "cuda")):
@@ -272,6 +297,7 @@ class Lines(Kinds):
                 "trainer": "trainer_methods",
                 "args": "arguments_methods",
             }
+            # Of an unknown object any method of Python's own types may be called.
             names = WORDS[known[kind]] if kind in known else METHODS.union(WORDS["calls"])
             if name not in names or (
                 name == "add_callback" and any(map(self.names.unread_callback, call.args))
@@ -281,6 +307,7 @@ class Lines(Kinds):
     def checkpoint(self, options: ast.expr | None) -> None:
         """Take over that a model checkpoints its layers, with `options` such as use_reentrant."""
         names = ("activation_checkpointing", "gradient_checkpointing")
+        # Two names of one argument: the one that the script uses already.
         name = next((one for one in names if one in self.arguments), names[1])
         self.arguments[name] = True
         if options is not None:
@@ -303,6 +330,7 @@ class Lines(Kinds):
                 self.note(call)
         if dtype is None:
             return
+        # Adapters and 4-bit weights do not all follow a cast of the whole model.
         if self.fields.get("lora") or self.fields.get("quantization"):
             self.note(call, "a cast of adapters or of a quantized model")
         else:
@@ -313,6 +341,7 @@ class Lines(Kinds):
 
         With all of its kernels that is what use_liger_kernel does.
         """
+        # With arguments only some of the kernels are put in place.
         certain = self.tree.dead(call) is False and not call.args and not call.keywords
         if not certain or self.fields.get("trainer") != "transformers":
             self.note(call)
@@ -327,6 +356,7 @@ class Lines(Kinds):
         value: ast.expr | None = None,
     ) -> None:
         """An attribute or an element that is assigned to."""
+        # setattr has no statement of assignment with a value.
         value = value if value is not None else getattr(node, "value", None)
         if isinstance(target, ast.Tuple | ast.List):
             for one in target.elts:
@@ -335,6 +365,7 @@ class Lines(Kinds):
             where = ast.unparse(target.value)
             key = getattr(target.slice, "value", "")
             known = isinstance(key, str) and key.startswith(tuple(WORDS["environment"]))
+            # An element of a configuration or of a model's dictionary may change either.
             if self.kind(target.value) in ("model", "args", "config", "trainer") or (
                 where.endswith("environ") and not known
             ):
@@ -374,6 +405,7 @@ class Lines(Kinds):
         """A field of the Trainer's arguments that is set after they were made."""
         if name in CLASSIFIED["neutral"] or name == "_n_gpu":
             return
+        # What is set after the Trainer was made may come too late for it, or not.
         before = self.trainer is None or start_of(node) < start_of(self.trainer)
         if (
             name in WORDS["settable"]

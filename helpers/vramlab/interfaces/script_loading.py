@@ -14,6 +14,7 @@ from .script_lines import CASTS
 from .script_names import WORDS
 from .script_reading import CallReader
 
+# By the end of a model's class, such as ForCausalLM; GPT-2's own class ends otherwise.
 HEADS = {task.auto_class.removeprefix("AutoModel"): name for name, task in TASKS.items()} | {
     "LMHeadModel": "causal-lm"
 }
@@ -32,6 +33,7 @@ class LoadingReader(CallReader):
     def _load(self, node: ast.expr | None) -> None:
         """Take what is said of the model that an expression gives, from the loading on."""
         call = self._only(node, "the model")
+        # TRL's trainers take a model's name and load it themselves.
         if (
             isinstance(call, ast.Constant | ast.JoinedStr | ast.BinOp)
             and self.fields["trainer"] in TRL
@@ -49,8 +51,10 @@ class LoadingReader(CallReader):
             self._prepare(call)
         elif name in ("from_pretrained", "from_config") and isinstance(call.func, ast.Attribute):
             self._read_loading(call, name)
+        # model.half() and the like: the model is what the object before the dot gives.
         elif method and (name in CASTS or name in ("to", "cuda", "train", "eval")):
             self._load(getattr(call.func, "value", None))
+            # After the loading, over whose dtype it has the last word.
             self.lines.cast(call, name)
         else:
             self.lines.refuse(call, "does not say how the model is loaded")
@@ -59,6 +63,7 @@ class LoadingReader(CallReader):
         words = self._words(call, ("model", "peft_config"))
         self._load(words.pop("model", None))
         self._adapt(words.pop("peft_config", None))
+        # PEFT makes adapters of half-precision models fp32 unless this is False.
         cast = words.pop("autocast_adapter_dtype", None)
         if cast is not None and self.fields.get("lora") is not None:
             self.fields["lora"]["autocast_adapter_dtype"] = self._value(
@@ -78,6 +83,8 @@ class LoadingReader(CallReader):
         if not isinstance(call, ast.Call) or not method:
             self.lines.refuse(call, "is no configuration of PEFT's")
         quiet = {*peft_methods.NEUTRAL, *CLASSIFIED["neutral_in"].get(name, ())}
+        # These two change what is trained or where it is computed, so a value that cannot be read
+        # must be noted.
         quiet -= {"inference_mode", "runtime_config"}
         said = self._values(call, peft_methods.fields_of(method), quiet)
         check_table(said, CLASSIFIED["refused_in"]["PeftConfig"])
@@ -96,11 +103,14 @@ class LoadingReader(CallReader):
             ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
         )
         self._load(words.get("model"))
+        # PEFT's preparation of a base that is not quantized changes other things, such as what is
+        # frozen.
         if not self.fields.get("quantization"):
             self.lines.note(call)
             return
         self.fields["quantization"]["prepare"] = True
         asked = words.get("use_gradient_checkpointing")
+        # `use_gradient_checkpointing` is True by default in PEFT's function.
         checkpoints = asked is None or self._value("use_gradient_checkpointing", asked)
         names = ("activation_checkpointing", "gradient_checkpointing")
         if checkpoints and not any(self.arguments.get(name) for name in names):
@@ -114,6 +124,7 @@ class LoadingReader(CallReader):
         _, _, owner = (self.tree.dotted(made_by) or ast.unparse(made_by)).rpartition(".")
         liger = "AutoLigerKernel"
         head = re.search(r"(For[A-Z]\w+|LMHeadModel)$", owner)
+        # Wrappers whose names end like a model's load it in ways of their own.
         if not head or head[0] not in HEADS or re.search("Peft|Unsloth|AutoAWQ|AutoGPTQ", owner):
             self.lines.refuse(call, "loads a model in a way that no recipe says")
         if owner.startswith(liger):
@@ -154,6 +165,8 @@ class LoadingReader(CallReader):
 
     def _is_usual(self, name: str, value: Any) -> bool:
         """Whether an argument of loading has the value that recipes are modelled with."""
+        # TRL's RewardTrainer trains one score, a classifier of transformers two classes unless told
+        # otherwise.
         labels = 1 if self.fields["trainer"] == "reward" else 2
         usual = {
             "device_map": ONE_CARD,
@@ -161,6 +174,7 @@ class LoadingReader(CallReader):
             "load_in_8bit": (False,),
             "load_in_4bit": (False,),
         }
+        # True and False are equal to 1 and 0 in Python, so a switch is not held against counts.
         return (
             value in usual.get(name, (None,))
             if not isinstance(value, bool)
@@ -198,6 +212,8 @@ class LoadingReader(CallReader):
         check_table(said, refused)
         if said.get("load_in_4bit"):
             in_four_bits = {
+                # transformers' own defaults: fp4, without double quantization, computing in
+                # float32.
                 "quant_type": said.get(f"{own}quant_type", "fp4"),
                 "double": said.get(f"{own}use_double_quant", False),
             }

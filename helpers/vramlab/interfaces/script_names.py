@@ -10,6 +10,7 @@ from ..base.data import data_path
 from .script_tree import Tree
 
 WORDS = json.loads(data_path("script_calls.json").read_text(encoding="utf-8"))
+# What is imported from these is judged name by name; what comes from elsewhere is noted as a whole.
 LIBRARIES = sys.stdlib_module_names.union(WORDS["libraries"])
 HARMLESS = re.compile("|".join(WORDS["patterns"]))
 
@@ -22,9 +23,11 @@ class Names:
 
     def is_of_modules(self, whole: str) -> bool:
         """Whether a dotted name is of a module that moves nothing."""
+        # With the dot, so that a module whose name only begins so does not count.
         return any(whole == one or whole.startswith(f"{one}.") for one in WORDS["modules"])
 
     def is_harmless_name(self, whole: str, name: str) -> bool:
+        """Whether a call of that name, imported as `whole` or not at all, moves nothing."""
         known = name in WORDS["calls"] or HARMLESS.fullmatch(name) is not None
         return self.is_of_modules(whole) or known or (not whole and name in WORDS["builtins"])
 
@@ -35,6 +38,7 @@ class Names:
 
     def is_foreign(self, whole: str, name: str = "") -> bool:
         """Whether a name, imported as `whole` or not at all, is of a module that is not known."""
+        # A library that is known may still have a name that is not, which other checks look at.
         if whole:
             root = whole.partition(".")[0]
             return root not in LIBRARIES and not self.is_of_modules(whole)
@@ -47,7 +51,9 @@ class Names:
     def unread_callback(self, node: ast.expr) -> bool:
         """Whether a callback, an instance or a class, is of a class that is not read."""
         return any(
-            one is None or not self._is_known_callback(one) for one in self.tree.sources(node)
+            # None is a source that could not be followed, so nothing is known of its class.
+            one is None or not self._is_known_callback(one)
+            for one in self.tree.sources(node)
         )
 
     def _is_known_callback(self, node: ast.expr) -> bool:

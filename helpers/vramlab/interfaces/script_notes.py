@@ -21,6 +21,7 @@ class Notes:
     def text(self, node: ast.AST) -> str:
         """The source of a node in one short line that every terminal can show."""
         lines = ast.unparse(node).splitlines()
+        # Of a compound statement, such as an if, the head alone: its body has lines of its own.
         whole = one_line(" ".join(lines[:1] if isinstance(node, ast.stmt) else lines))
         return textwrap.shorten(whole, 100, placeholder=" …")
 
@@ -36,8 +37,10 @@ class Notes:
         `text`, or the node itself where it stands in a longer statement.
         """
         statement = self.statement(node)
+        # A note on the head of a loop must not quote the whole loop.
         compound = isinstance(statement, (*SCOPES, ast.If, ast.For, ast.While, ast.With, ast.Try))
         source = text or self.text(node if compound else statement)
+        # One statement may be noted for several reasons; each of them is said once.
         listed = self.notes.setdefault(statement, {})
         listed.setdefault(f"`{source}`{why and ', '}{why}", line_of(node))
 
@@ -56,6 +59,7 @@ class Notes:
         Raises RecipeError where they are too many for an answer.
         """
         notes = sorted(self.notes.items(), key=lambda pair: start_of(pair[0]))
+        # Three lines that are left out make a figure doubtful, more make it another program's.
         if len(notes) > MOST_NOTES:
             first, _ = notes[0]
             others = ", ".join(str(line_of(statement)) for statement, _ in notes[1:12])
@@ -63,4 +67,5 @@ class Notes:
                 first,
                 f"is one of {len(notes)} lines that no recipe says, as are lines {others}",
             )
+        # A statement over several lines is named by the first of them.
         return [f"without line {min(texts.values())}: {'; '.join(texts)}" for _, texts in notes]

@@ -24,18 +24,21 @@ class CallReader:
 
         Raises RecipeError where only running it would tell.
         """
+        # Whoever asks for a call's words accounts for each of them.
         self.lines.understood.add(call)
         self._account_for_library(call)
         if len(call.args) > len(positions) or any(
             isinstance(arg, ast.Starred) for arg in call.args
         ):
             self.lines.refuse(call, "has arguments without a name, which are not read")
+        # What is passed by position, under the parameter's name.
         nodes = dict(zip(positions, call.args, strict=False))
         for word in call.keywords:
             if word.arg:
                 nodes[word.arg] = word.value
                 continue
             held = self.tree.sources(word.value)
+            # A dictionary that the script changes later does not say what the call is given.
             whole = held[0] if len(held) == 1 and not self.tree.is_written(held[0]) else None
             if isinstance(whole, ast.Dict) and all(
                 isinstance(key, ast.Constant) for key in whole.keys
@@ -56,11 +59,13 @@ class CallReader:
 
         Raises RecipeError for one of the script's own.
         """
+        # Of Config.from_pretrained(…) the class before the dot.
         owner = (
             call.func.value
             if isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func)
             else call.func
         )
+        # A class of the script may have the name of a library's and do something else.
         if getattr(owner, "id", "") in self.tree.classes and call is not self.lines.trainer:
             self.lines.refuse(call, "is of a class of its own, which no recipe says")
         whole = (
@@ -89,6 +94,7 @@ class CallReader:
             return None
 
     def _note(self, name: str, node: ast.expr, why: str = "") -> None:
+        # Its parts are inside this note and need none of their own.
         self.lines.understood.update(ast.walk(node))
         self.lines.note(node, why, f"{name}={self.lines.text(node)}")
 
@@ -102,6 +108,7 @@ class CallReader:
         """Return the constants that a configuration's call is given, with notes on the others."""
         constants = {}
         for name, node in self._words(call, positions).items():
+            # A value that moves no memory need not be known.
             if name in quiet:
                 self.lines.understood.update(ast.walk(node))
                 continue

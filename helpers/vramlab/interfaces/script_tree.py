@@ -16,6 +16,7 @@ from .script_values import MOST_DEPTH, Constants, Unread
 MOST_SCRIPT = 2 * 1024**2  # bytes
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef, ast.Module)
+# Methods that change a list or dictionary in place.
 CHANGING = {
     "update",
     "append",
@@ -54,6 +55,7 @@ class Tree:
 
     def __init__(self, path: Path):
         self.path = path
+        # Values need names, and names need values to know which branch runs: each asks the other.
         self._constants = Constants(self.sources, self.is_written, self.dotted)
         try:
             self.module = ast.parse(read_text(path, MOST_SCRIPT))
@@ -66,6 +68,7 @@ class Tree:
         except (OSError, ValueError, SyntaxError) as error:
             why = str(error).rstrip(".")
             raise RecipeError("script", str(path), f"it must be a Python file ({why})") from error
+        # ast has no link from a node to the one around it.
         self.parents = {
             child: node for node in ast.walk(self.module) for child in ast.iter_child_nodes(node)
         }
@@ -78,6 +81,7 @@ class Tree:
         self.found: dict[ast.expr | None, list[ast.expr | None]] = {}
         self.changed: list[ast.Name] = []  # containers that statements write to
         self.written: set[ast.expr | None] | None = None
+        # A name declared global binds in the module, in whatever function it is assigned.
         declared = [node for node in self.nodes if isinstance(node, ast.Global)]
         self.globals = {(self.scope(node), name) for node in declared for name in node.names}
         for node in self.nodes:
@@ -92,6 +96,7 @@ class Tree:
     def _import(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
             for name in node.names:
+                # `import a.b` binds a, `import a.b as c` binds a.b.
                 whole = name.name if name.asname else name.name.partition(".")[0]
                 self.imported[name.asname or whole] = whole
         elif isinstance(node, ast.ImportFrom):
@@ -102,18 +107,23 @@ class Tree:
         if isinstance(target, ast.Name):
             scope = self.scope(statement)
             scope = self.module if (scope, target.id) in self.globals else scope
+            # In the script's order, on which `_bound` relies.
             self.bindings.setdefault((scope, target.id), []).append(Binding(value, statement))
         elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            # An assignment to an element changes a container that another name may hold as well.
             self.changed.append(target.value)
         elif isinstance(target, ast.Tuple | ast.List):
             for index, one in enumerate(target.elts):
                 each: ast.expr | None = None
+                # Unpacking a call or a name: each target is an element of it, said by a made-up
+                # subscript.
                 if value is not None and not isinstance(value, ast.Tuple | ast.List):
                     each = ast.copy_location(
                         ast.Subscript(value, ast.Constant(index), ast.Load()),
                         value,
                     )
                     self.parents[each] = statement
+                # Two displays of one length are matched by place; a starred one is left unknown.
                 elif value is not None and len(value.elts) == len(target.elts):
                     each = value.elts[index]
                 self._bind(one, each, statement)
@@ -122,18 +132,22 @@ class Tree:
         """Bind parameters to what the function is called with, or to the default."""
         said = function.args
         names = [*said.posonlyargs, *said.args]
+        # Defaults belong to the last parameters, so both are matched from the end.
         defaults = dict(zip([one.arg for one in names[::-1]], said.defaults[::-1], strict=False))
         defaults |= {
             one.arg: value
             for one, value in zip(said.kwonlyargs, said.kw_defaults, strict=True)
             if value
         }
+        # Without following aliases: a function called under another name has callers that are not
+        # seen.
         calls = [node for node in self.calls if getattr(node.func, "id", None) == function.name]
         for index, one in enumerate([*names, *said.kwonlyargs]):
             bindings = self.bindings.setdefault((function, one.arg), [])
             for call in calls:
                 keywords = {word.arg: word.value for word in call.keywords}
                 place = call.args[index] if index < len(call.args) and index < len(names) else None
+                # With *args or **kwargs nobody can tell which parameter gets what.
                 starred = None in keywords or any(isinstance(arg, ast.Starred) for arg in call.args)
                 value = None if starred else place or keywords.get(one.arg, defaults.get(one.arg))
                 bindings.append(Binding(value, function))
@@ -160,6 +174,7 @@ class Tree:
         for call in self.calls:
             if self.name(call) == "add_argument":
                 words = {word.arg: word.value for word in call.keywords}
+                # argparse's own defaults for a switch: False for store_true.
                 action = getattr(words.get("action"), "value", "")
                 usual = ast.Constant({"store_true": False, "store_false": True}.get(action))
                 default = words.get("default", None if "required" in words else usual)
@@ -174,9 +189,11 @@ class Tree:
             for target, value in (pair for line in node.body for pair in _targets(line)):
                 if isinstance(target, ast.Name):
                     defaults.setdefault(target.id, []).append(value)
+        # An option that the script assigns to later may have either value.
         for target, _ in (pair for node in self.nodes for pair in _targets(node)):
             if isinstance(target, ast.Attribute) and target.attr in defaults:
                 defaults[target.attr].append(None)
+        # Two options of one name, as of two parsers, make it unknown.
         return {name: values[0] if len(values) == 1 else None for name, values in defaults.items()}
 
     def scope(self, node: ast.AST) -> ast.AST:
@@ -193,6 +210,7 @@ class Tree:
         """
         if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
+            # Only a chain that begins with an import has a dotted name; `model.config` has none.
             return before and f"{before}.{node.attr}"
         return self.imported.get(node.id, "") if isinstance(node, ast.Name) else ""
 
@@ -206,12 +224,15 @@ class Tree:
         is_dead: bool | None = False
         child = node
         parent = self.parents.get(node)
+        # Up to the function only: whether that is called is another question.
         while parent is not None and not isinstance(parent, SCOPES):
             if isinstance(parent, ast.If) and child is not parent.test:
                 said = self.decide(parent.test)
+                # In the branch that the condition rules out.
                 if said is not None and said != (child in parent.body):
                     return True
                 is_dead = None if said is None else is_dead
+            # Whether an exception or a pattern comes can only be seen by running.
             if isinstance(parent, ast.ExceptHandler | ast.match_case):
                 is_dead = None
             child, parent = parent, self.parents.get(parent)
@@ -228,6 +249,7 @@ class Tree:
             )
             try:
                 is_main = ast.unparse(test) == "__name__ == '__main__'"
+                # A script is read as the program that is started, not as a module that is imported.
                 self.decided[test] = is_main or bool(self.value(test))
             except Unread:
                 pass
@@ -240,15 +262,18 @@ class Tree:
     def following(self, statement: ast.AST) -> set[ast.AST]:
         """Nodes of the statements that follow in the same blocks, unless they train again."""
         nodes: set[ast.AST] = set()
+        # Outwards from block to block, as far as what follows is sure to run after it.
         while isinstance(statement, ast.stmt) and not isinstance(statement, SCOPES):
             parent = self.parents[statement]
             for _, block in ast.iter_fields(parent):
                 if isinstance(block, list) and statement in block:
                     rest = block[block.index(statement) + 1 :]
                     nodes.update(node for one in rest for node in ast.walk(one))
+            # In a loop the lines before come round again.
             if not isinstance(parent, ast.With | ast.Try | ast.If):
                 break
             statement = parent
+        # A second train() makes all that stands before it a part of training.
         trains = (isinstance(node, ast.Call) and self.name(node) == "train" for node in nodes)
         return set() if any(trains) else nodes
 
@@ -277,11 +302,13 @@ class Tree:
             and node.func.id in self.functions
         ):
             returned = self.returns(self.functions[node.func.id])
+            # A function that returns nothing that can be followed stands for something unknown.
             return [one for value in returned for one in self.sources(value, depth - 1)] or [None]
         if isinstance(node, ast.Call) and self.dotted(node.func) == "torch.cuda.is_available":
             return [ast.copy_location(ast.Constant(True), node)]  # as `decide` has it
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             whole = self.sources(node.value, depth - 1)
+            # An element of a container that changes may be another by then.
             if any(map(self.is_written, whole)):
                 return [None]
             parts = [
@@ -296,6 +323,7 @@ class Tree:
             )
         if isinstance(node, ast.IfExp):
             said = self.decide(node.test)
+            # Where the condition is known one branch is left, else both.
             both = [node.body] * (said is not False) + [node.orelse] * (said is not True)
             return [one for value in both for one in self.sources(value, depth - 1)]
         if isinstance(node, ast.Attribute) and not self.dotted(node) and self._is_option(node):
@@ -326,6 +354,8 @@ class Tree:
         held = self.sources(node.value) if isinstance(node.value, ast.Name) else []
         own = (isinstance(one, ast.Name) and one.id in self.classes for one in held)
         calls = (isinstance(one, ast.Call) and self._makes_options(one) for one in held)
+        # Also where the object is unknown, such as a parameter: people pass their parsed options
+        # on.
         return any(own) or any(calls) or all(one is None or one is node.value for one in held)
 
     def _makes_options(self, call: ast.Call) -> bool:
@@ -336,6 +366,7 @@ class Tree:
             "parse_args_into_dataclasses",
             *self.classes,
         )
+        # With arguments the defaults may be overruled.
         return made and not (call.args or call.keywords)
 
     def _bound(self, use: ast.Name) -> list[ast.expr | None]:
@@ -344,6 +375,7 @@ class Tree:
         The last certain binding before, and uncertain ones after that.
         """
         scope = inner = self.scope(use)
+        # Names of a class's body are not seen in its methods.
         while (scope, use.id) not in self.bindings or (
             isinstance(scope, ast.ClassDef) and scope is not inner
         ):
@@ -351,9 +383,12 @@ class Tree:
                 return []
             scope = self.scope(scope)
         bindings = [each for each in self.bindings[scope, use.id] if not self._never(each)]
+        # In another scope the order is not known: all bindings there may count.
         if scope is inner:
             before = [each for each in bindings if self._is_before(each.statement, use)]
+            # The last assignment that surely ran hides those before it.
             certain = [index for index, each in enumerate(before) if not self._uncertain(each, use)]
+            # In a loop a name may be bound further down than it is used.
             bindings = before[certain[-1] :] if certain else before or bindings
         return [each.value for each in bindings]
 
@@ -366,6 +401,7 @@ class Tree:
             return False
         if self.scope(binding.statement) is not self.scope(use):
             return True  # of a function that declares it global
+        # A binding is certain where the use stands in the same block or in one inside it.
         block = self.parents[binding.statement]
         node = use
         while node in self.parents and node is not block:
@@ -373,6 +409,7 @@ class Tree:
         return self.dead(binding.statement) is None and node is not block
 
     def _is_before(self, statement: ast.AST, use: ast.AST) -> bool:
+        # Their targets are bound at their head, but the statement ends after its body.
         if isinstance(
             statement,
             (*FUNCTIONS, ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.comprehension),
@@ -391,9 +428,11 @@ def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     elif isinstance(node, ast.AugAssign):
         yield node.target, None
     elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        # A slice stands for any element of what is iterated over.
         element = ast.copy_location(ast.Subscript(node.iter, ast.Slice(), ast.Load()), node.iter)
         yield node.target, element
     elif isinstance(node, ast.With | ast.AsyncWith):
+        # What a context manager returns is taken for the manager itself.
         yield from (
             (item.optional_vars, item.context_expr) for item in node.items if item.optional_vars
         )
@@ -402,6 +441,7 @@ def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in CHANGING
     ):
+        # As if an element had been assigned to.
         yield ast.Subscript(node.func.value, ast.Slice(), ast.Store()), None
 
 

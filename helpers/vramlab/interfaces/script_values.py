@@ -50,7 +50,10 @@ class Constants:
         self._steps = 0
 
     def step(self, depth: int) -> None:
+        """Count a node that is looked at. Raises Unread where those are too many, or too deep."""
         self._steps += 1
+        # A script of others must not be able to keep the reader busy, by loops of names or by sheer
+        # size.
         if self._steps > MOST_STEPS or depth <= 0:
             raise Unread("too long a way to its value")
 
@@ -65,6 +68,7 @@ class Constants:
         if any(map(self._is_written, found)):
             raise Unread("a container that is written to")
         values = [self._constant(one, depth - 1) for one in found]
+        # True and 1 are equal in Python and mean different things in a recipe.
         if not values or any(
             type(one) is not type(values[0]) or one != values[0] for one in values
         ):
@@ -78,6 +82,7 @@ class Constants:
             return True
         if isinstance(node, ast.Attribute) and self._dotted(node).startswith("torch."):
             return node.attr  # a dtype
+        # The same where the script has not imported torch itself, as in a fragment.
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
             return node.attr
         if (
@@ -102,6 +107,7 @@ class Constants:
         if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
             raise Unread("a format")
         return self.value(
+            # An f-string's parts are texts and expressions in braces.
             getattr(node, "value", node) if isinstance(node, ast.FormattedValue) else node,
             depth,
         )
@@ -121,6 +127,7 @@ class Constants:
             return _tried(COMPARISONS[type(node.ops[0])], *sides)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             sides = self.value(node.left, depth), self.value(node.right, depth)
+            # Texts are only joined: a text times a number could be made as long as one likes.
             if isinstance(node.op, ast.Add) and all(isinstance(side, str) for side in sides):
                 return _text(sides[0] + sides[1])
             if isinstance(sides[0], tuple):
@@ -134,6 +141,7 @@ class Constants:
 
 def _number(value: Any) -> int | float:
     if (
+        # bool is a kind of int, and True + True is no number of a recipe.
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not -MOST_NUMBER < value < MOST_NUMBER
@@ -165,5 +173,7 @@ def _hashable(value: Any) -> Any:
 def _tried(function: Any, *values: Any) -> Any:
     try:
         return function(*values)
+    # Division by zero and adding a text to a number are the script's own errors, found when it
+    # runs.
     except (TypeError, ArithmeticError) as error:
         raise Unread(str(error)) from error

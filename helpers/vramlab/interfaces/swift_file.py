@@ -34,6 +34,10 @@ ZERO["zero3_offload"] = {
 }
 # `swift/config/fsdp2.json`
 FSDP = {"reshard_after_forward": True, "activation_checkpointing": True}
+ULYSSES = (
+    "not modelled: ms-swift's own Ulysses; these figures are of DeepSpeed's, whose ranks hold as "
+)
+ULYSSES += "many tokens and heads"
 GLOBAL_BATCH = 16  # `TrainArgumentsMixin.__post_init__`, where no accumulation is said
 DEFAULTS = {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05}
 
@@ -46,10 +50,13 @@ def read_script(path: Path) -> dict[str, Any]:
     Raises:
         RecipeError: there is no such command, more than one, or it cannot be read.
     """
+    # A command over several lines has a backslash at the end of each.
     text = read_text(path).replace("\\\n", " ")
+    # Also those that stand before the command, as in NPROC_PER_NODE=4 swift sft.
     variables = dict(re.findall(r"(?:^|\s)(?:export\s+)?(\w+)=([\w./:,${}-]+)", text))
     commands = []
     for line in text.splitlines():
+        # Nothing after a # counts, and `swift` may follow a launcher's words.
         match = re.match(r"[^#]*?\bswift\s+(\w+)\s(.*)", line)
         if match and match[1] in COMMANDS:
             commands.append(match.groups())
@@ -58,6 +65,7 @@ def read_script(path: Path) -> dict[str, Any]:
         raise RecipeError("model", str(path), rest)
     ((command, words),) = commands
     settings: dict[str, Any] = {"command": command}
+    # ms-swift starts so many processes by torchrun where the variable is set.
     ranks = _put(variables.get("NPROC_PER_NODE", ""), variables)
     if ranks.isdigit():
         settings["nproc_per_node"] = int(ranks)
@@ -81,6 +89,7 @@ def _said(words: list[str]) -> dict[str, Any]:
             values[name].append(_value(word))
     settings: dict[str, Any] = {}
     for name, several in values.items():
+        # An option without a value is a switch.
         settings[name] = several if len(several) > 1 else next(iter(several), True)
     return settings
 
@@ -99,6 +108,8 @@ def _put(text: str, variables: dict[str, str]) -> str:
     """Return `text` with the script's variables in place, and `$(expr A / B)` worked out."""
 
     def value(found: re.Match) -> str:
+        # A variable that the script does not set stays as it is written, and is then refused by
+        # whoever reads it.
         return variables.get(found[1] or found[2], found[0])
 
     def quotient(found: re.Match) -> str:
@@ -119,6 +130,7 @@ def read_swift(configuration: Configuration) -> None:
     configuration.kind = "TrainingArguments"
     fields = configuration.fields
     arguments = {}
+    # What ms-swift calls as transformers does goes to the Trainer's own reader.
     for name in COMMON.intersection(configuration.values):
         arguments[name] = configuration.values[name]
     configuration.arguments = arguments
@@ -127,6 +139,7 @@ def read_swift(configuration: Configuration) -> None:
     kernel = get("attn_impl")
     if kernel:
         fields["attn_implementation"] = ATTENTION.get(kernel, kernel)
+    # On by default in ms-swift, off in transformers.
     arguments["gradient_checkpointing"] = get("gradient_checkpointing", True)
     arguments.pop("gradient_checkpointing_kwargs", None)
     _take_ranks(configuration)
@@ -149,6 +162,7 @@ def _take_format(configuration: Configuration, arguments: dict[str, Any]) -> Non
         configuration.notes.append("torch_dtype is not said: taken as bfloat16")
     configuration.fields["dtype"] = dtype
     is_bf16 = dtype == "bfloat16"
+    # The weights' dtype decides the autocast unless the file says one of both.
     arguments["bf16"] = configuration.get("bf16", is_bf16)
     arguments["fp16"] = configuration.get("fp16", not is_bf16)
 
@@ -171,6 +185,7 @@ def _take_batch(configuration: Configuration, arguments: dict[str, Any]) -> None
 
 def _take_ranks(configuration: Configuration) -> None:
     deepspeed = configuration.get("deepspeed")
+    # A short name for one of the files that ms-swift brings along.
     if isinstance(deepspeed, str) and deepspeed in ZERO:
         configuration.values["deepspeed"] = ZERO[deepspeed]
     if configuration.get("fsdp") == "fsdp2":
@@ -178,8 +193,17 @@ def _take_ranks(configuration: Configuration) -> None:
     take_sharding(configuration)
     ranks = configuration.get("nproc_per_node", 1)
     if ranks > 1:
+        # Several processes without DeepSpeed or FSDP are data parallel.
         sharding = configuration.fields.setdefault("sharding", {"engine": "ddp", "stage": 0})
         sharding["world_size"] = ranks
+    together = configuration.get("sequence_parallel_size") or 1
+    if together > 1:
+        sharding = configuration.fields.get("sharding", {})
+        if sharding.get("engine") != "deepspeed":
+            rest = f"it is modelled over DeepSpeed: say deepspeed, {RUN_IT}"
+            raise configuration.refuse("sequence_parallel_size", rest)
+        sharding["sp_size"] = together
+        configuration.notes.append(ULYSSES)
 
 
 def _take_method(configuration: Configuration) -> None:
@@ -192,8 +216,10 @@ def _take_method(configuration: Configuration) -> None:
         return
     lora: dict[str, Any] = {}
     for name, usual in DEFAULTS.items():
+        # PEFT's own names but for the rank's.
         lora["r" if name == "lora_rank" else name] = get(name, usual)
     targets = names_in(get("target_modules", "all-linear"))
+    # As one word and not as a list: PEFT takes it for a keyword then.
     lora["target_modules"] = "all-linear" if targets == ["all-linear"] else targets
     lora["target_parameters"] = names_in(get("target_parameters"))
     lora["modules_to_save"] = names_in(get("modules_to_save"))

@@ -18,6 +18,7 @@ from .configuration_file import (
     take_sharding,
 )
 
+# LLaMA-Factory's words to transformers' names of kernels.
 FLASH_ATTN = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 LORA_OF_TRL = {
     "lora_r": "r",
@@ -72,6 +73,7 @@ def read_llama_factory(configuration: Configuration) -> None:
     fields["use_liger_kernel"] = bool(get("enable_liger_kernel"))
     fields["pad_to_multiple_of"] = None
     _take_attention(configuration)
+    # LLaMA-Factory says it the other way round, and checkpoints unless told not to.
     arguments["gradient_checkpointing"] = not get("disable_gradient_checkpointing", False)
     if arguments["gradient_checkpointing"] and get("use_reentrant_gc", True):
         configuration.notes.append(REENTRANT)
@@ -98,6 +100,7 @@ def _take_method(configuration: Configuration) -> None:
     """Take what is trained, and in which format (`init_adapter`)."""
     get = configuration.get
     fields = configuration.fields
+    # The format that frozen weights are loaded in.
     half = None
     if get("bf16") or get("pure_bf16"):
         half = "bfloat16"
@@ -113,6 +116,7 @@ def _take_method(configuration: Configuration) -> None:
             raise configuration.refuse("pure_bf16", rest)
         fields["precision"] = TRUE["bfloat16"]
         assert configuration.arguments is not None
+        # Autocast off: weights and arithmetic have one format.
         configuration.arguments |= {"bf16": False, "fp16": False}
     if method == "full":
         return
@@ -120,12 +124,14 @@ def _take_method(configuration: Configuration) -> None:
     targets = names_in(get("lora_target", "all"))
     fields["lora"] = {
         "r": rank,
+        # Its parser's default: twice the rank.
         "lora_alpha": get("lora_alpha", 2 * rank),
         "lora_dropout": get("lora_dropout", 0.0),
         "target_modules": "all-linear" if targets == ["all"] else targets,
         "modules_to_save": names_in(get("additional_target")),
         "use_dora": bool(get("use_dora")),
     }
+    # Only adapters are trained, so the base may stay in 16 bits; a full training loads fp32.
     fields["dtype"] = half
     bits = get("quantization_bit")
     if bits is None:
@@ -148,12 +154,14 @@ def read_trl(configuration: Configuration) -> None:
     configuration.model = get("model_name_or_path")
     arguments = {}
     for name, value in configuration.values.items():
+        # All other settings are fields of the Trainer's own configuration class.
         is_own = name in OF_TRL or name in QUANTIZATION_OF_TRL or name in NEUTRAL_OF_TRL
         if not is_own:
             arguments[name] = value
     configuration.arguments = arguments
     fields = configuration.fields
     fields["trainer"] = _trainer_of(configuration, arguments)
+    # The newer name counts before the one that it replaced.
     dtype = get("dtype", get("torch_dtype"))
     if dtype not in (None, "auto"):
         fields["dtype"] = dtype
@@ -174,6 +182,7 @@ def read_trl(configuration: Configuration) -> None:
 
 def _lora_of_trl(configuration: Configuration) -> dict[str, Any]:
     """Return the adapter that `get_peft_config` makes."""
+    # Defaults of TRL's ModelConfig, which are not PEFT's.
     lora: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
     for name, its in LORA_OF_TRL.items():
         value = configuration.get(name)
@@ -189,6 +198,7 @@ def _trainer_of(configuration: Configuration, arguments: Mapping[str, Any]) -> s
     if configuration.asked is not None:
         return TRAINERS[class_of(arguments, configuration.asked)]
     try:
+        # sft first, as most files are its; fields that SFTConfig lacks tell another class.
         kind = class_of(arguments, "sft")
     except RecipeError:
         kind = class_of(arguments)

@@ -75,10 +75,12 @@ class watch:
         self.model = model
         self.batch = batch
         self.title = title or type(model).__name__
+        # The device of the first parameter: on another one nothing is followed.
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self.target = "cuda" if self._device == "cuda" else "cpu"
         self.tracker: Tracker | None = None
         self.history: History | None = None
+        # Those whose states exist before the block; others are learned as they step.
         self._optimizers = [optimizer] if optimizer else []
         self._stack = contextlib.ExitStack()
 
@@ -89,16 +91,20 @@ class watch:
         return self.tracker
 
     def __enter__(self) -> "watch":
+        # Without a history the block has begun and not ended.
         if self.tracker is not None and self.history is None:
             raise VramLabError(
                 "this watch is running: take another one for a block inside its block"
             )
+        # CUDA's allocator hands out multiples of 512 bytes, a CPU's what was asked for.
         self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
+        # Storages made before the block are met when an operator first uses them.
         self._followed.meets = True
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
         self._backwards = 0
         self._stepped = False
+        # Before anything runs: a storage is named by the first that claims it.
         claim_model(self._followed, self.model)
         claim_states(self._followed, self._optimizers, self.target)
         self._followed.claim(tensors_in(self.batch), "inputs")
@@ -112,12 +118,14 @@ class watch:
             replaced(torch.autograd, "backward", self._around(plain(torch.autograd, "backward")))
         )
         named = gradients_named(self._followed, self.model), fsdp_units_named(self._followed)
+        # The tracker is entered last, so that it is innermost and sees what the others let through.
         for follows in (*named, self._followed.modules(self.model), self._followed):
             self._stack.enter_context(follows)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+        # States of an optimizer that stepped for the first time are known only now.
         claim_states(self._followed, self._optimizers, self.target)
         self._end_step()
         self._move_frees()
@@ -156,13 +164,16 @@ class watch:
 
     def _grown(self, history: History) -> str:
         """Return what each step made and nothing freed, "" for little or after few steps."""
+        # What lives between two steps is what each of them has left.
         ends = [start for name, start, _ in history.stretches if name == "between_steps"]
         # The first step makes states, and what the last one made may still be freed.
         steps = [self._kept(start, end) for start, end in pairwise(ends[:-1])]
         if len(steps) < LEAST_STEPS:
             return ""
+        # What only some steps leave, such as a cached mask of a new length, is no leak.
         in_every_step = set.intersection(*(set(step) for step in steps))
         least = {made: min(step[made] for step in steps) for made in in_every_step}
+        # By size, then by name, so that two runs list them alike.
         ranked = sorted(least.items(), key=lambda item: (-item[1], item[0]))
         said = []
         for made, size in ranked[:MOST_NAMED]:
@@ -185,6 +196,7 @@ class watch:
         self._stepped = False
 
     def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        # What a batch is made of has no purpose before the model is called with it.
         for tensor in plain_tensors(tensors_in([*args, *kwargs.values()])):
             storage = self._followed.live.get(address_of(tensor.untyped_storage()))
             if storage is None or not storage.category:
@@ -203,6 +215,7 @@ class watch:
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._backwards:
+                # A second backward pass before an update is another micro-batch: no step has ended.
                 self._end_step()
                 if self._followed.phase != "backward":
                     self._begin("backward")
@@ -212,11 +225,14 @@ class watch:
             finally:
                 self._backwards -= 1
                 if not self._backwards:
+                    # Clipping and unscaling come between backward and the optimizer, so the step
+                    # begins here.
                     self._begin("step")
 
         return backward
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        # An optimizer of another model, as a GAN's, does not end this model's step.
         if self._ours(optimizer) and not self._backwards:
             if self._followed.phase != "step":
                 self._begin("step")
@@ -228,6 +244,7 @@ class watch:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         claim_states(self._followed, [optimizer], self.target)
+        # An optimizer that steps inside backward, as one in a hook does, ends no phase.
         if not self._backwards:
             self._begin("between_steps")
 
@@ -238,6 +255,7 @@ class watch:
         """
         if self._followed.phase != "step" or self._stepped:
             return
+        # A mark is (position in the log, phase), and the last one is where this phase began.
         start = self._followed.marks[-1][0]
         if any(
             size < 0 and storage.category == "gradients"
@@ -245,6 +263,7 @@ class watch:
         ):
             self._begin("between_steps")
         else:
+            # Nothing was updated, so all of it was still the backward pass.
             self._followed.marks.pop()
             self._followed.phase = "backward"
 
@@ -256,6 +275,7 @@ class watch:
         start, phase = self._followed.marks[-1] if self._followed.marks else (0, "load")
         for position, (size, storage, _) in enumerate(self._followed.log[start:], start + 1):
             category = storage.category
+            # The first allocation ends what belongs to the phase before.
             if size > 0 or (phase == "step" and category in ("gradients", "optimizer_states")):
                 return
             if phase == "step" or (phase == "between_steps" and category == "gradients"):

@@ -25,6 +25,7 @@ def words_of(text: str) -> list[str]:
     Raises RecipeError where a quote in it has no end.
     """
     try:
+        # A path may hold blanks, which a shell's rules would split at.
         return [text] if os.path.isfile(text) else shlex.split(text)
     except ValueError as error:
         raise RecipeError(
@@ -49,6 +50,7 @@ def said(
     file of a TrainingArguments or a Python script, which may name the model. `options` reads those
     of `predict`.
     """
+    # A file alone may be a report or a whole recipe; with options it can only be arguments.
     if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
         content = _object(words[0])
         if "phases" in content:
@@ -72,14 +74,17 @@ def _recipe_said(
         if word.endswith(".py"):
             script = Path(word)
             rest.remove(word)
+        # A model's config.json stays where it is, as MODEL.
         elif word.endswith(".json") and os.path.isfile(word):
             found = _object(word)
             if "model_type" not in found and DECLARED & found.keys():
                 rest.remove(word)
                 arguments = found
+    # The options' reader needs a MODEL in front; an empty one leaves it to the script.
     if (script or arguments) and (not rest or rest[0].startswith("-")):
         rest.insert(0, "")
     given = options(rest)
+    # Before the recipe is made, which reads the model's shape.
     if given["download"]:
         hub_names.download(given["model"])
     known = {name: given[name] for name in OPTIONS}

@@ -19,14 +19,15 @@ from ..hardware.nvml import nvml_snapshot
 from ..recipe.recipe import Recipe
 from ..report.report import Report, environment, format_bytes
 from .facts import Fact
-from .launch import Launcher
-from .pieces import Piece, pieces_of
+from .launch import LateError, Launcher, RankError
+from .pieces import SETTINGS, Piece, pieces_of
 from .records import RecordFile, add, file_name, measurements_folder, read_records, save
 
 FOLDER = Path("my_records")
 SEEN = 0.1  # of its worth that an answer keeps which the project has of such a card
 LINES = 24  # characters of the bar
 MOST_FAILURES = 5  # of a kind, one after the other: what is wrong then is not the piece
+PATIENCE = 10  # times its estimate, after which a piece is ended: it hangs, and others wait
 IDLE_CORES = 8  # from so many on, loading libraries leaves a step its own
 
 Progress = Callable[[str], None]
@@ -98,6 +99,8 @@ class CardRun:
                 value[piece.key] = piece.worth / seconds
                 if seen and _is_in(seen, piece):
                     value[piece.key] *= SEEN
+        # Sorted twice: first by what each is worth by itself, which numbers the answers to a
+        # question.
         self.left.sort(key=lambda item: -value[item[0].key])
         # The nth answer to one question is worth an nth of the first. So no question has to wait
         # until a cheaper one has been asked of thirty models.
@@ -115,7 +118,9 @@ class CardRun:
     ) -> None:
         """Do what is left in its order, as far as the time goes.
 
-        Where cores are idle, the next process loads its libraries meanwhile.
+        Most pieces are forked from one process that has loaded the libraries. Where cores are idle,
+        the process of one that is not (`Piece.can_fork`) loads them while the piece before it runs.
+        What the end of the time cuts is still left.
         """
         start = time.monotonic()
         deadline = start + 60 * minutes
@@ -123,34 +128,46 @@ class CardRun:
         failures: Counter[str] = Counter()
         ahead = self.device == "cuda" and (os.cpu_count() or 1) >= IDLE_CORES
         with contextlib.ExitStack() as stack:
+            shared = Launcher(SETTINGS, forks=True)
+            stack.push(shared.end)
             ready: dict[str, Launcher] = {}
             for number, (piece, seconds) in enumerate(pieces, 1):
                 begun = time.monotonic()
                 if seconds > deadline - begun or failures[piece.kind] == MOST_FAILURES:
                     continue  # what follows may be shorter, or of another kind
                 launcher = ready.pop(piece.key, None)
-                if ahead and number < len(pieces):
+                if shared.forks and piece.can_fork(self.device):
+                    launcher = shared
+                if ahead and number < len(pieces) and not pieces[number][0].can_fork(self.device):
                     following, _ = pieces[number]
                     # a full disk: it is tried again when its turn has come
                     with contextlib.suppress(OSError):
                         ready[following.key] = stack.enter_context(following.start())
-                is_done, said = self._do(piece, launcher, deadline - begun, beside)
-                self.left.remove((piece, seconds))
-                if is_done:
+                limit = min(deadline - begun, PATIENCE * seconds)
+                outcome, said = self._do(piece, launcher, limit, beside)
+                now = time.monotonic()
+                if outcome == "late" and now >= deadline:
+                    outcome = "left"
+                    said = "the time was over before it ended: it is still left"
+                else:
+                    self.left.remove((piece, seconds))
+                if outcome == "done":
                     self.done.append((piece, said))
                     failures[piece.kind] = 0
-                else:
+                elif outcome == "no room":
+                    self.not_here.append((piece, said))
+                elif outcome != "left":
                     self.failed.append((piece, said))
                     failures[piece.kind] += 1
-                now = time.monotonic()
                 bar = ("█" * (number * LINES // len(pieces))).ljust(LINES, "░")
                 clock = f"{(now - start) / 60:.1f} of {minutes:.0f} min"
                 took = f"{now - begun:5.1f} s"
                 first, *_ = said.splitlines()
                 line = f"{bar} {number}/{len(pieces)} · {clock} · {took} · {first} · {piece.title}"
                 progress(line)
+                # A terminal may be closed by then: the log keeps what was said.
                 if log:
-                    _write(log, line if is_done else f"{line}\n{said}")
+                    _write(log, line if outcome == "done" else f"{line}\n{said}")
 
     def _do(
         self,
@@ -158,10 +175,11 @@ class CardRun:
         launcher: Launcher | None,
         timeout: float,
         beside: Beside | None,
-    ) -> tuple[bool, str]:
+    ) -> tuple[str, str]:
         """Do one piece and save what it says.
 
-        Return whether that went well, and the result or the reason in words.
+        Return "done", "late", "no room" (of a fact; a recipe's report says it) or "failed", and the
+        result or the reason in words.
         """
         try:
             result = piece.run(launcher or piece.start(), timeout, self.device)
@@ -169,17 +187,21 @@ class CardRun:
                 save(result, self.file.parent)
             else:
                 add(result, self.file)
+        except LateError as error:
+            return "late", str(error)
+        except RankError as error:
+            return ("no room", error.oom) if error.oom else ("failed", str(error))
         except (MeasurementError, RecipeError, RecordError, OSError) as error:
-            return False, str(error).strip() or type(error).__name__
+            return "failed", str(error).strip() or type(error).__name__
         if isinstance(result, Fact):
-            return True, result.words
+            return "done", result.words
         self.reports.append(result)
         if result.status != "ok":
-            return True, result.status
+            return "done", result.status
         words = format_bytes(result.allocated or 0)
         if beside:
             words += beside(result)
-        return True, words
+        return "done", words
 
 
 def run_card(

@@ -51,6 +51,10 @@ class RankError(MeasurementError):
         super().__init__(message)
 
 
+class LateError(MeasurementError):
+    """What ran was ended because it took longer than it was given."""
+
+
 class Launcher:
     """A child process that has loaded its libraries and runs functions on request.
 
@@ -58,10 +62,20 @@ class Launcher:
     process be killed, it ends by itself. A child that was a single rank runs nothing else: what
     libraries leave in a process that trained, such as transformers' reference to DeepSpeed's stage
     3, would change how the next ranks, forked from it, build their models.
+
+    Attributes:
+        settings: environment variables of the child, besides this process's own.
+        forks: a single rank is forked from the child (Linux only). The child itself never uses a
+            GPU and stays, so the next rank has its libraries at once.
     """
 
     _child: subprocess.Popen[str] | None = None
     _ran_alone = False  # the child was a single rank
+    _words_from = 0  # where in the output the last run began
+
+    def __init__(self, settings: Mapping[str, str] | None = None, forks: bool = False) -> None:
+        self.settings = dict(settings or {})
+        self.forks = forks
 
     def start(self) -> "Launcher":
         """Start to load the libraries, unless that has been done."""
@@ -79,8 +93,9 @@ class Launcher:
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=self._output,
+                # A process group of its own, which can be killed with all its ranks.
                 start_new_session=True,
-                env=_childs_environment(),
+                env=_childs_environment() | self.settings,
                 text=True,
             )
             self._child = child
@@ -97,6 +112,7 @@ class Launcher:
                     os.killpg(child.pid, signal.SIGKILL)
                 else:  # Windows has no process groups of that kind
                     child.kill()
+            # Without it a killed child stays a zombie.
             child.wait()
             if child.stdin:
                 with contextlib.suppress(BrokenPipeError):
@@ -117,32 +133,38 @@ class Launcher:
     ) -> list[Any]:
         """Return what `function(**arguments)` returns on each of `world_size` ranks, in order.
 
-        A single one is the child itself. Several have torchrun's environment (RANK, WORLD_SIZE,
-        MASTER_ADDR, …) and make their own process group (`process_group.real_rank`). What the
-        function takes and returns is pickled. After `timeout` seconds all are ended.
+        A single one is the child itself, or forked from it. Several have torchrun's environment
+        (RANK, WORLD_SIZE, MASTER_ADDR, …) and make their own process group
+        (`process_group.real_rank`). What the function takes and returns is pickled. After `timeout`
+        seconds all are ended.
         `preload(**arguments)` imports what ranks need before they are forked; it must not start a
         thread.
 
         Raises RankError with the traceback of the rank that failed first, the package's own errors
-        as they are, and MeasurementError if they took too long or did not start.
+        as they are, LateError if they took too long, and MeasurementError if they did not start.
         """
         if self._ran_alone:
             self.end()
         child = self._started()
+        is_forked = self.forks and world_size == 1
         # What it leaves behind must not meet ranks that are forked from it.
-        self._ran_alone = world_size == 1
+        self._ran_alone = world_size == 1 and not is_forked
+        self._words_from = self._output.seek(0, os.SEEK_END)
         order = {
             "call": pickle.dumps((function, dict(arguments or {}))),
             "preload": preload,
             "path": sys.path,
             "world_size": world_size,
             "device": device,
+            "is_forked": is_forked,
         }
         with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
             Path(folder, "order.pickle").write_bytes(pickle.dumps(order))
             try:
                 # `_outcome` notices that the child has ended.
                 with contextlib.suppress(BrokenPipeError):
+                    # A line on its standard input is an order; the end of that input is the end of
+                    # this process.
                     print(folder, file=child.stdin, flush=True)
                 file = Path(folder, "outcome.pickle")
                 outcome = self._outcome(child, file, world_size, timeout)
@@ -153,6 +175,11 @@ class Launcher:
             return [pickle.loads(answer) for answer in outcome["answers"]]
         if "error" in outcome:
             raise outcome["error"]
+        if "unfit" in outcome:  # a library used CUDA when it was imported
+            self.end()
+            self.forks = False
+            with self:
+                return self.run(function, arguments, world_size, device, timeout, preload)
         rank, code = outcome["ended"]
         raise self._ended(rank, code, world_size)
 
@@ -165,9 +192,10 @@ class Launcher:
     ) -> dict[str, Any]:
         """Wait for what the child leaves in `file`, or for its end.
 
-        MeasurementError if it takes over `timeout` seconds.
+        LateError if it takes over `timeout` seconds.
         """
         until = time.monotonic() + timeout
+        # By looking, since a pipe would have to be read while the child is watched.
         while not file.exists():
             code = child.poll()
             if code is not None:
@@ -176,9 +204,7 @@ class Launcher:
                 ending = f"ended with code {code}{self._last_words()}"
                 raise MeasurementError(f"the process that starts the ranks {ending}")
             if time.monotonic() > until:
-                raise MeasurementError(
-                    f"it took over {timeout:g} s, so all was ended: raise timeout=."
-                )
+                raise LateError(f"it took over {timeout:.0f} s, so all was ended: raise timeout=.")
             time.sleep(0.02)
         return pickle.loads(file.read_bytes())
 
@@ -199,7 +225,7 @@ class Launcher:
 
     def _last_words(self) -> str:
         # The child writes to a file and not to a pipe, so that it never waits for a reader.
-        self._output.seek(0)
+        self._output.seek(self._words_from)
         lines = self._output.read().strip().splitlines()[-12:]
         return "; its last output:\n" + ("\n".join(lines) or "none")
 
@@ -210,10 +236,12 @@ def _childs_environment() -> dict[str, str]:
     for name, value in os.environ.items():
         if not name.startswith(TRAINERS):
             variables[name] = value
+    # The child runs this very package, installed or not.
     paths = [str(Path(__file__).resolve().parents[2])]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     variables["PYTHONPATH"] = os.pathsep.join(paths)
+    # tokenizers warns of forks after its threads have started.
     variables["TOKENIZERS_PARALLELISM"] = "false"
     return variables
 

@@ -4,6 +4,7 @@ Nothing leaks from one experiment to the next, and running out of memory gives a
 notebook. Each makes two passes (`measurement_passes.py`), a clean one and one under the tracker.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..recipe.generation import Generation, as_generating
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.report import Report, format_bytes
 from .host_memory import oom_kills
-from .launch import SIGKILL, Launcher, RankError, rank_name
+from .launch import SIGKILL, LateError, Launcher, RankError, rank_name
 from .records import find_record
 
 SECONDS_ON_CPU = 120
@@ -201,8 +202,7 @@ def run_here(
     """Have fresh processes measure `order`, the arguments of the worker's `function`.
 
     All ranks, or one where there are fewer GPUs. Return the report of the recipe's rank; memory
-    that runs out on any gives status "oom". `launcher`: one that has run nothing yet, and is ended
-    here.
+    that runs out on any gives status "oom". `launcher`: one of the caller, who ends it.
     """
     import torch
 
@@ -217,7 +217,7 @@ def run_here(
     # Without more of them, a killed child was killed by somebody.
     kills = oom_kills()
     try:
-        with launcher or Launcher() as child:
+        with contextlib.nullcontext(launcher) if launcher else Launcher() as child:
             reports = child.run(
                 f"{WORKER}:{function}",
                 order,
@@ -235,7 +235,8 @@ def run_here(
                 text = f"{rank_name(error.rank, ranks)}: {asked}"
                 card = current_device().name if device == "cuda" else None
                 return Report.failed(source_of(device), recipe, device, "oom", text, gpu=card)
-        raise MeasurementError(f"{recipe} could not be measured: {error}") from error
+        kind = LateError if isinstance(error, LateError) else MeasurementError
+        raise kind(f"{recipe} could not be measured: {error}") from error
     report = reports[recipe.sharding.rank if ranks > 1 else 0]
     if ranks > 1:
         peaks = ", ".join(format_bytes(each.allocated) for each in reports)

@@ -1,6 +1,8 @@
 """What can be done on a card: a recipe to record, or a fact to find; and lists of such pieces."""
 
+import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -8,7 +10,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from ..base.data import data_path
 from ..base.errors import RecipeError, RecordError
@@ -39,6 +40,11 @@ TOKEN = 0.05  # of each that is sampled: an H200 took 13.3 s for 256 of them and
 # `context`'s, as `flash_attention_2` in `gpu.NEEDS`
 NEEDS_AMPERE = ("flash attention", "cuDNN attention")
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
+# Of every process: where it was when a signal ends it; and models come from shapes, while a request
+# would wait for its time to be over.
+SETTINGS = {"PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"}
+# Kinds that ask for the process itself: what it has loaded, or the allocator it started with.
+FRESH = ("context", "steps")
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class Piece:
     def cannot(self, card: Gpu | None, device: str = "cuda") -> str:
         """Return why `device`, a `card` if it is known, cannot do it at all, or ""."""
         if card and self.asked.get("loaded") in NEEDS_AMPERE:
+            # Both kernels need what flash-attn does, so its rule is asked.
             return card.why_not("flash_attention_2")
         if self.recipe is None:
             return ""
@@ -94,34 +101,44 @@ class Piece:
             reason = card.why_not(self.recipe.precision)
         return reason
 
+    def can_fork(self, device: str = "cuda") -> bool:
+        """Tell whether it may run in a process forked from one that has loaded the libraries.
+
+        On a CPU the process's resident set is part of the answer.
+        """
+        if self.kind in FRESH or device != "cuda" or sys.platform != "linux":
+            return False
+        # Inductor's worker processes would stay, and ranks are not forked on CUDA.
+        return self.recipe is None or not (self.recipe.torch_compile or self.recipe.sharding)
+
     def start(self) -> Launcher:
         """Start a process that will run it, and loads its libraries meanwhile."""
-        settings = {"PYTHONFAULTHANDLER": "1"}  # where it was when a signal ends it
-        # models come from shapes, and a request would wait for its time to be over
-        settings["HF_HUB_OFFLINE"] = "1"
+        settings = dict(SETTINGS)
         if "expandable" in self.asked:
             settings[ALLOCATOR] = f"expandable_segments:{self.asked['expandable']}"
-        with patch.dict(os.environ, settings):
-            return Launcher().start()
+        return Launcher(settings).start()
 
     def run(self, launcher: Launcher, timeout: float, device: str = "cuda") -> Report | Fact:
-        """Return what `device` says, by the process that was started for it.
+        """Return what `device` says, by a process of `launcher`, which ends unless it forks.
 
         Raises MeasurementError or RecipeError.
         """
         order: dict[str, Any]
-        if self.kind == "recipe":
-            order = {
-                "recipe": self.recipe,
-                "repeats": self.repeats,
-                "warmup": 2,
-                "device": device,
-            }
-            return run_here(order, timeout, launcher)
-        # what a process that is killed had written is removed here
-        with launcher as child, tempfile.TemporaryDirectory(prefix="vramlab-") as scratch:
+        with contextlib.ExitStack() as stack:
+            if not launcher.forks:
+                stack.enter_context(launcher)
+            if self.kind == "recipe":
+                order = {
+                    "recipe": self.recipe,
+                    "repeats": self.repeats,
+                    "warmup": 2,
+                    "device": device,
+                }
+                return run_here(order, timeout, launcher)
+            # what a process that is killed had written is removed here
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="vramlab-"))
             order = {"kind": self.kind, "asked": self.asked, "scratch": scratch}
-            return child.run(WORK, order, 1, "cuda", timeout)[0]
+            return launcher.run(WORK, order, 1, "cuda", timeout)[0]
 
 
 def seconds_for(
@@ -134,6 +151,7 @@ def seconds_for(
     if device == "cpu":
         rate = CPU_FLOPS
     elif card:
+        # A card without the format computes in fp32, or refuses before this matters.
         peak = card.flops(recipe.precision) or card.flops("fp32")
         if peak:
             rate = EFFICIENCY * peak
@@ -202,6 +220,7 @@ def _pieces(path: Path, entry: Any) -> list[Piece]:
     recipes: list[Recipe | None] = [None]
     if "recipe" in asked:
         recipes = [*recipes_of(asked.pop("recipe"))]
+    # Each recipe with each combination of what else is asked.
     for recipe, chosen in product(recipes, list(each_choice(asked))):
         if kind == "recipe":
             pieces.append(Piece(kind, worth, recipe, chosen.get("repeats", REPEATS), why=why))

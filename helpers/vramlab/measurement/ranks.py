@@ -9,6 +9,8 @@ everything here.
 
 import contextlib
 import gc
+import importlib
+import multiprocessing
 import os
 import pickle
 import pkgutil
@@ -25,7 +27,8 @@ from typing import Any
 from unittest.mock import patch
 
 from ..base.errors import VramLabError
-from ..private.of_torch import set_parent_death_signal
+from ..private import of_compiler
+from ..private.of_torch import is_in_bad_fork, set_parent_death_signal
 from ..training.quiet import no_collection, silence
 from .launch import RankError, rank_name
 
@@ -37,6 +40,8 @@ with no_collection(before=False):
 
 LOCALHOST = "127.0.0.1"
 SIGABRT = -6  # as an exit code
+# What a single rank needs that is forked from here.
+SHARED = ("vramlab.measurement.worker", "vramlab.measurement.card_work")
 
 
 def main() -> None:
@@ -47,16 +52,27 @@ def main() -> None:
     ):  # Linux: when RAM runs out, kill this process and its ranks first
         Path("/proc/self/oom_score_adj").write_text("1000")
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    # A thread of its own, so that the end of the parent is noticed while an order runs.
     threading.Thread(target=_read_orders, args=(folders,), daemon=True).start()
     while True:
         folder = folders.get()
         order = pickle.loads((folder / "order.pickle").read_bytes())
+        # A function may be of the caller's own module, in a folder that this process does not know.
         sys.path += [path for path in order["path"] if path not in sys.path]
-        is_alone = order["world_size"] == 1
-        outcome = called(order, 0) if is_alone else of_ranks(order, folder)
-        part = folder / "outcome.part"
-        part.write_bytes(pickle.dumps(outcome))
-        part.replace(folder / "outcome.pickle")  # at once, so that nobody reads a part of it
+        if order["is_forked"]:
+            outcome = of_fork(order, folder)
+        elif order["world_size"] == 1:
+            outcome = called(order, 0)
+        else:
+            outcome = of_ranks(order, folder)
+        _leave(outcome, folder / "outcome.pickle")
+
+
+def _leave(outcome: dict[str, Any], file: Path) -> None:
+    """Write an outcome to `file` at once, so that nobody reads a part of it."""
+    part = file.with_suffix(".part")
+    part.write_bytes(pickle.dumps(outcome))
+    part.replace(file)
 
 
 def _read_orders(folders: "queue.SimpleQueue[Path]") -> None:
@@ -93,12 +109,14 @@ def of_ranks(
             outcomes[rank] = pickle.loads(file.read_bytes())
     if ended is None and len(outcomes) == world:
         return {"answers": [outcomes[rank]["answers"][0] for rank in range(world)]}
+    # Ranks that left nothing: killed, or ended in a library.
     silent = {*range(world)} - {*outcomes}
     rank, code = ended or (min(silent), 0)
     errors = [outcome for outcome in outcomes.values() if "error" in outcome]
     # Who aborts may have lost a neighbour.
     may_be_another = "error" in outcomes.get(rank, {}) or code == SIGABRT
     if errors and may_be_another:
+        # The first error is the cause; later ones are of ranks that lost the first.
         return min(errors, key=lambda outcome: outcome["time"])
     return {"ended": (rank, code)}
 
@@ -125,6 +143,7 @@ def _run_ranks(
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if forks:
             _preload(order)
+        # Bound and never listened to: the port is kept from others until rank 0 takes it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((LOCALHOST, 0))  # rank 0's store may bind to it too, as nobody listens here
         _, port = reserved.getsockname()
@@ -137,6 +156,7 @@ def _run_ranks(
                 join=False,
                 start_method="fork" if forks else "spawn",
             )
+            # One that fails gives the others half a second before they are ended.
             while not ranks.join(grace_period=0.5):
                 pass
         except ProcessExitedException as error:
@@ -152,10 +172,44 @@ def _preload(order: dict[str, Any]) -> None:
     with contextlib.suppress(Exception):
         function, arguments = pickle.loads(order["call"])
         pkgutil.resolve_name(function)
+        # It runs without a thread of its own: ranks that are forked would wait for it.
         if order["preload"]:
             pkgutil.resolve_name(order["preload"])(**arguments)
     gc.collect()
     gc.freeze()  # a collection in a rank would visit all of it, and copy its pages
+
+
+def of_fork(
+    order: dict[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Run the order's function in a process forked from this one, which has not used the GPU.
+
+    Return its outcome, or its exit code ("ended"), or that a GPU was used here ("unfit").
+    """
+    # bitsandbytes imports Inductor, and itself asks CUDA for the card: it is left to the forks.
+    for name in SHARED:
+        importlib.import_module(name)
+    of_compiler.inductor("compile_fx")
+    gc.collect()
+    gc.freeze()
+    forked = multiprocessing.get_context("fork").Process(target=_forked, args=(order, folder))
+    forked.start()
+    forked.join()
+    file = folder / "0.pickle"
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    return {"ended": (0, forked.exitcode)}
+
+
+def _forked(order: dict[str, Any], folder: Path) -> None:
+    """Call the order's function, leave what becomes of it in a file, and end without a word."""
+    set_parent_death_signal(signal.SIGKILL)
+    torch.set_num_threads(torch.get_num_threads())  # as in `rank_process`
+    outcome = {"unfit": True} if is_in_bad_fork() else called(order, 0)
+    _leave(outcome, folder / "0.pickle")
+    sys.stderr.flush()
+    os._exit(0)  # what libraries do at an exit would be done to the card, too
 
 
 def rank_process(

@@ -113,6 +113,7 @@ def read_records(
         content = strict_json(read_text(path, MOST_FILE))
         reports = content["reports"]
         facts = content.get("facts", {})
+        # What nobody reads could hide in a file that is published.
         if content.keys() - {"reports", "facts"}:
             raise ValueError("it says more than 'reports' and 'facts'")
         for key, entry in reports.items():
@@ -120,6 +121,7 @@ def read_records(
         for key, entry in facts.items():
             records.facts[key] = _fact_of(key, entry, source)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # Other errors are of the file as a whole, and of no entry.
         where = f"entry {key}: " if isinstance(error, ReportError) else ""
         why = f"({type(error).__name__}: {where}{str(error).rstrip('.')}): mend or remove it"
         raise RecordError(f"the record file {path.name} cannot be read {why}.") from error
@@ -129,6 +131,7 @@ def read_records(
 def _report_of(key: str, entry: dict[str, Any], source: str) -> Report:
     """Return the report of an entry. Raises ReportError where it is no record of `key`."""
     report = Report.from_dict(entry)
+    # A key is computed from the recipe, so a report that was moved under another is found.
     if report.recipe is None or key_of(report.recipe) != key:
         raise ReportError(f"it is the report of another recipe: {report.title}")
     if report.source != source:
@@ -206,6 +209,7 @@ def _texts(report: Report) -> Iterator[tuple[str, str]]:
 def _leaves(value: Any) -> Iterator[str]:
     """Yield all texts in a JSON value, names too."""
     if isinstance(value, dict):
+        # Names are text of the file too.
         value = [*value, *value.values()]
     if isinstance(value, list):
         for each in value:
@@ -264,6 +268,7 @@ def add(result: Report | Fact, path: Path) -> Path:
     else:
         entry = _shortened(result)
     # Other processes may record into the same file, and each writes it as a whole.
+    # Beside the file and not the file itself, which is replaced as a whole.
     lock_file = path.with_name(f".{path.name}.lock")
     lock = filelock.FileLock(lock_file, timeout=LOCK_SECONDS, mode=0o666)
     with writing(path), lock:

@@ -89,7 +89,7 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
         joins = question.can_be_joined()
         yield "without packing", {"packing": False, "padding_free": joins}
     is_on_request = question.plain.trainer != "transformers"
-    if recipe.trainer == "transformers":
+    if recipe.trainer == "transformers" and question.may_use_sft():
         yield "with TRL's SFTTrainer", {**plain, "trainer": "sft", "packing": question.packing}
     elif recipe.trainer == "sft" and not is_on_request:
         yield "without TRL", {"trainer": "transformers", "packing": False, "padding_free": False}
@@ -117,6 +117,8 @@ def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
     for checkpointing in question.checkpointing:
         turned = {"gradient_checkpointing": checkpointing} | fields
         try:
+            # Lengths belong to a micro-batch, so `with_micro_batch` and `Candidate` fill them in
+            # again.
             family = answer.recipe.replace(lengths=None, **turned)
             with_its_adapters(family)
         except RecipeError:
@@ -127,6 +129,7 @@ def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
     room = question.usable
     # Two lower bounds spare most predictions, as in a search.
     possible = [one for one in possible if one.least <= room and one.bound(SURE[-1]) <= room]
+    # The fastest first, so the first that fits is the answer.
     for candidate in sorted(possible, key=lambda one: one.rank):
         if any(candidate.fits(tier) for tier in SURE):
             return candidate

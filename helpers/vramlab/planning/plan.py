@@ -26,7 +26,7 @@ from .alternatives import Alternative, alternatives
 from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .image_search import ImageSearch
-from .plan_lines import costs_of, figures_of, host_memory_of, short_words, wrapped
+from .plan_lines import alternative_to, costs_of, figures_of, host_memory_of, short_words, wrapped
 from .plan_notes import notes_on_question
 from .plan_script import scripts, words
 from .question import Question
@@ -194,7 +194,7 @@ class Plan:
         lines += [costs_of(choice) for choice in self.choices if choice.without]
         for choice in self.choices:
             others = self.alternatives.get(choice.method, ())
-            lines += [f"{choice.method} {other}" for other in others]
+            lines += [alternative_to(choice, other) for other in others]
         if self.choices and self.question["expandable_segments"]:
             lines.append(self._by_default())
         lines += [host_memory_of(choice) for choice in self.choices if choice.host >= GiB]

@@ -83,6 +83,7 @@ def _about_kernels(
         # Other models have no sdpa.
         if recipe.attn_implementation == "eager" and recipe.shape.attention != "eager":
             # Padded rows need a mask, which some of sdpa's kernels do not take.
+            # Not checked: only which kernel it would get is asked.
             by_sdpa = unchecked(counted_as(recipe), attn_implementation="sdpa")
             if not walk(by_sdpa, question.gpu.chip).fused:
                 rest = f"has no fused kernel for this model on {name}"
@@ -137,6 +138,7 @@ def _packed(choice: Choice, question: Question) -> str:
     )
     packing = dataclasses.replace(question, packing=True)
     assert choice.time  # of a model that formulas know
+    # By the parts of its present step, whose rows are as wide.
     seconds = epoch_of(packing, recipe, choice.time.parts)
     if seconds is None or seconds > LEAST_SAVED * choice.epoch:
         return ""

@@ -201,6 +201,7 @@ class Question:
         self.said_gpu = self.gpu if isinstance(self.gpu, str) else ""
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
+            # lora_alpha follows the rank at RANK's own ratio unless it is said.
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
             self.lora = dataclasses.replace(RANK, **fields)
         method = peft_methods.read(self.peft)
@@ -218,6 +219,7 @@ class Question:
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
+        # Sizes, lengths and images have checks of their own, which say more.
         for name in knobs(Question).keys() - {*SIZES, "lengths", "image_size"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:
@@ -362,8 +364,7 @@ class Question:
         trainer = self.plain.trainer
         if trainer == "sft" or not (self.liger and self.may_use_sft()):
             return (trainer,)
-        is_of_use = self.can_share_rows() or not self.liger_replaces_trl()
-        return (trainer, "sft") if is_of_use else (trainer,)
+        return trainer, "sft"
 
     def may_use_sft(self) -> bool:
         """Tell whether SFTTrainer trains what is asked, and its loss's kernels run on the card."""
@@ -374,9 +375,9 @@ class Question:
         is_known = is_text or self.reads_images
         return is_known and runs and self.plain.trainer == "transformers"
 
-    def liger_replaces_trl(self) -> bool:
-        """Tell whether Liger's kernels run wherever SFTTrainer's loss would be tried."""
-        return self.gpus == 1 and self.liger_is_possible()
+    def liger_replaces_trl(self, sharding: Sharding | None) -> bool:
+        """Tell whether Liger's kernels are tried where SFTTrainer's loss would be."""
+        return sharding is None and self.liger_is_possible()
 
     def can_be_joined(self) -> bool:
         """Tell whether the samples of a micro-batch may become one row.

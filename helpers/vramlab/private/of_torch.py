@@ -113,6 +113,11 @@ def set_parent_death_signal(signal: int) -> None:
     _prctl_pr_set_pdeathsig(signal)
 
 
+def is_in_bad_fork() -> bool:
+    """Tell whether this process was forked from one that had used CUDA, and cannot use it."""
+    return torch.cuda._is_in_bad_fork()
+
+
 def clear_cublas_workspaces() -> None:
     """Free cuBLAS's workspaces; newer releases keep none between calls."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

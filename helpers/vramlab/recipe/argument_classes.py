@@ -33,6 +33,7 @@ def class_of(names: Iterable[str], trainer: str | None = None) -> str:
     DPOConfig and KTOConfig for `beta` alone, `trainer` decides. Raises RecipeError where it does
     not, and for classes of trainers that no recipe models.
     """
+    # Fields that all classes have tell nothing; only those that a class adds do.
     said = DECLARED.intersection(names) - COMMON
     able = _declaring_most(said)
     candidates = _fitting(able, said)

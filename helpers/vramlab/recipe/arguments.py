@@ -109,6 +109,8 @@ def settings(recipe: RecipeFields) -> dict[str, Any]:
         values[name] = form == name
     values["report_to"] = "none"
     values |= _sharding_arguments(recipe.sharding)
+    # Recipes describe checkpointing that is not re-entrant, whatever a release has for its
+    # default.
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
     if recipe.rollouts:
@@ -156,9 +158,12 @@ def to_recipe(kind: Any, args: Any, model: Any, **fields: Any) -> Any:
     Raises RecipeError for another Trainer's `args`, for what moves memory and no recipe models, and
     where `args` and `fields` contradict each other.
     """
+    # What no recipe can say is refused first, so that the error names the argument and not what
+    # follows from it.
     trainer = _trainer(args)
     _check_refused(args, fields)
     loop = _values_of(args, _same_names(Loop))
+    # The Trainer clips to norms over 0 only.
     loop["max_grad_norm"] = args.max_grad_norm or None
     if trainer != "transformers":
         fields = _of_trl(args, trainer, fields)
@@ -174,6 +179,8 @@ def to_recipe(kind: Any, args: Any, model: Any, **fields: Any) -> Any:
     if args.fsdp or args.deepspeed:
         _check_sharding(args, fields.get("sharding"))
     precision = _precision(args, fields.get("precision"))
+    # What the caller says takes the place of what the arguments say, except where that is checked
+    # above.
     recipe = kind(**said | fields | {"precision": precision})
     check_dtype(recipe)
     return recipe
@@ -337,7 +344,7 @@ def _check_sharding(args: Any, sharding: Sharding | None) -> None:
 def _check_entries(name: str, said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise RecipeError where a configuration is not the one that recipes are modelled with.
 
-    It is FSDP's or DeepSpeed's.
+    `said` is FSDP's configuration or DeepSpeed's.
     """
     for key in dict.fromkeys((*wanted, *said)):
         value = said.get(key)

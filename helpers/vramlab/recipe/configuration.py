@@ -62,6 +62,7 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
         tasks = ", ".join(TASKS)
         rest = f"recipes train {tasks}, and a {full.model_type} does not: {BUILT}"
         raise RecipeError("model", name, rest)
+    # The configuration's own values count before the defaults of its class.
     config.update({**completed, **config})
     # other names of the same
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
@@ -222,6 +223,8 @@ def keep_layers(config: dict[str, Any], layers: list[int] | int) -> None:
     for key, value in config.items():
         if not isinstance(value, list) or len(value) != depth:
             continue
+        # In a shallow model a list of image sizes or colours may be as long as the model is deep
+        # by chance.
         if depth > FEW or key == "layer_types":
             config[key] = [value[i % depth] for i in kept]
     _keep_per_layer(config, kept, depth)
@@ -284,6 +287,7 @@ def _settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     for name, usual_keys in KEYS["settings"].items():
         key = name
         value = family.defaults.get(name)
+        # From the last name to the first, so that the first one that is said is kept.
         for own_key in reversed(family.keys.get(name, usual_keys)):
             if config.get(own_key) is not None:
                 key = own_key
@@ -310,7 +314,7 @@ def _size(
     size: str,
     family: Family,
 ) -> int | None:
-    """Return one size of `config`, None when it may be absent and is."""
+    """Return one size of `config`, None when it may be absent and is. Raises RecipeError."""
     keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value = config.get(key)
@@ -355,6 +359,8 @@ def _fill_in_heads(sizes: dict[str, Any], config: Mapping, family: Family) -> No
     if hidden % heads and is_written and not sizes["head_dim"]:
         rest = f"it must be a multiple of the {heads} heads"
         raise RecipeError("model.hidden_size", hidden, rest)
+    # A head's width is said on its own where heads together are not as wide as the hidden states
+    # (Gemma, Mistral Nemo).
     width = sizes["head_dim"] or hidden // heads
     sizes["head_dim"] = width
     if family.multi_query and not config.get("new_decoder_architecture"):

@@ -123,6 +123,8 @@ class Evaluation:
     @property
     def moves(self) -> Iterator[int]:
         """Samples whose predictions go to the host at a time."""
+        # Without accumulation steps all predictions go at the end, and there are never more
+        # batches than samples.
         batches = self.eval_accumulation_steps or self.samples
         at_once = batches * self.per_device_eval_batch_size
         for start in range(0, self.samples, at_once):

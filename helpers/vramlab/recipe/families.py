@@ -18,7 +18,7 @@ from .model_sizes import Sizes
 
 
 class Task(NamedTuple):
-    """A head."""
+    """A head that can be trained, and what libraries call it."""
 
     auto_class: str  # of transformers, which builds any family with it
     table: str  # in `transformers.models.auto.modeling_auto`
@@ -145,7 +145,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`."""
+    """What is written down of one `model_type`."""
 
     classes: Mapping[str, str]  # for each head that can be trained, the usual one first
     # module names of heads that have not the usual one
@@ -209,7 +209,7 @@ LLAMA: dict[str, Any] = {
 def layout_of(sizes: Sizes, config: Mapping) -> Layout | None:
     """Return the layout of a model with `config`: embeddings, equal layers, a norm and a head.
 
-    None for a family, or a variant of one, that is not written down.
+    It is None for a family, or a variant of one, that is not written down.
     """
     family = FAMILIES.get(sizes.family)
     if family is None or family.layout_options is None:

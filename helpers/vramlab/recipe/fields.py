@@ -400,6 +400,7 @@ class RecipeFields:
     @property
     def tokens(self) -> int:
         """Tokens that one optimizer step reads on one device."""
+        # `rows` has one row a sample, and a pair is two sequences of that length.
         micro_batch = math.prod(self.rows) * self.sequences // self.batch_size
         return micro_batch * self.gradient_accumulation_steps
 
@@ -412,7 +413,7 @@ class RecipeFields:
     def has_reference(self) -> bool:
         """Whether a frozen copy of the model stays beside it.
 
-        Adapters are switched off instead.
+        A model with adapters needs no copy: they are switched off.
         """
         is_needed = self.trainer in WITH_REFERENCE or bool(self.rollouts and self.rollouts.beta)
         return is_needed and not (self.lora or self.precompute_ref_log_probs)
@@ -423,6 +424,8 @@ class RecipeFields:
 
         They are of KTO's other answers, and the reference's.
         """
+        # KTO also runs each prompt with another sample's answer; the reference runs both as the
+        # policy does.
         own = 1 if self.trainer == "kto" else 0
         if self.trainer in WITH_REFERENCE and not self.precompute_ref_log_probs:
             return own + own + 1

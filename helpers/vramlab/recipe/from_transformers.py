@@ -120,6 +120,7 @@ def make(sizes: Sizes, **options: Any) -> Any:
         if options.get("attn_implementation") == "sdpa":
             options["attn_implementation"] = _fused(sizes)
         auto_class = getattr(transformers, TASKS[sizes.task].auto_class)
+        # Parameters have shapes and no storage, so the largest model is built in seconds.
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
     except Exception as error:  # each model class has its own ways to refuse

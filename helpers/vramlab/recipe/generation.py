@@ -161,6 +161,7 @@ class Generation:
         prompt = 0 if shape.features else self.prompt  # sound has a length of its own
         length = max(prompt, self.new_tokens)
         if not is_read_apart:
+            # The last token is returned and never read, so it needs no position.
             length = self.prompt + self.new_tokens - 1
         if longest and length > longest:
             what = "prompt" if prompt > longest else "new_tokens"

@@ -1,6 +1,4 @@
-"""Names of the Hugging Face hub.
-
-Which catalogued architecture one shares, and what lies in the local cache.
+"""Names of the Hugging Face hub: which architecture one shares, what the local cache has.
 
 Nothing here asks the network but `download`, which is called where the user says so.
 """
@@ -24,7 +22,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # organisation/model
 def stems(name: str) -> Iterator[str]:
     """Yield a model's name without organisation, then without one ending after the other.
 
-    All are in lower case.
+    The names are in lower case.
     """
     stem = name.lower().rpartition("/")[2]
     yield stem
@@ -36,9 +34,8 @@ def stems(name: str) -> Iterator[str]:
 def shared_entry(name: str, spellings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Return the catalogue's entry whose architecture `name` shares, and the settings that differ.
 
-    None where none does.
-
-    A name with an ending of KNOWN's only is taken for one of the entry without it.
+    It is None where none does. A name with an ending of KNOWN's only is taken for one of the entry
+    without it.
     """
     name_stems = list(stems(name))
     for stem in name_stems:
@@ -75,6 +72,8 @@ def cached_config(name: str) -> Path | None:
     main = folder / "refs" / "main"
     if main.is_file():
         revision = main.read_text(encoding="utf-8").strip()
+        # False sorts before True: the snapshot of the main branch first, the others in their
+        # order.
         snapshots.sort(key=lambda path: path.parent.name != revision)
     return snapshots[0] if snapshots else None
 

@@ -35,6 +35,7 @@ def windows_of(shape: Sizes) -> str | None:
 
 def sides(recipe: RecipeFields) -> list[tuple[int, int]]:
     """Return height and width of each of a sample's images."""
+    # Fewer sizes than images are gone through again and again.
     said = recipe.image_size or ()
     sizes = []
     for number in range(recipe.images or 0):
@@ -87,6 +88,7 @@ def least_pixels(recipe: RecipeFields) -> int:
 def rounded(recipe: RecipeFields, pixels: int) -> int:
     """Return the pixels of as many whole tokens, at most `pixels`."""
     processor = _processor(recipe.shape, None)
+    # The model merges merge_size × merge_size patches into one token.
     area = (processor.patch_size * processor.merge_size) ** 2
     return pixels // area * area
 
@@ -115,7 +117,7 @@ def _tokens(
     height: int,
     width: int,
 ) -> int:
-    """Return the tokens of one image."""
+    """Return the tokens of one image. Raises RecipeError where the processor refuses it."""
     reader = READERS[shape.family]
     if reader["tokens"]:
         setting: Any = shape.settings

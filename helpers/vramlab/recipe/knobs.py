@@ -303,7 +303,7 @@ def _python(value: Any, names: tuple, literal: Callable[[Any], str]) -> str:
 
 
 def rebuild(kind: Any, name: str, values: Mapping) -> Any:
-    """Return `kind(**values)` with an error that names the unknown field."""
+    """Return `kind(**values)`. Raises RecipeError that names a field which `kind` lacks."""
     known = [field.name for field in dataclasses.fields(kind) if field.init]
     for key in values:
         if key not in known:

@@ -96,6 +96,7 @@ def find(
     else:
         endings = tuple(f".{target}" for target in target_modules)
         names = {name for name in candidates if name in target_modules or name.endswith(endings)}
+    # PEFT wraps these whole, and adapts nothing inside them.
     for saved in trained_whole(shape, modules_to_save):
         is_saved = re.compile(rf"(^|.*\.){saved}($|\..*)")
         names = {name for name in names if not is_saved.match(name)}
@@ -150,7 +151,7 @@ def trained_whole(shape: ModelWeights, modules_to_save: Iterable[str] | None) ->
 def notes(recipe: WithAdapters) -> list[str]:
     """Return what a report has to say of a recipe's matrices.
 
-    Of those that stay whole, and of adapters that PEFT places otherwise.
+    Notes are on matrices that stay whole, and on adapters that PEFT places otherwise.
     """
     said = unquantized(recipe)
     lora = recipe.lora
@@ -177,6 +178,7 @@ def adapted(shape: ModelWeights, lora: LoRA | None) -> tuple[Module, ...]:
     targets = find(shape, wanted, lora.modules_to_save)
     if wanted is not None and not isinstance(wanted, str) and has_experts(shape):
         adapted_parts = {name.rpartition(".")[2] for name, _, _ in targets}
+        # A name that linear layers have too, of a shared expert or a dense layer, is not lost.
         lost = FUSED.intersection(wanted) - adapted_parts
         if lost:
             names = ", ".join(sorted(lost))
@@ -221,6 +223,8 @@ def differ_by_layer(shape: ModelWeights, lora: LoRA | None) -> bool:
 
     A pattern with a layer's number asks for that.
     """
+    # Modules that differ only by the layer's number play one role; a role with fewer adapters than
+    # modules has them in some layers alone.
     every = Counter(map(_without_number, modules(shape)))
     some = Counter(_without_number(name) for name, _, _ in adapted(shape, lora))
     return any(count < every[role] for role, count in some.items())
@@ -281,7 +285,7 @@ def _share(count: int, total: int) -> str:
 
 
 def _default(shape: ModelWeights) -> Targets:
-    """Return PEFT's choice for the architecture."""
+    """Return PEFT's choice for the architecture. Raises RecipeError where it has none."""
     targets: Targets | None
     if shape.family in FAMILIES:
         targets = FAMILIES[shape.family].lora

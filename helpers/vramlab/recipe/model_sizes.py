@@ -53,7 +53,7 @@ class Sizes:
     def features(self) -> tuple[str, tuple[int, ...]] | None:
         """Name and sizes of what one sample is to a model that sees or hears.
 
-        None where it is tokens.
+        It is None where a sample is tokens.
         """
         said = self.settings
         if self.task == "speech-seq2seq":

@@ -102,6 +102,8 @@ class LoRA:
     )
 
     def __post_init__(self) -> None:
+        # PEFT takes lists and sets; a recipe keeps tuples, which hash, and sorts what has no order
+        # so that equal adapters are equal.
         for name in ("target_modules", "modules_to_save", "target_parameters"):
             value = getattr(self, name)
             if isinstance(value, list):
@@ -391,7 +393,7 @@ class Loop:
     def named(cls, name: str, **changes: Any) -> "Loop":
         """Return the loop called `name`, with `changes` applied.
 
-        Names are "trainer", "plain" and "optimizer_in_backward".
+        Names are "trainer", "plain" and "optimizer_in_backward". Raises RecipeError for others.
         """
         if name not in LOOPS:
             known = ", ".join(map(repr, LOOPS))

@@ -14,6 +14,10 @@ from .options import HALF, LoRA, Sharding
 # Those that work on DTensors.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
+BLOCK = (
+    32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+)
+
 
 def refusals(recipe: RecipeFields) -> Refusals:
     """Return what cannot be cut as a recipe's sharding says."""
@@ -74,7 +78,7 @@ def _of_a_divided_sample(recipe: RecipeFields, field: str, way: str) -> Refusals
 def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     """Return what ring attention does not compute (`Trainer._prepare_context_parallel_inputs`).
 
-    And what accelerate refuses (`_attach_context_parallel_hooks`).
+    What accelerate refuses is among it (`_attach_context_parallel_hooks`).
     """
     shape = recipe.shape
     allowed = "the Trainer's context parallel computes attention by 'sdpa' only"
@@ -86,12 +90,30 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = "the ring drops the mask that keeps joined samples apart: leave packing and "
     yield "sharding.cp_size", recipe.joins, allowed + "padding_free out"
     _, width = recipe.rows
+    # Each rank has a piece from the row's front and one from its end, so that all attend to as
+    # much (`_HeadTailLoadBalancer` of torch's context parallel).
     allowed = f"rows of {width:,} tokens do not divide into two equal pieces for each of {ranks} "
     yield "sharding.cp_size", width % recipe.pieces, allowed + "ranks"
     is_wide = recipe.precision in ("fp32", "tf32") and not efficient_takes_groups()
     allowed = "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
     allowed += "compute in bf16 or fp16"
     yield "precision", is_wide and shape.num_kv_heads < shape.num_heads, allowed
+
+
+def check_ring(recipe: RecipeFields, target: str) -> None:
+    """Raise RecipeError for a ring that torch has no kernels for, or whose own code fails in it."""
+    if recipe.sharding is None or recipe.sharding.cp_size == 1:
+        return
+    if target == "cpu":
+        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
+        raise RecipeError("target", target, rest)
+    # `_SDPAMerger` adds up what the fp32 kernel has for whole blocks
+    _, width = recipe.rows
+    multiple = BLOCK * recipe.pieces
+    if recipe.precision in ("fp32", "tf32") and width % multiple:
+        rest = f"torch's ring adds up whole blocks of {BLOCK} tokens in it, and rows of {width:,} "
+        rest += f"are no multiple of {multiple}: take such a length, or compute in bf16 or fp16"
+        raise RecipeError("precision", recipe.precision, rest)
 
 
 def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:
@@ -111,6 +133,8 @@ def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:
     yield "sharding.sp_size", width % ranks, allowed
     allowed = f"it must divide the {shape.num_heads} heads of {shape.name}, and its "
     allowed += f"{shape.num_kv_heads} key/value heads or be a multiple of them"
+    # With fewer key heads than ranks each is sent to several (kv_replication_factor in
+    # ulysses_sp.py).
     keys = shape.num_kv_heads
     is_uneven = shape.num_heads % ranks or (keys % ranks and ranks % keys)
     yield "sharding.sp_size", is_uneven, allowed

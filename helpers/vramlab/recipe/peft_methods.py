@@ -119,6 +119,8 @@ def read(value: Any) -> "Peft | LoRA | None":
     method = Peft(said["peft_type"], _text(given))
     # what the class makes of them, such as sets of lists
     made = _json_ready(method.config("CAUSAL_LM").to_dict())
+    # What is the default, or changes no byte, is left out, so that two ways to say one method give
+    # one recipe.
     kept = {}
     for key in given:
         is_same = made[key] == usual[key] or made[key] in SAME_BYTES.get(key, ())

@@ -1,6 +1,6 @@
-"""What a recipe's process holds outside torch's allocator.
+"""What a recipe's process holds outside torch's allocator, and what it may have of a card.
 
-Its libraries and ranks, as `hardware.contexts` asks for them; and what it may have of a card.
+`hardware.contexts` is told which libraries the recipe loads, and how many ranks it has.
 """
 
 from ..base.errors import RecipeError
@@ -17,9 +17,9 @@ FLASH_SINCE = (
 
 
 def context_of(recipe: Recipe | None, card: Gpu | None) -> Interval:
-    """Return the bytes outside the allocator of one rank of `recipe`; None.
+    """Return the bytes outside the allocator of one rank of `recipe`.
 
-    Of any training on `card`.
+    Without a recipe they are those of any training on `card`.
     """
     if recipe is None:
         return context_on(card)
@@ -75,9 +75,7 @@ def room_on(
 ) -> Room | None:
     """Return what the process may have of `card`, of which others hold `other_memory` bytes.
 
-    None without a card.
-
-    Raises RecipeError where others hold all of it.
+    It is None without a card. Raises RecipeError where others hold all of it.
     """
     if card is None:
         return None

@@ -102,6 +102,8 @@ class Recipe(RecipeFields):
     """
 
     def __post_init__(self) -> None:
+        # In this order, since each line rests on those before: other spellings, each field by
+        # itself, fields that follow from others, the model, and at last what excludes each other.
         self._take_parts()
         refuse_generating(self.trainer)
         check(self)
@@ -110,6 +112,7 @@ class Recipe(RecipeFields):
                 self._set(name, value)
         if self.precision in WITHOUT_AUTOCAST and self.dtype in TRUE_PRECISION:
             self._set("precision", TRUE_PRECISION[self.dtype])
+        # Called for its error: the text has to be arguments of this optimizer.
         self.optimizer_arguments()
         labels = None
         if self.trainer == "reward":
@@ -155,7 +158,7 @@ class Recipe(RecipeFields):
             self._set("lora", method)
 
     def _fit_to_shape(self) -> None:
-        """Fill in what the model decides, and check the sizes against it."""
+        """Fill in what the model decides. Raises RecipeError for sizes that do not fit it."""
         shape = self.shape
         longest = shape.max_positions or math.inf
         if shape.image_tokens and self.seq_len not in (None, shape.image_tokens):
@@ -176,6 +179,7 @@ class Recipe(RecipeFields):
         if self.attn_implementation == REPEATED and not shape.shares_keys:
             rest = "it repeats keys that query heads share and a known family hands on as they "
             raise RecipeError("attn_implementation", REPEATED, rest + "are: use 'sdpa'")
+        # Called for its error too: the targets have to match something of this model.
         lora_modules.adapted(shape, self.lora)
 
     def _refusals(self) -> Refusals:
@@ -256,10 +260,7 @@ class Recipe(RecipeFields):
         yield "loop", is_sharded, allowed
 
     def _dtype_refusals(self) -> Refusals:
-        """Return a `dtype` that the precision contradicts.
-
-        And trained weights that libraries refuse.
-        """
+        """Return a `dtype` that the precision contradicts, and weights that libraries refuse."""
         dtype = self.weights_dtype
         form, _, kind = self.precision.partition("-")
         half = HALF.get(form)
@@ -444,5 +445,7 @@ def _described(model: Any) -> Any:
 
 def key_of(values: Mapping[str, Any]) -> str:
     """Return the key of the recipe whose `to_dict` gives `values`, without building it."""
+    # Keys of stored records are of this text, so it may not change for a recipe that could be
+    # stored before: see LATER.
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -52,6 +52,9 @@ def plan_of(recipe: RecipeFields) -> Plan:
     assert rollouts is not None  # filled in
     accumulation = recipe.gradient_accumulation_steps
     steps_per_generation = _steps(recipe, rollouts)
+    # `generate_every` of the trainer, in micro-batches. Where it divides the accumulation, no
+    # weight has moved since the completions were sampled, and the old probabilities are those of
+    # the step itself.
     every = steps_per_generation * rollouts.num_iterations
     return Plan(
         completions=recipe.batch_size * steps_per_generation,

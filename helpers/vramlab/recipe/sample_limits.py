@@ -20,6 +20,7 @@ def filled_in(recipe: RecipeFields) -> dict[str, Any]:
         value = getattr(recipe, name)
         if value is not None:
             fields[name] = check_lengths(name, value)
+    # Packed samples fill rows, so their number is not that of the rows.
     if fields and not recipe.packing:
         first = next(iter(fields.values()))
         # 1 is the default: the lengths say how many samples there are

@@ -122,6 +122,7 @@ def read_shape(
         rest = "it must be a name, a path to a config.json or a configuration, such as a model's "
         rest += "own `config`; a module goes to simulate(model=...)"
         raise RecipeError("model", model, rest)
+    # A catalogued name counts before a file or folder of that name.
     entry = _spellings().get(model.lower())
     if entry:
         hub_id = _spelled_like(model, entry)
@@ -159,6 +160,8 @@ def _named_elsewhere(model: str, *said: Any) -> Shape | None:
     """
     first = next(hub_names.stems(model))
     is_listed = first in hub_names.KNOWN["names"]
+    # A listed name is known to share an architecture. For any other its own configuration, if it
+    # is here, is surer than a likeness of names.
     cached = None if is_listed else hub_names.cached_config(model)
     if cached:
         name = model.rpartition("/")[2]
@@ -203,10 +206,7 @@ def _read_file(model: str) -> tuple[Path, str]:
 
 
 def _shown(name: str) -> str:
-    """Return `name`, which anybody may have written, without what a terminal cannot print.
-
-    Or what it takes for an order.
-    """
+    """Return `name`, which anybody may have written, without what a terminal does not print."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
 
 
@@ -231,6 +231,7 @@ def _described(
     num_labels: int | None,
 ) -> Shape:
     config = configuration.parse(name, text)
+    # transformers counts the labels by these two (`PretrainedConfig.num_labels`).
     if num_labels:
         config.pop("id2label", None)
         config.pop("label2id", None)

@@ -167,6 +167,8 @@ class Sharding:
     @property
     def shard(self) -> int:
         """The rank's index among those."""
+        # Ranks of one copy are neighbours: accelerate's mesh has dp_replicate as its outer
+        # dimension.
         return self.rank % self.shards
 
     @property

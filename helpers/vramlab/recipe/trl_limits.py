@@ -23,6 +23,7 @@ def refusals(recipe: RecipeFields) -> Refusals:
     allowed = f"{name} trains models for {task}, not for {recipe.shape.task}"
     reads_images = recipe.trainer == "sft" and recipe.shape.task == "image-text"
     yield "trainer", recipe.shape.task != task and not reads_images, allowed
+    # The two that TRL's configurations say as the Trainer's do; all else of the loop is fixed.
     usual = dataclasses.replace(recipe.loop, max_grad_norm=1.0, empty_cache_steps=None)
     allowed = f"{name} has the Trainer's loop without a cache: use loop='trainer'"
     yield "loop", usual != LOOPS["trainer"], allowed

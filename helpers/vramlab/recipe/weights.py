@@ -38,7 +38,7 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """The number of numbers that it holds."""
         return prod(self.shape)
 
 
@@ -55,7 +55,7 @@ class ModelWeights(Sizes):
     def layout(self) -> Layout | None:
         """The modules by the roles they play.
 
-        None for a family, or a variant of one, that is not written down.
+        It is None for a family, or a variant of one, that is not written down.
         """
         return layout_of(self, self.settings)
 
@@ -80,6 +80,7 @@ class ModelWeights(Sizes):
 
     def _in_layers(self, stack: Stack, layout: Layout, sizes: Mapping[str, Any]) -> list[Weight]:
         """Return the tensors of equal layers."""
+        # Layers of a stack are equal, so their tensors are worked out once and named for each.
         rows: list[Tensor] = []
         for role, name in stack.parts.items():
             kind, usual = ROLES[role]

@@ -48,6 +48,8 @@ def _apply(
         if parameter is not None:
             with torch.no_grad():
                 converted = convert(parameter)
+            # A parameter keeps its identity, by which PEFT, the optimizer and tied weights know
+            # it.
             if converted is not parameter:
                 parameter.data = converted
     buffers = of_torch.buffers_of(module)

@@ -82,8 +82,10 @@ class ModuleStep:
         While entered the model holds fake tensors, of the dtype of a "-true" precision; afterwards
         each of its modules and what the loss holds are as they were.
         """
+        # The module inside a wrapper of torch.compile runs eagerly.
         model = of_torch.original_of(self.model)
         values = Values(mode)
+        # Before anything is fake: later nobody could tell what had been there.
         remembered = Remembered(self.loss, self.model)
         try:
             training = self._training(model, values, target)
@@ -106,6 +108,7 @@ class ModuleStep:
         values.take_place(model)
         scaler = None
         if self.precision == "fp16-mixed":
+            # No size depends on the scale.
             scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         return tr.Training(
             model=model,
@@ -127,7 +130,7 @@ class ModuleStep:
         return patch.object(model.config, "use_cache", use_cache)
 
     def _scalar(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the loss, held to be one number."""
+        """Return the loss. Raises RecipeError unless it is one number to go backward from."""
         has_loss = isinstance(outputs, Mapping) and "loss" in outputs
         if self.loss is None and not has_loss:
             rest = "the module returns no mapping with a 'loss': give loss=, a function of "
@@ -194,6 +197,7 @@ class ModuleStep:
         # the states are of real tensors, and `step` is bound to `given`
         attributes.pop("state", None)
         attributes.pop("step", None)
+        # The copy finds the fake tensor for each real one, so its groups hold the fake parameters.
         vars(new).update(values.copied(attributes), state=type(given.state)(dict))
         trained = {id(each) for each in self.model.parameters() if each.requires_grad}
         # with a step in the backward pass, those that have optimizers of their own

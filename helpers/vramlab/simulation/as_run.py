@@ -7,13 +7,12 @@ byte, less a second copy of the rotary frequencies (2 bytes a rotated channel), 
 adds:
 
     4.48.3              FAMILIES_4_48 with sdpa. The loss shifted the logits and not the labels, one
-    more fp32 copy of them. 4.56.2, 4.57.6      FAMILIES with sdpa and eager. 4.53 to 4.55 make the
-    same masks, but also copy queries and keys and
-                        keep other caches: they are not known.
+                        more fp32 copy of them.
+    4.56.2, 4.57.6      FAMILIES with sdpa and eager. 4.53 to 4.55 make the same masks, but also
+                        copy queries and keys and keep other caches: they are not known.
     5.12.0, 5.16.0      DELTA_NETS without flash-linear-attention, qwen3_next to 320 bytes. The
-    delta rule solved triangles
-                        row by row, and autograd kept the rows; since 5.17.0
-                        `torch.linalg.solve_triangular` does it.
+                        delta rule solved triangles row by row, and autograd kept the rows; since
+                        5.17.0 `torch.linalg.solve_triangular` does it.
 
 Before transformers 5 checkpointing was re-entrant where a script did not say otherwise
 (`gradient_checkpointing_enable`).
@@ -53,7 +52,7 @@ _MASKS += "all-ones one leave as_run out"
 class Ways:
     """What ran otherwise, in words, and for which recipes real steps were compared.
 
-    `reentrant` is the default.
+    `reentrant` says how the version checkpoints by default.
     """
 
     words: str
@@ -124,11 +123,12 @@ def simulate_as_run(
 ) -> Report:
     """Return `simulate(recipe, **options)` as it ran.
 
-    `as_run` is a name in AS_RUN, or None for the installed library.
-
-    `use_reentrant`: what the script asked of checkpointing; None: nothing, so the version's
-        default. Raises RecipeError
-    where the name is unknown, or was not compared for such a recipe.
+    Args:
+        as_run: a name in AS_RUN, or None for the installed library.
+        use_reentrant: what the script asked of checkpointing; None: nothing, so the version's
+            default.
+    Raises:
+        RecipeError: the name is unknown, or was not compared for such a recipe.
     """
     if as_run is None:
         return simulate(recipe, **options)
@@ -153,7 +153,7 @@ def simulate_as_run(
 def of_release(text: str) -> str | None:
     """Return the name in AS_RUN of a version such as "4.48" or "4.48.3".
 
-    None where it is the installed one. Raises RecipeError where neither is so.
+    It is None for the installed version. Raises RecipeError for one that is neither.
     """
     installed = version("transformers")
     found = re.match(r"(\d+\.\d+)(\.|$)", text)
@@ -219,6 +219,8 @@ def _repeating(original: Any) -> Any:
         enable_gqa: bool = False,
         **kwargs: Any,
     ) -> Any:
+        # With as many heads of keys as of queries every kernel will do, and none needs
+        # `enable_gqa`.
         groups = query.shape[-3] // key.shape[-3]
         if enable_gqa and groups > 1:
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -235,7 +237,7 @@ def _shifted_loss(
     ignore_index: int = -100,
     **kwargs: Any,
 ) -> Any:
-    """`ForCausalLMLoss` of 4.48 (transformers/loss/loss_utils.py): shifted logits are a copy."""
+    """Compute `ForCausalLMLoss` of 4.48 (transformers/loss/loss_utils.py): it copies the logits."""
     logits = logits.float()
     shifted = logits[..., :-1, :].contiguous().view(-1, vocab_size)
     labels = labels[..., 1:].contiguous().view(-1)
@@ -249,7 +251,7 @@ def _shifted_loss(
 
 
 def _contiguous(original: Any) -> Any:
-    """`sdpa_attention_forward` of 4.48 (transformers/integrations/sdpa_attention.py)."""
+    """Attend as `sdpa_attention_forward` of 4.48 (transformers/integrations/sdpa_attention.py)."""
 
     def attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
@@ -260,10 +262,12 @@ def _contiguous(original: Any) -> Any:
 
 
 def _reentrant(function: Any, *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, re-entrant whatever the installed version asks for."""
+    """Checkpoint re-entrantly, whatever the installed version asks for."""
     return checkpoint(function, *args, use_reentrant=True, **kwargs)
 
 
 def _find(position_ids: torch.Tensor) -> torch.Tensor:
+    # The installed function goes on to return None where nothing is packed, and then no mask is
+    # made.
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)

@@ -46,6 +46,9 @@ def is_compiled(recipe: Recipe) -> bool:
 class _UntracedTracker(FakeTracker):
     """A tracker that dynamo does not compile where it follows what stays outside of graphs."""
 
+    # torch reads this when a class is made, and wraps the `__torch_dispatch__` that the class
+    # itself defines (`TorchDispatchMode.__init_subclass__`); so it is defined below although it
+    # does nothing new.
     _should_skip_dynamo = staticmethod(lambda: True)
 
     def __torch_dispatch__(self, *args: Any) -> Any:
@@ -58,9 +61,12 @@ def compiled_step(
 ) -> Iterator[None]:
     """While entered, `training`'s model runs as torch.compile makes it for `card`.
 
-    `kernels` are those of CUDA; None compiles for the CPU.
+    `kernels` are those of CUDA; None compiles for the CPU. Raises RecipeError where the installed
+    torch compiles in another way than this release knows.
     """
     eval_frame = of_compiler.dynamo("eval_frame")
+    # Without this private function nothing would keep dynamo from compiling with the simulation's
+    # modes and replaced functions in sight.
     if not hasattr(eval_frame, of_compiler.CALLBACK):
         raise RecipeError("torch_compile", True, UNKNOWN)
     config = of_compiler.dynamo("config")
@@ -72,9 +78,13 @@ def compiled_step(
         on_host = kernels.on_host
     model = training.model
     training.is_compiled = True
+    # The tracker is made before anybody knows whether the step compiles, and is referred to by
+    # others.
     tracker.__class__ = _UntracedTracker
     codes: list[Any] = []
     errors: list[Exception] = []
+    # `Module.compile` compiles in place: the model stays the object whose names and hooks the
+    # tracker knows.
     model.compile(backend=compiler(chip, on_host), options={"guard_filter_fn": _kept})
     call = of_torch.compiled_call(model)
 
@@ -86,6 +96,7 @@ def compiled_step(
         finally:
             if mode:
                 of_fake_tensors.push_function_mode(mode)
+            # Raised here, outside of dynamo (see `_Callback`).
             if errors:
                 raise errors[0]
 
@@ -96,6 +107,8 @@ def compiled_step(
     try:
         with (
             replaced(eval_frame, of_compiler.CALLBACK, callback),
+            # Sizes that other steps of this process had, or a cache on disk, would make another
+            # graph or bring back kernels that were compiled for a real device.
             config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
             patch.object(pgo, of_compiler.SIZES_SEEN, of_compiler.no_sizes()),
             of_compiler.functorch_config().patch(enable_autograd_cache=False),
@@ -103,6 +116,7 @@ def compiled_step(
             yield
     finally:
         of_torch.set_compiled_call(model, None)
+        # Nobody after the simulation may run what was compiled for fake tensors.
         for code in codes:
             eval_frame.reset_code(code)
 
@@ -138,7 +152,7 @@ class _Callback:
         of_compiler.stands_for(self, own)
 
     def __call__(self, frame: Any, *args: Any, **options: Any) -> Any:
-        """Compile `frame`."""
+        """Return what dynamo makes of `frame`, or that it runs as written after an error."""
         self._codes.append(frame.f_code)
         if not self._errors:
             try:

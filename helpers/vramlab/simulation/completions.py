@@ -63,6 +63,8 @@ def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterato
     def on_token(tokens: int, cache: Any) -> None:
         nonlocal made
         made = tokens
+        # Between the first tokens and the last: so the last tokens attend to a cache of full
+        # length.
         if made == FIRST:
             for _ in range(missing):
                 _grow(cache, tracker)
@@ -75,6 +77,7 @@ def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterato
 
     def generate_all(model: Any, *args: Any, **more: Any) -> torch.Tensor:
         ids = generate(model, *args, **more)
+        # The trainer gets completions of full length, with the skipped tokens at their end.
         return torch.cat([ids, ids.new_ones(ids.shape[0], missing)], dim=-1)
 
     training.most_tokens = FIRST + LAST

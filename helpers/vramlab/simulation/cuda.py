@@ -24,6 +24,7 @@ from ..private import of_fake_tensors
 from ..training.patched import plain, replaced
 from . import cuda_autocast, own_kernels
 
+# What makes a tensor of Python numbers: on the host, unless a device is named.
 FACTORIES = {
     torch.tensor,
     torch.arange,
@@ -75,7 +76,7 @@ def attention_kernel(
 class CudaKernels(TorchFunctionMode):
     """While entered, tensors that Python code makes on no device, or on "cpu" by name, are host's.
 
-    So they are in CUDA code.
+    A step that runs on CUDA has them in host memory.
     """
 
     def __init__(self) -> None:
@@ -108,6 +109,7 @@ class CudaKernels(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func is torch.split and self.split:
             return self.split(func, *args, **kwargs)
+        # What follows decides whether the result is on the host; its bytes are settled by now.
         result = func(*args, **kwargs)
         if func in FACTORIES:
             device = kwargs.get("device")
@@ -130,7 +132,7 @@ class CudaKernels(TorchFunctionMode):
     def backward(self, loss: torch.Tensor) -> None:
         """Run `loss.backward()` with this mode still entered, which torch's wrapper leaves.
 
-        A checkpoint recomputes in there.
+        A checkpoint recomputes inside, and has to find the mode.
         """
         with self:
             start = torch.ones_like(loss, memory_format=torch.preserve_format)
@@ -149,7 +151,7 @@ class CudaKernels(TorchFunctionMode):
 def cuda_kernels(compute_capability: tuple[int, int] = AMPERE) -> Iterator[CudaKernels]:
     """While entered, CPU tensors of this thread get what CUDA tensors of such a GPU would get.
 
-    So do those of autograd's threads that work for this one.
+    Autograd's threads that work for this one get the same.
     """
     _install()
     enabled = plain(torch, "is_autocast_enabled")
@@ -216,7 +218,9 @@ def _attention(
         dropout=dropout,
     )
     if mask is not None and mask.dtype == torch.bool:
+        # As `convert_boolean_attn_mask`: every call makes a bias of its own.
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+    # Fused kernels take four dimensions (`sdp_utils.cpp`, check_tensor_shapes).
     if kernel == "math" or query.dim() != 4:
         math_attention = aten._scaled_dot_product_attention_math
         return math_attention(

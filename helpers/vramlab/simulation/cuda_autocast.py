@@ -61,7 +61,7 @@ def _rules() -> dict[str, Callable | None]:
 def followed() -> Iterator[None]:
     """While entered, this thread's autocast on CPUs follows CUDA's rules.
 
-    Without autocast nothing meets them.
+    No operator meets the rules while autocast is off.
     """
     key = own_kernels.key_of(own_kernels.RULES)
     switch = plain(torch, "set_autocast_enabled")
@@ -101,7 +101,7 @@ def cpu_only() -> tuple[str, ...]:
 def on_cuda(name: str, key: str = "AutocastCUDA") -> bool:
     """Tell whether the installed torch has a rule for this operator under CUDA's autocast.
 
-    Its CPU builds know too.
+    A CPU build of torch has these rules too.
     """
     return of_fake_tensors.has_kernel(f"aten::{name}", key)
 
@@ -127,6 +127,8 @@ def _cast(operator: Callable, dtype: torch.dtype | None, only_mixed: bool = Fals
 
         if not only_mixed or _has_dtype((args, kwargs), wanted):
             args, kwargs = tree_map(cast, (args, kwargs))
+        # As `ExcludeDispatchKeyGuard` in the C++ rules: what the operator calls inside is not cast
+        # again.
         with of_fake_tensors.without_keys(AUTOCAST):
             return operator(*args, **kwargs)
 
@@ -143,6 +145,7 @@ def _ask_for_fp32(name: str, overload: str) -> Callable:
 
     It is asked for fp32 unless the caller asks for another.
     """
+    # Passed by name, since the overload with a dtype may take its arguments in other places.
     operator = operator_of(overload)
     _, *arguments = of_fake_tensors.schema_of(operator_of(name)).arguments
     defaults = {argument.name: argument.default_value for argument in arguments}

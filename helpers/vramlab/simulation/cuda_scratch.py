@@ -45,6 +45,8 @@ def kernel_scratch(
     All blocks but the last are rounded up as the caching allocator does (the tracker rounds the
     sum). `note` is called with what it leaves out.
     """
+    # In older releases a thread keeps its workspace from the first product on
+    # (`lasting_workspaces`), so a product allocates nothing while it runs.
     kernels = BLOCKS | PRODUCTS if frees_workspaces() else BLOCKS
 
     def scratch(name: str, args: Sequence) -> int:
@@ -121,6 +123,7 @@ def _loss(args: Sequence, chip: Chip) -> list[int]:
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     itemsize = args[0].element_size()
     strides = torch.empty(shape, device="meta").stride()
+    # The elements' losses and the scratch of their sum are there at the same time.
     adding_up = reduction_scratch(shape, strides, (), itemsize, chip)
     return [math.prod(shape) * itemsize, *adding_up]
 
@@ -201,6 +204,8 @@ def _embedding_backward(args: Sequence, chip: Chip) -> list[int]:
         return []
     different = min(count, vocabulary)  # indices, at most
     partial = count // ROWS_A_BLOCK + different
+    # int64 each: the sorted indices, where each of them was, and where segments begin; for each
+    # segment how many partial sums it has, and where they begin; where each partial sum begins.
     sorting = 8 * (3 * count + 2 * different + partial)
     return [sorting + FP32 * partial * gradient.shape[-1]]
 
@@ -261,6 +266,7 @@ def _product_with_bias(args: Sequence, chip: Chip) -> list[int]:
     workspace = _product(args, chip)
     is_vector = added.dim() == 1 and added.is_contiguous()
     is_half_matrix = added.dim() == 2 and added.itemsize == 2 and added.is_contiguous()
+    # A matrix of one row or column is left to cuBLAS.
     if (is_vector or is_half_matrix) and min(second.shape) > 1:
         return [CUBLASLT_WORKSPACE] if workspace else []
     return workspace

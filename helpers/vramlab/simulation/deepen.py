@@ -108,6 +108,7 @@ class Writer:
             targets.append(target.ravel())
         order = np.concatenate(orders)
         target = np.concatenate(targets)
+        # One integer for row and group, so that numpy can compare and sort millions of storages.
         keys = row[order] * self.span + target
         log = Log(self.events, order, keys, target - group[order], renamed)
         return log, _never_freed(log)
@@ -200,6 +201,7 @@ class _Deepener(Writer):
             self._find_walks(start, end, calls.get(phase, []))
             if name == "step":
                 steps.append((start, end))
+        # They were found call by call, and are written in the log's order.
         self.walks.sort(key=lambda walk: walk[0].first)
         self._lengthen_vectors(steps)
 
@@ -329,6 +331,8 @@ class _Deepener(Writer):
     def _check_left(self, left: np.ndarray) -> None:
         """Raise NotRegular where not all copies of a storage are left, or none of them."""
         rows, groups = np.divmod(left, self.span)
+        # A storage of the middle group has `more` + 1 copies, and either all of them outlive the
+        # log or none.
         is_middle = (groups >= self.middle) & (groups <= self.middle + self.more)
         middle_rows, counts = np.unique(rows[np.flatnonzero(is_middle)], return_counts=True)
         if any(counts <= self.more):
@@ -365,12 +369,15 @@ class _Repeater(Writer):
     """Writes a first step's second micro-batch again, for all that are missing."""
 
     def __init__(self, log: Iterable[Event], marks: list[Mark], count: int) -> None:
+        # The log has a first and a second micro-batch; the second, group 1, stands for all that
+        # follow.
         super().__init__(list(log), 1, count - 2)
         self.count = count
         self.names = ["load", *(name for _, name in marks)]
         self.cuts = [0, *(position for position, _ in marks), len(self.events)]
         self.marks: list[Mark] = []
         forwards = [phase for phase, name in enumerate(self.names) if name == "forward"]
+        # The first step's two micro-batches, then one of each further step.
         first, self.second, *others = forwards
         self.others = [first, *others]
         self._note_counterparts()

@@ -61,8 +61,10 @@ class RuledFakeMode(FakeTensorMode):
     ) -> Any:
         """Return the fake result of an operator."""
         rule = self._rules.get(func)
+        # Another subclass, such as DTensor, comes first: its inner tensors come back here.
         if rule is None or any(kind is not FakeTensor for kind in types):
             return super().dispatch(func, types, args, kwargs)
+        # torch takes the mode off while it dispatches, and the rule's own operators need it.
         with self:
             return rule(*args, **(kwargs or {}))
 
@@ -89,6 +91,8 @@ class QuickFakeMode(RuledFakeMode):
         self._entries = entries
         empty = torch.empty(0, device="meta")
 
+        # What `FakeTensor()` sets depends on mode and device alone, so it is made once and copied
+        # from then on.
         @functools.cache
         def attributes(device: torch.device) -> dict[str, Any]:
             return vars(FakeTensor(self, empty, device))
@@ -111,6 +115,8 @@ class QuickFakeMode(RuledFakeMode):
             entry = self._entries.get(key)
         except TypeError:  # for torch to judge
             return self.dispatch(func, types, args, kwargs)
+        # None stands for a call that torch would not cache: it is computed each time, and not
+        # asked about again.
         if entry:
             outputs = tuple(self._output(output, args) for output in entry.output_infos)
             return outputs if entry.is_output_tuple else outputs[0]
@@ -200,6 +206,8 @@ def _trial(mode: FakeTensorMode) -> list[tuple]:
 
     A new tensor, a view, a result in place, a tuple, a gradient.
     """
+    # The trial may come while a caller is in `no_grad` or inference mode, and its answer is
+    # cached.
     with mode, torch.inference_mode(False), torch.enable_grad():
         x = torch.empty(4, 6, requires_grad=True)
         product = x @ torch.empty(6, 8)
@@ -208,6 +216,7 @@ def _trial(mode: FakeTensorMode) -> list[tuple]:
         normed, *statistics = aten.native_layer_norm(product, [8], None, None, 1e-5)
         normed.sum().backward()
         made = [x, product, view, in_place, normed, *statistics, x.grad]
+        # Addresses differ between runs; which tensors share a storage does not.
         address = address_of(product.untyped_storage())
         results = []
         for tensor in made:

@@ -179,6 +179,7 @@ def _flash_forward(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torc
     # no batch where sequences are joined
     *batch, length, heads, _ = query.shape
     rows = query.new_empty((*batch, heads, length), dtype=torch.float32)
+    # Seed and offset, from which backward drops the same elements again.
     rng_state = query.new_empty(2, dtype=torch.uint64)
     offset = rng_state.new_empty(0)
     no_mask = query.new_empty(0)

@@ -26,6 +26,8 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
     from transformers import PreTrainedModel, modeling_utils
     from transformers import modeling_flash_attention_utils as utils
 
+    # Read before they are replaced: other implementations than flash-attn 2 still get
+    # transformers' own.
     check: Any = getattr(PreTrainedModel, of_transformers.CAN_DISPATCH_FLASH)
     imports = plain(utils, of_transformers.LAZY_IMPORTS)
     find = plain(utils, "lazy_import_flash_attention")
@@ -41,9 +43,13 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
         if capability < AMPERE:
             rest = "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'"
             raise RecipeError("attn_implementation", NAME, rest)
+        # transformers has functions of its own that pad and unpad rows, for packages that bring
+        # none.
         padding = of_transformers.padding_functions(utils)
         return flash_attn_func, flash_attn_varlen_func, None, *padding
 
+    # Looked for once, when a model first asks: the search imports, and changes globals of
+    # transformers.
     stand_in = cache(partial(_found_by, find, utils))
 
     def lazy_import(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +57,7 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
             return stand_in()
         return find(implementation, *args, **kwargs)
 
+    # Its check would ask for the package, for CUDA and for the card's compute capability.
     installed = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
     with (
         replaced(PreTrainedModel, of_transformers.CAN_DISPATCH_FLASH, can_dispatch),
@@ -130,7 +137,10 @@ def _forward(
         rest = f"flash-attn takes fp16 and bf16, not {dtype}: take 'sdpa'"
         raise RecipeError("attn_implementation", NAME, rest)
     width = tensors[0].shape[-1]
+    # The padded copies are saved for backward, as the package's `FlashAttnFunc` saves them.
     query, key, value = map(_padded, tensors)
+    # PyTorch's copy of `mha_fwd` and, with `ends`, of `mha_varlen_fwd`; what it returns beside the
+    # result is in `fake_operators._flash_forward`.
     out = torch.ops.aten._flash_attention_forward(
         query,
         key,

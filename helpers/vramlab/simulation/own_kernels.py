@@ -78,7 +78,7 @@ def register(library: Library, name: str, kernel: Callable) -> None:
 def register_cast(library: Library, name: str, rule: Callable | None) -> None:
     """Register the `rule` for an operator of aten under autocast, in the place of AutocastCPU's.
 
-    None: it casts nothing.
+    The rule None casts nothing.
     """
     operator = operator_of(name)
     below = of_fake_tensors.keys_below(key_of(RULES))

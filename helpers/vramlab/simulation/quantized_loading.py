@@ -57,7 +57,7 @@ class FileSlice:
 def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
     """Return the split at the highest moment while the base is loaded, whole on every rank.
 
-    None: it is never above its end.
+    It is None where no moment is above the end.
     """
     if loads_whole(recipe):
         return _whole(recipe, UNIT if target == "cuda" else 1)
@@ -89,7 +89,7 @@ def _of(recipe: Recipe, target: str) -> tuple[Bytes, int]:
 
 
 def _whole(recipe: Recipe, unit: int) -> Bytes:
-    """The split of the model before it is sharded, whose tensors take multiples of `unit` bytes."""
+    """Return the split before the model is sharded; its tensors take multiples of `unit` bytes."""
     with fake_world("cpu"):
         model = models.build_model(recipe.replace(sharding=None), "cpu")
     sizes = []
@@ -170,6 +170,8 @@ def _load(
         if stores_tied_head:
             # buffers come before the comparison
             models.materialise(model, torch.device("cpu"))
+        # An empty set says that both matrices are there, and then transformers compares them
+        # before it ties them; None skips that.
         missing: set[str] | None = set() if stores_tied_head else None
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
         models.materialise(model, torch.device("cpu"))  # buffers
@@ -266,7 +268,7 @@ def _packing(loader: Any, base: Recipe) -> Iterator[None]:
 def _quantizing(loader: Any, target: str) -> Iterator[None]:
     """While entered, transformers' loader quantizes and compares fake tensors like real ones.
 
-    It shows no progress.
+    Progress is not shown.
     """
     from transformers.integrations import bitsandbytes as bnb
     from transformers.pytorch_utils import Conv1D

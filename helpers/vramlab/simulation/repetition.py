@@ -179,12 +179,14 @@ def cut(shape: "Shape", kept: list[int]) -> "Shape":
 def longest_pattern(kinds: list[int], groups: int = GROUPS) -> tuple[int, int, int] | None:
     """Return (first, period, last) of the shallowest model that can stand for such layers.
 
-    It has so many groups.
+    The shallow model has `groups` groups.
     """
     depth = len(kinds)
     best = None
     least = depth + 1  # layers of the best one
     for period in range(1, (depth - 2) // (groups - 1) + 1):
+        # The layers of the run and one more period after it follow the pattern; the model's first
+        # and last layer are always left to the ends.
         length, end = _longest_run(kinds, period)
         first = max(end - length, 1)
         times = (min(end + period, depth - 1) - first) // period
@@ -199,7 +201,7 @@ def longest_pattern(kinds: list[int], groups: int = GROUPS) -> tuple[int, int, i
 def _longest_run(kinds: list[int], period: int) -> tuple[int, int]:
     """Return the most layers in a row that are like the one a period later, and the run's end.
 
-    Of several as long it is the last.
+    Of several runs as long it is the last one.
     """
     run = 0
     longest = (0, 1)
@@ -210,7 +212,10 @@ def _longest_run(kinds: list[int], period: int) -> tuple[int, int]:
 
 
 def _layers(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[Description]]:
-    """Return the names of the lists that hold the layers of `model`, and each layer described."""
+    """Return the names of the lists that hold the layers of `model`, and each layer described.
+
+    Raises NotRegular where there is no such list.
+    """
     from torch import nn
 
     lists: list[str] = []
@@ -257,7 +262,7 @@ def _says_nothing() -> set[str]:
 def _setting(value: Any) -> Any:
     """Return what a module's attribute says of its kind.
 
-    Of a rate or scale that is only whether it is zero.
+    A rate or scale says only whether it is zero.
     """
     if isinstance(value, float):
         return bool(value)

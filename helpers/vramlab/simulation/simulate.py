@@ -18,7 +18,7 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
-from ..recipe import liger, lora_modules, peft_methods
+from ..recipe import liger, lora_modules, parallel_limits, peft_methods
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
@@ -52,6 +52,10 @@ from .repetition import NotRegular, Repetition, find
 from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
 from .values import Values, readable_values
 from .windows import joined_windows, unfold
+
+BLOCK = (
+    32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+)
 
 
 @needing("simulate")
@@ -111,6 +115,7 @@ def simulate(
     card = find_gpu(gpu) if gpu else None
     recipe = None if recipe is None else as_recipe(recipe)
     vllm = None if recipe is None else colocated(recipe, card)
+    # What a vLLM that stays awake holds is memory that the trainer's allocator never gets.
     taken = vllm.kept if vllm else 0
     room = room_on(recipe, card, other_memory + taken, expandable_segments)
     if recipe is not None:
@@ -127,6 +132,7 @@ def simulate(
 
 
 def check_target(target: str) -> None:
+    """Raise RecipeError for a target that is neither "cuda" nor "cpu"."""
     if target not in ("cuda", "cpu"):
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
@@ -139,9 +145,7 @@ def _of_recipe(
     full: bool,
     room: Room | None,
 ) -> Report:
-    if target == "cpu" and recipe.sharding and recipe.sharding.cp_size > 1:
-        rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"
-        raise RecipeError("target", target, rest)
+    parallel_limits.check_ring(recipe, target)
     notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
@@ -272,6 +276,8 @@ def _deeper(
     if not is_written_down(recipe):
         # one group more than needed, deepened and run
         whole = run(1, 1)
+        # No test holds this architecture's log, so it is held here: against a real run of one
+        # group more.
         deepened = History(*deepen(tracker, layers, 1)).moments()
         ran = History(whole.log, whole.marks).moments()
         # all of a step but what follows it
@@ -365,6 +371,8 @@ def _run(
             training.abridged = not (full or evaluation) and is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
+                # TRL reads masks over all sampled completions, so tensors of up to that many
+                # elements keep their values.
                 tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
             if recipe.reads_values:
                 values = Values(mode, 8 * math.prod(recipe.rows))

@@ -180,10 +180,14 @@ class _Runs:
 
     def between(self, low: Part, high: Part) -> Iterator[Part]:
         """Yield the steps at which operations change, between two parts."""
+        # The last step of one part and the first of the next do the same operations, so all
+        # between them lie between these two in every size.
         if high.first - low.last < 2 or low.does[1] == high.does[0]:
             return
         if self.generation.period > 1:
             return
+        # Halved until neighbours agree: a change is found in as many runs as the logarithm of the
+        # steps.
         middle = (low.last + high.first) // 2
         part = self.part(middle - SETTLING - 1, SETTLING + LAST)
         yield from self.between(low, part)
@@ -216,7 +220,10 @@ class _Runs:
             raise NotRegular(f"{depth} layers take something else than their repetition says")
 
     def run(self, recipe: Recipe, skipped: int, steps: int) -> FakeTracker:
-        """Return the tracker of a run whose prompt has `skipped` tokens more."""
+        """Return the tracker of a run whose prompt has `skipped` tokens more.
+
+        Raises RecipeError where it does not run on fake tensors.
+        """
         load_libraries(recipe)
         with (
             fakes.lock,
@@ -278,6 +285,7 @@ def joined(parts: list[Part]) -> tuple[list[Event], list[Mark]]:
         for storage in _alive(part.events[:start]):
             if storage not in same:
                 log.append((storage.size, storage, storage.op))
+        # Marks count the events of their own run.
         shift = len(log) - start
         kept = part.marks if is_last else part.marks[:-1]
         marks += [(position + shift, name) for position, name in kept]

@@ -90,6 +90,8 @@ def _backward_with(empty: Callable, rms_norm: ModuleType) -> FunctionType:
     """
     backward = plain(rms_norm, "rms_norm_backward")
     own_torch = SimpleNamespace(**vars(torch) | {"empty": empty})
+    # The same code with globals of its own, because another `torch` in the module would reach its
+    # forward pass too.
     own_globals = vars(rms_norm) | {"torch": own_torch}
     return FunctionType(backward.__code__, own_globals, argdefs=backward.__defaults__)
 

@@ -55,7 +55,7 @@ class Remembered:
     def restore(self) -> list[str]:
         """Give each object or variable into which a fake tensor has come what it held before.
 
-        The names of those that hold one still.
+        Returns the names of those that hold one still.
         """
         for again, ways in self._before:
             one = again()
@@ -67,10 +67,12 @@ class Remembered:
 def _give_back(one: Any, before: dict[Any, Any]) -> None:
     now = _read(one)
     assert now is not None  # as it was when `before` was read
+    # Only what has been put there since can be of the simulation.
     new = [value for name, value in now.items() if before.get(name, GONE) is not value]
     if isinstance(one, CACHED) and now != before:
         one.cache_clear()
     elif any(isinstance(value, FakeTensor) for value in _reached(new)):
+        # What died in the meantime was replaced by something that is not fake, which stays.
         held = {
             name: now.get(name, GONE) if value is GONE else value for name, value in before.items()
         }
@@ -78,7 +80,7 @@ def _give_back(one: Any, before: dict[Any, Any]) -> None:
 
 
 def _again(value: Any) -> Callable[[], Any]:
-    """A function that gives `value` again, or GONE where nothing holds it any more.
+    """Return a function that gives `value` again, or GONE where nothing holds it any more.
 
     A tensor, as it is in a step, dies when it is replaced, and is given back as another object of
     the same storage.
@@ -102,7 +104,7 @@ def _again(value: Any) -> Callable[[], Any]:
 
 
 def _may_have_tensors(value: Any) -> bool:
-    """Whether a tensor can be reached from `value`, or too many objects to say."""
+    """Tell whether a tensor can be reached from `value`, or too many objects to say."""
     if isinstance(value, torch.nn.Module):
         return True
     found = list(itertools.islice(_reached([value]), FEW))
@@ -110,7 +112,7 @@ def _may_have_tensors(value: Any) -> bool:
 
 
 def _fakes_of(one: Any) -> Iterator[str]:
-    """Names of what `one` holds that is fake."""
+    """Yield the names of what `one` holds that is fake."""
     for name, value in (_read(one) or {}).items():
         if isinstance(value, FakeTensor):
             owner = one if isinstance(one, type) else type(one)
@@ -121,10 +123,11 @@ def _fakes_of(one: Any) -> Iterator[str]:
 
 
 def _reached(roots: Iterable[Any]) -> Iterator[Any]:
-    """All objects that `roots` hold, each once."""
+    """Yield all objects that `roots` hold, each once."""
     pending = deque(roots)
     seen: dict[int, Any] = {}
     while pending and len(seen) < MOST:
+        # The nearest first, so that the limit cuts off what is farthest from the loss.
         one = pending.popleft()
         if isinstance(one, PLAIN) or id(one) in seen:
             continue
@@ -151,6 +154,8 @@ def _parts(one: Any) -> Iterable[Any]:
             *one.children(),
             *(_read(one) or {}).values(),
         ]
+    # A class of the user's may hold tensors in its attributes; one of a library does not keep the
+    # step's.
     kind = [] if isinstance(one, type) or _is_of_library(type(one).__module__) else [type(one)]
     return [*kind, *(_read(one) or {}).values()]
 
@@ -163,7 +168,7 @@ def _parts_of_function(function: Any) -> Iterable[Any]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Names that a function and those in it look up."""
+    """Yield the names that a function and those in it look up."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -171,7 +176,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _read(one: Any) -> dict[Any, Any] | None:
-    """What `one` holds by name or place, if others can be put there; else None."""
+    """Return what `one` holds by name or place, if others can be put there; else None."""
     if isinstance(one, Globals):
         return {name: one.of[name] for name in one.names if name in one.of}
     if isinstance(one, dict):
@@ -179,6 +184,7 @@ def _read(one: Any) -> dict[Any, Any] | None:
     if isinstance(one, list | deque):
         return dict(enumerate(one))
     if isinstance(one, CACHED):
+        # `functools.cache` does not show its values, so one that has grown is emptied.
         return {"size": one.cache_info().currsize}
     if isinstance(one, CellType):
         try:
@@ -218,6 +224,6 @@ def _write(one: Any, held: dict[Any, Any], now: dict[Any, Any]) -> None:
 
 
 def _is_of_library(module: str | None) -> bool:
-    """Whether a module, by its name, is Python's or was installed."""
+    """Tell whether a module, by its name, is Python's or was installed."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return module in sys.builtin_module_names or (file is not None and file.startswith(LIBRARIES))

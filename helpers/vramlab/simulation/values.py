@@ -72,6 +72,7 @@ class Values:
         fake = placed() if placed else self._made.get(real)
         if fake is not None:
             return fake
+        # Unseen by the tracker: a stand-in is counted when the step takes it, not when it is made.
         with without_functions(), without_modes(), self.mode:
             fake = self._new_stand_in(real, dtype)
             self._made[real] = fake
@@ -79,6 +80,7 @@ class Values:
 
     def _new_stand_in(self, real: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         fake: torch.Tensor = self.mode.from_tensor(real, static_shapes=True)
+        # `from_tensor` also makes a fake of the gradient, and a step begins without.
         fake.grad = None
         # torch's has no more than the elements of a tensor that is no view
         room = real.untyped_storage().nbytes()
@@ -121,7 +123,7 @@ class Values:
     def take_place(self, module: torch.nn.Module) -> None:
         """Put fake tensors in the place of all real ones that the modules in `module` hold.
 
-        They stay until `restore`.
+        The fake ones stay until `restore`.
         """
         # `functional_call` writes what the module holds afterwards into the caller's own mapping
         for frame, _ in traceback.walk_stack(None):
@@ -137,6 +139,8 @@ class Values:
             self._before.append((part, attributes))
             vars(part).update(tree_map_only(torch.Tensor, self.stand_in, attributes))
             for tensor in tensors:
+                # The module holds it now; held here too, it would outlive a step that lets go of
+                # it.
                 fake = self._made.pop(tensor, None)
                 if fake is not None:
                     self._placed[id(tensor)] = weakref.ref(fake)
@@ -202,7 +206,9 @@ class Values:
         where: str,
     ) -> Any:
         """Return the fake result of `func`; with its content, where all arguments' is known."""
+        # Asked before the operator runs, which may write into its arguments.
         unknown = [tensor for tensor in _tensors((args, kwargs)) if self.of(tensor) is None]
+        # The result of a mask is as long as the mask has ones, which a fake mask does not say.
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], self._all_places(args[1]))
         try:
@@ -213,6 +219,7 @@ class Values:
             fake_of = partial(self.faked, "cpu")
             return tree_map_only(torch.Tensor, fake_of, self._really(func, args, kwargs))
         made = _tensors(result)
+        # Random numbers are not run for real: they would move the user's generator.
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         is_small = all(tensor.numel() <= self.limit for tensor in made)
         if not unknown and not is_drawn and is_small:
@@ -221,6 +228,7 @@ class Values:
                 if isinstance(fake, FakeTensor) and fake.shape == real.shape:
                     _set_content(fake, real)
         elif schema_of(func).is_mutable:
+            # An operator that writes does so into its first argument, or into `out`.
             self._written(_tensors((args[:1], kwargs.get("out"))), where)
         return result
 
@@ -302,7 +310,8 @@ class StandIns(TorchFunctionMode):
 def readable_values() -> Iterator[None]:
     """While entered, let `torch.tensor` take a list with fake tensors in it.
 
-    It would read their storage. What is known of a fake tensor is read at once, not by element.
+    torch itself would read their storage, which has no content. What is known of a fake tensor is
+    read at once, not by element.
     """
     make = plain(torch, "tensor")
     read = plain(FakeTensor, "tolist")

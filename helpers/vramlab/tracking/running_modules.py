@@ -45,9 +45,12 @@ class RunningModules:
             if not is_here():
                 return
             if self.meets and id(module) not in names and module not in self._others:
+                # With all that is inside, whose own calls are then no news.
                 self._others.update(module.modules())
                 self.meet_module(module)
             running = self._modules[-1] if self._modules else ""
+            # A module without a name, such as one made inside a forward pass, counts as the one
+            # around it.
             self._modules.append(names.get(id(module), running))
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -9,25 +9,29 @@ from ..base_model import load_base_tokenizer
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
-    """Each beginning and the `tokens` tokens that the model thinks likeliest after it, one line
-    each.
+    """Each beginning with the `tokens` tokens that the model thinks likeliest after it.
+
+    Each is one line.
     """
     tokenizer = load_base_tokenizer()
     lines = []
     for beginning in beginnings:
+        # The start token first, as in training; a batch of one.
         written = torch.tensor([[tokenizer.bos_token_id, *tokenizer(beginning)["input_ids"]]])
         for _ in range(tokens):
             with torch.no_grad():
                 likeliest = model(input_ids=written, use_cache=False).logits[0, -1].argmax()
             written = torch.cat([written, likeliest.reshape(1, 1)], 1)
+        # Token by token it may not split as the beginning does, but decoded it begins the same.
         text = tokenizer.decode(written[0, 1:]).removeprefix(beginning)
         lines.append(f"{beginning} → {text!r}")
     return lines
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
-    """A network of `layers` hidden layers of 32 units with nn.Linear's initial weights, 256 points
-    and their labels.
+    """A network of `layers` hidden layers of 32 units, 256 points and their labels.
+
+    The weights are nn.Linear's initial ones.
 
     Each layer scales gradients by about 0.4 (uniform weights of variance 1/(3 · 32), half of the
     ReLUs off), so that twenty of them leave the range of fp16. A random network gives the labels,
@@ -35,10 +39,12 @@ def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
+    # Other numbers than the points', or the labels would follow from the same draw.
     torch.manual_seed(1)
     first = torch.randn(16, 32)
     second = torch.randn(32, 4)
     labels = (torch.tanh(x @ first) @ second).argmax(1)
+    # nn.Linear draws its weights from the global generator.
     torch.manual_seed(0)
     sizes = [16] + [32] * layers
     hidden: list[nn.Module] = []

@@ -1,5 +1,6 @@
-"""Chapter 03: a figure of several steps, recorded pairs; for its claims, bytes that autograd keeps
-and steps that empty the cache.
+"""Chapter 03: a figure of several steps, and recorded pairs.
+
+For its claims there are also the bytes that autograd keeps, and steps that empty the cache.
 """
 
 import json
@@ -19,8 +20,9 @@ LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
 
 
 def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[int, Any]:
-    """Bytes of storages that autograd keeps for the backward pass of `function()`, those of `own`
-    left out; and its result.
+    """Bytes that autograd keeps for the backward pass of `function()`; and its result.
+
+    Each storage counts once, and those of `own` are left out.
 
     `watch` cannot be used for compiled models: under it torch.compile runs eagerly.
     """
@@ -64,18 +66,21 @@ def replayed(
 
 
 def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
-    """How many times as long a step took with checkpointing, by the recipe without, the least
-    first.
+    """How many times as long a step took with checkpointing, by the recipe without.
+
+    The least come first.
 
     Of all pairs that were recorded on a card and differ in nothing else.
     """
     seconds = {}
     titles = {}
     for path in sorted(measurements_folder().glob(f"{name}-*.json")):
+        # Read as JSON: a report's class checks all fields, and only two are needed.
         for report in json.loads(path.read_text(encoding="utf-8"))["reports"].values():
             if report["speed"]:
                 recipe = dict(report["recipe"])
                 is_checkpointed = recipe.pop("gradient_checkpointing")
+                # The recipe without this one field, so that both of a pair have one key.
                 key = json.dumps(recipe, sort_keys=True)
                 seconds[key, is_checkpointed] = report["speed"]["median"]
                 if not is_checkpointed:
@@ -88,8 +93,10 @@ def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):
-    """Return a figure of what is alive over one step of each run, drawn equally wide whatever their
-    number of events, with a dot where the first backward pass begins.
+    """Return a figure of what is alive over one step of each run.
+
+    All are equally wide, whatever their number of events, with a dot where the first backward pass
+    begins.
     """
     rows = [
         ("run", "peak, MiB"),
@@ -109,11 +116,20 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
         ):
             # while the model is built there are fewer parameters: that is no part of the step
             moments = [m for m in report.timeline if m.bytes.parameters == report.peak.parameters]
+            # Checkpointing has more events than a plain step; as shares of a step all lines end at
+            # 1.
             x = [i / len(moments) for i in range(len(moments))]
             sizes = [m.bytes.total / MiB for m in moments]
             (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
             begins = next(i for i, moment in enumerate(moments) if moment.phase == "backward")
-            ax.plot(x[begins], sizes[begins], "o", color=drawn.get_color(), markersize=7)
+            ax.plot(
+                x[begins],
+                sizes[begins],
+                "o",
+                color=drawn.get_color(),
+                markersize=7,
+            )
+        # An empty line, for the legend alone.
         ax.plot([], [], "o", color="#888888", label="the first backward pass begins")
         ax.set(
             ylabel="MiB",

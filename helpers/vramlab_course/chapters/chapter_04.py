@@ -1,5 +1,6 @@
-"""What chapter 04's cells share: ranks that run a function of the notebook, two collectives, and a
-step that is followed.
+"""What chapter 04's cells share.
+
+That is ranks that run a function of the notebook, two collectives, and a step that is followed.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
@@ -35,8 +36,9 @@ def on_ranks(
     world: int = 2,
     seconds: float = 300,
 ) -> list[Any]:
-    """What `function(rank, world)` returns on each of `world` processes, which are the ranks of a
-    gloo group.
+    """What `function(rank, world)` returns on each of `world` processes.
+
+    They are the ranks of a gloo group.
 
     A rank waits `seconds` at most for another. Raises RankFailed with the error of the rank that
     failed first.
@@ -59,12 +61,14 @@ def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
             start_method="fork",
         )
         try:
+            # join returns False when one process has ended and others run.
             while not processes.join():
                 pass
         except mp.ProcessRaisedException as error:
             # the text of a traceback, whose last line is what `_enter` raised
             last = error.msg.strip().splitlines()[-1]
             raise RankFailed(last.removeprefix("RuntimeError: ")) from None
+        # start_processes hands back no results, so each rank leaves its own in a file.
         return [torch.load(f"{folder}/{number}", weights_only=False) for number in range(count)]
 
 
@@ -80,6 +84,8 @@ def _enter(
     try:
         found = work(number, count, folder, *given)
     except Exception as error:
+        # torch.multiprocessing gives the parent the traceback as text, so its last line has to say
+        # all.
         raise RuntimeError(traceback.format_exception_only(error)[-1].strip()) from None
     torch.save(found, f"{folder}/{number}")
 
@@ -100,9 +106,17 @@ def _rank(
     function: Callable[[int, int], Any],
     seconds: float,
 ) -> Any:
+    # A file in a folder of this call: a port could be taken, by another notebook for instance.
     at = f"file://{folder}/meeting"
+    # With several threads it is a race when gloo frees its buffers, and the figures would differ.
     with one_gloo_thread():
-        dist.init_process_group("gloo", at, timedelta(seconds=seconds), rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo",
+            at,
+            timedelta(seconds=seconds),
+            rank=rank,
+            world_size=world,
+        )
         found = function(rank, world)
         gc.collect()  # what holds the group goes first, see process_group.real_rank
         dist.destroy_process_group()
@@ -111,6 +125,7 @@ def _rank(
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of the sum of all ranks' `whole`, which is cut along its first dimension."""
+    # A part of a tensor that is not contiguous is none either, and a collective needs that.
     parts = [part.contiguous() for part in whole.chunk(dist.get_world_size())]
     # as large as one part: the ranks' parts are equal where the length is a multiple of them
     mine = torch.empty_like(parts[0])
@@ -130,8 +145,9 @@ def followed(
     optimizer: torch.optim.Optimizer,
     rows: torch.Tensor,
 ) -> Report:
-    """The bytes of the second of two steps on `rows`, each storage followed from its birth to its
-    end.
+    """The bytes of the second of two steps on `rows`.
+
+    Each storage is followed from its birth to its end.
     """
     training = Training(
         model=model,
@@ -144,5 +160,6 @@ def followed(
         multi_tensor=False,
         loop=Loop.named("plain"),
     )
+    # Two steps: the first makes the optimizer's states, the second is what is reported.
     tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     return to_report(History(tracker.log, tracker.marks), "measured", None, "cpu")

@@ -13,6 +13,7 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
     for path in sorted(measurements_folder().glob(f"{name}-*.json")):
         for report in load(path).values():
             recipe = Recipe(**report.recipe)
+            # No layers were left out where `num_layers` is None.
             whole = recipe.name == "llama-3.1-8b" and recipe.num_layers is None
             if whole and recipe.lora and report.speed:
                 steps.append((recipe, report))

@@ -26,8 +26,9 @@ TOKENS = 256  # of a sample there
 
 
 def run(program: Path, *options: str) -> Report:
-    """Run `python program options… --watch` in this process, without its output; return what it saw
-    of its memory.
+    """Run `python program options… --watch` in this process, without its output.
+
+    Return what it saw of its memory.
     """
     from IPython.utils.capture import capture_output
     from transformers.utils import logging
@@ -41,12 +42,14 @@ def run(program: Path, *options: str) -> Report:
             seen.append(self)
 
     logging.set_verbosity_error()
+    # datasets would fill the reader's own cache with files of a folder that is soon gone.
     os.environ["HF_DATASETS_CACHE"] = str(program.parent / "cache")
     own = sys.argv, vramlab.WatchCallback
     sys.argv = [str(program), *options, "--watch"]
     vramlab.WatchCallback = Kept
     try:
         with capture_output():
+            # With its own globals, so that nothing of the notebook is seen by the program.
             runpy.run_path(str(program), run_name="__main__")
     finally:
         sys.argv, vramlab.WatchCallback = own
@@ -64,8 +67,9 @@ class _Small(Card):
             return super()._hold(values)
         except torch.OutOfMemoryError:
             # the one that is refused was entered last
-            *held, asked = self.sizes.values()
-            sizes = [size / MiB for size in (asked, self.limit, self.limit - sum(held), sum(held))]
+            *others, asked = self.sizes.values()
+            held = sum(others)
+            sizes = [size / MiB for size in (asked, self.limit, self.limit - held, held)]
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate {:.2f} MiB. GPU 0 has a total capacity of "
                 "{:.2f} MiB of which {:.2f} MiB is free. Of the allocated memory {:.2f} MiB is "
@@ -77,17 +81,18 @@ class _Small(Card):
 
 @contextmanager
 def small_card(limit: int) -> Iterator[None]:
-    """Within the block tensors have `limit` bytes: of the GPU, or else of a card made of this
-    machine's memory. What needs more raises torch.OutOfMemoryError.
+    """Within the block tensors have `limit` bytes, of the GPU or of a card made of memory.
+
+    What needs more raises torch.OutOfMemoryError.
     """
     if not torch.cuda.is_available():
         with _Small(limit):
             yield
         return
     # the fraction is of the whole card, and what is reserved already counts towards it
-    share = (torch.cuda.memory_reserved() + limit) / torch.cuda.get_device_properties(
-        0
-    ).total_memory
+    total = torch.cuda.get_device_properties(0).total_memory
+    share = (torch.cuda.memory_reserved() + limit) / total
+    # PyTorch's allocator raises its own OutOfMemoryError beyond this share of the card.
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         yield
@@ -99,13 +104,16 @@ def package_texts(most: int) -> list[str]:
     """The first `most` characters of vramlab's own source, file by file."""
     texts = []
     for path in sorted((Path(vramlab.__file__).parent / "recipe").glob("*.py")):
-        texts.append(path.read_text(encoding="utf-8")[: most - sum(map(len, texts))])
+        # What is left of `most`: nothing for files past it.
+        left = most - sum(map(len, texts))
+        texts.append(path.read_text(encoding="utf-8")[:left])
     return [text for text in texts if text]
 
 
 def pieces(text: str, most: int = 300) -> list[str]:
-    """The text in pieces of whole lines, of `most` characters or one line: the program cuts a
-    longer sample.
+    """The text in pieces of whole lines, of `most` characters or one line.
+
+    The program cuts a longer sample.
     """
     cut = [""]
     for line in text.splitlines(keepends=True):
@@ -116,17 +124,20 @@ def pieces(text: str, most: int = 300) -> list[str]:
 
 
 def questions() -> list[list[dict[str, str]]]:
-    """What each public function of vramlab does, as chats: a question, and the beginning of its
-    docstring as the answer.
+    """What each public function of vramlab does, as chats.
+
+    A chat is a question, and the beginning of the docstring as the answer.
     """
     chats = []
     for path in sorted(Path(vramlab.__file__).parent.rglob("*.py")):
+        # Read and not imported, as importing all of the package would load every library.
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
                 continue
             said = ast.get_docstring(node)
             if said:
                 asked = f"What does vramlab's `{node.name}` do?"
+                # The first paragraph alone: a small model learns a sentence, no list of arguments.
                 chats.append([_turn("user", asked), _turn("assistant", said.split("\n\n")[0])])
     return chats
 
@@ -143,6 +154,8 @@ def answers(
         ids = tokenizer.apply_chat_template(
             [_turn("user", question)],
             add_generation_prompt=True,
+            # Qwen3's template would let the model think aloud first, beyond the tokens that it may
+            # write.
             enable_thinking=False,
             return_tensors="pt",
             return_dict=True,
@@ -154,8 +167,9 @@ def answers(
 
 
 def merged(adapter: Path, target: Path) -> torch.nn.Module:
-    """Save base and adapter as one in `target`, in the dtype that the base has on disk, with the
-    tokenizer; return the model as it is loaded from there.
+    """Save base and adapter as one in `target`, with the tokenizer.
+
+    It has the dtype that the base has on disk. Return the model as it is loaded from there.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -170,8 +184,9 @@ def merged(adapter: Path, target: Path) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat model before and after a program trained it: answers, the plan, the program's output,
-    and the merged model's folder.
+    """A chat model before and after a program trained it.
+
+    That is its answers, the plan, the program's output, and the merged model's folder.
     """
 
     before: list[str]
@@ -203,8 +218,9 @@ def chat(
     method: str = "lora",
     steps: int = 120,
 ) -> Chat:
-    """Train `model`, a chat model's name on the hub or its folder, on `questions` by a written
-    program; ask it before and after.
+    """Train `model` on `questions` by a written program; ask it before and after.
+
+    `model` is a chat model's name on the hub, or its folder.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -220,12 +236,20 @@ def chat(
     del untrained
     torch.cuda.empty_cache()
     card = None if on_card else "T4"  # None: this machine's
-    planned = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
+    planned = plan(
+        model,
+        card,
+        seq_len=TOKENS,
+        global_batch=SAMPLES,
+        method=method,
+        liger=False,
+    )
     (program,) = planned.write(folder / "train_chat.py")
     data = folder / "chats.jsonl"
     data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))
     words = ["--model", model, "--data", data, "--output", folder / "chat", "--max-steps", steps]
     done = subprocess.run(
+        # As a reader would start it, in a process of its own.
         [sys.executable, program, *map(str, words)],
         capture_output=True,
         text=True,

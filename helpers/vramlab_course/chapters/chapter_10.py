@@ -17,6 +17,7 @@ def saved_for_backward(*modules: torch.nn.Module) -> Iterator[dict[int, torch.Te
     there = set()
     for module in modules:
         for tensor in [*module.parameters(), *module.buffers()]:
+            # `_cdata` is the address of the storage's object, the same for all views of it.
             there.add(tensor.untyped_storage()._cdata)
     saved: dict[int, torch.Tensor] = {}
 

@@ -1,5 +1,6 @@
-"""Chapter 04 on real ranks: source D's hundred linear layers, and the bytes sent in each phase of a
-step.
+"""Chapter 04 on real ranks: a hundred linear layers, and the bytes sent in each phase.
+
+The layers are source D's.
 """
 
 from collections import Counter
@@ -15,14 +16,16 @@ ROWS = 8
 
 
 def hundred(wrapping: str) -> dict[str, Any]:
-    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 with AdamW by FSDP, on one of several CPU
-    ranks. For `launch`.
+    """Train LAYERS linear layers of WIDTH × WIDTH by FSDP, on one of several CPU ranks.
+
+    They are in fp32, the optimizer is AdamW. The function is for `launch`.
 
     `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time,
     and the peak of forward and backward.
     """
     from vramlab.training.process_group import real_rank
 
+    # Entered before torch builds anything: it makes the process group that FSDP shards over.
     with real_rank("cpu") as rank:
         return _steady_step(_hundred_layers(wrapping, rank))
 
@@ -39,6 +42,8 @@ def _steady_step(training: "Training") -> dict[str, Any]:
     history = History(tracker.log, tracker.marks)
     phases = history.phases()
     return {
+        # FSDP's gathered parameters are counted as workspace: they are nobody's weights, gradients
+        # or states.
         "gathered": int(history.splits[:, INDEX["workspace"]].max()),
         "peak": max(phases[phase].peak.total for phase in ("forward", "backward")),
     }
@@ -52,15 +57,17 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     from vramlab.training.engines.fsdp import Unit, shard
 
     torch.manual_seed(0)
+    # Equal layers without biases, so that a unit is a hundredth of the whole.
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for layer in model:
         nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
     if wrapping != "no sharding":
+        units = []
+        if wrapping == "a unit each":
+            units = [Unit((layer,)) for layer in model]
         # inner units first: the outermost one has what no other has
-        shard(
-            model,
-            [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))],
-        )
+        shard(model, [*units, Unit((model,))])
+    # Each rank has rows of its own, as in data parallel training.
     torch.manual_seed(rank)
     return Training(
         model=model,
@@ -69,6 +76,7 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
         device=torch.device("cpu"),
         multi_tensor=False,
         loop=Loop.named("plain"),
+        # There is no model output with a `loss`, so it is said how to make one.
         loss_of=lambda outputs, batch: outputs.square().mean(),
     )
 
@@ -90,6 +98,7 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
     with real_rank("cpu") as rank:
         whole = Recipe(**recipe)
         training = build_on_rank(on_rank(whole, rank), "cpu")
+        # The first step makes states, and DDP rebuilds its buckets after it.
         train_step(training)
         counting = Collectives()
         begun: list[tuple[str, Counter]] = []
@@ -103,6 +112,7 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
         sent: dict[str, Counter] = {}
         # a phase ends where the next one begins
         following = [*begun[1:], ("", so_far())]
+        # With accumulation a phase begins several times, and its stretches are added.
         for (phase, before), (_, after) in zip(begun, following, strict=True):
             sent[phase] = sent.get(phase, Counter()) + (after - before)
     return sent

@@ -10,8 +10,9 @@ from vramlab.report.report import format_bytes
 
 
 class Card(TorchDispatchMode):
-    """Hold at most `limit` bytes of tensors, those of `model` included; raise
-    torch.OutOfMemoryError over it.
+    """Hold at most `limit` bytes of tensors, those of `model` included.
+
+    Raise torch.OutOfMemoryError over it.
 
     Counts each storage that an operator returns until it is freed, not what an operator uses up
     within itself.
@@ -30,6 +31,7 @@ class Card(TorchDispatchMode):
                 self.sizes[storage._cdata] = storage.nbytes()
                 # torch keeps one Python object for a storage as long as that lives
                 weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        # Checked once the operator has made it: its size is not known before.
         if sum(self.sizes.values()) > self.limit:
             raise torch.OutOfMemoryError(f"more than {format_bytes(self.limit, 'MiB')}")
         return values

@@ -28,11 +28,11 @@ TINY = dict(
 
 
 def experiment(steps: int) -> dict[str, Any]:
-    """Train `steps` steps with and as many without averaging gradients; returns what this rank saw.
+    """Train `steps` steps with and as many without averaging gradients; return what this rank saw.
 
     Seconds are medians of steps. `sent_buckets`: bytes that DDP hands to the all-reduce in a step.
     `parameters`: their number. `same`: whether all ranks hold equal weights at the end. Needs
-        torchrun's environment.
+    torchrun's environment.
     """
     import torch
     import torch.distributed as dist
@@ -41,11 +41,13 @@ def experiment(steps: int) -> dict[str, Any]:
 
     world = int(os.environ["WORLD_SIZE"])
     local = int(os.environ["LOCAL_RANK"])
+    # NCCL needs a card for each rank.
     cuda = torch.cuda.device_count() >= world
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
+    # The same weights on all ranks; DDP would send rank 0's to the others anyway.
     torch.manual_seed(0)
     ddp = DistributedDataParallel(GPT2LMHeadModel(GPT2Config(**({} if cuda else TINY))).to(device))
     buckets = count_buckets(ddp)
@@ -61,6 +63,7 @@ def experiment(steps: int) -> dict[str, Any]:
     together = [step() for _ in range(steps)]
     sent = sum(buckets) // steps
     same = weights_are_equal(ddp)
+    # The same computing without the all-reduce: the difference is what the link costs.
     with ddp.no_sync():
         alone = [step() for _ in range(steps)]
     facts = {
@@ -85,6 +88,7 @@ def count_buckets(ddp: Any) -> list[int]:
 
     def hook(state, bucket):  # DDP refuses other annotations than its own
         sizes.append(bucket.buffer().nbytes)
+        # DDP's own averaging, which registering a hook replaces.
         return allreduce_hook(state, bucket)
 
     ddp.register_comm_hook(None, hook)
@@ -96,6 +100,7 @@ def timed_step(ddp: Any, tokens: Any) -> Callable[[], float]:
     import torch
 
     optimizer = torch.optim.AdamW(ddp.parameters())
+    # Kernels are issued ahead: without waiting the clock would measure the issuing.
     wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
 
     def step() -> float:
@@ -115,6 +120,7 @@ def weights_are_equal(ddp: Any) -> bool:
     import torch
     import torch.distributed as dist
 
+    # In fp64, where adding up does not hide a difference of a few weights.
     sums = torch.stack([p.detach().double().sum() for p in ddp.parameters()])
     others = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather(others, sums)
@@ -122,6 +128,7 @@ def weights_are_equal(ddp: Any) -> bool:
 
 
 def main() -> None:
+    """Run the experiment on this rank; rank 0 prints what it saw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()

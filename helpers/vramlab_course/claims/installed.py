@@ -27,18 +27,21 @@ def installed(
     """What a dotted name of an installed library is.
 
     `exists`; `takes`: whether it takes these arguments; `value`: itself, or what it gives when
-    `called`; with `item`,
-    `has`: whether that has such a member or attribute, and `value`, it. `fresh` asks a new process,
-        for settings.
+    `called`; with `item`, `has`: whether that has such a member or attribute, and `value`, it.
+    `fresh` asks a new process, for settings.
     """
     library = name.partition(".")[0]
     if library not in LIBRARIES:
         raise ValueError(f"{name}: libraries that a claim may ask are {', '.join(LIBRARIES)}")
     about = f"{name}, {_version(library)}"
     if fresh:
+        # This process may have changed the setting by itself.
         return Facts({"exists": True, "value": _in_a_new_process(name)}, "measured", about)
     exists, thing = _find(name)
-    names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(thing, takes or {})}
+    names: dict[str, Any] = {
+        "exists": exists,
+        "takes": exists and _takes(thing, takes or {}),
+    }
     if called is not None and exists:
         with (
             warnings.catch_warnings()
@@ -47,6 +50,7 @@ def installed(
             thing = thing(**called)
     if item and exists:
         names["has"], thing = _item(thing, item)
+    # Of an enum's member its value, so that claims compare plain texts.
     names["value"] = getattr(thing, "value", thing)
     return Facts(names, "measured", f"{about}{f', {item}' if item else ''}")
 
@@ -57,10 +61,13 @@ def _version(library: str) -> str:
 
 
 def _find(name: str) -> tuple[bool, Any]:
-    """Whether a dotted name is there, and what it is: the longest part that is a module, then
-    attributes.
+    """Whether a dotted name is there, and what it is.
+
+    The longest part that is a module is imported, then come attributes.
     """
     parts = name.split(".")
+    # From the whole name down: `torch.utils.data` is a module, `torch.utils.data.DataLoader` is
+    # none.
     for length in range(len(parts), 0, -1):
         try:
             thing = importlib.import_module(".".join(parts[:length]))
@@ -76,6 +83,7 @@ def _find(name: str) -> tuple[bool, Any]:
 
 def _takes(function: Any, arguments: Mapping[str, Any]) -> bool:
     try:
+        # As a call would bind them, without making it.
         inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError):
         return False
@@ -83,8 +91,9 @@ def _takes(function: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _item(thing: Any, item: str) -> tuple[bool, Any]:
-    """Whether a list, an enum's values or an object's attributes have an item of this name, and
-    what it is.
+    """Whether a list, an enum or an object has an item of this name, and what it is.
+
+    Of an enum the values count, of an object its attributes.
     """
     if isinstance(thing, list | EnumType):
         return item in [getattr(member, "value", member) for member in thing], item
@@ -93,6 +102,7 @@ def _item(thing: Any, item: str) -> tuple[bool, Any]:
 
 @cache
 def _in_a_new_process(name: str) -> Any:
+    # The value has to be one that JSON knows, such as a default or a setting.
     code = f"import json, {name.partition('.')[0]}; print(json.dumps({name}))"
     said = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,5 +1,7 @@
-"""Experiments that run PyTorch here: profiler's labels, data loader, compiler, attention, 4-bit
-layers, and two real ranks.
+"""Experiments that run PyTorch here.
+
+They try profiler's labels, the data loader, the compiler, attention, 4-bit layers, and two real
+ranks.
 
 None rests on a time that a busy machine could spoil: they count, or compare waits and costs that
 are far apart.
@@ -41,8 +43,9 @@ def _versions() -> str:
 
 
 def labelled(times: int = 2000) -> Facts:
-    """`cost`: how many times as long a profiler's label takes as an empty context manager while no
-    profiler runs.
+    """`cost`: how many times as long a profiler's label takes as an empty context manager.
+
+    It is measured while no profiler runs.
     """
 
     def seconds(make: Callable[[], Any]) -> float:
@@ -54,9 +57,11 @@ def labelled(times: int = 2000) -> Facts:
 
     label = partial(torch.profiler.record_function, "forward_pass")
     empty = contextlib.nullcontext
-    cost = min(seconds(label) for _ in range(5)) / min(seconds(empty) for _ in range(5))
+    # The least of five: other programs can only make a round longer.
+    with_label = min(seconds(label) for _ in range(5))
+    without = min(seconds(empty) for _ in range(5))
     return Facts(
-        {"cost": cost},
+        {"cost": with_label / without},
         "measured",
         f"{times:,} labels, the quickest of five rounds, {_versions()}",
     )
@@ -81,6 +86,7 @@ class Stream(IterableDataset):
         self.sharded = sharded
 
     def __iter__(self):
+        # None in the main process, and where the stream does not ask.
         info = get_worker_info() if self.sharded else None
         return iter(
             range(self.samples)[info.id :: info.num_workers] if info else range(self.samples)
@@ -88,9 +94,11 @@ class Stream(IterableDataset):
 
 
 def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
-    """Seconds that a loop of eight steps waits for its batches, the first and last left out; and
-    who loaded them.
+    """Seconds that a loop of eight steps waits for its batches; and who loaded them.
+
+    The first and the last batch are left out.
     """
+    # Forked, so that a worker starts at once and does not import torch again.
     loader = DataLoader(
         Slow(),
         batch_size=4,
@@ -103,6 +111,7 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
     for number in range(8):
         start = time.perf_counter()
         owners |= set(next(batches).tolist())
+        # The first batch waits for the workers to start.
         if 0 < number < 7:
             total += time.perf_counter() - start
         time.sleep(step)  # what a GPU's step would take
@@ -110,26 +119,30 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
 
 
 def loaded(samples: int = 0, sharded: bool = False) -> Facts:
-    """Two workers of a DataLoader. With `samples`, `times`: how often each sample of an
-    IterableDataset comes, 0 if some are missing; else `hidden`: whether the wait for data falls to
-    less than half, and `processes`, who loads.
+    """Two workers of a DataLoader.
+
+    With `samples`, `times`: how often each sample of an IterableDataset comes, 0 if some are
+    missing; else `hidden`: whether the wait for data falls to less than half, and `processes`, who
+    loads.
 
     A busy machine can only lengthen waits, so one of three tries is enough.
     """
     if samples:
         stream = Stream(samples, sharded)
-        seen = [
-            int(n)
-            for n in DataLoader(
-                stream,
-                batch_size=None,
-                num_workers=2,
-                multiprocessing_context="fork",
-            )
-        ]
-        times = len(seen) / samples if set(seen) == set(range(samples)) else 0.0
+        loader = DataLoader(
+            stream,
+            batch_size=None,
+            num_workers=2,
+            multiprocessing_context="fork",
+        )
+        seen = [int(n) for n in loader]
+        times = 0.0
+        # Workers that do not divide the stream each yield all of it.
+        if set(seen) == set(range(samples)):
+            times = len(seen) / samples
         return Facts({"times": times}, "measured", f"{samples} samples, 2 workers")
     alone, _ = waited(0)
+    # A generator: the second and third are only made if needed.
     tries = (waited(2) for _ in range(3))
     seconds, owners = next(
         (found for found in tries if found[0] < alone / 2),
@@ -147,15 +160,19 @@ def loaded(samples: int = 0, sharded: bool = False) -> Facts:
 
 @cache
 def compiled(layers: int = 4) -> Facts:
-    """torch.compile on linear layers: `graphs` traced after the call, the `first` and the third
-    forward pass; `calls`, the part of Python calls that is left; `kept`, the part of the bytes that
-    is kept for the backward pass (aot_eager)."""
+    """torch.compile on linear layers.
+
+    `graphs` traced after the call, the `first` and the third forward pass; `calls`, the part of
+    Python calls that is left; `kept`, the part of the bytes that is kept for the backward pass
+    (aot_eager).
+    """
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Callable:
         graphs.append(graph)
         return graph.forward
 
+    # Graphs of claims before this one would otherwise be found again.
     torch.compiler.reset()
     network = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
     x = torch.zeros(1, 8)
@@ -177,8 +194,9 @@ def compiled(layers: int = 4) -> Facts:
 
 
 def _kept(backend: str) -> float:
-    """Bytes that a compiled transformer layer keeps for the backward pass, relative to the eager
-    one.
+    """Bytes that a compiled transformer layer keeps for the backward pass.
+
+    They are relative to those of the eager one.
     """
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -195,6 +213,7 @@ def _kept(backend: str) -> float:
 def python_calls(function: Callable[[Any], Any], x: Any) -> int:
     """Calls of Python functions while `function(x)` runs for the second time."""
     calls = []
+    # The first call may compile or fill caches.
     function(x)
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, argument: calls.append(1) if event == "call" else None)
@@ -206,8 +225,9 @@ def python_calls(function: Callable[[Any], Any], x: Any) -> int:
 
 
 def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts:
-    """With a `dtype`, `kernel`: which one SDPA takes on a card for heads of 64, by the rules of
-    `sdp_utils.cpp`.
+    """With a `dtype`, `kernel`: which one SDPA takes on a card for heads of 64.
+
+    It goes by the rules of `sdp_utils.cpp`.
 
     Else, of 512 tokens on this CPU: `kept`, how many times as much attention written out keeps as
     the flash kernel; `asked_for`, whether flash has to be named; `weights`, whether a model with it
@@ -228,6 +248,7 @@ def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts
             f"{dtype} on {gpu}{', padded' if masked else ''}: {kernel}",
         )
     q = torch.zeros(1, 4, 512, 32)
+    # The rule that scaled_dot_product_attention itself asks, with causal attention and no dropout.
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
     names = {
         "kept": _attended("MATH") / _attended("FLASH_ATTENTION"),
@@ -247,6 +268,7 @@ def _attended(backend: str) -> int:
     q, k, v = (
         torch.randn(1, 4, 512, 32, generator=generator, requires_grad=True) for _ in range(3)
     )
+    # Only this kernel is allowed, so another one cannot take its place.
     with sdpa_kernel(getattr(SDPBackend, backend)), record("cpu") as memory:
         result = scaled_dot_product_attention(q, k, v, is_causal=True)
     assert result.shape == q.shape  # and what it keeps is alive when the recording ends
@@ -267,6 +289,7 @@ def _gives_weights() -> bool:
         eos_token_id=0,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # transformers gives an empty result where its kernel has no weights to give.
     return bool(model(torch.ones(1, 8, dtype=torch.long), output_attentions=True).attentions)
 
 
@@ -274,14 +297,18 @@ def _gives_weights() -> bool:
 
 
 def four_bits() -> Facts:
-    """bitsandbytes' NF4: `apart`, its levels from quantiles of the normal distribution; whether
-    each block keeps its standard `deviation`; and bytes of each number of doubly quantized `codes`
-    and `scales`."""
+    """bitsandbytes' NF4: `apart`, its levels from quantiles of the normal distribution.
+
+    Also whether each block keeps its standard `deviation`; and bytes of each number of doubly
+    quantized `codes` and `scales`.
+    """
     from bitsandbytes.functional import get_4bit_type, quantize_4bit
 
     weights = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     blocks = weights.reshape(-1, 64)
+    # Element 1 is the state; absmax, the largest magnitude of each block, is its scale.
     scales = quantize_4bit(weights, quant_type="nf4")[1].absmax
+    # The same with double quantization, for the bytes.
     packed, state = quantize_4bit(weights, compress_statistics=True, quant_type="nf4")
     names = {
         "apart": float((get_4bit_type("nf4", device="cpu") - normal_float()).abs().max()),
@@ -305,10 +332,14 @@ def _launcher() -> Launcher:
 
 @cache
 def sent(recipe: Recipe) -> dict[str, Any]:
-    """What one of two real ranks sends in a step, in units of the parameters' bytes: phase to kind,
-    and `ring`, what a ring carries of it (an all-reduce is a reduce-scatter and an all-gather);
-    `ring` and `all` of the whole step."""
+    """What one of two real ranks sends in a step, in units of the parameters' bytes.
+
+    Phase to kind, and `ring`, what a ring carries of it (an all-reduce is a reduce-scatter and an
+    all-gather); `ring` and `all` of the whole step.
+    """
+    # The rank's result is by phase and kind, in bytes.
     phases = _launcher().run(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()})[0]
+    # Four bytes a parameter: these recipes are in fp32.
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
@@ -326,9 +357,16 @@ def sent(recipe: Recipe) -> dict[str, Any]:
 
 @cache
 def wrapped(wrapping: str) -> dict[str, Any]:
-    """A hundred linear layers under FSDP on two ranks: what is gathered at a time, in units of the
-    parameters' bytes, and the peak in units of all that an unsharded step holds of weights,
-    gradients and AdamW's states."""
+    """A hundred linear layers under FSDP on two ranks: what is gathered, and the peak.
+
+    What is gathered at a time is in units of the parameters' bytes, the peak in units of all that
+    an unsharded step holds of weights, gradients and AdamW's states.
+    """
     found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
+    # Bytes of all weights in fp32.
     whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
-    return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}
+    # Weights, gradients and AdamW's two states are four times the weights.
+    return {
+        "gathered": found["gathered"] / whole,
+        "peak": found["peak"] / (4 * whole),
+    }

@@ -1,5 +1,6 @@
-"""The ledger of claims: each is an entry of `data/claims.json`, and its verdict is computed from an
-experiment.
+"""The ledger of claims: each is an entry of `data/claims.json`.
+
+Its verdict is computed from an experiment.
 
 An entry names one of the generic experiments of `experiments.py`, gives it arguments case by case,
 and says by an expression which value of what was found is held against the quoted figure.
@@ -49,8 +50,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """One condition under which a claim is tested: arguments, and what is compared with the quoted
-    figure.
+    """One condition under which a claim is tested.
+
+    It has arguments, and says what is compared with the quoted figure.
     """
 
     arguments: Mapping[str, Any]
@@ -109,17 +111,17 @@ class Claim:
     def __post_init__(self):
         from .experiments import EXPERIMENTS
 
-        if self.source not in stored("sources") or not re.fullmatch(
-            r"[a-z0-9]+(-[a-z0-9]+)+",
-            self.name,
-        ):
+        matches = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", self.name)
+        if self.source not in stored("sources") or not matches:
             raise ClaimError(
                 f"claim {self.name!r}: a name is a source and words, like 'lecture-sgd'."
             )
-        if not self.cases or not all(isinstance(case, Mapping) for case in self.cases.values()):
+        are_mappings = all(isinstance(case, Mapping) for case in self.cases.values())
+        if not self.cases or not are_mappings:
             raise ClaimError(
                 f"claim {self.name}: it needs a case or more, each with its experiment's arguments."
             )
+        # True and false have no tolerance, and a number is never `is` another.
         if self.rule not in RULES or any(
             (self.rule == "is") is not isinstance(c.quoted, bool) for c in self.each.values()
         ):
@@ -127,6 +129,7 @@ class Claim:
                 f"claim {self.name}: rules are {', '.join(RULES)}; 'is' goes with true or false "
                 f"only."
             )
+        # A wider one would let a claim agree with figures that the source does not mean.
         if not 0 <= self.tolerance <= 0.05:
             raise ClaimError(
                 f"claim {self.name}: tolerance is {self.tolerance}, but allowed is 0 to 0.05."
@@ -145,13 +148,16 @@ class Claim:
     @property
     def by(self) -> str:
         """Who says so, "the guide and the notebook"."""
-        return " and ".join(stored("sources")[key]["name"] for key in (self.source, *self.also))
+        sources = stored("sources")
+        names = [sources[key]["name"] for key in (self.source, *self.also)]
+        return " and ".join(names)
 
     @property
     def each(self) -> dict[str, Case]:
         """The cases by name, with what they share filled in."""
         cases = {}
         for name, case in self.cases.items():
+            # What is left are the experiment's arguments.
             own = {key: value for key, value in case.items() if key not in OWN}
             cases[name] = Case(
                 {**self.given, **own},
@@ -173,18 +179,21 @@ class Claim:
         """Whether what was found in a case is what the source says, by the claim's rule."""
         quoted = self.each[case].quoted
         if self.rule == "is":
+            # By identity: 1 and 1.0 equal True, and would agree with a claim that is no number.
             return value is quoted
         if self.rule == "within":
             return value.low <= quoted <= value.high
         if self.rule == "at least":
             return value >= quoted * (1 - self.tolerance)
+        # Relative to the source's figure, not to ours.
         return abs(value - quoted) <= self.tolerance * abs(quoted)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim: the finding of each case, None where a record or package is missing,
-    and what is missing.
+    """What became of a claim: the finding of each case.
+
+    A finding is None where a record or package is missing, and `missing` says which.
     """
 
     claim: Claim
@@ -206,6 +215,7 @@ class Verdict:
         failed = [
             case for case, found in self.findings.items() if found and case not in self.holding
         ]
+        # Failed cases whose claim says up to which version it was so.
         return {case: until for case in failed if (until := self.claim.each[case].until)}
 
     @property
@@ -213,8 +223,10 @@ class Verdict:
         """One of HOLDS, UNDER (conditions), NOT, UNSEEN (of some cases), WAS (so until a version)
         and WAITS.
         """
+        # One case in which it holds is an answer, even while others wait for a record.
         if self.holding:
-            return HOLDS if self.claim.some or len(self.holding) == len(self.findings) else UNDER
+            is_enough = self.claim.some or len(self.holding) == len(self.findings)
+            return HOLDS if is_enough else UNDER
         if None in self.findings.values():
             return WAITS
         if len(self.outdated) == len(self.findings):
@@ -238,9 +250,12 @@ class Verdict:
         return f"{start} {'; '.join(self.holding)}{was}"
 
     def waits_for(self, case: str) -> str:
-        """What a case without a finding waits for: the hardware that its experiment names, a GPU
-        with CUDA, or a package.
+        """What a case without a finding waits for.
+
+        That is the hardware that its experiment names, a GPU with CUDA, or a package.
         """
+        # Both sentences that come here say it: a RecordError's "Waits for …" and a MissingExtra's
+        # "… needs …".
         said = re.fullmatch(r"(?:Waits for|.+ needs) (.+?)\.?", self.missing.get(case, ""))
         return said[1] if said else "a record of a GPU"
 
@@ -268,7 +283,14 @@ class Ledger(tuple):
         rows = []
         for verdict in self:
             claim = verdict.claim
-            rows.append((f"{claim.by}: {claim.said}", quoted(claim), verdict.found, verdict.text))
+            rows.append(
+                (
+                    f"{claim.by}: {claim.said}",
+                    quoted(claim),
+                    verdict.found,
+                    verdict.text,
+                )
+            )
         return rows
 
     def __str__(self) -> str:
@@ -284,6 +306,7 @@ class Ledger(tuple):
         head = ["what they say | figure | what we found | verdict", "--- | ---: | --- | ---"]
         lines = []
         for claim, says, found, verdict in self.rows():
+            # A cell of Markdown has no lines, and a bar would end it.
             cells = (claim, says, found.replace("; ", "<br>"), f"**{verdict}**")
             lines.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
         return "\n".join(f"| {line} |" for line in head + lines)
@@ -291,7 +314,9 @@ class Ledger(tuple):
 
 def quoted(claim: Claim) -> str:
     """The figures that a claim quotes, with their unit."""
-    return "; ".join(dict.fromkeys(shown(case.quoted, claim.unit) for case in claim.each.values()))
+    figures = [shown(case.quoted, claim.unit) for case in claim.each.values()]
+    # Cases may quote one figure, which is said once.
+    return "; ".join(dict.fromkeys(figures))
 
 
 def shown(value: float | bool | Interval, unit: str) -> str:
@@ -300,9 +325,12 @@ def shown(value: float | bool | Interval, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, Interval):
         return f"{value.low:,.0f} to {value.high:,.0f} {unit}"
-    text = (
-        f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
-    )
+    if unit == "MiB":
+        text = f"{value:,.0f}"
+    elif unit == "GiB":
+        text = f"{value:,.3f}"
+    else:
+        text = f"{value:,.4g}"
     return f"{text} {unit}".strip()
 
 
@@ -322,6 +350,7 @@ def load_claims(chapter: str | None = None, path: Any = None) -> dict[str, Claim
         if claim.name in claims:
             raise ClaimError(f"claim {claim.name!r} stands twice in the ledger.")
         claims[claim.name] = claim
+    # All are read in any case, so that a name that stands twice is found.
     return {name: claim for name, claim in claims.items() if chapter in (None, claim.chapter)}
 
 
@@ -354,6 +383,7 @@ def judge(claim: Claim) -> Verdict:
 def _interval(text: str, names: Mapping[str, Any]) -> Interval:
     """The interval of "low .. high", two expressions."""
     low, high = (evaluate(end, names) for end in text.split(" .. "))
+    # Only the ends are compared; an Interval also wants a likely value.
     return Interval(low, (low + high) / 2, high)
 
 

@@ -1,5 +1,6 @@
-"""Chapter 07's pictures: traces of a loop, a layer's times, a memory history, and the allocator's
-segments.
+"""Chapter 07's pictures.
+
+They show traces of a loop, a layer's times, a memory history, and the allocator's segments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,10 @@ class Trace:
         seconds = 0.0
         for start, length in self.labels[label]:
             for begin, took in self.lanes.get(OPERATORS, ()):
-                seconds += max(0.0, min(start + length, begin + took) - max(start, begin))
+                # The overlap of two spans, 0 where they do not touch.
+                first = max(start, begin)
+                last = min(start + length, begin + took)
+                seconds += max(0.0, last - first)
         return seconds
 
 
@@ -77,6 +81,7 @@ def traced(profiler: "profile") -> Trace:
     labels: dict[str, list[Span]] = {label: [] for label in COLOURS}
     lanes: dict[str, list[Span]] = {OPERATORS: [], KERNELS: []}
     for event in profiler.events():
+        # The DataLoader's label ends with a # and its class.
         name = event.name.replace("enumerate(DataLoader)", WAITING).split("#")[0]
         span = (event.time_range.start / 1e6, event.time_range.elapsed_us() / 1e6)
         on_host = event.device_type.name == "CPU"
@@ -95,6 +100,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
     """Spans (start, length) without overlaps, in their order."""
     apart: list[Span] = []
     for start, length in sorted(spans):
+        # It begins before the last one has ended.
         if apart and start <= sum(apart[-1]):
             first = apart[-1][0]
             length = max(sum(apart[-1]), start + length) - first
@@ -121,15 +127,20 @@ def trace(seen: Trace, title: str, subtitle: str):
         for y, spans in enumerate(seen.lanes.values(), 1):
             bars = [(start - seen.start, length) for start, length in spans]
             ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=style.INK)
-        ax.set(xlabel="seconds", xlim=(0, seen.seconds), ylim=(len(lanes) - 0.5, -0.6))
+        ax.set(
+            xlabel="seconds",
+            xlim=(0, seen.seconds),
+            ylim=(len(lanes) - 0.5, -0.6),
+        )
         ax.set_yticks(range(len(lanes)), lanes)
         ax.grid(False)
     return ax.figure
 
 
 def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
-    """Return a figure of the labels of each run over time, the first run on top, with its length
-    and share of waiting.
+    """Return a figure of the labels of each run over time, the first run on top.
+
+    Each has its length and its share of waiting.
     """
     rows = [("loop", "seconds", "waiting")]
     alt = (
@@ -140,9 +151,19 @@ def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
         for y, (name, seen) in enumerate(runs.items()):
             for label, colour in COLOURS.items():
                 bars = [(start - seen.start, length) for start, length in seen.labels[label]]
-                ax.broken_barh(bars, (y - 0.25, 0.5), facecolor=colour, label=label)
+                ax.broken_barh(
+                    bars,
+                    (y - 0.25, 0.5),
+                    facecolor=colour,
+                    label=label,
+                )
             waiting = f"{seen.share(WAITING):.0%}"
-            ax.text(0, y - 0.3, f"{name}: {seen.seconds:.1f} s, {waiting} waiting", va="bottom")
+            ax.text(
+                0,
+                y - 0.3,
+                f"{name}: {seen.seconds:.1f} s, {waiting} waiting",
+                va="bottom",
+            )
             rows.append((name, f"{seen.seconds:.1f}", waiting))
         ax.set(yticks=[], xlabel="seconds", ylim=(len(runs) - 0.6, -0.7))
     return ax.figure
@@ -154,8 +175,9 @@ def layer_times(
     title: str,
     subtitle: str,
 ):
-    """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones
-    as dots.
+    """Return a figure of a layer's seconds by tokens.
+
+    The least ones are a line, the measured ones dots.
     """
     rows = [("tokens", "least, ms", "measured, ms")]
     for tokens, took in measured.items():
@@ -172,7 +194,14 @@ def layer_times(
             label="the roofline: least time",
         )
         dots = [1e3 * seconds for seconds in measured.values()]
-        ax.plot(list(measured), dots, "o", color=style.INK, markersize=8, label="measured")
+        ax.plot(
+            list(measured),
+            dots,
+            "o",
+            color=style.INK,
+            markersize=8,
+            label="measured",
+        )
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
         ax.set_xticks(list(measured), [f"{n:,}" for n in measured])
         ax.minorticks_off()
@@ -181,17 +210,22 @@ def layer_times(
 
 @style.styled()
 def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
-    """Return a figure of memory histories, each on its own scale: what is alive over events, by the
-    line that asked for it.
+    """Return a figure of memory histories, each on its own scale.
+
+    It shows what is alive over events, by the line that asked for it.
     """
     figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True)
-    lines = [group.line for group in next(iter(runs.values())).largest(count=len(BANDS) - 1)]
+    # The lines that hold most in the first run, for all panels, so that a colour means one line
+    # everywhere.
+    first = next(iter(runs.values()))
+    lines = [group.line for group in first.largest(count=len(BANDS) - 1)]
     rows = [("run", "peak, MiB", "at the end, MiB")]
     longest = max(len(snapshot.allocated) for snapshot in runs.values())
     for ax, (name, snapshot) in zip(axes, runs.items(), strict=True):
         events = range(len(snapshot.allocated))
         bands = [[0] * len(events) for _ in BANDS]
         for block in snapshot.blocks:
+            # What no line of the legend asked for goes into the last band.
             band = bands[lines.index(block.line) if block.line in lines else -1]
             band[block.born] += block.size
             if block.freed is not None:
@@ -199,14 +233,26 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
         heights = []
         for band in bands:
             total = 0
+            # From changes to what is alive: a running sum.
             heights.append([(total := total + change) / MiB for change in band])
         labels = [f"{line.file}:{line.number}" if line.number else line.file for line in lines]
         names = [*labels, "all other lines"][: len(BANDS)]
         ax.stackplot(events, heights, colors=BANDS, labels=names, step="post", linewidth=0)
         sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
         said = f"{name}: at most {sizes[0] / MiB:,.1f} MiB"
-        ax.annotate(said, (0, 1), (6, -14), xycoords="axes fraction", **NEAR, fontweight="bold")
-        ax.set(ylabel="MiB alive", xlim=(0, longest), ylim=(0, 1.25 * sizes[0] / MiB))
+        ax.annotate(
+            said,
+            (0, 1),
+            (6, -14),
+            xycoords="axes fraction",
+            **NEAR,
+            fontweight="bold",
+        )
+        ax.set(
+            ylabel="MiB alive",
+            xlim=(0, longest),
+            ylim=(0, 1.25 * sizes[0] / MiB),
+        )
         rows.append((name, *(f"{size / MiB:.1f}" for size in sizes)))
     axes[-1].set_xlabel("allocations and releases, in their order")
     alt = (
@@ -223,17 +269,29 @@ def segments(
     subtitle: str,
     count: int = 14,
 ):
-    """Return a figure of the largest segments, their blocks in use filled, and the `request` of
-    bytes above them.
+    """Return a figure of the largest segments, and the `request` of bytes above them.
+
+    Blocks in use are filled.
     """
-    large = sorted(held.segments, key=lambda segment: -sum(block.size for block in segment))[:count]
+
+    def size_of(segment: Sequence) -> int:
+        return sum(block.size for block in segment)
+
+    large = sorted(held.segments, key=size_of, reverse=True)[:count]
     rows = [("segment", "GiB", "largest free block, GiB")]
     alt = (
         f"{title}. Bars of segments, most of them white, which is free; the request on top is "
         f"longer than any white part."
     )
     with canvas(title, alt, subtitle, rows) as ax:
-        ax.barh(-1.2, request / GiB, 0.8, color=style.ALARM, label="the next request")
+        # Above the first segment, as the axis grows downwards.
+        ax.barh(
+            -1.2,
+            request / GiB,
+            0.8,
+            color=style.ALARM,
+            label="the next request",
+        )
         for y, segment in enumerate(large):
             start = 0.0
             for block in segment:
@@ -243,6 +301,7 @@ def segments(
                     look = {"color": BLUE, "linewidth": 0, "label": "in use"}
                 ax.barh(y, size, 0.8, left=start, **look)
                 start += size
+            # The largest alone counts: a request needs one block.
             free = max((block.size for block in segment if block.free), default=0)
             rows.append((str(y + 1), f"{start:.2f}", f"{free / GiB:.2f}"))
         ax.axvline(request / GiB, color=style.ALARM, linestyle=":")
@@ -261,21 +320,39 @@ def climb(
     title: str,
     subtitle: str,
 ):
-    """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's
-    `room` in bytes.
+    """Return a figure of reserved and allocated memory over steps of `lengths`.
+
+    A line shows the card's `room` in bytes.
     """
     steps = range(1, len(lengths) + 1)
     held = [size / GiB for size in run.between]
-    peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
+    # `ends` are positions in the log, so a pair of them is one step.
+    peaks = []
+    for begin, end in pairwise(run.ends):
+        peak = max(run.allocated[begin:end])
+        peaks.append(peak / GiB)
     alt = (
         "Allocated goes up and down. Reserved only rises, at the samples longer than all "
         "before, in the end past the line."
     )
     with canvas(title, alt, subtitle) as ax:
-        ax.bar(steps, held[1:], width=1, color=style.PROCESS, label="reserved after the step")
+        ax.bar(
+            steps,
+            held[1:],
+            width=1,
+            color=style.PROCESS,
+            label="reserved after the step",
+        )
         ax.bar(steps, peaks, color=BLUE, label="allocated at most")
-        ax.axhline(room / GiB, color=style.ALARM, linestyle="--", label="what the card leaves them")
-        for step, length, before, after in zip(steps, lengths, held, held[1:], strict=False):
+        ax.axhline(
+            room / GiB,
+            color=style.ALARM,
+            linestyle="--",
+            label="what the card leaves them",
+        )
+        for step, length in zip(steps, lengths, strict=True):
+            before = held[step - 1]
+            after = held[step]
             if after > before + 0.1:  # a small segment of 2 MiB is not to be seen
                 ax.text(step - 0.4, after - 0.2, f"{length:,}", va="top")
         ax.set(xlabel="step; where reserved climbs, the tokens of the step's samples", ylabel="GiB")

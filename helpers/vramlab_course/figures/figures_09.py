@@ -22,6 +22,8 @@ def stage_order(
     as it can, so that stage s holds at most `stages - s` micro-batches (Narayanan et al. 2021,
     figure 4).
     """
+    # 1F1B's last stage begins backward after one forward pass, the one before it after two, and so
+    # on.
     ahead = micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
     order = [("forward", m) for m in range(ahead)]
     for m in range(micro_batches):
@@ -41,10 +43,15 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
     @cache
     def end(stage: int, kind: str, m: int) -> float:
         i = orders[stage].index((kind, m))
+        # Forward passes come from the stage before, backward passes from the one behind.
         sender = stage - 1 if kind == "forward" else stage + 1
-        waits = [end(stage, *orders[stage][i - 1])] if i else []
+        # A pass waits for the one before it on its own stage, and for the sender's of the same
+        # micro-batch.
+        waits = []
+        if i > 0:
+            waits.append(end(stage, *orders[stage][i - 1]))
         if 0 <= sender < stages:
-            waits += [end(sender, kind, m)]
+            waits.append(end(sender, kind, m))
         return max(waits, default=0) + SECONDS[kind]
 
     ends = {}
@@ -55,16 +62,19 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
 
 
 def bubble(ends: dict[tuple[int, str, int], float]) -> float:
-    """Return the share of the stages' time in which they wait: (N − 1)/(m + N − 1) for both
-    schedules.
+    """Return the share of the stages' time in which they wait.
+
+    It is (N − 1)/(m + N − 1) for both schedules.
     """
     busy = sum(SECONDS[kind] for _, kind, _ in ends)
     stages = 1 + max(stage for stage, *_ in ends)
-    return 1 - busy / (max(ends.values()) * stages)
+    whole = stages * max(ends.values())
+    return 1 - busy / whole
 
 
 def most_held(order: list[tuple[str, int]]) -> int:
     """Return the most micro-batches between their forward and backward pass."""
+    # A forward pass keeps one micro-batch more, a backward pass one fewer.
     return max(accumulate(1 if kind == "forward" else -1 for kind, _ in order))
 
 
@@ -82,7 +92,10 @@ def pipeline(
     about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two "
     about += "forward passes"
     figure, axes = style.start(title, about, rows=2, sharex=True)
-    colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
+    colours = {
+        "forward": style.LOOK["activations"][0],
+        "backward": style.LOOK["gradients"][0],
+    }
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
     rows = [("schedule", "time units", "waiting", "most micro-batches held")]
     for ax, name in zip(axes, ("GPipe", "1F1B"), strict=True):
@@ -95,6 +108,7 @@ def pipeline(
             numbers = []
             for (stage, one, m), end in ends.items():
                 if one == kind:
+                    # The first stage on top; a half, since bars are drawn about their middle.
                     at.append(stages - 0.5 - stage)
                     starts.append(end - time)
                     numbers.append(m)
@@ -106,12 +120,17 @@ def pipeline(
             }
             done = ax.barh(at, time, 0.84, starts, **look)
             ax.bar_label(done, numbers, label_type="center", fontsize=8)
-        ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
+        ax.set(
+            xlim=(0, max(ends.values()) * 1.01),
+            ylim=(0, stages),
+            ylabel=name,
+        )
         ax.set_yticks(
             [stages - 0.5 - s for s in range(stages)],
             [f"stage {s}" for s in range(stages)],
         )
         ax.grid(visible=False)
+        # The first stage holds the most: its backward passes come last.
         held = most_held(orders[0])
         rows.append((name, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
     axes[-1].set_xlabel("time, in forward passes of one stage")

@@ -1,9 +1,11 @@
-"""Functions that the exercises' expressions call: judges of readers' functions, and short
-algorithms.
+"""Functions that the exercises' expressions call.
+
+They are judges of readers' functions, and short algorithms.
 """
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +29,12 @@ def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
     """A model of 1,000 weights and its AdamW: "built", after "backward", or "updated"."""
     import torch
 
-    model = torch.nn.Linear(100, 10, bias=False, dtype=getattr(torch, dtype))
+    model = torch.nn.Linear(
+        100,
+        10,
+        bias=False,
+        dtype=getattr(torch, dtype),
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     if moment != "built":
         model(torch.ones(1, 100, dtype=model.weight.dtype)).sum().backward()
@@ -44,8 +51,9 @@ def largest_batch(
     part: str = "value",
     named: bool = True,
 ) -> int:
-    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the
-    card; 0 for none.
+    """The largest batch whose process or peak is within the card; 0 for none.
+
+    `part` is an end of the process, "low", "value" or "high", or "peak".
 
     Without `named`, predict does not know the card: a mistake that readers make.
     """
@@ -58,6 +66,7 @@ def largest_batch(
 
     low = 0
     high = 1
+    # Doubled until one no longer fits, then halved between the two.
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -70,7 +79,11 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
     """Whether `answer(samples, worker, workers)` gives each sample to exactly one worker."""
     for count, workers in SPLITS:
         samples = list(range(count))
-        parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
+        parts = []
+        for worker in range(workers):
+            # Each worker gets a list of its own, which it may change.
+            part = called(answer, list(samples), worker, workers)
+            parts.append(list(part))
         wrong = _wrong_shards(samples, parts)
         if wrong:
             return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
@@ -80,6 +93,7 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
 def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     seen = [sample for part in parts for sample in part]
     workers = len(parts)
+    # The typical mistake, told before its consequences.
     if len(seen) == len(samples) * workers and samples and workers > 1:
         return f"every worker gives all samples: each comes {workers} times"
     twice = sorted({sample for sample in seen if seen.count(sample) > 1})
@@ -88,13 +102,18 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     missing = sorted(set(samples) - set(seen))
     if missing:
         return f"sample {missing[0]} never comes"
-    uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
-    return "one worker does far more than another" if uneven else ""
+    counts = [len(part) for part in parts]
+    share = math.ceil(len(samples) / workers)
+    # More than the share of one worker between the most and the least.
+    if max(counts) - min(counts) > share:
+        return "one worker does far more than another"
+    return ""
 
 
 def random_tensor(*shape: int, low: int | None = None, high: int = 2):
-    """A tensor of `shape`, the same in every call: normal numbers, or int32 from `low` to below
-    `high`.
+    """A tensor of `shape`, the same in every call.
+
+    It has normal numbers, or int32 from `low` to below `high`.
     """
     import torch
 
@@ -111,12 +130,14 @@ def same_tensor(
     mistakes: Sequence,
     right: str,
 ) -> Feedback:
-    """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of
-    function and text.
+    """Whether a function gives the tensor of `reference` in all `cases`.
+
+    `mistakes` are pairs of function and text.
     """
     import torch
 
     for case in cases():
+        # Copies go to the reader's function, so that a change can be seen against the originals.
         given = {
             name: value.clone() if hasattr(value, "clone") else value
             for name, value in case.items()
@@ -130,6 +151,7 @@ def same_tensor(
                 f"A tensor of {size} was expected, "
                 f"not {getattr(returned, 'shape', kind_of(returned))}.",
             )
+        # Operators in place would change the caller's tensors.
         changed = [
             name
             for name, value in case.items()
@@ -140,7 +162,14 @@ def same_tensor(
                 False,
                 f"Your function changes the {changed[0]} that it was given: make a new one.",
             )
-        if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(
+            returned.to(expected.dtype),
+            expected,
+            rtol=1e-4,
+            atol=1e-5,
+        ):
+            # Generators: mistakes are only computed for an answer that is wrong, up to the first
+            # that fits.
             wrong = ((function(**case), text) for function, text in mistakes)
             known = (
                 text
@@ -165,8 +194,9 @@ def called(answer: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
-    """Whether `answer(model, batches)` lists the last token's logits of each batch and keeps
-    nothing else alive.
+    """Whether `answer(model, batches)` lists the last token's logits of each batch.
+
+    It must keep nothing else alive.
     """
     import torch
 
@@ -180,9 +210,11 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
             f"A list of {len(batches)} tensors was expected for {len(batches)} batches.",
         )
     for tensor, ids in zip(returned, batches, strict=True):
+        # The same model again, because the answer is held against numbers and not a text.
         right = model(ids)[:, -1]
         if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
             return Feedback(False, "The numbers are not those of each batch's last token.")
+        # A slice of the logits keeps all of them alive.
         held = tensor.untyped_storage().nbytes()
         if held > tensor.nbytes:
             return Feedback(
@@ -198,19 +230,24 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
 
 
 def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
-    """Whether after `answer(model, lr)` backward alone trains by SGD, with one gradient alive at a
-    time.
+    """Whether after `answer(model, lr)` backward alone trains by SGD.
+
+    Only one gradient may be alive at a time.
     """
     import torch
 
+    # Two depths and rates, so that nothing is right by chance.
     for lr, *widths in ((0.1, 4, 6, 3), (0.02, 5, 5, 5, 5)):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
         model = torch.nn.Sequential(*layers)
         x = torch.randn(8, widths[0])
         most = 0
+        # The same weights, trained in the usual way beside it.
         plain = copy.deepcopy(model)
 
+        # Called when a gradient is complete, before the reader's own hook, which is registered
+        # later.
         def count(_, model=model):
             nonlocal most
             most = max(most, sum(p.grad is not None for p in model.parameters()))

@@ -1,5 +1,6 @@
-"""Judges of chapter 01's exercises: what readers' functions do with numbers, gradients and 4-bit
-weights.
+"""Judges of chapter 01's exercises.
+
+They say what readers' functions do with numbers, gradients and 4-bit weights.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,12 @@ COST = 0.0032  # how much more bits per byte
 
 
 def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
-    """Whether `answer(network, optimizer, scale)` unscales, clips to a norm of 1, updates, and
-    skips infinities.
+    """Whether `answer(network, optimizer, scale)` trains as a loss scaler does.
+
+    It has to unscale, clip to a norm of 1, update, and skip infinities.
     """
     # Decay moves weights in any step, also in one whose gradients were set to zero.
+    # A gradient that is clipped and one that is not; an infinity and a nan.
     for scale, large, broken in (
         (1024.0, 3.0, None),
         (64.0, 0.1, None),
@@ -30,7 +33,9 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
         (8.0, 1, torch.nan),
     ):
         network = torch.nn.Linear(2, 1, bias=False)
+        # (3, 4) has norm 5: its norm is 5/3 of `large`.
         gradient = torch.tensor([[large, 4 / 3 * large]])
+        clipped = gradient / max(1.0, gradient.norm().item())
         before = network.weight.detach().clone()
         network.weight.grad = gradient * scale
         if broken is not None:
@@ -58,7 +63,8 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
                 False,
                 f"All gradients were finite: the scale should stay {scale}, and it is {returned}.",
             )
-        elif not moved.allclose(0.5 * gradient / max(1.0, gradient.norm().item()), rtol=1e-3):
+        # The learning rate is 0.5, so the step is half the gradient that was applied.
+        elif not moved.allclose(0.5 * clipped, rtol=1e-3):
             size = f"{moved.norm() / 0.5:.3g}"
             return Feedback(
                 False,
@@ -69,33 +75,39 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
 
 def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback:
     """Whether `answer(numbers)` rounds fp32 to one of the two bf16 neighbours, in proportion."""
+    # The last is a bf16 number, which must stay.
     for value in (1.001, -3.3, 0.0007, 2.0):
+        # So many that the mean settles to a hundredth of a step.
         numbers = torch.full((200_000,), value)
         rounded = answer(numbers.clone())
         if rounded is None:
             return NOT_ANSWERED
         if not isinstance(rounded, torch.Tensor) or rounded.shape != numbers.shape:
             return Feedback(False, "A tensor of the same shape was expected.")
-        rounded, step = rounded.float(), 2.0 ** (torch.frexp(numbers[0]).exponent.item() - 8)
+        # bf16 has eight significant bits, so the neighbours of a number below 2^e are 2^(e − 8)
+        # apart.
+        exponent = torch.frexp(numbers[0]).exponent.item()
+        step = 2.0 ** (exponent - 8)
+        rounded = rounded.float()
         if not torch.equal(rounded.bfloat16().float(), rounded):
             return Feedback(False, f"For {value} it gives numbers that bf16 does not have.")
         if (rounded - numbers).abs().max() >= step:
             return Feedback(False, f"For {value} it goes further than to the two neighbours.")
-        if abs(rounded.double().mean().item() - numbers[0].item()) > step / 100:
-            return Feedback(
-                False,
-                f"For {value} the mean of many is {rounded.double().mean():.6g}.",
-            )
+        mean = rounded.double().mean().item()
+        if abs(mean - numbers[0].item()) > step / 100:
+            return Feedback(False, f"For {value} the mean of many is {mean:.6g}.")
     return Feedback(True, "Right: a thousand updates of 0.001 now come to about 1.")
 
 
 def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback:
-    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double
-    quantization.
+    """Whether `answer(packed, state)` gives back what bitsandbytes does.
+
+    That is from NF4 with double quantization.
 
     It is handed only what the question names, which is too little for bitsandbytes' own function.
     """
     for seed, shape in enumerate(((64, 128), (96, 640))):
+        # The second matrix is shifted, so that it is not symmetric about 0.
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + seed
         packed, state = quantize_4bit(
             weight,
@@ -103,6 +115,7 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
             quant_type="nf4",
             compress_statistics=True,
         )
+        # Double quantization: the scales' own codes, scales and block size.
         inner = SimpleNamespace(code=state.state2.code, absmax=state.state2.absmax, blocksize=256)
         named = {
             name: getattr(state, name)
@@ -131,15 +144,18 @@ def _base() -> tuple[Any, list[str], float]:
 
 
 def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]]) -> Feedback:
-    """Whether `answer(name, weight)`, restored numbers and bits a number, keeps the base model good
-    within BITS.
+    """Whether `answer(name, weight)` keeps the base model good within BITS.
+
+    It returns restored numbers and bits a number.
     """
     if not callable(answer):
         return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
     model, texts, before = _base()
+    # Kept, since the model is shared by all checks of this session.
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
     matrices = {name: weight for name, weight in trained.items() if weight.dim() == 2}
     try:
+        # The name is handed over too: a reader may spend more bits on some matrices.
         kept = {name: answer(name, weight.clone()) for name, weight in matrices.items()}
         if None in kept.values():
             return NOT_ANSWERED
@@ -159,6 +175,7 @@ def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]
         all_bits += bits_a_number * weight.numel()
     bits = all_bits / total
     said = f"{bits:.2f} bits a number cost {cost:.2%}"
+    # Written so that a cost of nan does not pass.
     if bits > BITS or not cost <= COST:
         return Feedback(False, f"{said}; at most {BITS} bits and {COST:.2%} were asked for.")
     return Feedback(True, f"Right: {said}.")

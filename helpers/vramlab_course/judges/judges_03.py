@@ -1,5 +1,6 @@
-"""Judges of chapter 03's exercises, each by what a function does over several inputs, and right
-answers to test them.
+"""Judges of chapter 03's exercises, and right answers to test them.
+
+Each judges by what a function does over several inputs.
 """
 
 import random
@@ -25,7 +26,12 @@ STACKS = [
 ]  # layers, every, whether the input needs a gradient
 VOCABULARY = 7
 DRAW = random.Random(3)
-PACKS = [([5, 4, 3, 2, 2], 8), ([7], 7), ([], 4), ([6, 5, 5, 4, 3, 3, 2], 10)]
+PACKS = [
+    ([5, 4, 3, 2, 2], 8),
+    ([7], 7),
+    ([], 4),
+    ([6, 5, 5, 4, 3, 3, 2], 10),
+]
 PACKS += [([DRAW.randint(20, 900) for _ in range(200)], 1024)]
 
 
@@ -47,13 +53,18 @@ def by_rows(model: nn.Module, parts: Sequence[tuple]) -> float:
 def by_segments(layers: Sequence[nn.Module], x: torch.Tensor, every: int) -> torch.Tensor:
     """A right answer to 03.2."""
     for start in range(0, len(layers), every):
-        x = checkpoint(nn.Sequential(*layers[start : start + every]), x, use_reentrant=False)
+        x = checkpoint(
+            nn.Sequential(*layers[start : start + every]),
+            x,
+            use_reentrant=False,
+        )
     return x
 
 
 def accumulated(answer: Any) -> Feedback:
-    """Whether `answer(model, parts)` leaves the gradients of the mean over all rows, and returns
-    that mean.
+    """Whether `answer(model, parts)` leaves the gradients of the mean over all rows.
+
+    It has to return that mean.
     """
     for sizes in MICRO_BATCHES:
         torch.manual_seed(0)
@@ -61,12 +72,15 @@ def accumulated(answer: Any) -> Feedback:
         parts = [(torch.randn(n, 3), torch.randn(n, 2)) for n in sizes]
         x, y = (torch.cat(side) for side in zip(*parts, strict=True))
         mean = F.mse_loss(model(x), y)
+        # Without touching .grad, which the answer has to fill.
         exact = torch.cat(
             [g.flatten() for g in torch.autograd.grad(mean, list(model.parameters()))]
         )
         for parameter in model.parameters():
+            # Gradients of a step before, which an answer has to clear.
             parameter.grad = torch.full_like(parameter, 9.0)
         rows: list[int] = []
+        # What passes through the model at once is seen here, whatever the answer does.
         model.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
         returned = answer(model, parts)
         if returned is None or returned is ...:
@@ -89,6 +103,7 @@ def _wrong_sum(
     rows: list[int],
     sizes: Sequence[int],
 ) -> str:
+    # Whoever joins all parts gets the right gradients and saves nothing.
     if rows and max(rows) > max(sizes):
         return (
             "more than one of them was in the model at once, which is what accumulation is to avoid"
@@ -111,8 +126,9 @@ def _wrong_sum(
 
 
 def recomputed(answer: Any) -> Feedback:
-    """Whether `answer(layers, x, every)` gives the layers' result and runs segments of `every`
-    again in backward.
+    """Whether `answer(layers, x, every)` gives the layers' result.
+
+    Segments of `every` layers have to run again in backward.
     """
     for count, every, needs in STACKS:
         torch.manual_seed(0)
@@ -123,6 +139,7 @@ def recomputed(answer: Any) -> Feedback:
         gradients = torch.autograd.grad(exact.sum(), weights)
         ran: list[int] = []
         for index, layer in enumerate(layers):
+            # Defaults bind this layer's number now.
             layer.register_forward_pre_hook(lambda *_, ran=ran, index=index: ran.append(index))
         result = answer(list(layers), x, every)
         if result is None or result is ...:
@@ -141,6 +158,7 @@ def recomputed(answer: Any) -> Feedback:
             if p.grad is None or not torch.allclose(p.grad, gradient, atol=1e-5):
                 return _wrong(case + "the weights' gradients are missing or wrong.")
         expected: list[int] = []
+        # Backward meets the last segment first, and runs each from its first layer.
         for start in reversed(range(0, count, every)):
             expected += range(start, min(start + every, count))
         again = ran[len(forward) :]
@@ -156,14 +174,16 @@ def recomputed(answer: Any) -> Feedback:
 
 
 def packed(answer: Any) -> Feedback:
-    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`, as few as best
-    fit finds.
+    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`.
+
+    The rows may be no more than best fit finds.
     """
     for lengths, size in PACKS:
         rows = answer(list(lengths), size)
         if rows is None or rows is ...:
             return NOT_ANSWERED
         rows = [list(row) for row in rows]
+        # Any rule may be used that needs no more rows than best fit does.
         few = len(best_fit(lengths, size))
         dealt = sorted(i for row in rows for i in row)
         what = f"{len(lengths)} samples in rows of {size}: "
@@ -190,11 +210,17 @@ def _tokens(row: Sequence[int], lengths: Sequence[int]) -> int:
 def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[list[int]]:
     """Rows of indices by best fit, the longest sample first where `ordered`."""
     rows: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i] if ordered else i):
+    # Equal lengths stay in their order, as sorted is stable.
+    order = list(range(len(lengths)))
+    if ordered:
+        order.sort(key=lambda index: -lengths[index])
+    for index in order:
         room = [(size - _tokens(row, lengths), row) for row in rows]
         fitting = [(left, row) for left, row in room if left >= lengths[index]]
         if fitting:
-            min(fitting, key=lambda pair: pair[0])[1].append(index)
+            # The row in which the least would stay free.
+            _, row = min(fitting, key=lambda pair: pair[0])
+            row.append(index)
         else:
             rows.append([index])
     return rows
@@ -224,8 +250,15 @@ class Rows(TorchDispatchMode):
 def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of numbers, a matrix for their logits, and the right entry of each row."""
     draw = torch.Generator().manual_seed(0)
+    # fp64, so that rounding cannot pass for a mistake, nor a mistake for rounding.
     x = torch.randn(10, 4, generator=draw, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(
+        VOCABULARY,
+        4,
+        generator=draw,
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     return x, weight, torch.randint(VOCABULARY, (10,), generator=draw)
 
 
@@ -233,6 +266,7 @@ def fused(answer: Any) -> dict[str, Any]:
     """A reader's FusedLoss: its loss, how far gradients are off, the most rows of logits."""
     x, weight, words = _problem()
     exact = F.cross_entropy(x @ weight.T, words, reduction="sum")
+    # Three times the loss: a backward pass that ignores what comes from above is found out.
     wanted = torch.autograd.grad(3 * exact, (x, weight))
     with Rows() as seen:
         loss = answer.apply(x, weight, words, 4)
@@ -260,10 +294,17 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
 
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows.append(len(ids))
+        # Labels are shifted by one, as a causal model does inside.
         known = labels[:, 1:] != -100
-        return F.cross_entropy(table[ids[:, :-1]][known], labels[:, 1:][known], reduction="sum")
+        return F.cross_entropy(
+            table[ids[:, :-1]][known],
+            labels[:, 1:][known],
+            reduction="sum",
+        )
 
-    mean = loss_of(ids, labels) / (labels[:, 1:] != -100).sum()
+    # Over all tokens of the batch, not over its samples.
+    tokens = (labels[:, 1:] != -100).sum()
+    mean = loss_of(ids, labels) / tokens
     (exact,) = torch.autograd.grad(mean, table)
     rows.clear()
     loss = answer(loss_of, ids, labels, parts)
@@ -279,10 +320,18 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
 def again(answer: Any) -> dict[str, Any]:
     """What a reader's Recompute does for a block of two layers, once and twice in a row."""
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    block = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Tanh(),
+        nn.Linear(4, 4),
+    ).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     weights = list(block.parameters())
-    exact = torch.autograd.grad((block(block(x)) ** 2).sum(), [x, *weights])
+    # The block twice, so that a piece which forgets the gradient of its input is wrong.
+    exact = torch.autograd.grad(
+        (block(block(x)) ** 2).sum(),
+        [x, *weights],
+    )
     ran: list[int] = []
     block.register_forward_pre_hook(lambda *_: ran.append(1))
     result = answer.apply(block, answer.apply(block, x))
@@ -290,6 +339,7 @@ def again(answer: Any) -> dict[str, Any]:
     try:
         (result**2).sum().backward()
     except RuntimeError as error:
+        # PyTorch's words where a piece returned something outside the graph.
         if "does not require grad" not in str(error):
             raise
         recorded = False
@@ -297,7 +347,12 @@ def again(answer: Any) -> dict[str, Any]:
     for tensor, right in zip((x, *weights), exact, strict=True):
         mine = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         off.append(float((mine - right).abs().max()))
-    return {"x": off[0], "weights": max(off[1:]), "runs": len(ran), "recorded": recorded}
+    return {
+        "x": off[0],
+        "weights": max(off[1:]),
+        "runs": len(ran),
+        "recorded": recorded,
+    }
 
 
 def in_chunks(
@@ -308,24 +363,28 @@ def in_chunks(
 ) -> Any:
     """A right answer to 03.5."""
 
-    def some(x, weight, words):
-        return (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
-
-    scores = [
-        checkpoint(some, few, weight, right, use_reentrant=False)
-        for few, right in zip(x.split(rows), words.split(rows), strict=True)
-    ]
+    scores = []
+    for few, right in zip(x.split(rows), words.split(rows), strict=True):
+        scores.append(checkpoint(_scores, few, weight, right, use_reentrant=False))
     return torch.cat(scores)
+
+
+def _scores(x: torch.Tensor, weight: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each row's word, from all logits of all rows."""
+    logits = x @ weight.T
+    return logits.log_softmax(-1).gather(1, words[:, None])[:, 0]
 
 
 def one_by_one(answer: Any) -> Feedback:
     """Whether `answer(x, weight, words, rows)` gives log-probabilities from few logits."""
     x, weight, words = _problem()
-    exact = (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
+    exact = _scores(x, weight, words)
+    # Different weights for rows, so that rows which are mixed up are found.
     scale = torch.arange(1.0, 11, dtype=torch.float64)
     wanted = torch.autograd.grad((scale * exact).sum(), (x, weight))
     saved: list[int] = []
 
+    # Logits that are kept for backward would be as wide as the vocabulary.
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[-1:] == (VOCABULARY,):
             saved.append(tensor.numel())

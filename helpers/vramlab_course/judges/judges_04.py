@@ -1,5 +1,6 @@
-"""Judges of chapter 04's blanks and exercises: what readers' pieces do, on real ranks where they
-send anything.
+"""Judges of chapter 04's blanks and exercises.
+
+They say what readers' pieces do, on real ranks where they send anything.
 """
 
 import math
@@ -39,8 +40,9 @@ def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
 
 
 def sent(counting: Collectives, numbers: int) -> float:
-    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers: an
-    all-reduce counts twice.
+    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers.
+
+    An all-reduce counts twice.
     """
     return sum(2 * seen.sent for seen in counting.seen.values()) / (
         4 * numbers
@@ -53,8 +55,9 @@ def _must_be_function(answer: Any) -> None:
 
 
 def updated(answer: Callable) -> SimpleNamespace:
-    """What `zero_1` does in two updates by SGD, which tells a mean from a sum, on two ranks of
-    different gradients.
+    """What `zero_1` does in two updates by SGD, on two ranks of different gradients.
+
+    SGD tells a mean from a sum.
     """
 
     _must_be_function(answer)
@@ -64,6 +67,7 @@ def updated(answer: Callable) -> SimpleNamespace:
         shard = weights.chunk(world)[rank].clone()
         optimizer = torch.optim.SGD([shard], lr=1.0)
         for step in (1, 2):
+            # Rank 0 has 1 and 2, rank 1 has 3 and 4: the means are 2 and 3, the sums 4 and 6.
             gradients = torch.full((NUMBERS,), float(step + 2 * rank))
             with Collectives() as counting:
                 weights = answer(gradients, shard, optimizer)
@@ -77,6 +81,7 @@ def updated(answer: Callable) -> SimpleNamespace:
         kind=type(first).__name__,
         length=len(first) if hasattr(first, "__len__") else 0,
         same=lambda: bool(torch.equal(first, second)),
+        # Whether each rank updated its own shard, whatever it did with the others'.
         moved=lambda: (
             not any(
                 torch.equal(row.chunk(2)[rank], own[rank])
@@ -102,6 +107,7 @@ def gathered(answer: Any) -> SimpleNamespace:
         rows = x[rank].clone().requires_grad_()
         with Collectives() as counting:
             output = answer.apply(rows, shard)
+            # What the context saved, by its method or as an attribute.
             kept = [*output.grad_fn.saved_tensors, *vars(output.grad_fn).values()]
             output.backward(slope[rank])
         return {
@@ -148,8 +154,9 @@ def tiny_llama() -> torch.nn.Module:
 
 
 def units(answer: Callable) -> SimpleNamespace:
-    """How `sharded` cuts a Llama of three layers on two ranks: its units, and the parameters that
-    it leaves whole.
+    """How `sharded` cuts a Llama of three layers on two ranks.
+
+    It says its units, and the parameters that it leaves whole.
     """
     _must_be_function(answer)
     model = tiny_llama()
@@ -158,6 +165,7 @@ def units(answer: Callable) -> SimpleNamespace:
         returned = answer(model, init_device_mesh("cpu", (world,)))
         groups = {}
         for name, module in model.named_modules():
+            # A unit whose parameters all went to units inside it has no group.
             group = (
                 module._get_fsdp_state()._fsdp_param_group
                 if isinstance(module, FSDPModule)
@@ -165,6 +173,7 @@ def units(answer: Callable) -> SimpleNamespace:
             )
             if group:
                 groups[name] = sum(one._orig_size.numel() for one in group.fsdp_params)
+        # A sharded parameter is a DTensor, which alone has `full_tensor`.
         whole = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
         return {"model": returned is model, "groups": groups, "whole": whole}
 
@@ -179,14 +188,16 @@ def units(answer: Callable) -> SimpleNamespace:
 
 
 class Recorded(list):
-    """A rank's chunks; counts what is written, and how often that was neither what `before` had nor
-    its sum with that.
+    """A rank's chunks, which count what is written.
+
+    They also count how often that was neither what `before` had nor its sum with that.
     """
 
     def __init__(self, chunks: list[float]):
         super().__init__(chunks)
         self.had = [{chunk} for chunk in chunks]  # at any time, by place
-        self.written = self.strange = 0
+        self.written = 0
+        self.strange = 0
         self.before: Recorded = self
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -196,7 +207,9 @@ class Recorded(list):
             pairs = [*zip(places, value, strict=True)]
         for place, new in pairs:
             self.written += 1
-            self.strange += not {new, new - self[place]} & self.before.had[place]
+            # A chunk received is one that the rank before had, as it is or added to one's own.
+            if not {new, new - self[place]} & self.before.had[place]:
+                self.strange += 1
             self.had[place].add(new)
             super().__setitem__(place, new)
 
@@ -206,15 +219,18 @@ def _ring(answer: Callable) -> str | None:
         ranks = [Recorded(each) for each in chunks]
         n = len(chunks)
         for number, rank in enumerate(ranks):
+            # The first one's is the last: a ring.
             rank.before = ranks[number - 1]
         answer(ranks)
-        if all(list(rank) == each for rank, each in zip(ranks, chunks, strict=True)):
+        # Nothing was written: not answered.
+        if [list(rank) for rank in ranks] == chunks:
             return None
         sums = [sum(column) for column in zip(*chunks, strict=True)]
         for number, rank in enumerate(ranks):
             if list(rank) != sums:
                 return f"With {n} ranks, rank {number} ends with {list(rank)}; the sums are {sums}."
         written = [rank.written for rank in ranks]
+        # N − 1 steps to sum up and N − 1 to hand round.
         if max(written) > 2 * (n - 1):
             return (
                 f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
@@ -233,11 +249,15 @@ def all_reduced(ranks: list[list[float]]) -> None:
     for step in range(2 * (n - 1)):
         sent = []
         for rank in range(n):
+            # In each step a rank sends the chunk that it got in the step before.
             chunk = (rank - step) % n
             sent.append((chunk, ranks[rank][chunk]))
         for rank, (chunk, value) in enumerate(sent):
             after = ranks[(rank + 1) % n]
-            after[chunk] = after[chunk] + value if step < n - 1 else value
+            # N − 1 steps add up; from then on a sum is handed round as it is.
+            if step < n - 1:
+                value = after[chunk] + value
+            after[chunk] = value
 
 
 def all_to_all(ranks: list[list[float]]) -> None:
@@ -245,14 +265,18 @@ def all_to_all(ranks: list[list[float]]) -> None:
     given = [list(rank) for rank in ranks]
     for rank in ranks:
         for chunk in range(len(rank)):
-            for other in given:
-                rank[chunk] = rank[chunk] + other[chunk] if other is not given[0] else other[chunk]
+            # The first one's chunk replaces the rank's own, and the others' are added.
+            rank[chunk] = given[0][chunk]
+            for other in given[1:]:
+                rank[chunk] = rank[chunk] + other[chunk]
 
 
 def _clips(answer: Callable) -> str | None:
-    """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two
-    ranks has a shard.
+    """Whether `answer(mine, largest)` clips the norm of the whole gradient.
+
+    Each of two ranks has a shard of it.
     """
+    # One to be clipped, one to be left, and one of which a rank has only zeros.
     for whole, largest in (
         ([3.0, 0.0, 0.0, 4.0], 1.0),
         ([0.3, 0.1, 0.2, 0.1], 1.0),
@@ -272,7 +296,8 @@ def _clips(answer: Callable) -> str | None:
         shards = on_ranks(work, seconds=20)
         if any(one is None or one is ... for one in shards):
             return None
-        if not all(isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards):
+        are_shards = [isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards]
+        if not all(are_shards):
             return "Each rank's shard of the clipped gradient was expected."
         joined = torch.cat(shards)
         if not torch.allclose(joined, wanted, rtol=1e-3):
@@ -289,8 +314,9 @@ def _numbers(tensor: torch.Tensor) -> list[float]:
 
 
 def _learns(answer: Callable) -> str | None:
-    """Whether `answer(model, mesh)` returns a sharded model and an optimizer that changes its
-    shards and keeps no others.
+    """Whether `answer(model, mesh)` returns a sharded model and an optimizer for it.
+
+    The optimizer has to change the model's shards and keep no others.
     """
     model = tiny_llama()
     whole = sum(p.numel() for p in model.parameters())
@@ -301,6 +327,7 @@ def _learns(answer: Callable) -> str | None:
             return None
         _, optimizer = returned
         before = [p.to_local().clone() for p in model.parameters()]
+        # Other tokens on each rank.
         rows = torch.arange(16).reshape(2, 8) + rank
         model(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
@@ -308,6 +335,7 @@ def _learns(answer: Callable) -> str | None:
             not torch.equal(p.to_local(), old)
             for p, old in zip(model.parameters(), before, strict=True)
         )
+        # States of a DTensor are DTensors, of which this rank's part counts.
         held = [
             getattr(value, "_local_tensor", value)
             for state in optimizer.state.values()
@@ -322,8 +350,10 @@ def _learns(answer: Callable) -> str | None:
     moved, states, count = on_both[0]
     if not moved:
         return "The step changes none of the model's shards."
+    # Two states a weight, half of them on each of two ranks, and some room for padding.
     if states > 2 * whole * 0.6:
         return f"A rank keeps {states:,} numbers of states, of {2 * whole:,}: half was expected."
+    # Three layers and the rest.
     if count < 4:
         return "Each layer should stay a unit of its own."
     return ""
@@ -353,6 +383,7 @@ def norm_of_all(mine: torch.Tensor, largest: float) -> torch.Tensor:
     """The shard, clipped by the norm of the whole."""
     squares = mine.square().sum()
     dist.all_reduce(squares)
+    # No gradient grows: the factor is 1 at most.
     return mine * (largest / squares.sqrt()).clamp(max=1)
 
 
@@ -367,6 +398,7 @@ def _averaged(answer: Callable) -> str | None:
     torch.manual_seed(0)
     # The gradient of a mean over no tokens: 0 by cross_entropy, nan by a masked sum over its count.
     of_nothing = {(5, 0, 3): 0.0, (0, 6, 2): math.nan}
+    # Equal, unequal and very unequal numbers of tokens, and ranks without any.
     for counts in ((10, 10), (10, 30), (7, 1, 40), *of_nothing):
         weight = torch.randn(3, requires_grad=True)
         rows = [torch.randn(count, 3) for count in counts]
@@ -376,6 +408,7 @@ def _averaged(answer: Callable) -> str | None:
             else torch.full((3,), of_nothing[counts])
             for row in rows
         ]
+        # One process with all rows.
         (wanted,) = torch.autograd.grad((torch.cat(rows) @ weight).square().mean(), weight)
         returned = answer([gradient.clone() for gradient in gradients], list(counts))
         if returned is None or returned is ...:

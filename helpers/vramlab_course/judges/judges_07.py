@@ -26,6 +26,7 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
     total = 0.0
     done = float("-inf")
     for start, end in sorted(intervals):
+        # Only what lies beyond the end so far is new.
         total += max(0, end - max(start, done))
         done = max(done, end)
     return total
@@ -65,6 +66,7 @@ def _parts(answer: Callable) -> str | None:
         missing = set(samples) - set(given)
         if missing:
             return f"Sample {min(missing)} never comes {where}."
+        # A training step waits for the slowest process, so shares may differ by one sample only.
         if max(map(len, parts)) - min(map(len, parts)) > 1:
             return (
                 f"One process gets {max(map(len, parts))} samples and another "
@@ -91,6 +93,7 @@ class _Meter(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        # By storage: a view of an argument makes nothing new.
         old = {
             t.untyped_storage()._cdata
             for t in tree_leaves((args, kwargs))
@@ -100,10 +103,12 @@ class _Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in old:
                 storage = tensor.untyped_storage()
+                # Before it is counted, so that what is refused is not held either.
                 if self.now + storage.nbytes() > self.limit:
                     raise torch.OutOfMemoryError(f"{storage.nbytes():,} bytes beside {self.now:,}")
                 old.add(storage._cdata)
                 self._add(storage.nbytes())
+                # Runs when the last tensor of the storage is gone.
                 weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
@@ -143,6 +148,7 @@ def leaky(
         loss.backward(retain_graph=True)
         optimizer.step()
         optimizer.zero_grad()
+        # One of the faults to be found: each output holds its step's graph.
         last.append(output)
         history.append(loss)
     return history, last[-1].mean()
@@ -160,7 +166,11 @@ def half_repaired(
 
 def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Meter]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 256),
+        torch.nn.GELU(),
+        torch.nn.Linear(256, 32),
+    )
     batches = list(torch.randn(count, 64, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = _Meter()
@@ -171,28 +181,31 @@ def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Met
 
 def _repaired(answer: Callable) -> str | None:
     meters = []
+    # Two lengths, because what is kept grows with the steps.
     for count in (2, 6):
         returned, weights, meter = _measured(answer, count)
         if returned is None or returned is ...:
             return None
         wanted, reference, _ = _measured(trained, count)
         history, last = returned
-        numbers = torch.stack([torch.as_tensor(n).detach() for n in [*history, last]])
-        if not torch.allclose(numbers, torch.tensor([*wanted[0], wanted[1]])):
+        numbers = [torch.as_tensor(number).detach() for number in (*history, last)]
+        losses, mean = wanted
+        if not torch.allclose(torch.stack(numbers), torch.tensor([*losses, mean])):
             return (
                 "It returns other numbers than before: the losses of all steps, and the mean "
                 "of the last output."
             )
-        if not all(
-            torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, reference, strict=True)
-        ):
+        both = zip(weights, reference, strict=True)
+        if not all(torch.allclose(a, b, atol=1e-6) for a, b in both):
             return "The weights after training are others than before."
+        # The model and the batches were made before, so whatever is left belongs to the loop.
         if meter.now:
             return (
                 f"After {count} steps {meter.now:,} bytes of tensors are still alive, held by "
                 f"what you return."
             )
         meters.append(meter)
+    # A few numbers more may be kept, no tensors.
     if meters[1].most > 1.05 * meters[0].most:
         return (
             f"Six steps take {meters[1].most / meters[0].most:.1f} times the memory of two: "
@@ -268,15 +281,20 @@ def _utilised(answer: Callable) -> str | None:
         right = utilisation(_llama(checkpointed), batch, 0.5, 1e9)
         off = float(returned) / right
         how = "with" if checkpointed else "without"
+        # Percent would be a hundred times the share.
         if abs(off / 100 - 1) < 1e-6:
             return "A fraction was expected, not percent."
-        if checkpointed and abs(off - counted(_llama(True), batch, 0.5, 1e9) / right) < 1e-6:
-            return (
-                f"With checkpointing it is {off:.2f} times the share: what is computed again "
-                f"still counts."
-            )
+        if checkpointed:
+            unchanged = counted(_llama(True), batch, 0.5, 1e9) / right
+            # The function as it is given, told before the general sentence.
+            if abs(off - unchanged) < 1e-6:
+                return (
+                    f"With checkpointing it is {off:.2f} times the share: what is computed again "
+                    f"still counts."
+                )
         if abs(off - 1) > 1e-6:
             return f"Not right {how} checkpointing: it is {off:.3g} times the share."
+        # An answer may switch the model to count, but the training goes on with it.
         if _state(model) != before:
             return (
                 f"The model came in training, {how} checkpointing, and goes on otherwise: "
@@ -296,8 +314,9 @@ def retried(step: Callable, batch: torch.Tensor) -> list:
 
 
 def retried_inside(step: Callable, batch: torch.Tensor) -> list:
-    """Exercise 07.5's function as it is given: it tries again while the exception holds the failed
-    step.
+    """Exercise 07.5's function as it is given.
+
+    It tries again while the exception holds the failed step.
     """
     try:
         return [step(batch)]
@@ -307,6 +326,7 @@ def retried_inside(step: Callable, batch: torch.Tensor) -> list:
         return [found for half in batch.chunk(2) for found in retried_inside(step, half)]
 
 
+# Three tensors as large as the batch are alive at once at its end.
 def _step(batch: torch.Tensor) -> float:
     first = batch * 2
     second = first + 1
@@ -317,6 +337,7 @@ def _step(batch: torch.Tensor) -> float:
 def _smaller(answer: Callable) -> str | None:
     row = 1 << 16  # bytes
     for rows, fits in ((8, 8), (8, 4), (12, 3)):  # how many rows a step takes at most
+        # Four bytes a number; small whole numbers, so that sums are exact in any order.
         batch = torch.arange(rows * row / 4).reshape(rows, -1) % 5
         with _Meter(limit=3 * fits * row + 8):  # a step keeps three tensors, and a number
             try:

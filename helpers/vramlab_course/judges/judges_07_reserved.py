@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ MOST_PADDING = 1.2  # tokens computed for each real one
 
 
 def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
-    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then,
-    and the finder.
+    """What `work` returns inside of a leak finder of this kind.
+
+    With it come the finder's bytes by batch then, and the finder.
     """
     finder = kind()
     with finder:
         kept = work(finder)
     sizes: dict[int, int] = {}
+    # A copy, since storages may be freed while it is walked.
     for storage, batch in list(finder.born.items()):
         sizes[batch] = sizes.get(batch, 0) + storage.nbytes()
     return kept, sizes, finder
@@ -33,6 +35,7 @@ def in_batch(number: int, size: int) -> Callable[[Any], torch.Tensor]:
     def work(finder: Any) -> torch.Tensor:
         finder.batch = number
         made = torch.ones(size // 4)
+        # The batch in which a tensor was made counts, not the one in which it is changed.
         finder.batch = number + 1
         return made.add_(1)
 
@@ -54,7 +57,12 @@ def served(kind: type, requests: Sequence[Any]) -> Any:
 
 def _texts(seed: int, count: int) -> list[int]:
     draw = random.Random(seed)
-    return [max(16, min(1024, round(draw.lognormvariate(5.5, 0.7)))) for _ in range(count)]
+    lengths = []
+    for _ in range(count):
+        # Log-normal, as lengths of texts are.
+        length = round(draw.lognormvariate(5.5, 0.7))
+        lengths.append(max(16, min(1024, length)))
+    return lengths
 
 
 def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[int]:
@@ -62,8 +70,11 @@ def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[in
     allocator = Allocator()
     reserved = []
     for batch in order:
+        # Every row is padded to the longest of its batch.
         tokens = len(batch) * max(lengths[i] for i in batch)
-        for block in [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]:
+        # All three are alive at once, so none takes another's place.
+        blocks = [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]
+        for block in blocks:
             allocator.free(block)
         reserved.append(allocator.reserved)
     return reserved
@@ -80,13 +91,16 @@ def _longest(batch: Sequence[int], lengths: Sequence[int]) -> int:
 def _calm(answer: Callable) -> str | None:
     for seed, count, size in ((0, 96, 8), (1, 210, 6), (2, 64, 4)):
         lengths = _texts(seed, count)
+        # Twice with one seed and once with another.
         orders = [answer(list(lengths), size, draw) for draw in (5, 5, 6)]
         if orders[0] is None or orders[0] is ...:
             return None
         first, again, other = map(_as_lists, orders)
-        if sorted(i for batch in first for i in batch) != list(range(count)):
+        if sorted(chain.from_iterable(first)) != list(range(count)):
             return "Each sample has to come once: the batches hold positions in `lengths`."
-        if sorted(map(len, first))[1:] != [size] * (len(first) - 1):
+        # The smallest may be what is left over.
+        _, *larger = sorted(len(batch) for batch in first)
+        if any(number != size for number in larger):
             return f"Batches of {size} samples were expected; only one may have fewer."
         if first != again or first == other:
             return "The same seed has to give the same batches, another seed others."
@@ -101,6 +115,7 @@ def _calm(answer: Callable) -> str | None:
             )
         longest = [_longest(batch, lengths) for batch in first[1:]]
         pairs = list(pairwise(longest))
+        # How often a batch is longer than the one before: about half of the time in a mixed order.
         rises = sum(a < b for a, b in pairs) / len(pairs)
         if not 0.2 < rises < 0.8:
             return (
@@ -108,6 +123,7 @@ def _calm(answer: Callable) -> str | None:
                 "from one kind at a time."
             )
         reserved = _reserved(lengths, first)
+        # The longest batch first makes room for all that follow.
         if reserved[-1] != reserved[0]:
             return (
                 f"Reserved grows by {(reserved[-1] - reserved[0]) / MiB:,.0f} MiB after the "

@@ -35,12 +35,14 @@ def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
 
     x = torch.randn(tokens, hidden)
     expected = _with_gradients(block, x, up, down)
+    # The whole block was called for the expected result.
     got.clear()
     with saved_for_backward(up, down) as saved:
         found = _with_gradients(lambda x: tiled(block, x, size), x, up, down)
     output = found[0]
     same = isinstance(output, torch.Tensor) and _close(output, expected[0])
     gradients = same and all(map(_close, found[1:], expected[1:]))
+    # What is as wide as the block's inside should be computed again, not kept.
     kept = any(tensor.shape[-1] == wide for tensor in saved.values())
     return TiledRun(same, gradients, max(got, default=0), kept)
 
@@ -52,6 +54,7 @@ def _with_gradients(function: Callable[..., Any], x: torch.Tensor, *modules: Any
     for parameter in parameters:
         parameter.grad = None
     output = function(x)
+    # A wrong piece may return something that has no gradient.
     if isinstance(output, torch.Tensor) and output.requires_grad:
         output.square().sum().backward()
     return [output, x.grad, *(parameter.grad for parameter in parameters)]
@@ -85,6 +88,7 @@ def sampled(sample: Any, new: int = 5) -> Sampled:
     result = Sampled()
     prompt = torch.tensor([[3, 1, 4], [2, 7, 1]])
     step = _counting_step(result)
+    # Restores the mode afterwards, whatever the loop did with it.
     with torch.enable_grad():
         try:
             found = sample(step, prompt.clone(), new)
@@ -92,6 +96,7 @@ def sampled(sample: Any, new: int = 5) -> Sampled:
             result.fails = f"{type(error).__name__}: {error}"
             return result
         result.restored = torch.is_grad_enabled()
+    # Against the loop without a cache, which computes all from the beginning.
     wanted = LOOPS["as_given"](_counting_step(Sampled()), prompt, new)
     result.tokens_right = isinstance(found, torch.Tensor) and torch.equal(found, wanted)
     return result
@@ -104,12 +109,16 @@ def _counting_step(result: Sampled) -> Callable[..., Any]:
     def step(ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         before = torch.zeros(len(ids), 0, dtype=torch.long) if cache is None else cache
         result.calls += 1
+        # Tokens that a call before this one had computed.
         known = result.cached[-1] if result.cached else 0
         whole = torch.cat([before, ids], 1)
+        # What it had and was not handed back has to be computed again.
         result.again += max(0, known - before.shape[1])
         result.cached.append(whole.shape[1])
+        # A token's logits depend on all before it, as attention's do.
         sums = whole.cumsum(1)[:, before.shape[1] :]
         likeliest = (3 * sums + 1) % VOCABULARY
+        # Times a weight, so that autograd records the call where it is on.
         logits = torch.nn.functional.one_hot(likeliest, VOCABULARY) * weight
         result.graph = result.graph or logits.requires_grad
         return logits, whole
@@ -121,7 +130,8 @@ def _as_given(step: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
     ids = prompt
     for _ in range(new):
         logits, _cache = step(ids, None)
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        likeliest = logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, likeliest], 1)
     return ids
 
 

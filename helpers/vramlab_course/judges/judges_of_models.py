@@ -1,5 +1,6 @@
-"""Judges of projects that change a whole model: chapter 05 adapts it, chapter 06 puts it into 4
-bits.
+"""Judges of projects that change a whole model.
+
+Chapter 05 adapts it, chapter 06 puts it into 4 bits.
 """
 
 import copy
@@ -28,6 +29,7 @@ def small_models() -> Iterator[Any]:
     )
     for config in (LlamaConfig(**sizes, tie_word_embeddings=True), GPTNeoXConfig(**sizes)):
         model = AutoModelForCausalLM.from_config(config).eval()
+        # Zeros would hide a bias or a norm that is left out.
         for parameter in model.parameters():
             parameter.data = random_tensor(*parameter.shape) / 8
         yield model
@@ -41,12 +43,14 @@ def with_numbers(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]:
-    """Shapes of what autograd keeps for the backward of an adapted layer, the weights of its base
-    left out.
+    """Shapes of what autograd keeps for the backward of an adapted layer.
+
+    The weights of its base are left out.
     """
     base = {parameter.data_ptr() for parameter in layer.base.parameters()}
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
+        # `append` returns None, so `or` hands the tensor on.
         lambda tensor: kept.append(tensor) or tensor,
         lambda tensor: tensor,
     ):
@@ -61,6 +65,7 @@ def kept_by_product(product: type[torch.autograd.Function]) -> int:
 
     def weight() -> torch.Tensor:
         unpacked = random_tensor(5, 8)
+        # By weak reference: it says whether the product still holds what it unpacked.
         made.append(weakref.ref(unpacked))
         return unpacked
 
@@ -78,6 +83,7 @@ def _inner(model: Any) -> list[torch.nn.Linear]:
     return [
         m
         for m in model.modules()
+        # Not isinstance: a quantized or adapted layer may be a subclass.
         if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()
     ]
 
@@ -89,7 +95,9 @@ def adapted_model(answer: Callable) -> Feedback:
     ids = torch.arange(64).view(1, 64)
     for model, r, alpha in zip(small_models(), (4, 3), (8, 12), strict=True):
         start = model(ids).logits
+        # Each layer gets two matrices, r × inputs and outputs × r.
         expected = sum(r * sum(layer.weight.shape) for layer in _inner(model))
+        # PEFT changes the model that it is given.
         theirs = get_peft_model(
             copy.deepcopy(model),
             LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"),
@@ -99,6 +107,7 @@ def adapted_model(answer: Callable) -> Feedback:
         trained_numbers = sum(p.numel() for p in trained)
         same = torch.allclose(ours(ids).logits, start, atol=1e-5)
         zeros = sum(not p.any() for p in trained)
+        # Both models' adapters get the same numbers, in the order in which both have them.
         for parameter in (*trained, *(p for p in theirs.parameters() if p.requires_grad)):
             parameter.data = random_tensor(*parameter.shape) / 8
         wrong = {
@@ -121,6 +130,7 @@ def adapted_model(answer: Callable) -> Feedback:
 
 def four_bit_model(answer: Callable) -> Feedback:
     """Whether `answer(model)` puts 4-bit layers in the place of all linear layers but the head."""
+    # The small ones show what is wrong, and the base model what it is worth.
     for model in (*small_models(), load_base_model()):
         wrong = _wrong_model(answer, model, model.config.model_type)
         if wrong:
@@ -140,19 +150,24 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     whole = sum(p.numel() for p in model.parameters())
     inner = _inner(expected)
     shapes = {tuple(layer.weight.shape) for layer in inner}
+    # The reference: the same weights rounded to NF4 and back, in ordinary layers.
     for layer in inner:
         layer.weight.data = dequantize_4bit(
             *quantize_4bit(layer.weight.data, quant_type="nf4")
         ).view_as(layer.weight)
-    model, ids = called(answer, copy.deepcopy(model)), torch.arange(64).view(1, 64)
+    model = called(answer, copy.deepcopy(model))
+    ids = torch.arange(64).view(1, 64)
     head = model.get_output_embeddings()
     left = _inner(model)
     trained = [place for place, p in model.named_parameters() if p.requires_grad]
     tensors = (*model.parameters(), *model.buffers())
+    # By address, so that a tied head counts once.
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     held = sum(sizes.values())
     rounded = sum(layer.weight.numel() for layer in inner)
+    # Rounded weights take 4.5 bits with the scales of their blocks, all others 4 bytes.
     most = 4 * whole - (4 - 4.5 / 8) * rounded
+    # Inputs with a gradient, as an adapter in a lower layer would ask for.
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -170,4 +185,7 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
         "autograd keeps an unpacked matrix": shapes & {*kept, *(shape[::-1] for shape in kept)},
         "no gradient reaches the inputs": not logits.requires_grad,
     }
-    return next((f"{name}: {text}." for text, is_so in wrong.items() if is_so), "")
+    for text, is_so in wrong.items():
+        if is_so:
+            return f"{name}: {text}."
+    return ""

@@ -30,6 +30,7 @@ def amount(n: float, unit: str = "GiB") -> str:
     All figures of "B".
     """
     value = abs(n) / check_unit(unit)
+    # The number of digits before the point comes off the three; nine are enough for a byte in GiB.
     return in_unit(n, unit, min(max(2 - math.floor(math.log10(value)), 0), 9) if value else 0)
 
 
@@ -43,6 +44,7 @@ def used(splits: Sequence[Split]) -> list[str]:
 
     CATEGORIES in their order, then others as they appear.
     """
+    # A dictionary keeps the order in which keys appear, which a set would not.
     keys = dict.fromkeys(key for split in splits for key, n in split.items() if n)
     return [c for c in CATEGORIES if c in keys] + [key for key in keys if key not in CATEGORIES]
 
@@ -54,10 +56,13 @@ def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[s
     """
     size = check_unit(unit)
     drawn = []
+    # Under half a percent of the tallest bar a layer is thinner than a printed line, so nobody
+    # could find its legend entry.
     ink = 0.005 * max((sum(map(abs, split.values())) for split in splits), default=0)
     for key, look in style.look(used(splits)).items():
         heights = [split.get(key, 0) / size for split in splits]
         seen = max(map(abs, heights)) * size > ink
+        # matplotlib leaves labels that begin with an underscore out of a legend.
         drawn.append((heights, {"label": "_" * (not seen) + label_of(key), **look}))
     return drawn
 
@@ -72,6 +77,7 @@ def split_rows(
     keys = used(splits)
     rows = []
     for name, split in zip(names, splits, strict=True):
+        # The total is summed here, since a split's own may leave a category out.
         sizes = [*(split.get(key, 0) for key in keys), sum(split.values())]
         rows.append((name, *(in_unit(n, unit) for n in sizes)))
     return [(corner, *map(label_of, keys), "total"), *rows]
@@ -95,5 +101,6 @@ def draw_limit(
 
 def shared_title(reports: Sequence[Report]) -> str:
     """Return what the reports' titles share, in one line."""
+    # Titles are parts between dots; what only one report says would mislead as a subtitle for all.
     first, *others = (title.split(" · ") for title in dict.fromkeys(r.title for r in reports))
     return " · ".join(part for part in first if all(part in other for other in others))

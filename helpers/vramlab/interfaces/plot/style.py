@@ -45,9 +45,11 @@ FONT = RC["font.family"][0]
 @cache
 def figure_class() -> type:
     """Return a subclass of matplotlib's Figure that holds its data as a table, and alt text."""
+    # Late and cached: only a figure needs matplotlib, and all figures need the same class.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
+    # pyplot makes figures of any class that it is given as FigureClass.
     class LabFigure(Figure):
         rows: Sequence[tuple[str, ...]] = ()
         alt = heading = ""
@@ -98,6 +100,7 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any) -> tu
     )
     figure.heading = heading
     figure.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11.5, parse_math=False)
+    # squeeze=False always gives a matrix of axes, of which this is the only column.
     axes = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
     title = textwrap.fill(subtitle, 78)
     axes[0].set_title(title, loc="left", color="#444444", linespacing=1.25, parse_math=False)
@@ -120,6 +123,7 @@ def finish(
     """
     handles: dict[str, Any] = {}
     for ax in figure.axes:
+        # One entry for a label that several axes have, such as the card's line.
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
@@ -132,6 +136,7 @@ def finish(
             columnspacing=1.4,
         )
     figure.rows = list(rows)
+    # Alt text is read aloud, so lines and double blanks become single ones.
     figure.alt = " ".join((alt + (_in_words(rows) if say_rows else "")).split())
     for text in _names(figure):
         text.set_parse_math(False)
@@ -159,6 +164,7 @@ def _names(figure: Any) -> list[Any]:
 def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
     """A table as a sentence; only totals and what follows where it has many lines."""
     head, *lines = rows
+    # A screen reader reads all of it: forty cells would bury the totals.
     first = head.index("total") if len(lines) > 5 and "total" in head else 1
     said = (
         f"{line[0]}: {', '.join(map(' '.join, zip(head[first:], line[first:], strict=True)))}"
