@@ -81,11 +81,13 @@ def recipe(archive: Path, root: Path = ROOT) -> str:
     """
     document = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     project = document["project"]
+    # `parse_sdist_filename` raises a ValueError for a wheel and for any other file.
     name, version = parse_sdist_filename(archive.name)
     if name != project["name"]:
         raise ValueError(f"{archive.name} is no source distribution of {project['name']}")
     extras = project["optional-dependencies"]
     optional = sorted({line for extra in EXTRAS for line in extras[extra]})
+    # The recipe's text has room for one, so a second one stops here.
     (build,) = document["build-system"]["requires"]
     return RECIPE.format(
         version=version,
@@ -106,6 +108,7 @@ def _listed(lines: list[str]) -> str:
 
 
 def _conda(line: str) -> str:
+    # Extras and markers of a requirement are left out: a noarch package has neither.
     requirement = Requirement(line)
     name = canonicalize_name(requirement.name)
     return f"{NAMES.get(name, name)} {requirement.specifier}"

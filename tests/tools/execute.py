@@ -44,6 +44,7 @@ class ThisInterpreter(AsyncKernelManager):
             self.transport_encryption = "auto"
 
     @property
+    # jupyter_client would look "python3" up among the installed kernels.
     def kernel_spec(self) -> KernelSpec:
         return KernelSpec(**get_kernel_dict())
 
@@ -76,6 +77,7 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
+            # Of a cell that does not run, no earlier output may stay.
             cell.outputs, cell.execution_count = [], None
     result = Run(path, notebook, 0.0)
     client = NotebookClient(
@@ -86,6 +88,7 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
         startup_timeout=300,
         record_timing=False,
         coalesce_streams=True,
+        # Counted from 1 as in messages; it stays at the cell in which the run stopped.
         on_cell_execute=lambda cell, cell_index: setattr(result, "failed_cell", cell_index + 1),
         on_cell_executed=lambda **_: on_cell(),
     )
@@ -101,6 +104,7 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
     if interrupted(client):
         raise KeyboardInterrupt
     result.seconds = time.monotonic() - start
+    # `failed_cell` was the last cell that was begun.
     if not result.error:
         result.failed_cell = 0
     return result
@@ -123,6 +127,7 @@ def explain(error: Exception, said: BinaryIO, timeout: int) -> str:
     if isinstance(error, CellTimeoutError):
         return f"the cell took longer than {timeout} s"
     if isinstance(error, DeadKernelError):
+        # The file stands at its end, where the kernel wrote last.
         said.seek(0)
         last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][
             -1:
@@ -158,6 +163,7 @@ def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) ->
             progress.console.print(
                 f"{path.stem}  {result.seconds:.0f} s  {mark}", highlight=False, markup=False
             )
+        # A notebook that failed has cells that never ran, and the bar counts them as done.
         progress.update(bar, completed=before)
     return runs
 
@@ -197,6 +203,7 @@ def main() -> int:
     for path in paths:  # the set-up cell and the badge first, so that what runs is what is stored
         canonical.write(path)
 
+    # `canonical.write` works on a file, so the outputs have to be in it first.
     def keep(result: Run) -> None:
         if not result.error:
             result.path.write_text(canonical.text(result.notebook), encoding="utf-8")

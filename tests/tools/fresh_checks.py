@@ -38,6 +38,7 @@ def agrees_with_formulas(name: str) -> None:
 
 def equals_a_real_step(name: str) -> None:
     """To the byte, in every phase and category."""
+    # One timed step, since bytes do not depend on how often it is timed.
     real, simulated = measure(RECIPES[name], repeats=1), simulate(RECIPES[name], target="cpu")
     assert simulated.peak == real.peak, (simulated.peak, real.peak)
     for phase in real.phases:
@@ -48,6 +49,7 @@ def runs_on_torchs_own_mode() -> None:
     """The quick fake mode fits this torch."""
     from vramlab.simulation.fake_mode import quick_mode_fits
 
+    # Without it everything works and takes longer, which nobody would report.
     assert quick_mode_fits(), "simulations are slower: torch's private parts changed"
 
 
@@ -64,6 +66,7 @@ def watches_a_module() -> None:
 
 def plans_with_a_simulation() -> None:
     found = plan("gpt2", "T4", method="lora")
+    # A plan tells what it could not simulate, and ends well all the same.
     assert found.not_simulated == {}, found.not_simulated
     assert found.best.report.source == "simulated"
 

@@ -71,9 +71,11 @@ def _filled(tree: ast.Module) -> Iterator[str]:
         node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     for call in _calls(tree, "blank.check"):
+        # The name of the blank and the function or class that fills it.
         name, answer = map(ast.unparse, call.args)
         if answer not in written:
             yield f"the blank {name} is not defined in the cell that checks it"
+        # A blank is open as long as an Ellipsis stands anywhere in it.
         elif not any(
             isinstance(node, ast.Constant) and node.value is ...
             for node in ast.walk(written[answer])
@@ -92,6 +94,7 @@ def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[s
                 yield "a guess without 'mine=None', which the reader edits"
             if isinstance(statement, ast.Assign):
                 guessed[ast.unparse(statement.targets[0])] = number
+    # A copy of the names, since compared ones are taken out of the dictionary.
     for name in [name for name in guessed if any(_calls(tree, f"{name}.compare"))]:
         if guessed.pop(name) == number:
             yield f"the guess {name!r} is compared in its own cell, so nobody can make it first"
@@ -110,6 +113,7 @@ def _given_away(cell: NotebookNode, above: list[str]) -> Iterator[str]:
         for found in FOUND.finditer("\n".join(output_texts(cell)))
     )
     for _, number, unit, mine in said:
+        # 11.2 must not be found in 311.2, nor, without a unit, 11 in 11.2.
         pattern = rf"(?<![\d.,]){re.escape(number)}"
         pattern += rf"[\s-]*{re.escape(unit)}" if unit else r"(?![.,]?\d)"
         shown = " ".join(filter(None, (number, unit)))

@@ -52,6 +52,7 @@ def assemble(
 
     Notebooks keep their place under notebooks/, so that their links to each other are the site's.
     """
+    # Pages that are gone from the sources must not stay in the site.
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(SITE, source, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(settings.NOTEBOOKS / "figures", source / "notebooks" / "figures")
@@ -66,15 +67,18 @@ def assemble(
         (source / page).write_text(linked, encoding="utf-8")
     titles, uses, tested = {}, {}, set()
     glossary = source / "glossary.md"
+    # Read before any chapter is linked, as links go both ways: to the glossary and back.
     terms = site_links.glossary_terms(glossary.read_text(encoding="utf-8"))
     for path, place in zip(notebooks, places, strict=True):
         notebook = for_the_site(nbformat.read(path, as_version=4), place, places)
         if chapter := re.fullmatch(r"notebooks/(\d\d)_\w+\.ipynb", place):
             titles[chapter[1]] = place, notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+            # Which words this chapter uses, so that the glossary can lead back to them.
             uses[chapter[1]] = site_links.link_terms(notebook.cells, terms, chapter[1])
             tested |= site_links.link_claims(notebook.cells, load_claims(chapter[1]).values())
         target = source / place
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Last, as it inserts cells: until then they have the numbers of the stored notebook.
         card_outputs.show(notebook, target)
         nbformat.write(notebook, target)
     text = site_links.link_back(glossary.read_text(encoding="utf-8"), uses, places)
@@ -119,6 +123,7 @@ def for_the_site(
             cell.source = site_links.link_mentions(
                 site_links.link_files(source, here, places), here, places
             )
+        # The only cell with metadata of its own is the set-up cell.
         elif canonical.metadata_of(cell):
             cell.metadata["tags"] = ["remove-cell"]
         else:
@@ -128,6 +133,7 @@ def for_the_site(
                 if "metadata" in output
             ]
             if any(alts):
+                # MyST-NB has one alternative text for all figures of a cell.
                 cell.metadata["mystnb"] = {"image": {"alt": " ".join(filter(None, alts))}}
     return notebook
 
@@ -138,6 +144,7 @@ def render(source: Path, out: Path) -> int:
 
     return build_main(
         [
+            # Names that lead nowhere are warnings too, and with -W warnings are errors.
             "-n",
             "-W",
             "--keep-going",
@@ -160,6 +167,7 @@ def lighten(out: Path) -> None:
     """
     for path in out.rglob("*.html"):
         page = path.read_text(encoding="utf-8")
+        # The label would replace the words of a summary for who hears the page.
         page = page.replace('<summary aria-label="Toggle hidden content">', "<summary>")
         page = re.sub(
             r'(<button class="btn search-button-field[^>]*) aria-label="Search"', r"\1", page
@@ -184,7 +192,9 @@ def wrap_sentences(page: str) -> str:
     """The page with the printed sentences marked, which wrap, while tables of text scroll."""
 
     def mark(line: str) -> str:
+        # Two blanks in a row are a table's columns, which must not wrap.
         is_table = "  " in line.strip() or len(re.sub(r"<[^>]*>|&[a-z]+;", "", line)) < NARROW
+        # A span of highlighting that goes over a line's end would be cut by another one.
         is_whole = line.count("<span") == line.count("</span")
         return f'<span class="sentence">{line}</span>' if is_whole and not is_table else line
 
@@ -210,6 +220,7 @@ def frame_figures(page: str, folder: Path) -> str:
             return found[0]
         (width, height), scale = read_png(place)
         size = f'width="{round(width / scale)}" height="{round(height / scale)}"'
+        # The first figure is what a reader waits for.
         lazy = ' loading="lazy"' if count else ""
         count += 1
         return (
@@ -233,6 +244,8 @@ def read_png(path: Path) -> tuple[tuple[int, int], int]:
     from PIL import Image
 
     with Image.open(path) as image:
+        # matplotlib writes the resolution into the file; a picture without one has 100 dots an
+        # inch.
         return image.size, max(1, round(image.info.get("dpi", (100,))[0] / 100))
 
 
@@ -255,6 +268,7 @@ class Page(HTMLParser):
         self.anchors.update(given[name] for name in ("id", "name") if name in given)
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
+        # These only name other pages; a browser fetches what other kinds of link name.
         elif tag == "link" and given.get("rel") in (
             "canonical",
             "search",
@@ -295,6 +309,8 @@ def check(out: Path) -> tuple[list[str], Counter]:
         for link in page.links + page.loaded:
             parts = urlsplit(link)
             if parts.scheme in ("http", "https") or parts.netloc:
+                # A link may lead anywhere, and only what is loaded by itself would tell others of
+                # the reader.
                 if link in page.links:
                     external[link] += 1
                 else:
@@ -310,6 +326,7 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
     """Why a link inside the site leads nowhere; "" when it leads somewhere."""
     target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
     if target.is_dir():
+        # What a server answers for a folder.
         target /= "index.html"
     if not target.is_file():
         return "is not there"
@@ -329,6 +346,7 @@ def make(
     assemble(source, notebooks, verdicts, pyodide)
     if pyodide:
         web_calculator.write_space(build.resolve() / "space", pyodide)
+    # Sphinx leaves pages of documents that are gone.
     shutil.rmtree(out, ignore_errors=True)
     status = render(source, out)
     lighten(out)

@@ -42,7 +42,9 @@ def keep(path: Path, out: Path) -> None:
     """Run one notebook and write what came of it."""
     run = execute.run(path)
     nbformat.write(
-        run.notebook, out / path.name if not run.error else out / f"{path.stem}.failed.ipynb"
+        # Under another name, so that a later call runs it again.
+        run.notebook,
+        out / path.name if not run.error else out / f"{path.stem}.failed.ipynb",
     )
     print(
         f"{path.stem}  {run.seconds:.0f} s  {execute.failures([run])[0] if run.error else 'ok'}",
@@ -62,11 +64,13 @@ def keep_all(paths: list[Path], out: Path, jobs: int, deadline: float) -> None:
         for path, process in list(running.items()):
             late = time.monotonic() >= deadline
             if process.poll() is None and late:
+                # The whole group: the kernel is a child that would keep the card's memory.
                 os.killpg(process.pid, signal.SIGKILL)
                 print(f"{path.stem}  ended: the time is over", flush=True)
             if process.poll() is not None or late:
                 process.wait()
                 del running[path]
+                # After each, as a machine on loan may end at any moment.
                 pack(out)
         if waiting and time.monotonic() >= deadline:
             print("not started:", *(path.stem for path in waiting), flush=True)
@@ -85,6 +89,7 @@ def pack(out: Path) -> None:
     part = out.with_suffix(".part")
     with tarfile.open(part, "w:gz") as packed:
         packed.add(out, out.name)
+    # A rename within one folder is atomic, so no half-written archive is ever fetched.
     part.replace(out.with_suffix(".tar.gz"))
 
 

@@ -54,6 +54,7 @@ def chapter(run: Run, links: dict[str, str] | None = None) -> str:
     """The executed notebook as one HTML page; `links` are what its navigation says, each with its
     address.
     """
+    # A copy: the executed notebook is written with its badge.
     notebook = nbformat.from_dict(run.notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":  # the badge is a picture from the network

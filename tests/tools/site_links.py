@@ -35,6 +35,7 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
             shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
         else:
             return found[0]
+        # A chapter's file begins with its number, so that the name itself may change.
         place = next(
             (place for place in places if place.startswith(starts) and place != here), None
         )
@@ -65,6 +66,7 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
             return f"{found[1]}({target})"
         return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
 
+    # Not what has a scheme, as https:, and not a place on the same page.
     return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
 
 
@@ -73,6 +75,8 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
 
 def glossary_terms(glossary: str) -> dict[str, str]:
     """The English terms of the glossary's text, and the chapter that explains each."""
+    # A term of a MyST glossary has two lines, in English and Korean, and an indented text that ends
+    # with its chapter.
     entry = r"^(?P<term>\S.*)\n\S.*\n(?:  .*\n)*?  .*\(chapter\s+(?P<chapter>\d\d)\)$"
     text = re.sub(r"\(chapter\n\s+", "(chapter ", glossary)
     return {found["term"]: found["chapter"] for found in re.finditer(entry, text, re.MULTILINE)}
@@ -97,6 +101,7 @@ def link_terms(
     for cell in cells:
         if cell.cell_type != "markdown" or not left:
             continue
+        # The longest first: "gradient accumulation" must not be taken for "gradient".
         words = "|".join(re.escape(term) for term in sorted(left, key=len, reverse=True))
         pattern = re.compile(
             rf"{LEFT_ALONE}|(?<![\w-])(?P<term>{words})(?P<plural>s?)(?![\w-])",
@@ -109,9 +114,11 @@ def link_terms(
             if term is None or term in linked:
                 return found[0]
             linked.add(term)
+            # MyST's role shows the words as they stand in the text, and leads to the term.
             return f'<span id="{anchor_of(term)}"></span>{{term}}`{found[0]} <{term}>`'
 
         cell.source = pattern.sub(link, cell.source)
+        # Only a first appearance becomes a link, or half of a page would be blue.
         left -= linked
     return linked
 

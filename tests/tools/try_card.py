@@ -41,8 +41,10 @@ def rehearse(lists: list[str], minutes: float, folder: str | None) -> list[str]:
         wrong += [f"{piece.title}: not done in {minutes:g} minutes" for piece, _ in run.left]
         again = run_card(lists or None, minutes, folder, dry_run=True)
         done = run.before + len(run.done)
+        # A second call takes up where the first one ended, so all that was done must be found.
         if again.before != done:
             wrong.append(f"{done} were done and {again.before} of them are found again")
+        # Figures of the stand-in must never get among the records, on either way in.
         for refuses in (load, lambda path: share(path, folder)):
             try:
                 refuses(run.file)
@@ -55,11 +57,13 @@ def rehearse(lists: list[str], minutes: float, folder: str | None) -> list[str]:
 def differences(run: CardRun) -> list[str]:
     """Run one of the forked recipes again in a fresh process; say where its bytes are others."""
     for report in run.reports:
+        # The first one that can fork is enough: it shows whether forking changes bytes at all.
         piece = Piece("recipe", recipe=rebuild(Recipe, "recipe", report.recipe))
         if report.status != "ok" or not piece.can_fork():
             continue
         fresh = piece.run(piece.start(), timeout=600).to_dict()
         forked = report.to_dict()
+        # Seconds differ from run to run.
         names = [name for name in fresh if fresh[name] != forked[name] and name != "speed"]
         return [f"{piece.title}: forked, it has other {', '.join(names)}"] if names else []
     return []

@@ -59,9 +59,11 @@ def fetch_pyodide(folder: Path) -> Path:
     Raises ValueError for another package.
     """
     place = folder / f"pyodide-{VERSION}"
+    # A download that was broken off leaves some of them.
     if not all((place / name).is_file() for name in FILES):
         with urllib.request.urlopen(PACKAGE, timeout=120) as answer:
             package = answer.read()
+        # The page runs what is in it, so it must be the package that was looked at.
         if (found := hashlib.sha512(package).hexdigest()) != SHA512:
             raise ValueError(
                 f"{PACKAGE} has the SHA-512 sum {found}, which is not the one written down here."
@@ -191,6 +193,8 @@ def write_start(place: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(place / "vramlab.zip").extractall(folder)
+        # Isolated and without site-packages, as in the browser: what imports torch or numpy fails
+        # here.
         words = [sys.executable, "-I", "-S", "-c", ASK]
         asked = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
     page, answer = asked.stdout.splitlines()
@@ -251,6 +255,7 @@ def quick_answers() -> str:
         "needs": needs,
         "start": ["llama-3.1-8b", "QLoRA", "RTX 4090"],
     }
+    # A "</script>" in a text would end the element.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'```{{raw}} html\n<div id="quick"><script '
