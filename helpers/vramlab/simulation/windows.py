@@ -70,7 +70,10 @@ class Windows:
         runs = []
         # tensors have no content, so that all of a length may stand in a row
         for length, count in Counter(sizes).items():
-            runs += [(count, length)] if count >= LEAST else [(1, length)] * count
+            if count >= LEAST:
+                runs.append((count, length))
+            else:
+                runs += [(1, length)] * count
         pieces = split(tensor, [count * length for count, length in runs], dim)
         for piece, (count, length) in zip(pieces, runs, strict=True):
             if count > 1:
@@ -149,10 +152,13 @@ class Run(NamedTuple):
         freed = events[(log.sizes[events] < 0) & ~self.once]
         # in backward, which frees what forward has kept, the last window comes first
         is_backward = len(born) > 0 and not np.isin(log.keys[freed], log.keys[born]).all()
-        numbers = range(self.times)
-        for number in reversed(numbers) if is_backward else numbers:
-            is_last = number == (0 if is_backward else self.times - 1)
-            yield number, events if is_last else events[~self.once]
+        numbers = list(range(self.times))
+        if is_backward:
+            numbers.reverse()
+        *others, last = numbers
+        for number in others:
+            yield number, events[~self.once]
+        yield last, events
 
 
 def unfold(log: Log | list[Event], marks: list[Mark]) -> tuple[Log, list[Mark]]:
