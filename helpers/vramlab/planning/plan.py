@@ -32,6 +32,7 @@ from .plan_script import scripts, words
 from .question import Question
 from .search import Search
 from .search_space import to_install
+from .vllm_share import search_of
 
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
@@ -325,7 +326,7 @@ def plan(
     question = Question(model, gpu, gpus, **asked)
     if question.reads_images:
         return _with_images(question, confirm, standing)
-    search = Search(question)
+    search = search_of(question)
 
     # Each standing is a plan of its own: an answer that did not fit has given way by then.
     def tell(done: int, count: int) -> None:
