@@ -62,6 +62,7 @@ def main() -> None:
     cases = [(given[0], given[1], int(given[2]), int(given[3]))] if given else CASES
     for case in cases:
         considered, predicted, seconds, best = run(PLANNED, case)
+        # The same space, and every recipe of it predicted, as without pruning.
         _, _, each, same = run(EACH, case)
         print(
             f"{case[0]} on {case[2]} × {case[1]}, {case[3]} tokens: {considered:,} recipes, "

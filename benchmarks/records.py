@@ -32,8 +32,10 @@ def errors(report: Report, torch: str) -> dict[str, float]:
             "simulate, reserved": (said.reserved.value, report.reserved),
             "simulate, the whole process": (said.process.value, report.process),
         }
+        # predict refuses what has no formula, such as a model that it does not know.
         with contextlib.suppress(RecipeError):
             figures["predict, allocated"] = (predict(recipe, gpu=card).peak.total, report.allocated)
+    # Not every record has each figure: without NVML there is no process.
     return {name: a / b - 1 for name, (a, b) in figures.items() if b}
 
 
@@ -51,8 +53,10 @@ def by_card() -> dict[str, list[Report]]:
 def main(every: int = 1) -> None:
     for card, reports in by_card().items():
         print(card)
+        # Out of memory has no peak to compare.
         measured = [report for report in reports if report.status == "ok"][::every]
         own = reports[0].environment["torch"]
+        # Once where both are the same version.
         for torch in dict.fromkeys((own, environment()["torch"])):
             groups: dict[str, list[tuple[float, str]]] = {}
             for report in measured:

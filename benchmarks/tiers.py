@@ -1,10 +1,11 @@
-"""How right the tiers are: safe, likely and tight against what real processes took, and against
-PyTorch's own allocator.
+"""How right the tiers are: safe, likely and tight against what real processes took.
 
-    python benchmarks/tiers.py                  # published runs, the records, PyTorch's allocator
-    on the stand-in; 6 minutes python benchmarks/tiers.py contexts         # how often a reading
-    lies below the likely context, and above the high one python benchmarks/tiers.py plans
-    TASKS.json # random plans that `plan_tasks.py run` trained on the stand-in
+    # Published runs, the records, and PyTorch's own allocator on the stand-in: 6 minutes.
+    python benchmarks/tiers.py
+    # How often a reading lies below the likely context, and above the high one.
+    python benchmarks/tiers.py contexts
+    # Random plans that `plan_tasks.py run` trained on the stand-in.
+    python benchmarks/tiers.py plans TASKS.json
 
 A row is a run whose process, or whose segments and card, are known. Cards are drawn for it: of as
 many bytes as lie between the ends of its interval, evenly. On a card where the answer is *safe* it
@@ -90,6 +91,7 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> dict[str, float]:
     said: dict[str, list[bool]] = {tier: [] for tier in TIERS}
     for needs, took in rows:
         for _ in range(DRAWS):
+            # Up to a tenth above the interval, or "safe" would hardly ever be said.
             card = rng.uniform(needs.low, 1.1 * needs.high)
             said[needs.tier(int(card))].append(took <= card)
     low = sum(needs.value < took for needs, took in rows)
@@ -110,6 +112,7 @@ def contexts() -> None:
     """Print how each reading lies in the interval of its card, from all readings and without
     itself.
     """
+    # The others load less than a training step, or kernels that few models have.
     usual = [one for one in readings() if one.loaded not in (*LESS, "convolutions")]
     held = [
         (one, context_on(find_gpu(one.gpu), one.loaded, one.ranks))
@@ -117,6 +120,7 @@ def contexts() -> None:
         if one.gpu in gpu_names()
     ]
     alone = [pair for pair in held if pair[0].ranks == 1]
+    # Ranks that talk have buffers of NCCL beside the context.
     for name, pairs in (
         ("one rank", alone),
         ("several", [pair for pair in held if pair not in alone]),

@@ -1,8 +1,8 @@
 """Run chapters on this machine's card and keep the executed notebooks: `make course` without its
 pages.
 
-    PYTHONPATH=helpers python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK
-    …]
+    export PYTHONPATH=helpers
+    python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK …]
 
 Needs the course's packages, nbclient, ipykernel and rich; nothing is installed and no page is made.
 A notebook that was kept before is not run again, one that does not end in time is ended. What ran

@@ -4,8 +4,7 @@ other records say beside.
     python tests/tools/verify_record.py data/measurements/FILE.json … [--json]
 
 Exit status: 0 accepted, 1 a finding (simulate says something else, tensor by tensor; or no step on
-such a card was ever so
-fast: a person looks), 2 refused.
+such a card was ever so fast: a person looks), 2 refused.
 """
 
 import argparse
