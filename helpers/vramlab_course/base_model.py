@@ -207,15 +207,17 @@ def bits_per_byte(
             ids, labels = _padded(windows[first : first + batch_size])
             # The last position predicts what comes after the window, and the softmax is taken in
             # fp32.
-            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
+            outputs = model(input_ids=ids.to(device), use_cache=False)
+            logits = outputs.logits[:, :-1].float()
             nats += torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1),
                 labels[:, 1:].flatten().to(device),
                 reduction="sum",
             ).item()
     model.train(training)
+    count = sum(len(text.encode()) for text in texts)
     # Cross-entropy is in nats, and ln 2 nats are one bit.
-    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    return nats / math.log(2) / count
 
 
 def _windows(
@@ -236,7 +238,8 @@ def _windows(
         while done < len(tokens):
             # The first window predicts a whole context, later ones `stride` tokens each.
             end = min(len(tokens), max(done + stride, context))
-            windows.append((tokens[max(0, end - context) : end], end - done))
+            start = max(0, end - context)
+            windows.append((tokens[start:end], end - done))
             done = end
     # windows of like length come into one batch, so little of it is padding
     return sorted(windows, key=lambda window: -len(window[0]))
@@ -250,7 +253,11 @@ def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torc
     import torch
 
     # The batch is sorted by length, so its first window is the longest.
-    ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+    ids = torch.zeros(
+        len(batch),
+        len(batch[0][0]),
+        dtype=torch.long,
+    )
     labels = torch.full_like(ids, -100)
     for row, (tokens, new) in enumerate(batch):
         ids[row, : len(tokens)] = torch.tensor(tokens)

@@ -115,7 +115,11 @@ class Collectives(TorchDispatchMode):
         """Count a collective of `size` bytes among `ranks`."""
         before = self.seen.get(kind, Traffic())
         sent = before.sent + size * ring_share(kind, ranks)
-        self.seen[kind] = Traffic(before.calls + 1, before.bytes + size, sent)
+        self.seen[kind] = Traffic(
+            before.calls + 1,
+            before.bytes + size,
+            sent,
+        )
         self.sizes[kind].append(size)
 
 

@@ -170,7 +170,11 @@ def _shared_names(stored: dict[str, Any]) -> Names:
     return Names(stored.pop("names", {}), imports)
 
 
-def _blank(name: str, entry: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def _blank(
+    name: str,
+    entry: Mapping[str, Any],
+    names: Names,
+) -> dict[str, Any]:
     def make(source: str) -> Any:
         written: dict[str, Any] = {}
         # `needs` are imports and helpers that the solution stands on in the notebook.
@@ -203,8 +207,11 @@ def _options(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(entry: Mapping[str, Any], names: Names, check: type[Number] = Number) -> Number:
-    mistakes = [Mistake(partial(names.evaluate, wrong), text) for wrong, text in entry["mistakes"]]
-    return check(partial(names.evaluate, entry["answer"]), mistakes=mistakes, **_options(entry))
+    mistakes = []
+    for wrong, text in entry["mistakes"]:
+        mistakes.append(Mistake(partial(names.evaluate, wrong), text))
+    answer = partial(names.evaluate, entry["answer"])
+    return check(answer, mistakes=mistakes, **_options(entry))
 
 
 def _function(entry: Mapping[str, Any], names: Names) -> Function:
@@ -274,8 +281,11 @@ def _conditions(entry: Mapping[str, Any], names: Names) -> Judge:
                 return Feedback(False, otherwise.format_map(known))
         return Feedback(True, entry["right"].format_map(known))
 
-    # Of a sentence with names filled in, the longest piece between them is looked for.
-    reasons = [max(re.split(r"{.*?}", text), key=len) for _, text in entry["conditions"]]
+    reasons = []
+    for _, text in entry["conditions"]:
+        # Of a sentence with names filled in, the longest piece between them is looked for.
+        between = re.split(r"{.*?}", text)
+        reasons.append(max(between, key=len))
     return Judge(judge, *_tried(entry, names), reasons)
 
 

@@ -55,12 +55,10 @@ class Exercise:
     check: Check
 
     def __post_init__(self):
-        whole = (
-            re.fullmatch(r"\d\d\.[1-9]\d?", self.name)
-            and self.difficulty in range(1, 6)
-            and self.minutes > 0
-        )
-        if not (whole and self.question.strip() and len(self.hints) == 2 and all(self.hints)):
+        is_named = re.fullmatch(r"\d\d\.[1-9]\d?", self.name)
+        is_rated = self.difficulty in range(1, 6) and self.minutes > 0
+        has_hints = len(self.hints) == 2 and all(self.hints)
+        if not (is_named and is_rated and self.question.strip() and has_hints):
             needs = "a name like '02.1', a question, a difficulty of 1 to 5, minutes, and two hints"
             raise ValueError(f"exercise {self.name!r} needs {needs}.")
 
@@ -80,7 +78,9 @@ def chapter(number: str) -> dict[str, Exercise]:
     path = data_path("exercises", f"{number}.toml")
     if not path.exists():
         raise ExerciseError(f"Chapter {number} has no exercises.")
-    exercises = {name: Exercise(name, **entry) for name, entry in read_exercises(path).items()}
+    exercises = {}
+    for name, entry in read_exercises(path).items():
+        exercises[name] = Exercise(name, **entry)
     # Or a copied file's exercises would pass for another chapter's.
     stray = [name for name in exercises if not name.startswith(number + ".")]
     if stray:

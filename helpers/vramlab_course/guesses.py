@@ -52,7 +52,9 @@ class Guess:
         `form` formats numbers; `of_this_run`: all of it differs from run to run, as times do.
         """
         self.found = float(found)
-        said = "none" if self.mine is None else f"{self._shown(self.mine, ',g')}, {self.verdict()}"
+        said = "none"
+        if self.mine is not None:
+            said = f"{self._shown(self.mine, ',g')}, {self.verdict()}"
         line = f"found {self._shown(self.found, form)} · your guess: {said}"
         text = "\n".join(map(str, [*beside, line]))
         # Marked line by line, so that the comparison of notebooks leaves them out.
@@ -72,7 +74,9 @@ class Guess:
         # Two zeros too, for which a ratio has no value.
         if self.mine == self.found:
             return 1.0
-        return self.mine / self.found if self.mine * self.found > 0 else math.inf
+        if self.mine * self.found > 0:
+            return self.mine / self.found
+        return math.inf
 
     def verdict(self) -> str:
         """How far off the guess is, in words."""

@@ -124,13 +124,13 @@ def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, A
     for size, storage, _ in log:
         if size > 0:
             before = allocator.reserved
-            block = blocks[id(storage)] = allocator.malloc(storage.asked)
+            block = allocator.malloc(storage.asked)
+            blocks[id(storage)] = block
             more = {"addr": block.address, "stream": 0, "frames": frames[id(storage)]}
+            added = allocator.reserved - before
             # The request made a segment, which PyTorch's history has as an event of its own.
-            if allocator.reserved > before:
-                events.append(
-                    {"action": "segment_alloc", "size": allocator.reserved - before, **more}
-                )
+            if added > 0:
+                events.append({"action": "segment_alloc", "size": added, **more})
             events.append({"action": "alloc", "size": block.size, **more})
         # What was made before the recording is freed without having been seen.
         elif id(storage) in blocks:

@@ -72,7 +72,8 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Qu
     numbers that are not finite, and a table that does not ascend within ±1.
     """
     # After scaling all numbers lie within ±1, so a table beyond has codes that are never used.
-    if len(table) < 2 or not _ascends(table) or float(table.abs().max()) > 1:
+    is_table = len(table) >= 2 and _ascends(table) and float(table.abs().max()) <= 1
+    if not is_table:
         raise NumericsError("A table has two or more ascending numbers from −1 to 1.")
     _check(numbers, (len(table) - 1).bit_length())
     size = numbers.numel() if block_size is None else block_size
@@ -104,7 +105,8 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
     _check(numbers, bits)
     ordered = numbers.flatten().sort().values
     # Positions in the sorted numbers, at the middle of each of 2^bits equal shares.
-    middles = (torch.arange(2**bits) + 0.5) / 2**bits * len(ordered)
+    shares = (torch.arange(2**bits) + 0.5) / 2**bits
+    middles = shares * len(ordered)
     table = ordered[middles.long().clamp(max=len(ordered) - 1)]
     if not _ascends(table):
         raise NumericsError(

@@ -20,9 +20,8 @@ def best_seconds(work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     import torch
 
     cuda = torch.cuda.is_available()
-    wait, clock = (
-        (torch.cuda.synchronize, time.perf_counter) if cuda else (lambda: None, time.thread_time)
-    )
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    clock = time.perf_counter if cuda else time.thread_time
     threads = torch.get_num_threads()
     best = dict.fromkeys(work, float("inf"))
     torch.set_num_threads(1)

@@ -165,7 +165,11 @@ def rows_of(
     # By seed and step alone, so that a run goes on with the same rows after a restart, on any
     # number of ranks.
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
-    starts = torch.randint(len(tokens) - given.context, (given.batch_size, 1), generator=generator)
+    starts = torch.randint(
+        len(tokens) - given.context,
+        (given.batch_size, 1),
+        generator=generator,
+    )
     # Every world-th row from its own rank on, and for each row a window of the text.
     return tokens[starts[rank::world] + torch.arange(given.context)]
 
@@ -241,8 +245,14 @@ def train_step(
 
 def newest(folder: Path | None) -> Path | None:
     """The newest complete checkpoint; incomplete ones are named step-N.part."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()] if folder else []
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+    if folder is None:
+        return None
+    found = {}
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdigit():
+            found[int(number)] = path
+    return found[max(found)] if found else None
 
 
 def save(
@@ -320,8 +330,10 @@ def train(
                 "world_size": world,
             }
             print(json.dumps(line), flush=True)
-        if given.checkpoint and ((step + 1) % given.save_every == 0 or step + 1 == given.steps):
-            save(model, optimizer, step + 1, given.checkpoint, rank)
+        done = step + 1
+        is_due = done % given.save_every == 0 or done == given.steps
+        if given.checkpoint and is_due:
+            save(model, optimizer, done, given.checkpoint, rank)
     if given.export:
         # All ranks take part in gathering, though only rank 0 keeps the result.
         whole = get_model_state_dict(

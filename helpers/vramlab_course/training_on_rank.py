@@ -58,7 +58,8 @@ def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Ten
             # A seed for each micro-batch of each step, never that of the weights.
             torch.manual_seed(SEED + 1 + step * count + number)
             rows = make_batch(alone(recipe), "cpu")
-            own = {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}
+            mine = slice(first, first + recipe.batch_size)
+            own = {name: tensor[mine] for name, tensor in rows.items()}
             is_cut = recipe.sharding is not None and recipe.sharding.sp_size > 1
             yield part_of_rows(own, recipe) if is_cut else own
 

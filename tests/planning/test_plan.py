@@ -502,6 +502,24 @@ def test_alternatives_turn_one_switch_and_fit():
         assert f"qlora {other}"[:60] in str(found)
 
 
+SLOWER = [("gemma-2-2b", "H100 SXM", 576, "full"), ("qwen2.5-14b", "RTX 4070", 192, "qlora")]
+
+
+@pytest.mark.parametrize(("model", "card", "tokens", "method"), params(SLOWER, SLOWER[:1]))
+def test_an_alternative_is_faster_within_the_error_only_and_is_said_to_be(
+    model, card, tokens, method
+):
+    found = plan(model, card, seq_len=tokens, method=method, confirm=False)
+    gains = []
+    for choice in found.choices:
+        for other in found.alternatives[choice.method]:
+            gains.append(other.tokens_per_second / choice.time.tokens_per_second)
+            assert gains[-1] <= choice.time.seconds / choice.time.low
+            words = f"{choice.method} {other}; faster within the error of the estimate"
+            assert (words in str(found).replace("\n    ", " ")) == (gains[-1] > 1.005), str(other)
+    assert max(gains) > 1.1
+
+
 def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_host_memory():
     asked = dict(seq_len=2048, gpus=2, confirm=False)
     found = plan("llama-3.1-70b", "RTX 4090", **asked)

@@ -25,6 +25,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report
+from ..simulation.colocated import colocated
 from ..training.quiet import no_collection
 from .counted import counted_as, host_memory
 from .question import METHODS, Question
@@ -176,7 +177,8 @@ class Candidate:
             sharding = self.recipe.sharding
             is_sharded = bool(sharding and sharding.stage)
             inside = reserved.reserved(Counter(), least_held, is_sharded)
-        return getattr(inside + self._context, TIERS[tier])
+        process = inside + self._context
+        return getattr(process if self.simulated else self._beside_vllm(process), TIERS[tier])
 
     @cached_property
     def _context(self) -> Interval:
@@ -223,7 +225,17 @@ class Candidate:
 
     def interval_with(self, expandable_segments: bool) -> Interval:
         """Return the same with the allocator's setting."""
-        return self._best_known().process_with(expandable_segments)
+        process = self._best_known().process_with(expandable_segments)
+        return process if self.simulated else self._beside_vllm(process)
+
+    def _beside_vllm(self, process: Interval) -> Interval:
+        """Return the least that a process takes for which formulas say `process`, with its vLLM.
+
+        In what vLLM leaves it the allocator frees what it has cached, which formulas do not replay:
+        their upper end says little there, and the simulation decides.
+        """
+        vllm = colocated(self.recipe, self.question.gpu)
+        return Interval.of(process.low) + vllm.training if vllm else process
 
     def _best_known(self) -> Report:
         """Return the simulation where there was one, else the prediction."""

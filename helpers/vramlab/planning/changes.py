@@ -14,6 +14,7 @@ from ..recipe.knobs import knobs
 from ..recipe.options import TRL, Quantization
 from ..recipe.recipe import Recipe
 from ..report.report import Report, format_bytes, unit_for
+from ..simulation.colocated import least_share
 from .counted import counted_as
 from .question import LIGER_SINCE, RANK, Question
 from .search import Search
@@ -270,10 +271,8 @@ def _shares(question: Question) -> list[Fields]:
     That is its weights and the keys and values of one batch. Each is simulated, so they are few.
     """
     rollouts = question.rollouts
-    if not (rollouts and rollouts.is_colocated):
+    if question.finds_share or not (rollouts and rollouts.is_colocated):
         return []
-    from ..simulation.colocated import least_share
-
     # In whole steps, rounded up.
     least = math.ceil(least_share(question.plain, question.gpu) / SHARE)
     changes = []

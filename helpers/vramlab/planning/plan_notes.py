@@ -13,6 +13,7 @@ from .candidate import Choice, epoch_of, is_as_fast
 from .counted import counted_as
 from .question import Question
 from .step_walk import walk
+from .vllm_share import about_share
 
 LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 
@@ -25,6 +26,7 @@ def notes_on_question(
     yield from _as_fast(choices)
     if question.plain.rollouts:
         yield "tokens/s are of training alone: what sampling the completions takes is not in them"
+        yield from about_share(question)
     yield from _about_the_card(question)
     yield from _about_kernels(question, [choice.recipe for choice in choices])
     if question.packing and any(choice.recipe.trainer == "transformers" for choice in choices):

@@ -242,15 +242,19 @@ class Search:
         """
         tier = self.question.tiers[0]
         usable = self.question.usable
-
-        def order(candidate: Candidate) -> tuple:
-            _, sound, effort = candidate.kind
-            return not sound, EFFORTS.index(effort), candidate.bound(tier)
-
         light = [one for one in self.ends if least_bytes(one.recipe) <= usable]
-        for candidate in sorted(light, key=order):
+        for candidate in sorted(light, key=self._lightness):
             if candidate.fits(tier) and candidate.must_be_simulated:
                 confirm([candidate])
             if candidate.fits(tier):
                 return candidate.recipe
         return None
+
+    def lightest(self) -> Candidate | None:
+        """Return the recipe that takes the least of those that are sound and of least effort."""
+        return min(self.ends, key=self._lightness, default=None)
+
+    def _lightness(self, candidate: Candidate) -> tuple:
+        """Return the key by which what is sound comes first, then less effort, then less memory."""
+        _, sound, effort = candidate.kind
+        return not sound, EFFORTS.index(effort), candidate.bound(self.question.tiers[0])

@@ -122,7 +122,13 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
             sizes = [m.bytes.total / MiB for m in moments]
             (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
             begins = next(i for i, moment in enumerate(moments) if moment.phase == "backward")
-            ax.plot(x[begins], sizes[begins], "o", color=drawn.get_color(), markersize=7)
+            ax.plot(
+                x[begins],
+                sizes[begins],
+                "o",
+                color=drawn.get_color(),
+                markersize=7,
+            )
         # An empty line, for the legend alone.
         ax.plot([], [], "o", color="#888888", label="the first backward pass begins")
         ax.set(

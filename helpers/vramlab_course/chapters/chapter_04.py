@@ -110,7 +110,13 @@ def _rank(
     at = f"file://{folder}/meeting"
     # With several threads it is a race when gloo frees its buffers, and the figures would differ.
     with one_gloo_thread():
-        dist.init_process_group("gloo", at, timedelta(seconds=seconds), rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo",
+            at,
+            timedelta(seconds=seconds),
+            rank=rank,
+            world_size=world,
+        )
         found = function(rank, world)
         gc.collect()  # what holds the group goes first, see process_group.real_rank
         dist.destroy_process_group()

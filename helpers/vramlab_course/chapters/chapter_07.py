@@ -42,10 +42,13 @@ def draw_lengths(count: int = 24) -> list[int]:
     They are log-normal around 365 tokens, in multiples of 128 up to 1,024.
     """
     rng = random.Random(0)
-    # e^5.9 is 365
-    return [
-        min(1024, max(128, 128 * round(rng.lognormvariate(5.9, 0.6) / 128))) for _ in range(count)
-    ]
+    lengths = []
+    for _ in range(count):
+        # e^5.9 is 365
+        drawn = rng.lognormvariate(5.9, 0.6)
+        length = 128 * round(drawn / 128)
+        lengths.append(min(1024, max(128, length)))
+    return lengths
 
 
 LENGTHS = draw_lengths()

@@ -67,8 +67,9 @@ class _Small(Card):
             return super()._hold(values)
         except torch.OutOfMemoryError:
             # the one that is refused was entered last
-            *held, asked = self.sizes.values()
-            sizes = [size / MiB for size in (asked, self.limit, self.limit - sum(held), sum(held))]
+            *others, asked = self.sizes.values()
+            held = sum(others)
+            sizes = [size / MiB for size in (asked, self.limit, self.limit - held, held)]
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate {:.2f} MiB. GPU 0 has a total capacity of "
                 "{:.2f} MiB of which {:.2f} MiB is free. Of the allocated memory {:.2f} MiB is "
@@ -89,9 +90,8 @@ def small_card(limit: int) -> Iterator[None]:
             yield
         return
     # the fraction is of the whole card, and what is reserved already counts towards it
-    share = (torch.cuda.memory_reserved() + limit) / torch.cuda.get_device_properties(
-        0
-    ).total_memory
+    total = torch.cuda.get_device_properties(0).total_memory
+    share = (torch.cuda.memory_reserved() + limit) / total
     # PyTorch's allocator raises its own OutOfMemoryError beyond this share of the card.
     torch.cuda.set_per_process_memory_fraction(share)
     try:
@@ -104,8 +104,9 @@ def package_texts(most: int) -> list[str]:
     """The first `most` characters of vramlab's own source, file by file."""
     texts = []
     for path in sorted((Path(vramlab.__file__).parent / "recipe").glob("*.py")):
-        # The slice of what is left of `most`: empty for files past it.
-        texts.append(path.read_text(encoding="utf-8")[: most - sum(map(len, texts))])
+        # What is left of `most`: nothing for files past it.
+        left = most - sum(map(len, texts))
+        texts.append(path.read_text(encoding="utf-8")[:left])
     return [text for text in texts if text]
 
 
@@ -235,7 +236,14 @@ def chat(
     del untrained
     torch.cuda.empty_cache()
     card = None if on_card else "T4"  # None: this machine's
-    planned = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
+    planned = plan(
+        model,
+        card,
+        seq_len=TOKENS,
+        global_batch=SAMPLES,
+        method=method,
+        liger=False,
+    )
     (program,) = planned.write(folder / "train_chat.py")
     data = folder / "chats.jsonl"
     data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))

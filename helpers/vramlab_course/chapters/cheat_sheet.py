@@ -136,8 +136,10 @@ def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
     first = step_time(ladder()[0][1], LADDER_CARD).seconds
     rows = []
     for label, recipe in ladder():
-        split = {name: n for name, n in predict(recipe, gpu=LADDER_CARD).peak.items() if n}
-        rows.append((label, split, step_time(recipe, LADDER_CARD).seconds / first))
+        peak = predict(recipe, gpu=LADDER_CARD).peak
+        split = {name: size for name, size in peak.items() if size}
+        time = step_time(recipe, LADDER_CARD).seconds
+        rows.append((label, split, time / first))
     return tuple(rows)
 
 
@@ -166,11 +168,13 @@ def largest_model(card: str, method: str) -> str:
         )
         # Whether anything fits is asked and not what is best, which would rank the whole space.
         recipe = Search(question).any_fit()
-        low, high = (middle + 1, high) if recipe else (low, middle)
-        if recipe:
-            said = MODELS[middle] + (
-                f" ({SAID.get(recipe.precision, 'mixed')})" if method == "full" else ""
-            )
+        if recipe is None:
+            high = middle
+            continue
+        low = middle + 1
+        said = MODELS[middle]
+        if method == "full":
+            said += f" ({SAID.get(recipe.precision, 'mixed')})"
     return said
 
 
@@ -178,10 +182,10 @@ def matrix() -> list[tuple[str, ...]]:
     """A table of the largest model by card and method."""
     rows = [("card", "usable", *("full", "LoRA r = 16", "QLoRA r = 16"))]
     for card in CARDS:
-        memory = usable_memory(find_gpu(card.rpartition(" × ")[2]))
-        rows.append(
-            (card, f"{memory / GiB:.1f} GiB", *(largest_model(card, method) for method in METHODS))
-        )
+        name = card.rpartition(" × ")[2]
+        memory = usable_memory(find_gpu(name)) / GiB
+        largest = [largest_model(card, method) for method in METHODS]
+        rows.append((card, f"{memory:.1f} GiB", *largest))
     return rows
 
 
@@ -246,9 +250,20 @@ def draw():
     # below.
     figure.get_layout_engine().set(rect=(x, y + 0.02, 1 - 2 * x, 1 - 2 * y - 0.05))
     figure.heading = "Make it fit: GPU memory of training on one page"
-    figure.text(x, 1 - y, figure.heading, fontweight="bold", fontsize=15, va="top")
+    figure.text(
+        x,
+        1 - y,
+        figure.heading,
+        fontweight="bold",
+        fontsize=15,
+        va="top",
+    )
     figure.text(x, y, _made(), fontsize=7, color="#444444")
-    kept, climb, fits, moves, rules = figure.subplots(5, 1, height_ratios=(2.1, 3.4, 2.3, 2.1, 2.0))
+    kept, climb, fits, moves, rules = figure.subplots(
+        5,
+        1,
+        height_ratios=(2.1, 3.4, 2.3, 2.1, 2.0),
+    )
     _stacks(kept, [(label, parts) for label, parts in bytes_rows()], "{:.2f} B", 1)
     _title(
         kept,
@@ -282,7 +297,13 @@ def _ladder(climb) -> None:
     """Draw a model's peak under one switch after the other, with what some cards have."""
     rows = ladder_rows()
     after = [f" · time × {t:.2f}" for *_, t in rows]
-    _stacks(climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, after)
+    _stacks(
+        climb,
+        [(label, split) for label, split, _ in rows],
+        "{:.1f} GiB",
+        GiB,
+        after,
+    )
     _title(
         climb,
         f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the "
@@ -363,13 +384,31 @@ def _stacks(
             size = split.get(name, 0) / unit
             # One entry in the legend for a category, so only the first row's piece has its name.
             label = name.replace("_", " ") if i == 0 else None
-            ax.barh(i, size, left=left, height=0.72, label=label, **looks[name])
+            ax.barh(
+                i,
+                size,
+                left=left,
+                height=0.72,
+                label=label,
+                **looks[name],
+            )
             left += size
         said = form.format(sum(split.values()) / unit)
         if after:
             said += after[i]
-        ax.text(left + 0.01 * width, i, said, va="center", fontsize=8, bbox=style.PATCH)
-    ax.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+        ax.text(
+            left + 0.01 * width,
+            i,
+            said,
+            va="center",
+            fontsize=8,
+            bbox=style.PATCH,
+        )
+    ax.set_yticks(
+        range(len(rows)),
+        [label for label, _ in rows],
+        fontsize=8,
+    )
     # matplotlib counts rows from below.
     ax.invert_yaxis()
     # Room to the right of the longest bar for its words.

@@ -62,11 +62,11 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     for layer in model:
         nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
     if wrapping != "no sharding":
+        units = []
+        if wrapping == "a unit each":
+            units = [Unit((layer,)) for layer in model]
         # inner units first: the outermost one has what no other has
-        shard(
-            model,
-            [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))],
-        )
+        shard(model, [*units, Unit((model,))])
     # Each rank has rows of its own, as in data parallel training.
     torch.manual_seed(rank)
     return Training(

@@ -60,15 +60,16 @@ def arithmetic(
         **{name: card_facts(card) for name, card in cards.items()},
     }
     # Formats by name, such as bf16.max.
-    names.update({f.name: {limit: getattr(f, limit) for limit in LIMITS} for f in FORMATS})
+    for f in FORMATS:
+        names[f.name] = {limit: getattr(f, limit) for limit in LIMITS}
     if recipe:
         # A recipe's sizes without a prefix, as expressions of sums read best.
         names.update(shape_facts(make_recipe(recipe)))
     for name, value in values.items():
-        names[name] = (
+        if isinstance(value, str):
             # Each value may use those before it.
-            evaluate(value, {**names, **_defined(names)}) if isinstance(value, str) else value
-        )
+            value = evaluate(value, {**names, **_defined(names)})
+        names[name] = value
     return Facts({**names, **_defined(names)}, "derived", about)
 
 
@@ -87,11 +88,11 @@ def card_facts(name: str) -> dict[str, Any]:
     card = find_gpu(name)
     # An entry has generation, number of links, and bytes a second of one of them.
     _, links, each = NVLINK.get(name, (0, 0, 0.0))
+    rates = {}
+    for precision in ("fp32", "tf32", "fp16", "bf16", "fp8"):
+        rates[f"{precision}_rate"] = card.peak.get(precision, 0)
     return {
-        **{
-            f"{precision}_rate": card.peak.get(precision, 0)
-            for precision in ("fp32", "tf32", "fp16", "bf16", "fp8")
-        },
+        **rates,
         "bf16": card.supports("bf16-mixed"),
         "link": each,
         "nvlink": links * each,
@@ -111,9 +112,11 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
     """
     shape = recipe.shape
     # bitsandbytes leaves the head in 16 bits, so it is no part of the sum.
-    linear = [
-        w.size for w in shape.weights() if w.kind == "linear" and w.name != f"{shape.head}.weight"
-    ]
+    head = f"{shape.head}.weight"
+    linear = []
+    for weight in shape.weights():
+        if weight.kind == "linear" and weight.name != head:
+            linear.append(weight.size)
     targets = shape.lora_targets(recipe.lora.target_modules) if recipe.lora else []
     return {
         **{name: size for name, size in vars(shape).items() if isinstance(size, int)},
@@ -157,32 +160,33 @@ def reports(
     """
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
     by_name = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
+    cards = {report and report.environment["gpu"] for report in by_name.values()}
     # Records count only if one card has them all: two cards' figures do not compare.
-    if (
-        None in (cards := {report and report.environment["gpu"] for report in by_name.values()})
-        or len(cards) > 1
-    ):
+    if None in cards or len(cards) > 1:
         by_name = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
-    names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(context_on())}
-    names.update(
-        {
-            name: {**shape_facts(made[name]), **report_facts(report)}
-            for name, report in by_name.items()
-        }
-    )
+    names: dict[str, Any] = {
+        "GiB": GiB,
+        "MiB": MiB,
+        "context": _ends(context_on()),
+    }
+    for name, report in by_name.items():
+        names[name] = {**shape_facts(made[name]), **report_facts(report)}
     if gpu:
         names["card"] = card_facts(gpu)
+    # The weakest witness names the whole comparison.
     weakest = min(
-        # The weakest witness names the whole comparison.
         (report.source for report in by_name.values()),
         key=("predicted", "simulated", "recorded").index,
     )
     if weakest == "recorded":
         weakest += f", {cards.pop().removeprefix('NVIDIA ')}"
-    said = "; ".join(
-        f"{recipe}: {format_bytes(by_name[name].peak.total)}" for name, recipe in made.items()
-    )
-    return Facts({**names, **_defined({**names, **names.get("run", {})})}, weakest, said)
+    said = []
+    for name, recipe in made.items():
+        peak = by_name[name].peak.total
+        said.append(f"{recipe}: {format_bytes(peak)}")
+    # What is called "run" is meant where a definition names no report.
+    known = {**names, **names.get("run", {})}
+    return Facts({**names, **_defined(known)}, weakest, "; ".join(said))
 
 
 def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: Any) -> Facts:
@@ -210,12 +214,9 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
         # The recipe after the change says what is waited for.
         world = made[1].sharding.world_size if made[1].sharding else 1
         what = f"{world} GPUs" if world > 1 else "a GPU with CUDA"
-        newer = (
-            " of Ampere or newer"
-            if any(r.precision.startswith(("tf32", "bf16")) for r in made)
-            else ""
-        )
-        raise RecordError(f"Waits for {what}{newer}.") from None
+        if any(recipe.precision.startswith(("tf32", "bf16")) for recipe in made):
+            what += " of Ampere or newer"
+        raise RecordError(f"Waits for {what}.") from None
     if not all(report.speed for report in records):
         raise RecordError("Waits for a record with a speed.")
     before, after = (report.speed.tokens_per_second for report in records)
@@ -229,9 +230,13 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
 
 def make_recipe(given: Mapping[str, Any]) -> Recipe:
     """The recipe of a claim: `of` names one of the ledger's; the model "base" is the course's."""
-    fields = {**stored("recipes")[given["of"]], **given} if "of" in given else dict(given)
-    fields.pop("of", None)
-    return Recipe(**{**fields, "model": BASE if fields["model"] == "base" else fields["model"]})
+    fields = dict(given)
+    name = fields.pop("of", None)
+    if name is not None:
+        fields = {**stored("recipes")[name], **fields}
+    if fields["model"] == "base":
+        fields["model"] = BASE
+    return Recipe(**fields)
 
 
 @cache
@@ -239,7 +244,9 @@ def recorded_report(recipe: Recipe, gpu: str | None = None, target: str = "cuda"
     """A record of `recipe` (on `gpu`), or None."""
     with suppress(RecordError):
         report = find_record(recipe, gpu)
-        return report if report.status == "ok" and report.target == target else None
+        if report.status == "ok" and report.target == target:
+            return report
+    return None
 
 
 @cache
@@ -250,9 +257,9 @@ def witness(
     target: str = "cuda",
 ) -> Report:
     """The prediction or simulation of `recipe`, each once."""
-    return (
-        simulate(recipe, gpu=gpu, target=target) if by == "simulate" else predict(recipe, gpu=gpu)
-    )
+    if by == "simulate":
+        return simulate(recipe, gpu=gpu, target=target)
+    return predict(recipe, gpu=gpu)
 
 
 def report_facts(report: Report) -> dict[str, Any]:
@@ -262,7 +269,10 @@ def report_facts(report: Report) -> dict[str, Any]:
     """
     facts: dict[str, Any] = {}
     for name, phase in report.phases.items():
-        facts[name] = {"peak": _split(phase.peak), "end": _split(phase.end)}
+        facts[name] = {
+            "peak": _split(phase.peak),
+            "end": _split(phase.end),
+        }
     # Bytes of the weights once they are loaded, in which claims count.
     facts["N"] = facts["load"]["end"]["parameters"]
     facts.update(
@@ -274,12 +284,15 @@ def report_facts(report: Report) -> dict[str, Any]:
 
 
 def _split(of: Any) -> dict[str, int]:
-    return {**{category: getattr(of, category) for category in CATEGORIES}, "total": of.total}
+    sizes = {category: getattr(of, category) for category in CATEGORIES}
+    return {**sizes, "total": of.total}
 
 
 def _ends(size: Any) -> dict[str, Any]:
     # A figure that is known is an interval whose ends are equal; None counts as nothing.
-    size = size if isinstance(size, Interval) else Interval(*[size or 0] * 3)
+    if not isinstance(size, Interval):
+        known = size or 0
+        size = Interval(known, known, known)
     return {"low": size.low, "likely": size.value, "high": size.high}
 
 
@@ -301,10 +314,11 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
     for name, question in questions.items():
         asked = {"offload": False, **common, **question}
         # Lists become tuples, so that the question can be a key of the cache.
-        frozen = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
-        }
-        recipe = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
+        frozen = []
+        for key in sorted(asked):
+            value = asked[key]
+            frozen.append((key, tuple(value) if isinstance(value, list) else value))
+        recipe = _search(tuple(frozen))
         names[name] = {
             "fits": recipe is not None,
             "parameters": recipe.shape.num_parameters if recipe else 0,
@@ -319,9 +333,14 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
     They run on its card, on a card without end, or on one with room for `spare` more than is
     allocated at the peak. Facts are calls to CUDA, segments given back, and the overhead.
     """
-    # The peak of allocated bytes, which no allocator changes.
-    most = chapter_07.run("none", None, True).peak_allocated if spare is not None else 0
-    limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
+    if endless:
+        limit = None
+    elif spare is None:
+        limit = chapter_07.room()
+    else:
+        # The peak of allocated bytes, which no allocator changes.
+        most = chapter_07.run("none", None, True).peak_allocated
+        limit = int((1 + spare) * most)
     names = {}
     for name, cure in runs.items():
         expandable = cure.startswith("expandable")
@@ -333,8 +352,8 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
             continue
         names[name] = {
             "fails": False,
-            "gives_back": sum(followed.given_back[1:])
-            > 0,  # the first step is longer than that of the load
+            # Without the first entry: the first step is longer than that of the load.
+            "gives_back": sum(followed.given_back[1:]) > 0,
             "later_calls": sum(followed.mallocs[1:]),
             # The first two steps are left out: they reserve what later ones find.
             "flat": len(set(followed.between[2:])) == 1,

@@ -38,7 +38,10 @@ def installed(
         # This process may have changed the setting by itself.
         return Facts({"exists": True, "value": _in_a_new_process(name)}, "measured", about)
     exists, thing = _find(name)
-    names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(thing, takes or {})}
+    names: dict[str, Any] = {
+        "exists": exists,
+        "takes": exists and _takes(thing, takes or {}),
+    }
     if called is not None and exists:
         with (
             warnings.catch_warnings()

@@ -58,9 +58,10 @@ def labelled(times: int = 2000) -> Facts:
     label = partial(torch.profiler.record_function, "forward_pass")
     empty = contextlib.nullcontext
     # The least of five: other programs can only make a round longer.
-    cost = min(seconds(label) for _ in range(5)) / min(seconds(empty) for _ in range(5))
+    with_label = min(seconds(label) for _ in range(5))
+    without = min(seconds(empty) for _ in range(5))
     return Facts(
-        {"cost": cost},
+        {"cost": with_label / without},
         "measured",
         f"{times:,} labels, the quickest of five rounds, {_versions()}",
     )
@@ -128,17 +129,17 @@ def loaded(samples: int = 0, sharded: bool = False) -> Facts:
     """
     if samples:
         stream = Stream(samples, sharded)
-        seen = [
-            int(n)
-            for n in DataLoader(
-                stream,
-                batch_size=None,
-                num_workers=2,
-                multiprocessing_context="fork",
-            )
-        ]
+        loader = DataLoader(
+            stream,
+            batch_size=None,
+            num_workers=2,
+            multiprocessing_context="fork",
+        )
+        seen = [int(n) for n in loader]
+        times = 0.0
         # Workers that do not divide the stream each yield all of it.
-        times = len(seen) / samples if set(seen) == set(range(samples)) else 0.0
+        if set(seen) == set(range(samples)):
+            times = len(seen) / samples
         return Facts({"times": times}, "measured", f"{samples} samples, 2 workers")
     alone, _ = waited(0)
     # A generator: the second and third are only made if needed.
@@ -365,4 +366,7 @@ def wrapped(wrapping: str) -> dict[str, Any]:
     # Bytes of all weights in fp32.
     whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
     # Weights, gradients and AdamW's two states are four times the weights.
-    return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}
+    return {
+        "gathered": found["gathered"] / whole,
+        "peak": found["peak"] / (4 * whole),
+    }

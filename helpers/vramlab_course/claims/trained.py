@@ -44,7 +44,11 @@ def recorded(file: str, names: Mapping[str, list[str]]) -> Facts:
         raise RecordError(f"Waits for {file}: its script in data/base_model has not been run.")
     stored = json.loads(path.read_text(encoding="utf-8"))
     where = ", ".join(stored[key] for key in ("recipe", "hardware", "date"))
-    return Facts({name: _walk(stored, keys) for name, keys in names.items()}, "recorded", where)
+    return Facts(
+        {name: _walk(stored, keys) for name, keys in names.items()},
+        "recorded",
+        where,
+    )
 
 
 def _walk(stored: Any, keys: list[str]) -> Any:
@@ -201,7 +205,8 @@ def trained(runs: Mapping[str, Mapping[str, Any]]) -> Facts:
     names = {}
     for name, run in runs.items():
         rates = [run["learning_rate"]] if "learning_rate" in run else RATES
-        names[name] = min(loss_after(**{**run, "learning_rate": rate}) for rate in rates)
+        losses = [loss_after(**{**run, "learning_rate": rate}) for rate in rates]
+        names[name] = min(losses)
     said = ", ".join(f"{name} {loss:.3f}" for name, loss in names.items())
     return Facts(
         names,

@@ -111,14 +111,13 @@ class Claim:
     def __post_init__(self):
         from .experiments import EXPERIMENTS
 
-        if self.source not in stored("sources") or not re.fullmatch(
-            r"[a-z0-9]+(-[a-z0-9]+)+",
-            self.name,
-        ):
+        matches = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", self.name)
+        if self.source not in stored("sources") or not matches:
             raise ClaimError(
                 f"claim {self.name!r}: a name is a source and words, like 'lecture-sgd'."
             )
-        if not self.cases or not all(isinstance(case, Mapping) for case in self.cases.values()):
+        are_mappings = all(isinstance(case, Mapping) for case in self.cases.values())
+        if not self.cases or not are_mappings:
             raise ClaimError(
                 f"claim {self.name}: it needs a case or more, each with its experiment's arguments."
             )
@@ -149,7 +148,9 @@ class Claim:
     @property
     def by(self) -> str:
         """Who says so, "the guide and the notebook"."""
-        return " and ".join(stored("sources")[key]["name"] for key in (self.source, *self.also))
+        sources = stored("sources")
+        names = [sources[key]["name"] for key in (self.source, *self.also)]
+        return " and ".join(names)
 
     @property
     def each(self) -> dict[str, Case]:
@@ -224,7 +225,8 @@ class Verdict:
         """
         # One case in which it holds is an answer, even while others wait for a record.
         if self.holding:
-            return HOLDS if self.claim.some or len(self.holding) == len(self.findings) else UNDER
+            is_enough = self.claim.some or len(self.holding) == len(self.findings)
+            return HOLDS if is_enough else UNDER
         if None in self.findings.values():
             return WAITS
         if len(self.outdated) == len(self.findings):
@@ -281,7 +283,14 @@ class Ledger(tuple):
         rows = []
         for verdict in self:
             claim = verdict.claim
-            rows.append((f"{claim.by}: {claim.said}", quoted(claim), verdict.found, verdict.text))
+            rows.append(
+                (
+                    f"{claim.by}: {claim.said}",
+                    quoted(claim),
+                    verdict.found,
+                    verdict.text,
+                )
+            )
         return rows
 
     def __str__(self) -> str:
@@ -305,8 +314,9 @@ class Ledger(tuple):
 
 def quoted(claim: Claim) -> str:
     """The figures that a claim quotes, with their unit."""
+    figures = [shown(case.quoted, claim.unit) for case in claim.each.values()]
     # Cases may quote one figure, which is said once.
-    return "; ".join(dict.fromkeys(shown(case.quoted, claim.unit) for case in claim.each.values()))
+    return "; ".join(dict.fromkeys(figures))
 
 
 def shown(value: float | bool | Interval, unit: str) -> str:
@@ -315,9 +325,12 @@ def shown(value: float | bool | Interval, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, Interval):
         return f"{value.low:,.0f} to {value.high:,.0f} {unit}"
-    text = (
-        f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
-    )
+    if unit == "MiB":
+        text = f"{value:,.0f}"
+    elif unit == "GiB":
+        text = f"{value:,.3f}"
+    else:
+        text = f"{value:,.4g}"
     return f"{text} {unit}".strip()
 
 

@@ -5,6 +5,7 @@ They are judges of readers' functions, and short algorithms.
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,12 @@ def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
     """A model of 1,000 weights and its AdamW: "built", after "backward", or "updated"."""
     import torch
 
-    model = torch.nn.Linear(100, 10, bias=False, dtype=getattr(torch, dtype))
+    model = torch.nn.Linear(
+        100,
+        10,
+        bias=False,
+        dtype=getattr(torch, dtype),
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     if moment != "built":
         model(torch.ones(1, 100, dtype=model.weight.dtype)).sum().backward()
@@ -73,8 +79,11 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
     """Whether `answer(samples, worker, workers)` gives each sample to exactly one worker."""
     for count, workers in SPLITS:
         samples = list(range(count))
-        # Each worker gets a list of its own, which it may change.
-        parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
+        parts = []
+        for worker in range(workers):
+            # Each worker gets a list of its own, which it may change.
+            part = called(answer, list(samples), worker, workers)
+            parts.append(list(part))
         wrong = _wrong_shards(samples, parts)
         if wrong:
             return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
@@ -93,9 +102,12 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     missing = sorted(set(samples) - set(seen))
     if missing:
         return f"sample {missing[0]} never comes"
+    counts = [len(part) for part in parts]
+    share = math.ceil(len(samples) / workers)
     # More than the share of one worker between the most and the least.
-    uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
-    return "one worker does far more than another" if uneven else ""
+    if max(counts) - min(counts) > share:
+        return "one worker does far more than another"
+    return ""
 
 
 def random_tensor(*shape: int, low: int | None = None, high: int = 2):
@@ -150,7 +162,12 @@ def same_tensor(
                 False,
                 f"Your function changes the {changed[0]} that it was given: make a new one.",
             )
-        if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(
+            returned.to(expected.dtype),
+            expected,
+            rtol=1e-4,
+            atol=1e-5,
+        ):
             # Generators: mistakes are only computed for an answer that is wrong, up to the first
             # that fits.
             wrong = ((function(**case), text) for function, text in mistakes)

@@ -35,6 +35,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
         network = torch.nn.Linear(2, 1, bias=False)
         # (3, 4) has norm 5: its norm is 5/3 of `large`.
         gradient = torch.tensor([[large, 4 / 3 * large]])
+        clipped = gradient / max(1.0, gradient.norm().item())
         before = network.weight.detach().clone()
         network.weight.grad = gradient * scale
         if broken is not None:
@@ -63,7 +64,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
                 f"All gradients were finite: the scale should stay {scale}, and it is {returned}.",
             )
         # The learning rate is 0.5, so the step is half the gradient that was applied.
-        elif not moved.allclose(0.5 * gradient / max(1.0, gradient.norm().item()), rtol=1e-3):
+        elif not moved.allclose(0.5 * clipped, rtol=1e-3):
             size = f"{moved.norm() / 0.5:.3g}"
             return Feedback(
                 False,
@@ -85,16 +86,16 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
             return Feedback(False, "A tensor of the same shape was expected.")
         # bf16 has eight significant bits, so the neighbours of a number below 2^e are 2^(e − 8)
         # apart.
-        rounded, step = rounded.float(), 2.0 ** (torch.frexp(numbers[0]).exponent.item() - 8)
+        exponent = torch.frexp(numbers[0]).exponent.item()
+        step = 2.0 ** (exponent - 8)
+        rounded = rounded.float()
         if not torch.equal(rounded.bfloat16().float(), rounded):
             return Feedback(False, f"For {value} it gives numbers that bf16 does not have.")
         if (rounded - numbers).abs().max() >= step:
             return Feedback(False, f"For {value} it goes further than to the two neighbours.")
-        if abs(rounded.double().mean().item() - numbers[0].item()) > step / 100:
-            return Feedback(
-                False,
-                f"For {value} the mean of many is {rounded.double().mean():.6g}.",
-            )
+        mean = rounded.double().mean().item()
+        if abs(mean - numbers[0].item()) > step / 100:
+            return Feedback(False, f"For {value} the mean of many is {mean:.6g}.")
     return Feedback(True, "Right: a thousand updates of 0.001 now come to about 1.")
 
 

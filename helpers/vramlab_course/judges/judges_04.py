@@ -196,7 +196,8 @@ class Recorded(list):
     def __init__(self, chunks: list[float]):
         super().__init__(chunks)
         self.had = [{chunk} for chunk in chunks]  # at any time, by place
-        self.written = self.strange = 0
+        self.written = 0
+        self.strange = 0
         self.before: Recorded = self
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -207,7 +208,8 @@ class Recorded(list):
         for place, new in pairs:
             self.written += 1
             # A chunk received is one that the rank before had, as it is or added to one's own.
-            self.strange += not {new, new - self[place]} & self.before.had[place]
+            if not {new, new - self[place]} & self.before.had[place]:
+                self.strange += 1
             self.had[place].add(new)
             super().__setitem__(place, new)
 
@@ -221,7 +223,7 @@ def _ring(answer: Callable) -> str | None:
             rank.before = ranks[number - 1]
         answer(ranks)
         # Nothing was written: not answered.
-        if all(list(rank) == each for rank, each in zip(ranks, chunks, strict=True)):
+        if [list(rank) for rank in ranks] == chunks:
             return None
         sums = [sum(column) for column in zip(*chunks, strict=True)]
         for number, rank in enumerate(ranks):
@@ -252,7 +254,10 @@ def all_reduced(ranks: list[list[float]]) -> None:
             sent.append((chunk, ranks[rank][chunk]))
         for rank, (chunk, value) in enumerate(sent):
             after = ranks[(rank + 1) % n]
-            after[chunk] = after[chunk] + value if step < n - 1 else value
+            # N − 1 steps add up; from then on a sum is handed round as it is.
+            if step < n - 1:
+                value = after[chunk] + value
+            after[chunk] = value
 
 
 def all_to_all(ranks: list[list[float]]) -> None:
@@ -260,8 +265,10 @@ def all_to_all(ranks: list[list[float]]) -> None:
     given = [list(rank) for rank in ranks]
     for rank in ranks:
         for chunk in range(len(rank)):
-            for other in given:
-                rank[chunk] = rank[chunk] + other[chunk] if other is not given[0] else other[chunk]
+            # The first one's chunk replaces the rank's own, and the others' are added.
+            rank[chunk] = given[0][chunk]
+            for other in given[1:]:
+                rank[chunk] = rank[chunk] + other[chunk]
 
 
 def _clips(answer: Callable) -> str | None:
@@ -289,7 +296,8 @@ def _clips(answer: Callable) -> str | None:
         shards = on_ranks(work, seconds=20)
         if any(one is None or one is ... for one in shards):
             return None
-        if not all(isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards):
+        are_shards = [isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards]
+        if not all(are_shards):
             return "Each rank's shard of the clipped gradient was expected."
         joined = torch.cat(shards)
         if not torch.allclose(joined, wanted, rtol=1e-3):
