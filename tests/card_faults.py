@@ -6,8 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from vramlab.base.errors import MeasurementError
 from vramlab.measurement.facts import Fact
+from vramlab.measurement.launch import RankError
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import MiB, environment
 
@@ -41,7 +41,7 @@ def find(kind: str, asked: dict, scratch: str) -> Fact:
         Path(scratch, "half").write_bytes(b"0" * MiB)
         os.kill(os.getpid(), signal.SIGKILL)
     if asked["loaded"] == "cuDNN":
-        raise MeasurementError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise RankError("no room", oom="CUDA out of memory. Tried to allocate 2.00 GiB.")
     return context(asked["loaded"])
 
 

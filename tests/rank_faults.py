@@ -80,6 +80,13 @@ def _raise() -> None:
     raise ValueError("a bad value\nof two lines")
 
 
+def _fill_the_disk() -> None:
+    import resource
+
+    # no file of this process grows any more, and Python is told so instead of ended
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
 def _refuse() -> None:
     from vramlab import RecipeError
 
@@ -92,6 +99,7 @@ FAULTS = {
     "leave": lambda: sys.exit("enough"),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
+    "full": _fill_the_disk,
 }
 
 

@@ -84,10 +84,12 @@ def __getattr__(name: str) -> Any:
         if name == "plot"
         else getattr(module, name)
     )
+    # Found there from now on, so that this function is not asked again.
     globals()[name] = value
     return value
 
 
+# Before any library is loaded, as some warn while they load.
 silence()
 
 

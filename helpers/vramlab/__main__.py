@@ -31,6 +31,7 @@ def main() -> None:
         why = _refusal()
         if why:
             sys.exit(why)
+        # Inside the try, so that Ctrl-C during the second that it takes to load is quiet too.
         from .interfaces.cli import app
 
         app(prog_name="vramlab")
@@ -44,6 +45,7 @@ def main() -> None:
         print("Stopped.", file=sys.stderr)
         status = 130
     except OSError as error:
+        # An error with a file's name is about that file and not about the output.
         if error.filename or error.errno not in UNWRITABLE:
             raise
         print(f"The output could not be written ({error.strerror}).", file=sys.stderr)

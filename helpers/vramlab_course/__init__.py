@@ -1,3 +1,4 @@
-"""The course's own code: exercises, claims and their experiments, and teaching code of single
-chapters.
+"""The course's own code.
+
+That is exercises, claims and their experiments, and teaching code of single chapters.
 """

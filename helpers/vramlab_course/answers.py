@@ -5,7 +5,7 @@ and halved; else the reader is told how far off it is.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -13,7 +13,15 @@ from typing import Any
 from vramlab.report.report import GiB, KiB, MiB
 
 # Bytes of each unit, with the decimal units that readers confuse with binary ones.
-UNITS = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "B": 1,
+    "KiB": KiB,
+    "MiB": MiB,
+    "GiB": GiB,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 BITS = {
     8: "That is the number of bits: 8 bits are one byte.",
     1 / 8: "That is an eighth of the right amount: these are bytes already.",
@@ -44,8 +52,9 @@ NOT_ANSWERED = Feedback(False, "not answered yet")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A typical wrong answer, a value or a function like the reference, and what to tell its
-    author.
+    """A typical wrong answer, and what to tell its author.
+
+    It is a value, or a function like the reference.
     """
 
     wrong: Any
@@ -61,8 +70,9 @@ class Unclear(Exception):
 
 
 class BrokenPiece(Unclear):
-    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its
-    result.
+    """A piece of the reader's that fails or returns nothing.
+
+    That is so whatever a condition asks of its result.
     """
 
 
@@ -122,16 +132,17 @@ class Number(Check):
         return {"": answer}
 
     def feedback(self, answer: Any) -> Feedback:
+        """Compare with the reference, each mistake, other units and factors, in this order."""
         references = self.expand(self.reference)
         # `problems` hands over numbers by name, which need no reading.
         given = answer if isinstance(answer, Numbers) else self.read(answer)
         # The dots of an answer cell count as no answer, as None does.
-        missing = [name for name in references if given.get(name) is None or given[name] is ...]
+        missing = [name for name in references if _is_missing(given.get(name))]
         if missing:
             partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
             # With nothing at all it is simply not answered, however many entries there are.
             return partly if len(missing) < len(references) else NOT_ANSWERED
-        numbers = {name: _number(given[name], f"{name}: " if name else "") for name in references}
+        numbers = _numbers(given, references)
 
         # With a factor it asks whether the answer is so many times the reference.
         def same(others: Mapping[str, float], factor: float = 1) -> bool:
@@ -142,8 +153,12 @@ class Number(Check):
 
         def recognised(some: Mapping[str, float]) -> str:
             # All factors fit where every reference is 0.
-            known = _factors(self.unit).items() if any(some.values()) else ()
-            return next((text for factor, text in known if same(some, factor)), "")
+            if not any(some.values()):
+                return ""
+            for factor, text in _factors(self.unit).items():
+                if same(some, factor):
+                    return text
+            return ""
 
         if same(references):
             return Feedback(True, f"Right: {self.right}" if self.right else "Right.")
@@ -155,17 +170,16 @@ class Number(Check):
         wrong = [name for name, reference in references.items() if not same({name: reference})]
         # Of a table only the first wrong entry is discussed, so that the reader mends one thing at
         # a time.
-        first = {wrong[0]: references[wrong[0]]}
-        said = recognised(first) or f"{_off(numbers[wrong[0]], references[wrong[0]])}."
+        first = wrong[0]
+        reference = references[first]
+        said = recognised({first: reference}) or f"{_off(numbers[first], reference)}."
+        if len(references) == 1:
+            return Feedback(False, f"Not right: {said}")
         right = len(references) - len(wrong)
-        start = (
-            f"{right} of {len(references)} are right. {wrong[0]}"
-            if len(references) > 1
-            else "Not right"
-        )
-        return Feedback(False, f"{start}: {said}")
+        return Feedback(False, f"{right} of {len(references)} are right. {first}: {said}")
 
     def problems(self) -> list[str]:
+        """Say where the check rejects its reference, or tells a mistake another sentence."""
         references = self.expand(self.reference)
         complaints = [] if self(references).right else ["the check rejects its own reference"]
         for mistake in self.mistakes:
@@ -197,9 +211,11 @@ class Table(Number):
     reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
 
     def expand(self, thing: Any) -> Numbers:
+        """The table as numbers by name."""
         return Numbers(_value(thing))
 
     def read(self, answer: Any) -> Mapping[str, Any]:
+        """The reader's dictionary. Raises Unclear for anything else."""
         if not isinstance(answer, Mapping):
             raise Unclear(f"A dictionary was expected, not {kind_of(answer)}.")
         return answer
@@ -227,6 +243,7 @@ class Function(Number):
             )
 
     def expand(self, thing: Any) -> Numbers:
+        """What a function gives in each case, by the case's arguments."""
         numbers = Numbers()
         for case in self.cases:
             # The case stands in the feedback, so that the reader can call the function with it.
@@ -235,6 +252,7 @@ class Function(Number):
         return numbers
 
     def read(self, answer: Any) -> Mapping[str, Any]:
+        """What the reader's function gives in each case. Raises Unclear where it fails."""
         if not callable(answer):
             raise Unclear(f"A function was expected, not {kind_of(answer)}.")
         try:
@@ -243,6 +261,7 @@ class Function(Number):
             raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
 
     def problems(self) -> list[str]:
+        """As a number's; also a reference that is the same in all cases."""
         constant = len(set(self.expand(self.reference).values())) == 1
         return (
             super().problems()
@@ -263,6 +282,7 @@ class Choice(Check):
     options: Mapping[str, str]
 
     def feedback(self, answer: Any) -> Feedback:
+        """Say why the option that was chosen is right or wrong."""
         # Upper and lower case do not matter.
         named = {option.lower(): option for option in self.options}
         option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
@@ -272,6 +292,7 @@ class Choice(Check):
         return Feedback(right, f"{'Right' if right else 'Not right'}: {self.options[option]}")
 
     def problems(self) -> list[str]:
+        """Say where the right option is none of those to choose from, or the only one."""
         reference = _value(self.reference)
         complaints = (
             []
@@ -298,9 +319,11 @@ class Judge(Check):
     reasons: Sequence[str] = ()
 
     def feedback(self, answer: Any) -> Feedback:
+        """What the judge says of the answer."""
         return self.judge(answer)
 
     def problems(self) -> list[str]:
+        """Say which answers are judged wrongly, and which sentence is never said."""
         rights = _value(self.rights)
         wrongs = _value(self.wrongs)
         complaints = []
@@ -349,14 +372,27 @@ def _number(answer: Any, before: str) -> float:
     return number
 
 
+def _is_missing(value: Any) -> bool:
+    # By identity: an array compares with None entry by entry.
+    return value is None or value is ...
+
+
+def _numbers(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
+    """Each named value as a finite float. Raises Unclear, which begins with the name."""
+    numbers = {}
+    for name in names:
+        before = f"{name}: " if name else ""
+        numbers[name] = _number(given[name], before)
+    return numbers
+
+
 def _factors(unit: str) -> dict[float, str]:
     """Factors between a wrong answer and the reference, and what to tell the reader."""
     # Seconds, shares and counts have no other units that could be mistaken for them.
     if unit not in UNITS:
         return FACTORS
-    long = {
-        name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()
-    }
+    long = {name: f"{name} ({size:,} bytes)" for name, size in UNITS.items()}
+    long["B"] = "bytes"
     text = "The amount is right, but it is in {}: the answer is wanted in {}."
     # The answer over the reference, had the reader used the other unit.
     units = {
@@ -370,14 +406,13 @@ def _factors(unit: str) -> dict[float, str]:
 def _off(number: float, reference: float) -> str:
     """How far a number is from its reference."""
     ratio = number / reference if reference else 0
-    far = (
-        f"{abs(ratio - 1):.1%} "
-        if 0.5 <= ratio <= 2
-        else f"{max(ratio, 1 / ratio):,.3g} times "
-        if ratio > 0
-        else ""
-    )
-    return f"{number:,.6g} is {far}too {'high' if number > reference else 'low'}"
+    far = ""
+    if 0.5 <= ratio <= 2:
+        far = f"{abs(ratio - 1):.1%} "
+    elif ratio > 0:
+        far = f"{max(ratio, 1 / ratio):,.3g} times "
+    side = "high" if number > reference else "low"
+    return f"{number:,.6g} is {far}too {side}"
 
 
 def kind_of(answer: Any) -> str:

@@ -1,5 +1,6 @@
-"""The course's base model, a small Llama trained on Python's standard library, and how well it
-predicts text.
+"""The course's base model, and how well it predicts text.
+
+It is a small Llama trained on Python's standard library.
 
 `data/base_model/train.py` trains it; `data/base_model/README.md` says on what and how well. It
 works offline: weights, tokenizer and texts are in the repository and in the distribution
@@ -123,8 +124,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_base_tokenizer() -> "PreTrainedTokenizerFast":
-    """The base model's tokenizer: byte-level BPE, so every text can be encoded and comes back
-    unchanged.
+    """The base model's tokenizer, a byte-level BPE.
+
+    So every text can be encoded and comes back unchanged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -148,8 +150,9 @@ def _texts(name: str, limit: int | None) -> list[str]:
 
 
 def held_out(limit: int | None = None) -> list[str]:
-    """Programs of the standard library that the base model was not trained on; their first `limit`
-    bytes.
+    """Programs of the standard library that the base model was not trained on.
+
+    Where a `limit` is given, only the first so many bytes are returned.
     """
     return _texts("held_out.json", limit)
 
@@ -174,8 +177,9 @@ def bits_per_byte(
     batch_size: int = 8,
     tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> float:
-    """Bits that the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ
-    bytes.
+    """Bits that the model needs for a byte of `texts`.
+
+    That is Σ −log₂ p(token | what stands before it) / Σ bytes.
 
     It is the output of an arithmetic coder driven by the model, so it compares with zlib and lzma
     and does not depend on the tokenizer. Each text starts with the start token alone.
@@ -203,15 +207,17 @@ def bits_per_byte(
             ids, labels = _padded(windows[first : first + batch_size])
             # The last position predicts what comes after the window, and the softmax is taken in
             # fp32.
-            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
+            outputs = model(input_ids=ids.to(device), use_cache=False)
+            logits = outputs.logits[:, :-1].float()
             nats += torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1),
                 labels[:, 1:].flatten().to(device),
                 reduction="sum",
             ).item()
     model.train(training)
+    count = sum(len(text.encode()) for text in texts)
     # Cross-entropy is in nats, and ln 2 nats are one bit.
-    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    return nats / math.log(2) / count
 
 
 def _windows(
@@ -220,8 +226,9 @@ def _windows(
     context: int,
     stride: int,
 ) -> list[tuple[list[int], int]]:
-    """Windows of at most `context` tokens, longest first, each with how many of them at its end are
-    to be predicted.
+    """Windows of at most `context` tokens, longest first.
+
+    With each comes how many of the tokens at its end are to be predicted.
     """
     windows = []
     for text in texts:
@@ -231,20 +238,26 @@ def _windows(
         while done < len(tokens):
             # The first window predicts a whole context, later ones `stride` tokens each.
             end = min(len(tokens), max(done + stride, context))
-            windows.append((tokens[max(0, end - context) : end], end - done))
+            start = max(0, end - context)
+            windows.append((tokens[start:end], end - done))
             done = end
     # windows of like length come into one batch, so little of it is padding
     return sorted(windows, key=lambda window: -len(window[0]))
 
 
 def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Token ids, padded at the end where a causal model does not look, and labels: −100 where
-    nothing is predicted.
+    """Token ids and labels, padded at the end, where a causal model does not look.
+
+    Labels are −100 where nothing is predicted.
     """
     import torch
 
     # The batch is sorted by length, so its first window is the longest.
-    ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+    ids = torch.zeros(
+        len(batch),
+        len(batch[0][0]),
+        dtype=torch.long,
+    )
     labels = torch.full_like(ids, -100)
     for row, (tokens, new) in enumerate(batch):
         ids[row, : len(tokens)] = torch.tensor(tokens)

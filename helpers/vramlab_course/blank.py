@@ -3,9 +3,8 @@
     def encode(number, E, F):
         ...                                     # the reader's part
 
-    encode = blank.check("01.encode", encode)   # says in a line what became of it, and returns what
-    the chapter uses
-
+    encode = blank.check("01.encode", encode)   # says in a line what became of it, and returns
+                                                # what the chapter uses
     blank.hint("01.encode")                     # the first hint; called again, the second
     blank.solution("01.encode")                 # the course's own piece, as source
 
@@ -52,8 +51,9 @@ class Blank:
 
 @cache
 def blanks(number: str) -> dict[str, Blank]:
-    """The blanks of one chapter ("01") by their name, "01.encode"; none where it has no file of
-    exercises.
+    """The blanks of one chapter ("01") by their name, "01.encode".
+
+    There are none where it has no file of exercises.
     """
     path = data_path("exercises", f"{number}.toml")
     if not path.exists():
@@ -80,8 +80,9 @@ def find(name: str) -> Blank:
 
 
 def check(name: str, answer: Any) -> Any:
-    """Print whether the piece `answer` is right, and return it; or the course's own if it is blank
-    or wrong.
+    """Print whether the piece `answer` is right, and return it.
+
+    Return the course's own if it is blank or wrong.
 
     No piece raises. Raises ExerciseError for an unknown blank.
     """
@@ -153,8 +154,9 @@ def _parts(answer: Any) -> list[Any]:
 
 
 def _guarded(answer: Any) -> Any:
-    """A function that says what went wrong inside of `answer`: a condition takes any failure for a
-    false result.
+    """A function that says what went wrong inside of `answer`.
+
+    A condition takes any failure for a false result.
     """
     # A class is checked through its methods, which conditions call themselves.
     if not callable(answer) or isinstance(answer, type):

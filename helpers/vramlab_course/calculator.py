@@ -1,5 +1,6 @@
-"""Controls for every labelled option of a recipe, and the predicted peak of what they say, as a bar
-and as text.
+"""Controls for every labelled option of a recipe, and the predicted peak of what they say.
+
+The peak is shown as a bar and as text.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from vramlab.recipe.shapes import model_names, read_shape
 from vramlab.report.report import GiB, Report, format_bytes, in_unit, text_table
 
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out
+POWERS = {2**k for k in range(18)}
 # What the controls of batches, lengths and ranks offer.
-SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
+SIZES = tuple(sorted(POWERS | {3 * 2**k for k in range(9)}))
 LABELS = {
     "model": "Model",
     "gpu": "GPU",
@@ -42,13 +44,11 @@ def _values(option: str) -> tuple:
     """Return what the control of an option offers; () is text."""
     path, knob = OPTIONS[option]
     whole = tuple(n for n in SIZES if n <= (knob.most or n))
-    values = knob.choices or {bool: (False, True), int: whole}.get(knob.kind, ())
+    by_kind = {bool: (False, True), int: whole}
+    values = knob.choices or by_kind.get(knob.kind, ())
     # An option that may be left out, and a part's switch, offer UNSET first.
-    return (
-        (UNSET, *values)
-        if values and (knob.optional or SWITCHES.get(path[0]) == option)
-        else values
-    )
+    may_be_unset = knob.optional or SWITCHES.get(path[0]) == option
+    return (UNSET, *values) if values and may_be_unset else values
 
 
 CONTROLS = {
@@ -83,7 +83,10 @@ def recipe_in(state: Mapping[str, Any]) -> Recipe:
     """
     # What is idle says nothing, or a switched-off part would be made of its other controls.
     given = state.keys() & OPTIONS.keys() - idle(state)
-    return recipe_of(state["model"], {name: state[name] for name in given if state[name] != UNSET})
+    return recipe_of(
+        state["model"],
+        {name: state[name] for name in given if state[name] != UNSET},
+    )
 
 
 def predicted(state: Mapping[str, Any]) -> tuple[Recipe, Gpu, Report]:
@@ -113,7 +116,8 @@ def other_memory(state: Mapping[str, Any], card: Gpu) -> int:
         return 0
     usable = usable_memory(card)
     most = in_unit(usable, "GiB")
-    if not isinstance(free, int | float) or not 0 < free * GiB <= usable:
+    is_number = isinstance(free, int | float)
+    if not is_number or not 0 < free * GiB <= usable:
         rest = f"it must be a number of GiB, at most the {most} that {card.name} has"
         raise RecipeError("free_memory", free, rest)
     return usable - int(free * GiB)
@@ -151,8 +155,9 @@ def code_of(
 
 
 class Calculator:
-    """Controls, and below them the predicted peak of the recipe that they describe; text where a
-    page cannot draw them.
+    """Controls, and below them the predicted peak of the recipe that they describe.
+
+    A page that cannot draw them shows text.
 
     Attributes:
         state: what each control says, by the names of CONTROLS.
@@ -173,8 +178,9 @@ class Calculator:
             raise self.error
 
     def change(self, **state: Any) -> None:
-        """Set controls by name; what cannot be trained leaves the last valid picture and says why
-        in `error`.
+        """Set controls by name.
+
+        What cannot be trained leaves the last valid picture and says why in `error`.
         """
         unknown = ", ".join(sorted(state.keys() - CONTROLS.keys()))
         if unknown:
@@ -217,10 +223,11 @@ class Calculator:
         total = self.report.peak.total
         grade = report.grade[0].upper() + report.grade[1:]
         part, size = max(split.items(), key=lambda item: item[1])
+        head = str(self.recipe)
+        if self.error:
+            head = f"{self.error} The picture is still that of: {head}."
         lines = [
-            f"{self.error} The picture is still that of: {self.recipe}."
-            if self.error
-            else str(self.recipe),
+            head,
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
             *([f"Why there: {report.why}."] if report.cause else []),
@@ -228,11 +235,11 @@ class Calculator:
             f"{format_bytes(report.usable)}.",
             *(f"Note: {note}." for note in report.notes),
         ]
-        rows = [
-            (label_of(key), in_unit(split[key]), f"{split[key] / total:.1%}")
-            for key in used([split])
-        ]
-        table = [("at the peak", "GiB", "share"), *rows, ("total", in_unit(total), "100.0%")]
+        table = [("at the peak", "GiB", "share")]
+        for key in used([split]):
+            share = split[key] / total
+            table.append((label_of(key), in_unit(split[key]), f"{share:.1%}"))
+        table.append(("total", in_unit(total), "100.0%"))
         return "\n".join([*lines, "", text_table(table)])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:

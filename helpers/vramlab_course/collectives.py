@@ -41,8 +41,9 @@ C10D_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": 
 
 @cache
 def _kind(operator: str) -> tuple[str, int | None] | None:
-    """(kind, index of the argument that is the payload; None is the result) of an operator; None if
-    no collective.
+    """What an operator is as a collective: (kind, index of its payload); None if it is none.
+
+    The index is that of an argument; None stands for the result.
 
     `c10d::allreduce_` and its like are called by process groups, from Python and C++ alike,
     `_c10d_functional::all_reduce` and its like by DTensor.
@@ -73,8 +74,9 @@ def ring_share(kind: str, ranks: int) -> float:
 
 
 class Collectives(TorchDispatchMode):
-    """While entered, counts this thread's collectives, also those that autograd and DDP's reducer
-    issue.
+    """While entered, counts this thread's collectives.
+
+    Also those that autograd and DDP's reducer issue count.
 
     Attributes:
         seen: kind to `Traffic`.
@@ -113,7 +115,11 @@ class Collectives(TorchDispatchMode):
         """Count a collective of `size` bytes among `ranks`."""
         before = self.seen.get(kind, Traffic())
         sent = before.sent + size * ring_share(kind, ranks)
-        self.seen[kind] = Traffic(before.calls + 1, before.bytes + size, sent)
+        self.seen[kind] = Traffic(
+            before.calls + 1,
+            before.bytes + size,
+            sent,
+        )
         self.sizes[kind].append(size)
 
 

@@ -1,24 +1,23 @@
-"""Read the exercises of `data/exercises/NN.toml`: prose as it stands, answers as Python
-expressions.
+"""Read the exercises of `data/exercises/NN.toml`: prose, and answers as Python expressions.
 
 A file has a table for each exercise and, before them, `[names]` for what its expressions share
 (name to expression, evaluated when first used) and `[imports]` (module to names). vramlab's public
 names are always there. Prose may quote a name as `{name}`. Each exercise has `question`,
 `difficulty`, `minutes`, `hints` and `kind`. The rest depends on `kind`:
 
-    number      answer; unit, tolerance, right; mistakes: pairs of a wrong answer and what to say to
-    it table       the same with a table as answer; a mistake may leave out the entries that are
-    right function    the same with expressions over the arguments; cases: tables of arguments
+    number      answer; unit, tolerance, right; mistakes: pairs of a wrong answer and what to say
+                to it
+    table       the same with a table as answer; a mistake may leave out the entries that are right
+    function    the same with expressions over the arguments; cases: tables of arguments
     choice      answer; options: each option and why it is right or wrong
     conditions  conditions: pairs of an expression over `answer` and what to say where it is false
-    or fails; right;
-                accepts, rejects: answers that test the check; names: more names, which may depend
-                    on `answer`
+                or fails; right; accepts, rejects: answers that test the check; names: more names,
+                which may depend on `answer`
     recipe      conditions on a Recipe for a `gpu`, with RECIPE_NAMES; solution: a Recipe for
-    accepts and rejects tensors     as function, for functions of tensors that return one; cases:
-    tables of arguments judge       judge: name of a function from the answer to its Feedback;
-    accepts, rejects, or neither where a test of
-                the chapter tries it
+                accepts and rejects
+    tensors     as function, for functions of tensors that return one; cases: tables of arguments
+    judge       judge: name of a function from the answer to its Feedback; accepts, rejects, or
+                neither where a test of the chapter tries it
 
 Python evaluates the expressions. The files are part of the package, like its code.
 """
@@ -74,8 +73,9 @@ class UnknownName(NameError):
 
 
 class Names(dict):
-    """Values by name: given `values`, `definitions` evaluated when first used, and what `outer`
-    has.
+    """Values by name.
+
+    They are given `values`, `definitions` that are evaluated when first used, and what `outer` has.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class Names(dict):
         return self[name]
 
     def evaluate(self, thing: Any) -> Any:
-        """The value of an expression or of a table of expressions; anything else is a value
-        already.
+        """The value of an expression or of a table of expressions.
+
+        Anything else is a value already.
         """
         if isinstance(thing, Mapping):
             return {name: self.evaluate(part) for name, part in thing.items()}
@@ -130,8 +131,9 @@ class Imports(dict):
 
 
 def read_exercises(path: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a file by name, their text with names filled in and `check` made of what their
-    kind needs.
+    """The entries of a file by name.
+
+    Their text has names filled in, and `check` is made of what their kind needs.
     """
     stored = tomllib.loads(path.read_text(encoding="utf-8"))
     stored.pop("blanks", None)
@@ -149,8 +151,9 @@ def read_exercises(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_blanks(path: Path) -> dict[str, dict[str, Any]]:
-    """The blanks of a file by name: `solution`, `hints`, `own` (makes the course's piece), `check`
-    and `mistakes`.
+    """The blanks of a file by name.
+
+    Each has `solution`, `hints`, `own` (makes the course's piece), `check` and `mistakes`.
 
     `mistakes` are pairs of a maker of a wrong piece and the condition whose sentence it has to be
     told.
@@ -167,7 +170,11 @@ def _shared_names(stored: dict[str, Any]) -> Names:
     return Names(stored.pop("names", {}), imports)
 
 
-def _blank(name: str, entry: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def _blank(
+    name: str,
+    entry: Mapping[str, Any],
+    names: Names,
+) -> dict[str, Any]:
     def make(source: str) -> Any:
         written: dict[str, Any] = {}
         # `needs` are imports and helpers that the solution stands on in the notebook.
@@ -200,8 +207,11 @@ def _options(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(entry: Mapping[str, Any], names: Names, check: type[Number] = Number) -> Number:
-    mistakes = [Mistake(partial(names.evaluate, wrong), text) for wrong, text in entry["mistakes"]]
-    return check(partial(names.evaluate, entry["answer"]), mistakes=mistakes, **_options(entry))
+    mistakes = []
+    for wrong, text in entry["mistakes"]:
+        mistakes.append(Mistake(partial(names.evaluate, wrong), text))
+    answer = partial(names.evaluate, entry["answer"])
+    return check(answer, mistakes=mistakes, **_options(entry))
 
 
 def _function(entry: Mapping[str, Any], names: Names) -> Function:
@@ -271,8 +281,11 @@ def _conditions(entry: Mapping[str, Any], names: Names) -> Judge:
                 return Feedback(False, otherwise.format_map(known))
         return Feedback(True, entry["right"].format_map(known))
 
-    # Of a sentence with names filled in, the longest piece between them is looked for.
-    reasons = [max(re.split(r"{.*?}", text), key=len) for _, text in entry["conditions"]]
+    reasons = []
+    for _, text in entry["conditions"]:
+        # Of a sentence with names filled in, the longest piece between them is looked for.
+        between = re.split(r"{.*?}", text)
+        reasons.append(max(between, key=len))
     return Judge(judge, *_tried(entry, names), reasons)
 
 

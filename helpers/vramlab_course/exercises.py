@@ -1,12 +1,12 @@
-"""The notebooks' exercises: a question, two hints, and a check that says what kind of mistake an
-answer looks like.
+"""The notebooks' exercises: a question, two hints, and a check that says what looks wrong.
 
     exercises.ask("02.1")               # the question in a box
     answer = 16 * 124_439_808
-    exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or False,
-    never raises exercises.hint("02.1")              # the first hint; called again, the second
+    exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or
+                                        # False, never raises
+    exercises.hint("02.1")              # the first hint; called again, the second
     exercises.certificate("02", "Ada")  # once all of the chapter's checks have passed in this
-    session
+                                        # session
 
 The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is
 written.
@@ -55,12 +55,10 @@ class Exercise:
     check: Check
 
     def __post_init__(self):
-        whole = (
-            re.fullmatch(r"\d\d\.[1-9]\d?", self.name)
-            and self.difficulty in range(1, 6)
-            and self.minutes > 0
-        )
-        if not (whole and self.question.strip() and len(self.hints) == 2 and all(self.hints)):
+        is_named = re.fullmatch(r"\d\d\.[1-9]\d?", self.name)
+        is_rated = self.difficulty in range(1, 6) and self.minutes > 0
+        has_hints = len(self.hints) == 2 and all(self.hints)
+        if not (is_named and is_rated and self.question.strip() and has_hints):
             needs = "a name like '02.1', a question, a difficulty of 1 to 5, minutes, and two hints"
             raise ValueError(f"exercise {self.name!r} needs {needs}.")
 
@@ -80,7 +78,9 @@ def chapter(number: str) -> dict[str, Exercise]:
     path = data_path("exercises", f"{number}.toml")
     if not path.exists():
         raise ExerciseError(f"Chapter {number} has no exercises.")
-    exercises = {name: Exercise(name, **entry) for name, entry in read_exercises(path).items()}
+    exercises = {}
+    for name, entry in read_exercises(path).items():
+        exercises[name] = Exercise(name, **entry)
     # Or a copied file's exercises would pass for another chapter's.
     stray = [name for name in exercises if not name.startswith(number + ".")]
     if stray:
@@ -111,8 +111,9 @@ def ask(name: str) -> None:
 
 
 def check(name: str, answer: Any = None) -> bool:
-    """Print whether `answer` is right, or what kind of mistake it looks like; returns True only
-    when it is right.
+    """Print whether `answer` is right, or what kind of mistake it looks like.
+
+    Return True only when it is right.
 
     `...`, None and a function whose body is `...` are "not answered yet". No answer raises. Raises
     ExerciseError for an unknown exercise.
@@ -136,8 +137,9 @@ def hint(name: str) -> None:
 
 
 def certificate(number: str, name: str) -> bool:
-    """Print a certificate of chapter `number` for `name`, or which checks have not passed in this
-    session.
+    """Print a certificate of chapter `number` for `name`.
+
+    Where checks have not passed in this session, print which.
 
     It is made and stays here: nothing is sent anywhere. Returns whether all have passed.
     """

@@ -1,5 +1,6 @@
-"""Model of expandable segments (`expandable_segments:True`), after
-`c10/cuda/CUDACachingAllocator.cpp`.
+"""Model of expandable segments (`expandable_segments:True`).
+
+It follows `c10/cuda/CUDACachingAllocator.cpp`.
 
 Each pool has one range of addresses, longer than any card's memory, and maps memory to its pages (2
 MiB in the small pool, 20 MiB in the large one) as far as needed. A request that finds no block
@@ -26,7 +27,10 @@ class ExpandablePool(Pool):
     def take(self, size: int) -> tuple[int, int]:
         """Return (start, end) of the best fit or the lowest run of free blocks and holes, split."""
         start = self._best_fit(size)
-        start, end = self._map(size) if start is None else (start, self.remove(start))
+        if start is None:
+            start, end = self._map(size)
+        else:
+            end = self.remove(start)
         # Expandable blocks are split whatever the rest, see the module's text.
         if end > start + size:
             self.give((start + size, end))
@@ -43,19 +47,24 @@ class ExpandablePool(Pool):
             if first < last:
                 made.append(last - first)
                 self.remove(start)
-                for rest in (start, first), (last, end):
-                    if rest[0] < rest[1]:
-                        self.give(rest)
-                before = [
-                    hole for hole, behind in self.holes.items() if behind == first
-                ]  # holes that touch are one
-                # The hole behind is joined as well.
-                self.holes[before[0] if before else first] = self.holes.pop(last, last)
+                # What is left of the block on either side.
+                if start < first:
+                    self.give((start, first))
+                if last < end:
+                    self.give((last, end))
+                # Holes that touch are one: this one begins where the hole before it does, and ends
+                # where the hole behind it does.
+                begin = first
+                for hole, behind in self.holes.items():
+                    if behind == first:
+                        begin = hole
+                self.holes[begin] = self.holes.pop(last, last)
         return made
 
     def _best_fit(self, size: int) -> int | None:
-        """As without expandable segments, but a block that can grow counts with its hole, so that
-        it is taken last.
+        """As without expandable segments, but a block that can grow counts with its hole.
+
+        So it is taken last.
         """
         best = None
         least = 0
@@ -78,12 +87,14 @@ class ExpandablePool(Pool):
         for hole in sorted(self.holes):
             # A free block that ends where the hole begins is the start of the run.
             before = self.starts.get(hole)
-            start = at = before if self.free.get(before) == hole else hole
+            start = before if self.free.get(before) == hole else hole
+            at = start
             pages = []
             while at < start + size and (at in self.free or at in self.holes):
                 if at in self.holes:
-                    # Whole pages, at most up to the hole's end.
-                    mapped = -(-(start + size - at) // self.page) * self.page
+                    missing = start + size - at
+                    # Whole pages, rounded up, at most up to the hole's end.
+                    mapped = -(-missing // self.page) * self.page
                     pages.append((at, min(at + mapped, self.holes[at])))
                 at = self.free.get(at) or pages[-1][1]
             if at >= start + size:

@@ -1,5 +1,6 @@
-"""Fine-tune the base model: one loop for full training and for adapters, and the records of long
-runs.
+"""Fine-tune the base model, by one loop for full training and for adapters.
+
+The records of long runs are read here too.
 
 Chapters train a few steps live. Scripts in `data/base_model` ran this loop for what takes an hour
 on a CPU: `quality.py` wrote `quality.json`, `quality_4bit.py` wrote `quality_4bit.json`.
@@ -40,8 +41,9 @@ def batches(
     context: int,
     seed: int = 0,
 ) -> "Iterator[torch.Tensor]":
-    """`steps` tensors of `batch_size` × `context` tokens, cut at offsets that depend on the seed
-    alone.
+    """`steps` tensors of `batch_size` × `context` tokens.
+
+    They are cut at offsets that depend on the seed alone.
     """
     import torch
 
@@ -72,8 +74,9 @@ def finetune(
     seed: int = 0,
     autocast: bool = False,
 ) -> list[float]:
-    """Train the parameters of `model` that require gradients; returns the loss of each step in nats
-    per token.
+    """Train the parameters of `model` that require gradients.
+
+    Return the loss of each step in nats per token.
 
     AdamW without weight decay, gradients clipped at 1, linear warm-up over a tenth of the steps and
     linear decay to 0. `autocast` computes in bf16.
@@ -111,14 +114,13 @@ def finetune(
 
 
 def recorded_sweep() -> SimpleNamespace:
-    """Full fine-tuning against LoRA by rank and by target, recorded. Raises RecordError if it has
-    not been run.
+    """Full fine-tuning against LoRA by rank and by target, recorded.
 
     `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained
-        parameters, best
-    learning_rate and those tried, means over the seeds of the bits per byte of `documentation`
-    (trained on) and `programs` (the base's domain), the standard deviation of the documentation's,
-    and each seed's; `where`: hardware, versions, date, recipe; `run(r, targets)`: one of the runs.
+    parameters, best learning_rate and those tried, means over the seeds of the bits per byte of
+    `documentation` (trained on) and `programs` (the base's domain), the standard deviation of the
+    documentation's, and each seed's; `where`: hardware, versions, date, recipe; `run(r, targets)`:
+    one of the runs. Raises RecordError if it has not been run.
     """
     facts = _record("quality")
     base = facts.pop("base")
@@ -155,8 +157,9 @@ def _record(name: str) -> dict[str, Any]:
 def fresh(
     r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0, **options: Any
 ) -> "torch.nn.Module":
-    """The base model to train: whole (`r` None), or with adapters whose initial values depend on
-    the seed alone.
+    """The base model to train: whole (`r` None), or with adapters.
+
+    The adapters' initial values depend on the seed alone.
 
     `options` are those of PEFT's LoraConfig.
     """

@@ -1,5 +1,6 @@
-"""Reserved against allocated over time: the requests of steps of many lengths, run through the
-allocator's model.
+"""Reserved against allocated over time.
+
+The requests of steps of many lengths are run through the allocator's model.
 
     from vramlab_course.expandable import ExpandableAllocator
     from vramlab_course.fragmentation import follow, requests_of
@@ -130,8 +131,9 @@ def follow(
     allocator: Allocator | None = None,
     empty_cache: str = "",
 ) -> Followed:
-    """Run the load, then a step of each of `lengths`, through `allocator` (one with default
-    settings if left out).
+    """Run the load, then a step of each of `lengths`, through `allocator`.
+
+    Without an allocator it is one with default settings.
 
     `empty_cache` calls `torch.cuda.empty_cache()` in each step "after step" or, as the Trainer
     does, "before backward". Raises AllocatorError when the allocator's limit is too low.

@@ -8,8 +8,9 @@ MARKER = "live: "
 
 
 def live(*values: object, sep: str = " ") -> None:
-    """Print `values` as `print` does, each line tagged as a figure of this run: a time, a rate, a
-    resident set.
+    """Print `values` as `print` does, each line tagged as a figure of this run.
+
+    Such are a time, a rate, a resident set.
     """
     print(tagged(sep.join(map(str, values))))
 

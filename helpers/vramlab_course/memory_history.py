@@ -38,8 +38,9 @@ class Snapshot(snapshot.Snapshot):
         self.allocated = np.array(self.allocated, dtype=np.int64)
 
     def left(self, count: int = 6) -> snapshot.Groups:
-        """Return the lines whose blocks were never freed: leaks, if the history ends where a step
-        does.
+        """Return the lines whose blocks were never freed.
+
+        They are leaks, if the history ends where a step does.
         """
         return self.largest(len(self.events), count)
 
@@ -53,8 +54,9 @@ class Recording:
 
 @contextlib.contextmanager
 def record(device: str | None = None, max_entries: int = 100_000) -> Iterator[Recording]:
-    """Record the memory history of what runs inside; afterwards it is `snapshot`, also if an error
-    ended it.
+    """Record the memory history of what runs inside.
+
+    Afterwards it is `snapshot`, also if an error ended it.
 
     What was made before is not in it.
 
@@ -93,8 +95,9 @@ def _start_on_cuda(max_entries: int) -> Callable[[], Snapshot]:
 
 
 def _start_on_cpu() -> Callable[[], Snapshot]:
-    """Start a tracker that keeps the stack of every birth; the returned function stops it and
-    returns the snapshot.
+    """Start a tracker that keeps the stack of every birth.
+
+    The returned function stops it and returns the snapshot.
     """
     from vramlab.tracking.recorder import Recorder
 
@@ -111,8 +114,9 @@ def _start_on_cpu() -> Callable[[], Snapshot]:
 
 
 def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, Any]]:
-    """A tracker's log in the form of `torch.cuda.memory._snapshot()`; the model of the allocator
-    gives addresses.
+    """A tracker's log in the form of `torch.cuda.memory._snapshot()`.
+
+    The model of the allocator gives addresses.
     """
     allocator = Allocator()
     blocks = {}
@@ -120,13 +124,13 @@ def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, A
     for size, storage, _ in log:
         if size > 0:
             before = allocator.reserved
-            block = blocks[id(storage)] = allocator.malloc(storage.asked)
+            block = allocator.malloc(storage.asked)
+            blocks[id(storage)] = block
             more = {"addr": block.address, "stream": 0, "frames": frames[id(storage)]}
+            added = allocator.reserved - before
             # The request made a segment, which PyTorch's history has as an event of its own.
-            if allocator.reserved > before:
-                events.append(
-                    {"action": "segment_alloc", "size": allocator.reserved - before, **more}
-                )
+            if added > 0:
+                events.append({"action": "segment_alloc", "size": added, **more})
             events.append({"action": "alloc", "size": block.size, **more})
         # What was made before the recording is freed without having been seen.
         elif id(storage) in blocks:

@@ -104,17 +104,20 @@ class Format:
 
         Raises NumericsError when the format has no such code.
         """
-        if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < 2**self.bits:
+        is_number = isinstance(code, int) and not isinstance(code, bool)
+        if not is_number or not 0 <= code < 2**self.bits:
             raise NumericsError(f"{self.name} has codes 0 to {2**self.bits - 1}, not {code!r}.")
-        exponent, fraction = divmod(code % 2 ** (self.bits - 1), 2**self.fraction_bits)
-        return code >> (self.bits - 1), exponent, fraction
+        sign, rest = divmod(code, 2 ** (self.bits - 1))
+        exponent, fraction = divmod(rest, 2**self.fraction_bits)
+        return sign, exponent, fraction
 
     def decode(self, code: int) -> float:
         """The number of a code; also infinity and nan."""
         sign, exponent, fraction = self.fields(code)
         # above the largest finite number stand infinity, with a fraction of zero, and nan
         if code % 2 ** (self.bits - 1) > self.max_code:
-            number = math.inf if self.top == "ieee" and fraction == 0 else math.nan
+            is_infinity = self.top == "ieee" and fraction == 0
+            number = math.inf if is_infinity else math.nan
         elif exponent == 0:
             number = math.ldexp(fraction, self.least_exponent - self.fraction_bits)
         else:
@@ -136,17 +139,19 @@ class Format:
         if math.isnan(number):
             if self.top == "finite":
                 raise NumericsError(f"{self.name} has no code for nan.")
-            # IEEE's quiet nan has the fraction's first bit set; "nan" formats have one code for it,
-            # all ones.
-            return sign + (self._ones if self.top == "nan" else self._infinity | self._quiet)
+            # "nan" formats have one code for it, all ones.
+            if self.top == "nan":
+                return sign + self._ones
+            # IEEE's quiet nan has the fraction's first bit set.
+            return sign + self._infinity + self._quiet
         if number == 0 or math.isinf(number):
             return sign + (self._beyond if number else 0)
         size = abs(number)
         # frexp gives a fraction from 0.5 to 1, so its exponent is one more than IEEE 754's
-        exponent = max(math.frexp(size)[1] - 1, self.least_exponent)
-        steps = round(
-            math.ldexp(size, self.fraction_bits - exponent)
-        )  # Python rounds halves to even
+        _, above = math.frexp(size)
+        exponent = max(above - 1, self.least_exponent)
+        # Python rounds halves to even, as IEEE 754 does.
+        steps = round(math.ldexp(size, self.fraction_bits - exponent))
         # Steps of a normal number begin with a hidden 1, which lands in the exponent and adds one
         # to it; rounding up to the next power of two carries over in the same way.
         code = ((exponent - self.least_exponent) << self.fraction_bits) + steps
@@ -167,13 +172,9 @@ class Format:
     @property
     def _beyond(self) -> int:
         """The code of overflow, without its sign."""
-        return (
-            self.max_code
-            if self.saturates
-            else self._infinity
-            if self.top == "ieee"
-            else self._ones
-        )
+        if self.saturates:
+            return self.max_code
+        return self._infinity if self.top == "ieee" else self._ones
 
     def round(self, number: float) -> float:
         """The nearest number of the format."""
@@ -182,7 +183,9 @@ class Format:
     def bits_of(self, number: float) -> str:
         """Sign, exponent and fraction of the nearest number in binary: "0 01111 1000000000"."""
         sign, exponent, fraction = self.fields(self.encode(number))
-        return f"{sign} {exponent:0{self.exponent_bits}b} {fraction:0{self.fraction_bits}b}"
+        digits = f"{exponent:b}".zfill(self.exponent_bits)
+        rest = f"{fraction:b}".zfill(self.fraction_bits)
+        return f"{sign} {digits} {rest}"
 
     def codes(self) -> Iterator[int]:
         """Every code. Raises NumericsError for formats of more than 16 bits."""
@@ -194,15 +197,18 @@ class Format:
 
     def numbers(self) -> list[float]:
         """Every finite number, ascending, zero once."""
-        return sorted(
-            # −0.0 + 0.0 is 0.0, so zero is there once.
-            {number + 0.0 for number in map(self.decode, self.codes()) if math.isfinite(number)}
-        )
+        found = set()
+        for code in self.codes():
+            number = self.decode(code)
+            if math.isfinite(number):
+                # −0.0 + 0.0 is 0.0, so zero is there once.
+                found.add(number + 0.0)
+        return sorted(found)
 
     def __post_init__(self):
-        if self.top not in ("ieee", "nan", "finite") or (
-            self.top == "finite" and not self.saturates
-        ):
+        # Without infinity and nan there is no code for what is too large.
+        has_none = self.top == "finite" and not self.saturates
+        if self.top not in ("ieee", "nan", "finite") or has_none:
             raise NumericsError(
                 f"top is {self.top!r}, but allowed are 'ieee', 'nan', and 'finite' with "
                 f"saturates=True."
@@ -242,8 +248,12 @@ def rounded(tensor: "torch.Tensor", format: Format) -> "torch.Tensor":
     # the power of two of a number's last digit; subnormal numbers share the smallest one
     shifts = (exponents - format.fraction_bits).double()
     steps = torch.round(sizes * torch.exp2(-shifts)) * torch.exp2(shifts)
-    beyond = format.max if format.saturates else math.inf if format.top == "ieee" else math.nan
+    if format.saturates:
+        beyond = format.max
+    elif format.top == "ieee":
+        beyond = math.inf
+    else:
+        beyond = math.nan
     steps = torch.where(steps > format.max, beyond, steps)
-    return torch.copysign(torch.where(tensor.isnan(), math.nan, steps), tensor.double()).to(
-        tensor.dtype
-    )
+    steps = torch.where(tensor.isnan(), math.nan, steps)
+    return torch.copysign(steps, tensor.double()).to(tensor.dtype)

@@ -1,5 +1,6 @@
-"""Training runs on real GPUs that other projects measured and published, from
-`data/published_runs.json`.
+"""Training runs on real GPUs that other projects measured and published.
+
+They are in `data/published_runs.json`.
 
 `as_run.simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)` simulates one.
 Nothing in the package is fitted to them: where a prediction was off, the missing mechanism was
@@ -79,8 +80,9 @@ def runs() -> list[Run]:
 
 
 def results() -> dict:
-    """What `benchmarks/published_runs.py --write` stored: for each run, in their order, bytes of
-    each witness.
+    """What `benchmarks/published_runs.py --write` stored.
+
+    That is for each run, in their order, bytes of each witness.
     """
     return json.loads(data_path("published_results.json").read_text(encoding="utf-8"))
 
@@ -92,8 +94,9 @@ def scatter_error(
     title: str = "Predicted against measured",
     names: tuple[str, str] = ("predicted", "measured"),
 ):
-    """Return a figure of each pair's first size over its second, both in bytes, and below it the
-    relative error.
+    """Return a figure of each pair's first size over its second, and of the error.
+
+    Sizes are in bytes, and the relative error stands below.
 
     Each name in `pairs` has a marker. `band` is drawn as good enough: 0.01 is ±1 %. `names` label
     the axes.
@@ -104,23 +107,44 @@ def scatter_error(
     off = []
     for name, group in pairs.items():
         sizes[name] = [(a / GiB, b / GiB) for a, b in group]
-        errors[name] = [a / b - 1 for a, b in sizes[name]]
-        every += [size for pair in sizes[name] for size in pair]
-        off += map(abs, errors[name])
+        errors[name] = []
+        for predicted, measured in sizes[name]:
+            error = predicted / measured - 1
+            errors[name].append(error)
+            every += [predicted, measured]
+            off.append(abs(error))
     within = sum(error <= band for error in off)
     summary = (
         f"{within} of {len(off)} within ±{band:.0%} · median {statistics.median(off):.2%} "
         f"· worst {max(off):.2%}"
     )
 
-    figure, (above, below) = style.start(title, summary, rows=2, sharex=True, height_ratios=(3, 2))
+    figure, (above, below) = style.start(
+        title,
+        summary,
+        rows=2,
+        sharex=True,
+        height_ratios=(3, 2),
+    )
     ends = [min(every) / 1.3, max(every) * 1.3]
     # In a logarithmic plot a relative error is a band of one width.
     low = [end * (1 - band) for end in ends]
     high = [end * (1 + band) for end in ends]
-    above.fill_between(ends, low, high, color="#CCCCCC", linewidth=0, label=f"±{band:.0%}")
+    above.fill_between(
+        ends,
+        low,
+        high,
+        color="#CCCCCC",
+        linewidth=0,
+        label=f"±{band:.0%}",
+    )
     above.plot(ends, ends, color=style.INK, linewidth=0.8)
-    below.axhspan(-band * 100, band * 100, color="#CCCCCC", linewidth=0)
+    below.axhspan(
+        -band * 100,
+        band * 100,
+        color="#CCCCCC",
+        linewidth=0,
+    )
     below.axhline(0, color=style.INK, linewidth=0.8)
     rows = [("GiB", *names, "error")]
     for (name, group), (colour, marker, _) in zip(
@@ -142,8 +166,9 @@ def scatter_error(
         together = zip(pairs[name], errors[name], strict=True)
         for i, (pair, error) in enumerate(together, 1):
             rows.append((f"{name}: {i}", *map(in_unit, pair), f"{error:+.2%}"))
-    for axis, scale in ((above.xaxis, above.set_xscale), (above.yaxis, above.set_yscale)):
-        scale("log", base=2)
+    above.set_xscale("log", base=2)
+    above.set_yscale("log", base=2)
+    for axis in (above.xaxis, above.yaxis):
         axis.set_major_formatter("{x:,.6g}")  # 0.5, 1, 2, 4 and not powers
     # The worst error and the band are both in view.
     reach = 100 * max(band * 1.5, max(off) * 1.2)

@@ -64,14 +64,16 @@ def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Qua
 
 
 def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Quantized:
-    """The nearest number of `table` (ascending, within −1 to 1) after scaling each block by its
-    absolute maximum.
+    """The nearest number of `table` after scaling each block by its absolute maximum.
+
+    The table ascends within −1 to 1.
 
     A number halfway between two takes the lower one. Raises NumericsError for an empty tensor,
     numbers that are not finite, and a table that does not ascend within ±1.
     """
     # After scaling all numbers lie within ±1, so a table beyond has codes that are never used.
-    if len(table) < 2 or not _ascends(table) or float(table.abs().max()) > 1:
+    is_table = len(table) >= 2 and _ascends(table) and float(table.abs().max()) <= 1
+    if not is_table:
         raise NumericsError("A table has two or more ascending numbers from −1 to 1.")
     _check(numbers, (len(table) - 1).bit_length())
     size = numbers.numel() if block_size is None else block_size
@@ -93,8 +95,9 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64) -> Qu
 
 
 def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
-    """Codes that are used equally often: the table holds the middle of each of 2^bits equal shares
-    of the numbers.
+    """Codes that are used equally often.
+
+    The table holds the middle of each of 2^bits equal shares of the numbers.
 
     The table is stored with the codes, 4 · 2^bits bytes. Raises NumericsError when repeated numbers
     make shares coincide.
@@ -102,7 +105,8 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
     _check(numbers, bits)
     ordered = numbers.flatten().sort().values
     # Positions in the sorted numbers, at the middle of each of 2^bits equal shares.
-    middles = (torch.arange(2**bits) + 0.5) / 2**bits * len(ordered)
+    shares = (torch.arange(2**bits) + 0.5) / 2**bits
+    middles = shares * len(ordered)
     table = ordered[middles.long().clamp(max=len(ordered) - 1)]
     if not _ascends(table):
         raise NumericsError(
@@ -113,8 +117,9 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
 
 
 def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
-    """The table of NormalFloat (Dettmers et al. 2023, section 3): codes are equally likely for
-    normal numbers.
+    """The table of NormalFloat (Dettmers et al. 2023, section 3).
+
+    Its codes are equally likely for normal numbers.
 
     Quantiles of the normal distribution, evenly spaced from `offset` to one half: 2^(bits − 1)
     above zero, one fewer below, zero itself, and all divided by the largest. The probabilities are

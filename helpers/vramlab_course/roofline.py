@@ -1,5 +1,6 @@
-"""The shortest time of computations on this machine, to hold against a roofline (Williams, Waterman
-and Patterson 2009): chapter 07.
+"""The shortest time of computations on this machine, for chapter 07.
+
+It is held against a roofline (Williams, Waterman and Patterson 2009).
 """
 
 import time
@@ -9,8 +10,9 @@ ROUNDS = 8  # of all computations by turns, so that a busy moment spoils one tur
 
 
 def best_seconds(work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the shortest time of each computation in seconds: on a GPU until it has finished, on a
-    CPU on one core.
+    """Return the shortest time of each computation in seconds.
+
+    On a GPU it is timed until it has finished, on a CPU on one core.
 
     On a CPU the clock stops while another program has the core, so that a busy machine gives nearly
     the same figures.
@@ -18,9 +20,8 @@ def best_seconds(work: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     import torch
 
     cuda = torch.cuda.is_available()
-    wait, clock = (
-        (torch.cuda.synchronize, time.perf_counter) if cuda else (lambda: None, time.thread_time)
-    )
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    clock = time.perf_counter if cuda else time.thread_time
     threads = torch.get_num_threads()
     best = dict.fromkeys(work, float("inf"))
     torch.set_num_threads(1)

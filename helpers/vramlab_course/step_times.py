@@ -47,28 +47,33 @@ def chosen(card: str) -> tuple[Timed, ...]:
     """The runs on a card that say their seconds and ran plainly."""
     found = []
     for run in runs():
-        if run.seconds and run.as_run in (None, AS_RUN) and find_gpu(run.gpu).name == card:
+        is_plain = run.as_run in (None, AS_RUN)
+        if run.seconds and is_plain and find_gpu(run.gpu).name == card:
             # Runs with repeated keys had a kernel that recipes name themselves.
             kernel = REPEATED if run.as_run else run.recipe.attn_implementation
-            found.append(Timed(card, run.recipe.replace(attn_implementation=kernel), run.seconds))
-    return (*found, *(Timed(card, recipe, seconds) for recipe, seconds in timed_records(card)))
+            recipe = run.recipe.replace(attn_implementation=kernel)
+            found.append(Timed(card, recipe, run.seconds))
+    for recipe, seconds in timed_records(card):
+        found.append(Timed(card, recipe, seconds))
+    return tuple(found)
 
 
 @cache
 def features(run: Timed) -> tuple[float, ...]:
-    """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
+    """What the time of a run's step is made of, before the fit.
+
+    Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
     tensors waited for.
     """
     card = find_gpu(run.card)
     recipe = run.recipe
     walked = walk(recipe, card.chip)
     times = recipe.gradient_accumulation_steps
-    computing = times * sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
-    fused = (
-        times * attention_operations(recipe, walked) / card.flops(form_of(recipe))
-        if walked.fused
-        else 0.0
-    )
+    by_form = operations(recipe, walked)
+    computing = times * sum(count / card.flops(form) for form, count in by_form.items())
+    fused = 0.0
+    if walked.fused:
+        fused = times * attention_operations(recipe, walked) / card.flops(form_of(recipe))
     moved = times * TRANSFERS * walked.written + optimizer_traffic(recipe)
     return (
         computing - fused,
@@ -84,7 +89,8 @@ def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
     *shares, issue, waiting = constants
     # Three parts that follow one another, each at its share of the peak.
     computing = (x[:, :3] / np.array(shares)).sum(axis=1)
-    return np.maximum(computing, x[:, 3] * issue) + x[:, 4] * waiting
+    issuing = x[:, 3] * issue
+    return np.maximum(computing, issuing) + x[:, 4] * waiting
 
 
 def in_use(card: str) -> tuple[float, ...]:
@@ -93,8 +99,9 @@ def in_use(card: str) -> tuple[float, ...]:
 
 
 def fit(found: Sequence[Timed]) -> tuple[float, ...]:
-    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it
-    is where no run waits.
+    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio.
+
+    σ stays as it is where no run waits.
     """
     x = np.array([features(run) for run in found])
     measured = np.log([run.seconds for run in found])
@@ -108,12 +115,11 @@ def fit(found: Sequence[Timed]) -> tuple[float, ...]:
     damping = DAMPING
     errors = off(at)
     for _ in range(ROUNDS):
+        unit = np.eye(len(at))
         # The derivative by each constant, by a small difference.
-        slopes = np.stack(
-            [(off(at + STEP * one) - errors) / STEP for one in np.eye(len(at))], axis=1
-        )
+        slopes = np.stack([(off(at + STEP * one) - errors) / STEP for one in unit], axis=1)
         # The normal equations; damping shortens the step and turns it downhill.
-        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ errors)
+        change = np.linalg.solve(slopes.T @ slopes + damping * unit, -slopes.T @ errors)
         tried = off(at + change)
         # a step that helps is taken, and the next one trusts the slopes more
         if tried @ tried < errors @ errors:
@@ -133,8 +139,9 @@ def ratios(found: Sequence[Timed], constants: Sequence[float]) -> list[float]:
 
 @cache
 def held_out(card: str) -> tuple[tuple[Timed, float], ...]:
-    """Each run with measured over estimated seconds, by the constants of all other models' runs on
-    its card.
+    """Each run with measured over estimated seconds.
+
+    The constants are those of all other models' runs on its card.
     """
     found = chosen(card)
     pairs = []

@@ -1,5 +1,6 @@
-"""How the GPUs of a machine are connected (`nvidia-smi topo -m`), and how long the bytes of a
-training step take.
+"""How the GPUs of a machine are connected (`nvidia-smi topo -m`).
+
+And how long the bytes of a training step take.
 
     print(read_topology())  # or parse_topology(text) of a matrix that somebody sent you
 
@@ -126,19 +127,14 @@ def parse_topology(text: str) -> Topology:
     # Colours of a terminal.
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     # The line of the columns: in the row of GPU0 an X follows the name.
-    head = next((i for i, line in enumerate(lines) if re.match(r"\s*GPU0\s+(?!X\b)", line)), None)
-    if head is None:
+    heads = [i for i, line in enumerate(lines) if re.match(r"\s*GPU0\s+(?!X\b)", line)]
+    if not heads:
         raise TopologyError(
             "There is no matrix in this text: it has to have the line that begins with GPU0."
         )
     # What stands behind the devices has titles with blanks.
-    columns = re.split("|".join(TITLES), lines[head])[0].split()
-    # Backwards, so that of two matrices in one text the first one's rows stay.
-    rows = {
-        row[0]: row[1:]
-        for row in map(str.split, reversed(lines[head + 1 :]))
-        if row and row[0] in columns
-    }
+    columns = re.split("|".join(TITLES), lines[heads[0]])[0].split()
+    rows = _rows(lines[heads[0] + 1 :], columns)
     missing = [name for name in columns if name not in rows]
     if missing:
         raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
@@ -156,9 +152,20 @@ def parse_topology(text: str) -> Topology:
                 )
             codes[name, other] = code
     for (a, b), code in codes.items():
-        if codes[b, a] != code:
-            raise TopologyError(f"{a} to {b} is {code}, but {b} to {a} is {codes[b, a]}.")
+        back = codes[b, a]
+        if back != code:
+            raise TopologyError(f"{a} to {b} is {code}, but {b} to {a} is {back}.")
     return Topology(tuple(columns), codes)
+
+
+def _rows(lines: list[str], columns: list[str]) -> dict[str, list[str]]:
+    """The entries in each column's row, by its name; of two matrices the first one's."""
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        row = line.split()
+        if row and row[0] in columns:
+            rows.setdefault(row[0], row[1:])
+    return rows
 
 
 def read_topology() -> Topology:
@@ -204,7 +211,8 @@ def run_seconds(
     bandwidth: float,
     hidden: float = 0.0,
 ) -> float:
-    """Seconds of a run whose steps compute for `compute` s and overlap `hidden` s of it with
-    sending `sent` bytes.
+    """Seconds of a run whose steps compute for `compute` s and send `sent` bytes.
+
+    Of the sending `hidden` s overlap with computing.
     """
     return steps * (compute + max(0.0, sent / bandwidth - hidden))

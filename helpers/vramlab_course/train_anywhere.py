@@ -1,11 +1,11 @@
-"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes. Copy this one
-file to use it.
+"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes.
+
+Copy this one file to use it:
 
     python train_anywhere.py                                                        # one process
     torchrun --standalone --nproc_per_node 4 train_anywhere.py                      # one node
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d \\
-        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # the same line
-        on each node
+        --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # on each node
 
 It needs torch, transformers, a model's folder (config.json, weights, tokenizer) and text; the
 defaults are the course's base model and the source code of Python's standard library. Any number of
@@ -48,6 +48,7 @@ BASE_MODEL = next(  # in an installation or a checkout; a copy of this file else
 
 
 def arguments() -> argparse.Namespace:
+    """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add(
@@ -164,7 +165,11 @@ def rows_of(
     # By seed and step alone, so that a run goes on with the same rows after a restart, on any
     # number of ranks.
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
-    starts = torch.randint(len(tokens) - given.context, (given.batch_size, 1), generator=generator)
+    starts = torch.randint(
+        len(tokens) - given.context,
+        (given.batch_size, 1),
+        generator=generator,
+    )
     # Every world-th row from its own rank on, and for each row a window of the text.
     return tokens[starts[rank::world] + torch.arange(given.context)]
 
@@ -240,8 +245,14 @@ def train_step(
 
 def newest(folder: Path | None) -> Path | None:
     """The newest complete checkpoint; incomplete ones are named step-N.part."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()] if folder else []
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+    if folder is None:
+        return None
+    found = {}
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdigit():
+            found[int(number)] = path
+    return found[max(found)] if found else None
 
 
 def save(
@@ -319,8 +330,10 @@ def train(
                 "world_size": world,
             }
             print(json.dumps(line), flush=True)
-        if given.checkpoint and ((step + 1) % given.save_every == 0 or step + 1 == given.steps):
-            save(model, optimizer, step + 1, given.checkpoint, rank)
+        done = step + 1
+        is_due = done % given.save_every == 0 or done == given.steps
+        if given.checkpoint and is_due:
+            save(model, optimizer, done, given.checkpoint, rank)
     if given.export:
         # All ranks take part in gathering, though only rank 0 keeps the result.
         whole = get_model_state_dict(
@@ -334,6 +347,7 @@ def train(
 
 
 def main() -> None:
+    """Train as the command line says, on this rank."""
     given = arguments()
     with process_group() as (device, rank, world):
         train(given, device, rank, world)

@@ -1,5 +1,6 @@
-"""This rank's training and its rows of the global batch, equal to those of one process that has all
-rows.
+"""This rank's training and its rows of the global batch.
+
+Together they equal those of one process that has all rows.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ SEED = 0  # of the weights, equal on all ranks, and of the batch
 
 
 def build_on_rank(recipe: Recipe, device: str) -> Training:
-    """Build this rank's training, from the same weights on all, with its own rows of the global
-    batch.
+    """Build this rank's training, with its own rows of the global batch.
+
+    All ranks have the same weights.
     """
     torch.manual_seed(SEED)
     training = build(recipe, device)
@@ -29,8 +31,9 @@ def fill_batch(
     device: str,
     step: int = 0,
 ) -> None:
-    """Copy this rank's rows of the `step`-th global batch into the batch that is there, which keeps
-    its place in memory.
+    """Copy this rank's rows of the `step`-th global batch into the batch that is there.
+
+    That keeps its place in memory.
     """
     # Accumulation has further micro-batches beside the first.
     batches = [training.batch, *training.further]
@@ -41,8 +44,9 @@ def fill_batch(
 
 
 def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's rows of a step's `count` global micro-batches: rank r has the r-th `batch_size`
-    rows of each.
+    """This rank's rows of a step's `count` global micro-batches.
+
+    Rank r has the r-th `batch_size` rows of each.
     """
     first = 0
     if replicas(recipe) > 1:
@@ -54,7 +58,8 @@ def _rows(recipe: Recipe, count: int, step: int) -> Iterator[dict[str, torch.Ten
             # A seed for each micro-batch of each step, never that of the weights.
             torch.manual_seed(SEED + 1 + step * count + number)
             rows = make_batch(alone(recipe), "cpu")
-            own = {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}
+            mine = slice(first, first + recipe.batch_size)
+            own = {name: tensor[mine] for name, tensor in rows.items()}
             is_cut = recipe.sharding is not None and recipe.sharding.sp_size > 1
             yield part_of_rows(own, recipe) if is_cut else own
 
@@ -65,8 +70,10 @@ def alone(recipe: Recipe) -> Recipe:
 
 
 def replicas(recipe: Recipe) -> int:
-    """Among how many ranks the global batch is divided: all, or as many groups as have a sample
-    together; or with tensor and pipeline parallel none.
+    """Among how many ranks the global batch is divided.
+
+    That is all, or as many groups as have a sample together; with tensor and pipeline parallel it
+    is not divided.
     """
     if recipe.sharding is None or recipe.sharding.engine in ("tensor", "pipeline"):
         return 1

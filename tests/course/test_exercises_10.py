@@ -41,8 +41,8 @@ def by_counting(prompt, completions, size):
     return len(held)
 
 
-def test_there_are_two_with_two_hints_each():
-    assert list(FOUND) == ["10.1", "10.2"]
+def test_there_are_three_with_two_hints_each():
+    assert list(FOUND) == ["10.1", "10.2", "10.3"]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
 
 

@@ -135,11 +135,13 @@ def test_explain_says_first_what_expandable_segments_do():
 def test_a_share_of_the_card_is_tried_for_vllm_that_holds_weights_and_one_batch():
     """16-bit weights of 14.19 GiB and 8 × 768 tokens of 56 KiB take 0.64 of 23.51 GiB."""
     rollouts = {"use_vllm": True, "num_generations": 8, "prompt_length": 256}
-    rollouts |= {"max_completion_length": 512}
+    rollouts |= {"max_completion_length": 512, "vllm_gpu_memory_utilization": 0.9}
     asked = {"trainer": "grpo", "global_batch": 8, "method": "lora", "lora": LoRA(r=8)}
     question = Question("qwen2.5-7b", "RTX 4090", rollouts=rollouts, **asked)
     tried = [change["rollouts"].vllm_gpu_memory_utilization for change in shares(question)]
     assert tried == [0.65, 0.7, 0.75]
+    unsaid = {key: n for key, n in rollouts.items() if key != "vllm_gpu_memory_utilization"}
+    assert not shares(Question("qwen2.5-7b", "RTX 4090", rollouts=unsaid, **asked)), "it is found"
     elsewhere = rollouts | {"vllm_mode": "server"}
     assert not shares(Question("qwen2.5-7b", "RTX 4090", rollouts=elsewhere, **asked))
     # More ranks than samples leave no micro-batch, and no traceback.

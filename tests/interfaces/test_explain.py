@@ -111,6 +111,7 @@ def test_a_message_of_an_issue_is_read(case):
         "ask for more of it",
         "end the other process",
         "who holds",
+        "vllm_gpu_memory_utilization",
     )
     assert any(remedy in line for line in found.lines for remedy in remedies)
     assert "say MODEL with its options" in found.lines[-1]
@@ -118,7 +119,7 @@ def test_a_message_of_an_issue_is_read(case):
 
 def test_at_least_twenty_messages_of_all_kinds():
     assert len({case["source"] for case in ISSUES}) == len(ISSUES) >= 20
-    assert {case["kind"] for case in ISSUES} == {"card", "host", "table"}
+    assert {case["kind"] for case in ISSUES} == {"card", "bare", "share", "host", "table"}
 
 
 def test_a_bare_model_is_trained_as_the_message_says():
@@ -206,7 +207,7 @@ def test_a_killed_process_is_told_what_the_host_has_to_hold():
 
 def test_a_message_without_sizes_says_what_it_means():
     found = explain("RuntimeError: CUDA error: out of memory")
-    assert found.kind == "bare" and "another process fills the card" in str(found)
+    assert found.kind == "bare" and "another process that fills the card" in str(found)
 
 
 def test_a_message_and_its_recipe_are_both_explained():

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import card_faults
 import pytest
 import sample_reports
+import torch
 from settings import ROOT
 from vramlab import (
     MeasurementError,
@@ -31,7 +32,7 @@ from vramlab.measurement import card as module
 from vramlab.measurement import pieces, records
 from vramlab.measurement.card import run_card
 from vramlab.measurement.facts import ASKED, FOUND, LOADED, Fact
-from vramlab.measurement.launch import LateError
+from vramlab.measurement.launch import LateError, RankError
 from vramlab.measurement.pieces import (
     COURSE_LIST,
     START,
@@ -270,12 +271,31 @@ def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypa
     lines: list[str] = []
     done = run_card([four], folder=tmp_path, progress=lines.append)
     assert found(tmp_path) == {"bare", "training"} and len(done.done) == 2 and done.left == []
-    reasons = {piece.asked["loaded"]: why for piece, why in done.failed}
-    assert "was killed by SIGKILL" in reasons["cuBLAS"] or "when RAM runs out" in reasons["cuBLAS"]
-    assert reasons["cuDNN"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    ((killed, how),) = done.failed
+    assert killed.asked["loaded"] == "cuBLAS"
+    assert "was killed by SIGKILL" in how or "when RAM runs out" in how
+    ((large, why),) = done.not_here
+    assert large.asked["loaded"] == "cuDNN"
+    assert why == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert list(temporary.iterdir()) == [], "what the killed process wrote is gone"
     assert len(lines) == 5 and lines[-1].startswith("████████████████████████ 4/4 · ")
     assert (tmp_path / "card.log").read_text().count("\n") >= 4
+
+
+def test_a_card_too_small_for_a_fact_is_told_from_a_fault(tmp_path, monkeypatch):
+    from vramlab.measurement import card_work
+
+    def load(before, loaded):
+        message = "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for more."
+        raise torch.OutOfMemoryError(message) if loaded == "training" else RuntimeError("a fault")
+
+    monkeypatch.setitem(card_work.WORK, "context", load)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(RankError) as caught:
+        card_work.find("context", {"loaded": "training"}, str(tmp_path))
+    assert caught.value.oom == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    with pytest.raises(RuntimeError, match="a fault"):
+        card_work.find("context", {"loaded": "bare"}, str(tmp_path))
 
 
 def test_a_second_call_goes_on(gpu, four, tmp_path):

@@ -31,6 +31,8 @@ def test_a_fork_starts_as_a_fresh_process_and_dies_alone(tmp_path):
         with pytest.raises(RankError, match="exit status 7") as caught:
             alone("rank_faults:fail_alone", how="exit", words="the third")
         assert "the third" in str(caught.value) and "the second" not in str(caught.value)
+        with pytest.raises(RankError, match="exit status 1"):
+            alone("rank_faults:fail_alone", how="full", words="what it found cannot be written")
         assert alone("os:getppid") == parent, "all from one process"
         with pytest.raises(LateError, match="it took over 1 s"):
             alone("rank_faults:hang", timeout=1, folder=str(tmp_path))

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import card_faults
 import filelock
 import psutil
 import pytest
@@ -33,7 +34,7 @@ from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Device
 from vramlab.measurement import records
 from vramlab.measurement.pieces import COURSE_LIST, START, read_list, seconds_for
-from vramlab.measurement.records import file_name, load, save
+from vramlab.measurement.records import add, file_name, load, save
 
 H200 = {
     "gpu": "NVIDIA H200",
@@ -85,6 +86,35 @@ def test_what_is_saved_is_found(folder):
     assert set(load(folder / H200_FILE)) == {SMALL.key, OTHER.key}
     with pytest.raises(RecordError, match=r"there is no recorded measurement of it$"):
         find_record(LARGE)
+
+
+def test_a_file_is_read_again_only_where_somebody_else_wrote_it(folder, monkeypatch):
+    """A card's run adds hundreds, and reading all before each would cost it a third of its time."""
+    reads = []
+    read = records.read_records
+
+    def counted(*arguments, **options):
+        reads.append(arguments)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(records, "read_records", counted)
+    path = save(measured(SMALL))
+    add(card_faults.context("bare"), path)
+    save(measured(OTHER))
+    assert (
+        len(reads) == 1
+        and path.read_text() == json.dumps(json.loads(path.read_text()), indent=1) + "\n"
+    )
+    assert {*load(path)} == {SMALL.key, OTHER.key} and len(read(path).facts) == 1
+    content = json.loads(path.read_text())
+    del content["reports"][SMALL.key]
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    save(measured(LARGE))
+    assert {*load(path)} == {OTHER.key, LARGE.key}, "what others took away stays away"
+    save(measured(LARGE, allocated=7))
+    assert load(path)[LARGE.key].allocated == 7
+    with pytest.raises(RecordError, match="a measured report, but records are emulated"):
+        add(card_faults.context("bare", "emulated"), path)
 
 
 def test_a_new_measurement_replaces_the_old_one_and_other_versions_stay():

@@ -24,6 +24,7 @@ from vramlab.base.errors import RecipeError
 from vramlab.formulas.whole_run import _packed
 from vramlab.hardware.gpu import GpuError
 from vramlab.interfaces.cli import app
+from vramlab.planning import plan_notes
 from vramlab.planning.candidate import Candidate, best_first, is_as_fast, simulate_briefly
 from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
@@ -180,6 +181,20 @@ def test_of_methods_as_fast_as_each_other_the_simpler_comes_first():
         lora, time=dataclasses.replace(lora.time, seconds=seconds, high=1.3 * seconds)
     )
     assert [choice.method for choice in best_first([slow, qlora])] == ["qlora", "lora"]
+
+
+def test_why_what_is_as_fast_stands_in_this_order_is_said():
+    time = SimpleNamespace(seconds=1.0, high=2.0)
+
+    def said(*methods: str) -> str:
+        each = [
+            SimpleNamespace(method=name, seconds=1.0, order=(0, 1.0), time=time) for name in methods
+        ]
+        (note,) = plan_notes._as_fast(each)
+        return note
+
+    assert said("lora", "qlora").endswith("the simpler first")
+    assert said("qlora", "lora").endswith("what takes less of the host's memory first")
 
 
 def test_what_likely_fits_goes_before_what_waits_for_the_host():
@@ -502,6 +517,24 @@ def test_alternatives_turn_one_switch_and_fit():
         assert f"qlora {other}"[:60] in str(found)
 
 
+SLOWER = [("gemma-2-2b", "H100 SXM", 576, "full"), ("qwen2.5-14b", "RTX 4070", 192, "qlora")]
+
+
+@pytest.mark.parametrize(("model", "card", "tokens", "method"), params(SLOWER, SLOWER[:1]))
+def test_an_alternative_is_faster_within_the_error_only_and_is_said_to_be(
+    model, card, tokens, method
+):
+    found = plan(model, card, seq_len=tokens, method=method, confirm=False)
+    gains = []
+    for choice in found.choices:
+        for other in found.alternatives[choice.method]:
+            gains.append(other.tokens_per_second / choice.time.tokens_per_second)
+            assert gains[-1] <= choice.time.seconds / choice.time.low
+            words = f"{choice.method} {other}; faster within the error of the estimate"
+            assert (words in str(found).replace("\n    ", " ")) == (gains[-1] > 1.005), str(other)
+    assert max(gains) > 1.1
+
+
 def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_host_memory():
     asked = dict(seq_len=2048, gpus=2, confirm=False)
     found = plan("llama-3.1-70b", "RTX 4090", **asked)
@@ -511,7 +544,7 @@ def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_h
     assert "from_pretrained(device_map={'': 'cpu'})" in " ".join(str(found).split())
     alone = plan("qwen3-4b", "RTX 4090", seq_len=8192, method="full", confirm=False)
     first, *others = alone.alternatives["full"]
-    assert first.switch.startswith("on the card alone in bf16-true")
+    assert first.switch.startswith("on the card alone (--no-offload) in bf16-true")
     assert first.recipe.sharding is None and first.recipe.optim == "paged_adamw_8bit"
     assert not any("8-bit" in other.switch for other in others)
 

@@ -144,7 +144,7 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("name", params(SHARES, ["predict, published"]))
+@pytest.mark.parametrize("name", params(SHARES, ["predict, published", "simulate, published"]))
 def test_safe_is_safe_likely_likely_and_half_of_tight_dies(name):
     spec = importlib.util.spec_from_file_location("tiers", BENCHMARK)
     benchmark = importlib.util.module_from_spec(spec)

@@ -1,8 +1,8 @@
 """Recipes trained by PyTorch's CUDA build on a stand-in for a GPU: what its own allocator held,
 next to `simulate`.
 
-    LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python
-    tests/stand_in/runs.py LIST.json OUT.json
+    export LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in)
+    python tests/stand_in/runs.py LIST.json OUT.json
 
 LIST is what `vramlab record --dry-run --json` prints, or has objects with a "recipe" and what is to
 be done besides training: "evaluation" (arguments of `Evaluation`) or "loading" (of its base from a

@@ -1,5 +1,6 @@
-"""The one form in which notebooks are committed: `--check` says what is wrong, `--write` puts right
-what it can.
+"""The one form in which notebooks are committed, and what is wrong with those that are not.
+
+`--check` says what is wrong, `--write` puts right what it can.
 
 `--write` never invents a result: counts, outputs and figures come from running the notebook (`make
 notebooks`). nbval lets through a cell without a count, a skipped cell and any picture, so what it
@@ -48,8 +49,9 @@ def setup_source(url: str) -> str:
 
 
 def badge(url: str, name: str) -> str:
-    """The Colab badge of the notebook `name` (its path from the repository's root) in the
-    repository at `url`.
+    """The Colab badge of the notebook `name` in the repository at `url`.
+
+    `name` is the notebook's path from the repository's root.
     """
     target = url.replace("https://github.com/", "https://colab.research.google.com/github/")
     return f"{BADGE_START}https://colab.research.google.com/assets/colab-badge.svg)]({target}/blob/main/{name})"
@@ -80,13 +82,16 @@ def text(nb: NotebookNode) -> str:
 
 
 def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
-    """A copy in canonical form: ids, metadata, badge and set-up cell; sources, counts and outputs
-    stay as they are.
+    """A copy in canonical form: ids, metadata, badge and set-up cell.
+
+    Sources, counts and outputs stay as they are.
 
     Only of a widget that also says in text what it shows, the text alone is kept.
     """
+    # The caller compares the copy with what it read.
     nb = copy.deepcopy(nb)
     nb.nbformat, nb.nbformat_minor = 4, 5
+    # Asked before all metadata are replaced: a chapter says by itself that it gains by a GPU.
     asks_gpu = nb.metadata.get("accelerator") == "GPU"
     nb.metadata = nbformat.from_dict(
         {"kernelspec": KERNELSPEC, "language_info": LANGUAGE, **(GPU if asks_gpu else {})}
@@ -96,6 +101,7 @@ def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
     for number, cell in enumerate(nb.cells, 1):
         cell.id = f"cell-{number:02d}"
         cell.metadata = nbformat.from_dict(metadata_of(cell))
+        # Blanks at line ends would differ from editor to editor, and nobody sees them in a review.
         cell.source = "\n".join(line.rstrip() for line in cell.source.splitlines())
         for output in cell.get("outputs", []):
             if says_in_text(output):
@@ -121,6 +127,7 @@ def metadata_of(cell: NotebookNode) -> dict[str, dict[str, bool]]:
 
 
 def _write_badge(nb: NotebookNode, line: str) -> None:
+    # The badge belongs into the first text, under its title.
     first = next((cell for cell in nb.cells if cell.cell_type == "markdown"), None)
     if first is None:
         return
@@ -141,22 +148,26 @@ def _write_setup(nb: NotebookNode, source: str) -> None:
     if first is not None and first.source.lstrip("# ").startswith(SETUP_START):
         first.source = source
         return
+    # Behind the title, so that a reader does not begin with an install.
     after = next((i + 1 for i, cell in enumerate(nb.cells) if cell.cell_type == "markdown"), 0)
     nb.cells.insert(after, nbformat.v4.new_code_cell(source))
 
 
 def problems(path: Path, url: str | None = None) -> list[str]:
     """What is wrong with the notebook at `path`, one sentence each; [] when it may be committed."""
+    # The text itself is kept, since the layout is compared letter by letter at the end.
     raw = path.read_text(encoding="utf-8")
     try:
         nb = nbformat.reads(raw, as_version=nbformat.NO_CONVERT)
         nbformat.validate(nb)
+    # nbformat and jsonschema raise errors without a class in common.
     except Exception as error:
         return [f"is no valid notebook: {str(error).splitlines()[0]}"]
     if (nb.nbformat, nb.nbformat_minor) != (4, 5):
         return [f"has format {nb.nbformat}.{nb.nbformat_minor}, not 4.5"]
     url = url or repository_url()
     found = list(_notebook_problems(nb, len(raw.encode()), url, notebook_name(path)))
+    # In solutions the blanks are filled in and the guesses made.
     found += [] if "/solutions/" in notebook_name(path) else hands.problems(nb)
     count = 0
     for number, cell in enumerate(nb.cells, 1):
@@ -165,6 +176,7 @@ def problems(path: Path, url: str | None = None) -> list[str]:
             count += 1
             kinds = [*_count_problems(cell, count), *kinds, *_code_problems(cell)]
         found += [f"cell {number}: {kind}" for kind in kinds]
+    # With other problems the layout is no news: --write would change it anyway.
     if not found and raw != text(canonical(nb, url, notebook_name(path))):
         found.append(
             "is not laid out as --write lays it out (key order, indent, blanks at line ends, "
@@ -186,6 +198,7 @@ def _notebook_problems(nb: NotebookNode, size: int, url: str, name: str) -> Iter
         yield f"has other metadata than the canonical: {', '.join(stray)}"
     markdown = [cell.source for cell in nb.cells if cell.cell_type == "markdown"]
     code = [cell.source for cell in nb.cells if cell.cell_type == "code"]
+    # The site's page and its entry in the navigation take their title from there.
     if not nb.cells or nb.cells[0].cell_type != "markdown" or not markdown[0].startswith("# "):
         yield "does not begin with a markdown cell that begins with a title ('# …')"
     elif badge(url, name) not in markdown[0].splitlines():
@@ -233,6 +246,7 @@ def _code_problems(cell: NotebookNode) -> Iterator[str]:
         yield "only the set-up cell installs anything"
     if source.rstrip().endswith(";"):
         yield "ends with a semicolon, after which nbval's output differs: end with plt.show()"
+    # All outputs are looked through before the question is asked, since a figure may stand in any.
     images = False
     for output in cell.outputs:
         images |= any(mime.startswith("image/") for mime in output.get("data", {}))
@@ -255,6 +269,8 @@ def _output_problems(output: NotebookNode) -> Iterator[str]:
             f"{output.text.strip().splitlines()[0][:80] if output.text.strip() else '(blank)'}"
         )
     for mime, data in output.get("data", {}).items():
+        # In canonical form a widget that also says in text what it shows is text alone, so what is
+        # found here says nothing.
         if mime in FOREIGN_OUTPUTS:
             yield f"an output that GitHub cannot render: {mime}"
         if mime.startswith("image/") and not alternative_text(output, mime):
@@ -272,10 +288,12 @@ def _output_texts(cell: NotebookNode) -> Iterator[str]:
 
 
 def _ends_with_show(source: str) -> bool:
-    """Whether the last statement is `plt.show()`; cell magics and shell lines are read as IPython
-    reads them.
+    """Whether the last statement is `plt.show()`.
+
+    Cell magics and shell lines are read as IPython reads them.
     """
     try:
+        # Magics such as %time are no Python until IPython has rewritten them.
         body = ast.parse(TransformerManager().transform_cell(source)).body
     except SyntaxError:
         return False

@@ -1,5 +1,4 @@
-"""What chapters print and draw on a real card, stored small and shown on the site after the CPU's
-outputs.
+"""What chapters print and draw on a real card, for the site to show after the CPU's outputs.
 
     python tests/tools/card_outputs.py FOLDER     # executed notebooks and about.json, of on_card.py
 
@@ -34,18 +33,21 @@ ABOUT = "about.json"  # card, driver, versions and date, written by on_card.py
 
 
 def store(executed: Path) -> Path | None:
-    """Store what the card changed in one executed notebook. Return the file; None where nothing
-    differs.
+    """Store what the card changed in one executed notebook.
+
+    Return the file; None where nothing differs.
 
     Raises ValueError where no real card ran it, as `about.json` beside it says, or it is another
     notebook than today's.
     """
     about = json.loads((executed.parent / ABOUT).read_text(encoding="utf-8"))
+    # A stand-in for a GPU computes nothing, so what is printed there are no measurements.
     if not about["gpu"] or not about["driver"] or "stand-in" in about["driver"]:
         raise ValueError(f"{executed.name} was not run on a card: {about}")
     ran, kept = (
         nbformat.read(path, as_version=4) for path in (executed, settings.NOTEBOOKS / executed.name)
     )
+    # Outputs of an older text would be shown beside a newer one.
     if [cell.source for cell in ran.cells] != [cell.source for cell in kept.cells]:
         raise ValueError(
             f"{executed.name} is another notebook than {settings.NOTEBOOKS / executed.name}"
@@ -53,6 +55,7 @@ def store(executed: Path) -> Path | None:
     cells = list(changed(ran, kept))
     if not cells:
         return None
+    # A folder for each card, named as it calls itself.
     card = re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")
     path = FOLDER / card / f"{executed.stem}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +71,14 @@ def changed(ran: NotebookNode, kept: NotebookNode) -> Iterator[dict[str, Any]]:
     for number, (cell, before) in enumerate(zip(ran.cells, kept.cells, strict=True)):
         if cell.cell_type != "code":
             continue
+        # The line about the environment differs on every machine and says nothing about the cell.
         text = [line for line in lines(cell) if not line.startswith(MARKER)]
         differs = text != [line for line in lines(before) if not line.startswith(MARKER)]
         loads, stores = names(cell.source)
         if differs:
             of_the_card |= stores
+        # Figures are bytes that differ by the fonts of a machine, so it is the names they are drawn
+        # from that count.
         pictures = list(figures(cell)) if differs or loads & of_the_card else []
         if differs or pictures:
             said = "\n".join(PATH.sub("…", line) for line in text) if differs else ""
@@ -109,6 +115,8 @@ def names(source: str) -> tuple[set[str], set[str]]:
     """The names that a cell reads, and those to which it gives a value."""
     reads: set[str] = set()
     writes: set[str] = set()
+    # An attribute or an item holds the node of its name, which counts as read even where something
+    # is assigned to it.
     for node in ast.walk(ast.parse(TransformerManager().transform_cell(source))):
         if isinstance(node, ast.Name):
             (writes if isinstance(node.ctx, ast.Store) else reads).add(node.id)
@@ -120,18 +128,22 @@ def digest(source: str) -> str:
 
 
 def show(notebook: NotebookNode, target: Path) -> None:
-    """Add to a notebook of the site, after each cell that a card changed, what it gave there;
-    figures are written beside `target`, the notebook's place."""
+    """Add to a notebook of the site, after each cell that a card changed, what it gave there.
+
+    Figures are written beside `target`, the notebook's place.
+    """
     after: dict[int, list[NotebookNode]] = {}
     for path in sorted(FOLDER.glob(f"*/{target.stem}.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         for part in stored["cells"]:
+            # A cell that was edited since is skipped: what the card printed is of its earlier text.
             if part["cell"] < len(notebook.cells) and part["source"] == digest(
                 notebook.cells[part["cell"]].source
             ):
                 shown = nbformat.v4.new_markdown_cell(words(stored["about"], part, path, target))
                 after.setdefault(part["cell"], []).append(shown)
     cells = []
+    # Inserted after all are known, or each insertion would move the numbers behind it.
     for number, cell in enumerate(notebook.cells):
         cells += [cell, *after.get(number, [])]
     notebook.cells = cells
@@ -142,14 +154,17 @@ def words(about: dict[str, str], part: dict[str, Any], path: Path, target: Path)
     versions = " · ".join(
         f"{name} {about[name]}" for name in ("driver", "torch", "transformers") if about[name]
     )
+    # Notebooks that share a card also share its time.
     blurred = f" · {about['jobs']} notebooks at a time" if about["jobs"] > 1 else ""
     heading = f"On this card: {about['gpu']} · {versions} · {about['date']}{blurred}"
+    # Four backquotes, since the block of printed text inside has three.
     said = [f"````{{admonition}} {heading}", ":class: on-card", ""]
     if part["text"]:
         said += ["```text", part["text"], "```", ""]
     for number, picture in enumerate(part["pictures"]):
         name = f"{path.stem}-{path.parent.name}-{part['cell']}-{number}.png"
         target.with_name(name).write_bytes(base64.b64decode(picture["png"]))
+        # Brackets would end the alternative text.
         said += [f"![{re.sub(r'([][])', r'', picture['alt'])}]({name})", ""]
     return "\n".join([*said, "````"])
 

@@ -1,5 +1,6 @@
-"""The package as a recipe of conda-forge (`recipe.yaml`, version 1 of its form), made of
-pyproject.toml and of a release's source distribution.
+"""The package as a recipe of conda-forge (`recipe.yaml`, version 1 of its form).
+
+It is made of pyproject.toml and of a release's source distribution.
 
     python tests/tools/conda_recipe.py dist/vramlab-0.1.0.tar.gz > recipe.yaml
 
@@ -81,11 +82,13 @@ def recipe(archive: Path, root: Path = ROOT) -> str:
     """
     document = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     project = document["project"]
+    # `parse_sdist_filename` raises a ValueError for a wheel and for any other file.
     name, version = parse_sdist_filename(archive.name)
     if name != project["name"]:
         raise ValueError(f"{archive.name} is no source distribution of {project['name']}")
     extras = project["optional-dependencies"]
     optional = sorted({line for extra in EXTRAS for line in extras[extra]})
+    # The recipe's text has room for one, so a second one stops here.
     (build,) = document["build-system"]["requires"]
     return RECIPE.format(
         version=version,
@@ -106,6 +109,7 @@ def _listed(lines: list[str]) -> str:
 
 
 def _conda(line: str) -> str:
+    # Extras and markers of a requirement are left out: a noarch package has neither.
     requirement = Requirement(line)
     name = canonicalize_name(requirement.name)
     return f"{NAMES.get(name, name)} {requirement.specifier}"

@@ -26,13 +26,15 @@ def machine() -> str:
 
 
 def run_course(paths: list[Path], out: Path, table: Callable[[], str]) -> int:
-    """Run `paths`, write notebooks, pages and the index into `out`, print the table; the exit
-    status.
+    """Run `paths`, write notebooks, pages and the index into `out`, and print the table.
+
+    Return the exit status.
     """
     runs: list[execute.Run] = []
     here = machine()
     out.mkdir(parents=True, exist_ok=True)
 
+    # The index is written anew after each chapter, so that it is whole after Ctrl-C.
     def keep(run: execute.Run) -> None:
         runs.append(run)
         page.save(run, out, paths)
@@ -46,6 +48,7 @@ def run_course(paths: list[Path], out: Path, table: Callable[[], str]) -> int:
         text = table()
         (out / "index.html").write_text(page.index(runs, here, text), encoding="utf-8")
         print(f"\n{text}")
+    # The chapters' pages are worth having whatever fails in the table.
     except Exception:
         wrong.append(f"the table of the three witnesses: {traceback.format_exc()}")
     print(f"\n{ended} of {len(runs)} chapters ran to the end: {out / 'index.html'}", flush=True)
@@ -68,6 +71,7 @@ def main() -> int:
     )
     paths = parser.parse_args().notebooks or settings.chapters()
     settings.apply(deterministic=False)
+    # Or pages of a chapter that is gone would stay and be taken for this run's.
     shutil.rmtree(OUT, ignore_errors=True)
     return run_course(paths, OUT, three_witnesses)
 

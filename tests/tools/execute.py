@@ -32,8 +32,9 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels of the running interpreter, whatever "python3" means in the user's own Jupyter
-    settings.
+    """Starts kernels of the running interpreter.
+
+    It does so whatever "python3" means in the user's own Jupyter settings.
     """
 
     def __init__(self, **options):
@@ -44,14 +45,16 @@ class ThisInterpreter(AsyncKernelManager):
             self.transport_encryption = "auto"
 
     @property
+    # jupyter_client would look "python3" up among the installed kernels.
     def kernel_spec(self) -> KernelSpec:
         return KernelSpec(**get_kernel_dict())
 
 
 @dataclass
 class Run:
-    """One notebook's run: the executed notebook, seconds, and where and why it stopped (cell 0: it
-    ended well).
+    """One notebook's run: the executed notebook, seconds, and where and why it stopped.
+
+    Cell 0 means that it ended well.
     """
 
     path: Path
@@ -70,12 +73,14 @@ class Run:
 
 
 def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = CELL_TIMEOUT) -> Run:
-    """Execute a copy of the notebook at `path`, in its own folder; `on_cell` is called after each
-    cell that ran.
+    """Execute a copy of the notebook at `path`, in its own folder.
+
+    `on_cell` is called after each cell that ran.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
+            # Of a cell that does not run, no earlier output may stay.
             cell.outputs, cell.execution_count = [], None
     result = Run(path, notebook, 0.0)
     client = NotebookClient(
@@ -86,6 +91,7 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
         startup_timeout=300,
         record_timing=False,
         coalesce_streams=True,
+        # Counted from 1 as in messages; it stays at the cell in which the run stopped.
         on_cell_execute=lambda cell, cell_index: setattr(result, "failed_cell", cell_index + 1),
         on_cell_executed=lambda **_: on_cell(),
     )
@@ -101,14 +107,16 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
     if interrupted(client):
         raise KeyboardInterrupt
     result.seconds = time.monotonic() - start
+    # `failed_cell` was the last cell that was begun.
     if not result.error:
         result.failed_cell = 0
     return result
 
 
 def interrupted(client: NotebookClient) -> bool:
-    """Whether Ctrl-C came. nbclient answers it by ending the kernel, and fails then in one of
-    several ways, or not.
+    """Whether Ctrl-C came.
+
+    nbclient answers it by ending the kernel, and fails then in one of several ways, or not.
     """
     return hasattr(client, "_async_cleanup_kernel_future")
 
@@ -123,6 +131,7 @@ def explain(error: Exception, said: BinaryIO, timeout: int) -> str:
     if isinstance(error, CellTimeoutError):
         return f"the cell took longer than {timeout} s"
     if isinstance(error, DeadKernelError):
+        # The file stands at its end, where the kernel wrote last.
         said.seek(0)
         last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][
             -1:
@@ -132,8 +141,9 @@ def explain(error: Exception, said: BinaryIO, timeout: int) -> str:
 
 
 def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) -> list[Run]:
-    """Run every notebook under one progress bar that counts cells; one plain line a notebook where
-    nobody watches.
+    """Run every notebook under one progress bar that counts cells.
+
+    Where nobody watches, it is one plain line a notebook.
     """
     counts = {path: _code_cells(path) for path in paths}
     columns = (
@@ -158,6 +168,7 @@ def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) ->
             progress.console.print(
                 f"{path.stem}  {result.seconds:.0f} s  {mark}", highlight=False, markup=False
             )
+        # A notebook that failed has cells that never ran, and the bar counts them as done.
         progress.update(bar, completed=before)
     return runs
 
@@ -168,8 +179,9 @@ def _code_cells(path: Path) -> int:
 
 
 def failures(runs: list[Run]) -> list[str]:
-    """One line for each notebook that stopped: its name, the cell, that cell's first line, the
-    error.
+    """One line for each notebook that stopped.
+
+    It has the notebook's name, the cell, that cell's first line, and the error.
     """
     lines = []
     for result in runs:
@@ -197,6 +209,7 @@ def main() -> int:
     for path in paths:  # the set-up cell and the badge first, so that what runs is what is stored
         canonical.write(path)
 
+    # `canonical.write` works on a file, so the outputs have to be in it first.
     def keep(result: Run) -> None:
         if not result.error:
             result.path.write_text(canonical.text(result.notebook), encoding="utf-8")
@@ -208,8 +221,9 @@ def main() -> int:
 
 
 def exit_with(program: Callable[[], int]) -> None:
-    """End this process with what `program` returns, and quietly after Ctrl-C: what was written by
-    then stays.
+    """End this process with what `program` returns, and quietly after Ctrl-C.
+
+    What was written by then stays.
     """
     try:
         sys.exit(program())

@@ -1,5 +1,6 @@
-"""What `try_fresh.py` runs in the new environment, which has the wheel and what that brings, and
-nothing of the checkout.
+"""What `try_fresh.py` runs in the new environment.
+
+That has the wheel and what it brings, and nothing of the checkout.
 
 Prints a line for each check, with its seconds. A simulated CPU step must equal the real one to the
 byte.
@@ -38,6 +39,7 @@ def agrees_with_formulas(name: str) -> None:
 
 def equals_a_real_step(name: str) -> None:
     """To the byte, in every phase and category."""
+    # One timed step, since bytes do not depend on how often it is timed.
     real, simulated = measure(RECIPES[name], repeats=1), simulate(RECIPES[name], target="cpu")
     assert simulated.peak == real.peak, (simulated.peak, real.peak)
     for phase in real.phases:
@@ -48,6 +50,7 @@ def runs_on_torchs_own_mode() -> None:
     """The quick fake mode fits this torch."""
     from vramlab.simulation.fake_mode import quick_mode_fits
 
+    # Without it everything works and takes longer, which nobody would report.
     assert quick_mode_fits(), "simulations are slower: torch's private parts changed"
 
 
@@ -64,6 +67,7 @@ def watches_a_module() -> None:
 
 def plans_with_a_simulation() -> None:
     found = plan("gpt2", "T4", method="lora")
+    # A plan tells what it could not simulate, and ends well all the same.
     assert found.not_simulated == {}, found.not_simulated
     assert found.best.report.source == "simulated"
 

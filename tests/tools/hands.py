@@ -1,5 +1,6 @@
-"""What the gate asks of a chapter's blanks and guesses: they are left to the reader, and no number
-is given away.
+"""What the gate asks of a chapter's blanks and guesses.
+
+They are left to the reader, and no number is given away.
 """
 
 import ast
@@ -71,9 +72,11 @@ def _filled(tree: ast.Module) -> Iterator[str]:
         node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     for call in _calls(tree, "blank.check"):
+        # The name of the blank and the function or class that fills it.
         name, answer = map(ast.unparse, call.args)
         if answer not in written:
             yield f"the blank {name} is not defined in the cell that checks it"
+        # A blank is open as long as an Ellipsis stands anywhere in it.
         elif not any(
             isinstance(node, ast.Constant) and node.value is ...
             for node in ast.walk(written[answer])
@@ -82,8 +85,9 @@ def _filled(tree: ast.Module) -> Iterator[str]:
 
 
 def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[str]:
-    """Guesses that are made already, or compared before the reader can make them; keeps those not
-    compared in `guessed`.
+    """Guesses that are made already, or compared before the reader can make them.
+
+    Those not compared yet are kept in `guessed`.
     """
     for statement in tree.body:
         for call in _calls(ast.Module([statement], []), "guess"):
@@ -92,14 +96,16 @@ def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[s
                 yield "a guess without 'mine=None', which the reader edits"
             if isinstance(statement, ast.Assign):
                 guessed[ast.unparse(statement.targets[0])] = number
+    # A copy of the names, since compared ones are taken out of the dictionary.
     for name in [name for name in guessed if any(_calls(tree, f"{name}.compare"))]:
         if guessed.pop(name) == number:
             yield f"the guess {name!r} is compared in its own cell, so nobody can make it first"
 
 
 def _given_away(cell: NotebookNode, above: list[str]) -> Iterator[str]:
-    """Numbers that a cell compares with a guess, and that stand in the cells above it or beside the
-    fold.
+    """Numbers that a cell compares with a guess, and that a reader has seen before.
+
+    They stand in the cells above it, or beside the fold.
     """
     outputs = cell.get("outputs", [])
     folds = [output for output in outputs if "text/html" in output.get("data", {})]
@@ -110,6 +116,7 @@ def _given_away(cell: NotebookNode, above: list[str]) -> Iterator[str]:
         for found in FOUND.finditer("\n".join(output_texts(cell)))
     )
     for _, number, unit, mine in said:
+        # 11.2 must not be found in 311.2, nor, without a unit, 11 in 11.2.
         pattern = rf"(?<![\d.,]){re.escape(number)}"
         pattern += rf"[\s-]*{re.escape(unit)}" if unit else r"(?![.,]?\d)"
         shown = " ".join(filter(None, (number, unit)))

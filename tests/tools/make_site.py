@@ -1,5 +1,6 @@
-"""`make site`: the course as a web site in build/site, from the outputs that are stored in the
-notebooks.
+"""`make site`: the course as a web site, from the outputs that are stored in the notebooks.
+
+It goes into build/site.
 
 Nothing is executed but the experiments of the claims, whose verdicts are computed now. A warning of
 Sphinx, a link that leads nowhere and a page that would fetch anything from the network are errors.
@@ -34,8 +35,9 @@ JOBS = "auto"  # processes of Sphinx
 
 
 def notebooks() -> list[Path]:
-    """Every notebook of the site: the chapters and what else stands beside them, then the
-    solutions.
+    """Every notebook of the site.
+
+    The chapters and what else stands beside them come first, then the solutions.
     """
     return sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted(
         (settings.NOTEBOOKS / "solutions").glob("*.ipynb")
@@ -45,13 +47,15 @@ def notebooks() -> list[Path]:
 def assemble(
     source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict], pyodide: Path | None
 ) -> None:
-    """Lay out in `source` what Sphinx reads: the folder site/, the README, the notebooks and the
-    generated pages.
+    """Lay out in `source` what Sphinx reads.
+
+    That is the folder site/, the README, the notebooks and the generated pages.
 
     `pyodide` is the folder of Pyodide's files, without which the calculator does not start.
 
     Notebooks keep their place under notebooks/, so that their links to each other are the site's.
     """
+    # Pages that are gone from the sources must not stay in the site.
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(SITE, source, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(settings.NOTEBOOKS / "figures", source / "notebooks" / "figures")
@@ -66,15 +70,18 @@ def assemble(
         (source / page).write_text(linked, encoding="utf-8")
     titles, uses, tested = {}, {}, set()
     glossary = source / "glossary.md"
+    # Read before any chapter is linked, as links go both ways: to the glossary and back.
     terms = site_links.glossary_terms(glossary.read_text(encoding="utf-8"))
     for path, place in zip(notebooks, places, strict=True):
         notebook = for_the_site(nbformat.read(path, as_version=4), place, places)
         if chapter := re.fullmatch(r"notebooks/(\d\d)_\w+\.ipynb", place):
             titles[chapter[1]] = place, notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+            # Which words this chapter uses, so that the glossary can lead back to them.
             uses[chapter[1]] = site_links.link_terms(notebook.cells, terms, chapter[1])
             tested |= site_links.link_claims(notebook.cells, load_claims(chapter[1]).values())
         target = source / place
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Last, as it inserts cells: until then they have the numbers of the stored notebook.
         card_outputs.show(notebook, target)
         nbformat.write(notebook, target)
     text = site_links.link_back(glossary.read_text(encoding="utf-8"), uses, places)
@@ -111,14 +118,18 @@ def assemble(
 def for_the_site(
     notebook: nbformat.NotebookNode, here: str, places: Sequence[str]
 ) -> nbformat.NotebookNode:
-    """The notebook with its set-up left out of page and search, mentions as links, figures that say
-    what they show, and no badge, which would be a picture from the network."""
+    """The notebook as the site shows it.
+
+    Its set-up is left out of page and search, mentions are links, figures say what they show, and
+    there is no badge, which would be a picture from the network.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
             cell.source = site_links.link_mentions(
                 site_links.link_files(source, here, places), here, places
             )
+        # The only cell with metadata of its own is the set-up cell.
         elif canonical.metadata_of(cell):
             cell.metadata["tags"] = ["remove-cell"]
         else:
@@ -128,6 +139,7 @@ def for_the_site(
                 if "metadata" in output
             ]
             if any(alts):
+                # MyST-NB has one alternative text for all figures of a cell.
                 cell.metadata["mystnb"] = {"image": {"alt": " ".join(filter(None, alts))}}
     return notebook
 
@@ -138,6 +150,7 @@ def render(source: Path, out: Path) -> int:
 
     return build_main(
         [
+            # Names that lead nowhere are warnings too, and with -W warnings are errors.
             "-n",
             "-W",
             "--keep-going",
@@ -155,11 +168,14 @@ def render(source: Path, out: Path) -> int:
 
 
 def lighten(out: Path) -> None:
-    """Mend what the theme does: 0.5 MB of icons that its style sheet has too, a doubled title,
-    names that hide a text.
+    """Mend what the theme does to the pages.
+
+    It has 0.5 MB of icons that its style sheet has too, a doubled title, and names that hide a
+    text.
     """
     for path in out.rglob("*.html"):
         page = path.read_text(encoding="utf-8")
+        # The label would replace the words of a summary for who hears the page.
         page = page.replace('<summary aria-label="Toggle hidden content">', "<summary>")
         page = re.sub(
             r'(<button class="btn search-button-field[^>]*) aria-label="Search"', r"\1", page
@@ -184,7 +200,9 @@ def wrap_sentences(page: str) -> str:
     """The page with the printed sentences marked, which wrap, while tables of text scroll."""
 
     def mark(line: str) -> str:
+        # Two blanks in a row are a table's columns, which must not wrap.
         is_table = "  " in line.strip() or len(re.sub(r"<[^>]*>|&[a-z]+;", "", line)) < NARROW
+        # A span of highlighting that goes over a line's end would be cut by another one.
         is_whole = line.count("<span") == line.count("</span")
         return f'<span class="sentence">{line}</span>' if is_whole and not is_table else line
 
@@ -195,8 +213,9 @@ def wrap_sentences(page: str) -> str:
 
 
 def frame_figures(page: str, folder: Path) -> str:
-    """The page with each figure of `folder`'s site at the size that its resolution asks for, linked
-    to the full one.
+    """The page with each figure at the size that its resolution asks for, linked to the full one.
+
+    The figures are those of `folder`'s site.
 
     100 dots an inch are shown pixel by pixel, 200 in half the size. The first is loaded at once,
     others when they are near.
@@ -210,6 +229,7 @@ def frame_figures(page: str, folder: Path) -> str:
             return found[0]
         (width, height), scale = read_png(place)
         size = f'width="{round(width / scale)}" height="{round(height / scale)}"'
+        # The first figure is what a reader waits for.
         lazy = ' loading="lazy"' if count else ""
         count += 1
         return (
@@ -227,12 +247,15 @@ def frame_figures(page: str, folder: Path) -> str:
 
 
 def read_png(path: Path) -> tuple[tuple[int, int], int]:
-    """Width and height of a PNG file in pixels, and how many pixels it has for one of the page, a
-    whole number.
+    """Width and height of a PNG file in pixels, and how many pixels it has for one of the page.
+
+    The latter is a whole number.
     """
     from PIL import Image
 
     with Image.open(path) as image:
+        # matplotlib writes the resolution into the file; a picture without one has 100 dots an
+        # inch.
         return image.size, max(1, round(image.info.get("dpi", (100,))[0] / 100))
 
 
@@ -240,8 +263,9 @@ def read_png(path: Path) -> tuple[tuple[int, int], int]:
 
 
 class Page(HTMLParser):
-    """What a page of HTML offers and asks for: its anchors, its links, and what a browser would
-    load with it.
+    """What a page of HTML offers and asks for.
+
+    That is its anchors, its links, and what a browser would load with it.
     """
 
     def __init__(self):
@@ -255,6 +279,7 @@ class Page(HTMLParser):
         self.anchors.update(given[name] for name in ("id", "name") if name in given)
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
+        # These only name other pages; a browser fetches what other kinds of link name.
         elif tag == "link" and given.get("rel") in (
             "canonical",
             "search",
@@ -280,8 +305,9 @@ def read_page(path: Path) -> Page:
 
 
 def check(out: Path) -> tuple[list[str], Counter]:
-    """Look through every page under `out`: what is wrong, a line each, and how often each external
-    link stands there.
+    """Look through every page under `out`.
+
+    Return what is wrong, a line each, and how often each external link stands there.
 
     Wrong are links and files inside the site that lead nowhere, and whatever a browser would fetch
     from elsewhere.
@@ -295,6 +321,8 @@ def check(out: Path) -> tuple[list[str], Counter]:
         for link in page.links + page.loaded:
             parts = urlsplit(link)
             if parts.scheme in ("http", "https") or parts.netloc:
+                # A link may lead anywhere, and only what is loaded by itself would tell others of
+                # the reader.
                 if link in page.links:
                     external[link] += 1
                 else:
@@ -310,6 +338,7 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
     """Why a link inside the site leads nowhere; "" when it leads somewhere."""
     target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
     if target.is_dir():
+        # What a server answers for a folder.
         target /= "index.html"
     if not target.is_file():
         return "is not there"
@@ -322,13 +351,16 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
 def make(
     notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path, pyodide: Path | None = None
 ) -> tuple[list[str], Counter]:
-    """The whole way: `build`/site-source, `build`/site, and the calculator alone in `build`/space;
-    what is wrong, and external links.
+    """Go the whole way, from the notebooks to `build`/site.
+
+    Sphinx reads `build`/site-source; the calculator alone goes into `build`/space. Return
+    what is wrong, and the external links.
     """
     source, out = build.resolve() / "site-source", build.resolve() / "site"
     assemble(source, notebooks, verdicts, pyodide)
     if pyodide:
         web_calculator.write_space(build.resolve() / "space", pyodide)
+    # Sphinx leaves pages of documents that are gone.
     shutil.rmtree(out, ignore_errors=True)
     status = render(source, out)
     lighten(out)

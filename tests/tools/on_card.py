@@ -1,8 +1,9 @@
-"""Run chapters on this machine's card and keep the executed notebooks: `make course` without its
-pages.
+"""Run chapters on this machine's card and keep the executed notebooks.
 
-    PYTHONPATH=helpers python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK
-    …]
+That is `make course` without its pages.
+
+    export PYTHONPATH=helpers
+    python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK …]
 
 Needs the course's packages, nbclient, ipykernel and rich; nothing is installed and no page is made.
 A notebook that was kept before is not run again, one that does not end in time is ended. What ran
@@ -42,7 +43,9 @@ def keep(path: Path, out: Path) -> None:
     """Run one notebook and write what came of it."""
     run = execute.run(path)
     nbformat.write(
-        run.notebook, out / path.name if not run.error else out / f"{path.stem}.failed.ipynb"
+        # Under another name, so that a later call runs it again.
+        run.notebook,
+        out / path.name if not run.error else out / f"{path.stem}.failed.ipynb",
     )
     print(
         f"{path.stem}  {run.seconds:.0f} s  {execute.failures([run])[0] if run.error else 'ok'}",
@@ -51,8 +54,9 @@ def keep(path: Path, out: Path) -> None:
 
 
 def keep_all(paths: list[Path], out: Path, jobs: int, deadline: float) -> None:
-    """Run the notebooks, so many at a time; end those that still run at the deadline, with their
-    kernels.
+    """Run the notebooks, so many at a time.
+
+    Those that still run at the deadline are ended, with their kernels.
     """
     waiting, running = list(paths), {}
     while waiting or running:
@@ -62,11 +66,13 @@ def keep_all(paths: list[Path], out: Path, jobs: int, deadline: float) -> None:
         for path, process in list(running.items()):
             late = time.monotonic() >= deadline
             if process.poll() is None and late:
+                # The whole group: the kernel is a child that would keep the card's memory.
                 os.killpg(process.pid, signal.SIGKILL)
                 print(f"{path.stem}  ended: the time is over", flush=True)
             if process.poll() is not None or late:
                 process.wait()
                 del running[path]
+                # After each, as a machine on loan may end at any moment.
                 pack(out)
         if waiting and time.monotonic() >= deadline:
             print("not started:", *(path.stem for path in waiting), flush=True)
@@ -85,6 +91,7 @@ def pack(out: Path) -> None:
     part = out.with_suffix(".part")
     with tarfile.open(part, "w:gz") as packed:
         packed.add(out, out.name)
+    # A rename within one folder is atomic, so no half-written archive is ever fetched.
     part.replace(out.with_suffix(".tar.gz"))
 
 

@@ -52,13 +52,17 @@ def floors() -> list[str]:
 
 def installed() -> list[str]:
     """`name==version` for every direct dependency and all that those need, as installed here."""
+    # Walked from what pyproject.toml names: `pip list` would also have what somebody installed by
+    # hand.
     pending, found = [(r, "") for r in direct()], {}
     while pending:
         requirement, extra = pending.pop()
         name = canonicalize_name(requirement.name)
+        # Markers ask for the operating system, the version of Python, or an extra.
         if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         extras = ["", *requirement.extras]
+        # Known already; without this a circle of dependencies would never end.
         if all((name, e) in found for e in extras):
             continue
         distribution = metadata.distribution(requirement.name)
@@ -79,8 +83,9 @@ def pinned() -> dict[str, str]:
 
 
 def tested(newest: dict[str, str]) -> dict[str, dict[str, str]]:
-    """What `data/tested_versions.json` holds: floor and newest tested version of each library that
-    users install.
+    """What `data/tested_versions.json` holds.
+
+    That is the floor and the newest tested version of each library that users install.
 
     newest: versions of another environment that the tests or `make try-fresh` ran in; where they
         are newer they count.
@@ -93,6 +98,7 @@ def tested(newest: dict[str, str]) -> dict[str, dict[str, str]]:
         versions = [pinned()[requirement.name], newest.get(requirement.name, "0")]
         found[requirement.name] = {
             "floor": floor(requirement),
+            # By version and not as text, in which 10.0 comes before 9.0.
             "newest": max(versions, key=Version),
         }
     return found

@@ -55,8 +55,10 @@ def build(out: Path, pip_flags: list[str]) -> list[Path]:
     """Build all distributions into `out` and check how an index shows them; their files."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # An environment of its own, so that `build` and `twine` need not be installed here.
         python = interpreter(folder / "tools")
         install(python, *pip_flags, "build", "twine")
+        # A copy, since setuptools leaves build folders beside the sources.
         shutil.copytree(settings.ROOT, folder / "source", ignore=IGNORED)
         for source in SOURCES:
             command = [python, "-m", "build", "--outdir", out, folder / "source" / source]
@@ -73,11 +75,13 @@ def failures(wheels: list[Path], pip_flags: list[str]) -> list[str]:
         folder = Path(name)
         python = interpreter(folder / "environment")
         install(python, *pip_flags, *wheels)
+        # Without the checkout on any path, or the package would be found there.
         shown = surroundings(python.parent)
         commands = [[python.parent / "vramlab", *shlex.split(command)] for command in COMMANDS]
         commands.append([python, "-c", BASE_MODEL])
         for command in commands:
             run = subprocess.run(command, env=shown, cwd=folder, capture_output=True, text=True)
+            # A traceback that is printed and survived is a failure, too.
             if run.returncode or "Traceback" in run.stderr:
                 told = " ".join(map(str, command[1:]))
                 wrong.append(f"{told} ended with {run.returncode}: {run.stderr.strip()}")

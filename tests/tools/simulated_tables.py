@@ -60,6 +60,7 @@ def grpo_rows() -> Iterator[Row]:
     """Yield GRPO with LoRA: one group of 8 completions in a step, by what samples them."""
     for model in ("qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"):
         for engine, fields in ENGINES.items():
+            # A group of 8, prompts of 512 tokens and completions of 1,024.
             rollouts = Rollouts(8, 512, 1024, **fields)
             recipe = Recipe(model, 8, trainer="grpo", rollouts=rollouts, **SHARED)
             yield Row((model, engine), recipe)
@@ -104,6 +105,7 @@ def answer_of(report: Report | str) -> list[Any] | str:
     if isinstance(report, str):
         return report
     need = report.process
+    # Numbers and not words, so that the tier can be worked out anew when a card's table changes.
     return [report.peak_phase, report.peak.total, need.low, need.value, need.high]
 
 
@@ -150,6 +152,7 @@ def main() -> None:
     found = stored()
     for name in sys.argv[1:] or TABLES:
         found[name] = simulated(TABLES[name])
+        # After each table, since the next one takes minutes.
         STORED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

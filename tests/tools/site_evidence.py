@@ -1,5 +1,6 @@
-"""The site's pages of evidence, made of the data: how exact the witnesses are on others' runs, and
-our own records.
+"""The site's pages of evidence, made of the data.
+
+They say how exact the witnesses are on others' runs, and show our own records.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ BAND = 0.01  # what the picture marks as good enough
 
 def pairs() -> list[tuple[Run, dict]]:
     """Every published run with what each witness says of it."""
+    # Both files are in one order, and strict finds a run without a result.
     return list(zip(runs(), results()["runs"], strict=True))
 
 
@@ -44,12 +46,15 @@ def _percent(error: float) -> str:
 
 
 def summary() -> str:
-    """A table of the witnesses' errors on the published runs, and with which versions they were
-    made.
+    """A table of the witnesses' errors on the published runs.
+
+    It also says with which versions they were made.
     """
     found = pairs()
+    # `as_run` marks runs whose script or older library did something that no formula knows.
     plain_runs = [(run, said) for run, said in found if not run.as_run]
     reserved = [(run, said) for run, said in found if run.reserved]
+    # What counts is whether the upper end was enough.
     under = sum(said["reserved"][2] >= run.reserved for run, said in reserved)
     rows = [
         (
@@ -94,6 +99,7 @@ def runs_table() -> str:
             for name in ("simulated", "predicted", "plainly")
         ]
         if run.as_run:
+            # A run by other rules than the installed library's is not what predict answers for.
             off[1] = "–"
         low, _, high = said["reserved"]
         held = (
@@ -126,8 +132,9 @@ def step_times() -> ModuleType:
 
 
 def speed_page(path: Path, link: str) -> str:
-    """Draw measured against estimated seconds into `path`; the figure under `link`, and what it
-    shows in words.
+    """Draw measured against estimated seconds into `path`.
+
+    Return the figure under `link`, and what it shows in words.
     """
     bench = step_times()
     found = {card: bench.held_out(card) for card in bench.CARDS}
@@ -137,6 +144,7 @@ def speed_page(path: Path, link: str) -> str:
         "|---|--:|--:|--:|--:|",
     ]
     for card, pairs_of in found.items():
+        # Held out: the constants come from runs of other models.
         rows.append(_speed_row(card, [ratio for _, ratio in pairs_of]))
     rows.append(_speed_row("either card by the other's constants", bench.elsewhere()))
     count = sum(map(len, found.values()))
@@ -152,6 +160,7 @@ def speed_page(path: Path, link: str) -> str:
 
 
 def _speed_row(name: str, ratios: Sequence[float]) -> str:
+    # Ratios are measured over estimated, and the error is the estimate's.
     off = [abs(1 / ratio - 1) for ratio in ratios]
     least, most = step_times().spread(ratios)
     spread = f"{least:.2f} to {most:.2f} times the estimate"
@@ -212,6 +221,7 @@ def records_page(folder: Path, wanted: int) -> str:
             "predicted or simulated.\n"
         )
     parts = []
+    # A file is one card's, so its first report says the versions of all.
     for path in files:
         reports = list(load(path).values())
         about = reports[0].environment if reports else {}
@@ -230,8 +240,10 @@ def records_page(folder: Path, wanted: int) -> str:
 
 
 def records_table(reports: Sequence[Report]) -> str:
-    """One row a record: the measured peak, what predict says of the same recipe, what was reserved,
-    a step's time.
+    """One row a record.
+
+    It has the measured peak, what predict says of the same recipe, what was reserved, and a step's
+    time.
     """
     lines = ["| recipe | measured peak | predict | reserved | whole process | a step | date |"]
     lines.append("|---|--:|--:|--:|--:|--:|---|")
@@ -281,8 +293,9 @@ def _predicted(report: Report, measured: int | None = None) -> str:
 
 
 def open_graph(path: Path) -> None:
-    """Draw 1,200 × 630 pixels: the question, and simulated over measured peaks of the published
-    runs.
+    """Draw the picture that others show of a link, 1,200 × 630 pixels.
+
+    It has the question, and simulated over measured peaks of the published runs.
     """
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -323,6 +336,7 @@ def open_graph(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100)
         plt.close(figure)
+    # A palette of 128 colours is enough for a chart, and keeps the preview of a link small.
     Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 

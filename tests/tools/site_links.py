@@ -1,6 +1,8 @@
-"""Links that the site has and the notebooks have not: to chapters and files that a text names, to
-the glossary and the claims, and from those back to where a chapter uses the word or tests the
-claim."""
+"""Links that the site has and the notebooks have not.
+
+They lead to chapters and files that a text names, to the glossary and the claims, and from those
+back to where a chapter uses the word or tests the claim.
+"""
 
 import posixpath
 import re
@@ -21,8 +23,9 @@ TWO_MEANINGS = {"view", "temporary", "fraction", "kernel", "buffer", "container"
 
 
 def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands
-    at `here`.
+    """Markdown with every "chapter 02" and every notebook's path as a link.
+
+    `here` is the page on which it stands.
 
     A path is shown as the notebook's title, which MyST puts into a link without text. `places` are
     the notebooks that the site has; of others, and of the page itself, the mention stays as it is.
@@ -35,6 +38,7 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
             shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
         else:
             return found[0]
+        # A chapter's file begins with its number, so that the name itself may change.
         place = next(
             (place for place in places if place.startswith(starts) and place != here), None
         )
@@ -46,8 +50,7 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
 
 
 def link_files(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown whose links to the site's own pages lead there, and those to files that it has not
-    to the repository.
+    """Markdown whose links to files lead to the site's pages, or else to the repository.
 
     What is in neither stays as it is, and fails the build. A file of the folder site/ stands at the
     site's own root.
@@ -65,6 +68,7 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
             return f"{found[1]}({target})"
         return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
 
+    # Not what has a scheme, as https:, and not a place on the same page.
     return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
 
 
@@ -73,6 +77,8 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
 
 def glossary_terms(glossary: str) -> dict[str, str]:
     """The English terms of the glossary's text, and the chapter that explains each."""
+    # A term of a MyST glossary has two lines, in English and Korean, and an indented text that ends
+    # with its chapter.
     entry = r"^(?P<term>\S.*)\n\S.*\n(?:  .*\n)*?  .*\(chapter\s+(?P<chapter>\d\d)\)$"
     text = re.sub(r"\(chapter\n\s+", "(chapter ", glossary)
     return {found["term"]: found["chapter"] for found in re.finditer(entry, text, re.MULTILINE)}
@@ -86,8 +92,9 @@ def anchor_of(term: str) -> str:
 def link_terms(
     cells: Iterable[nbformat.NotebookNode], terms: Mapping[str, str], chapter: str
 ) -> set[str]:
-    """Link each term's first appearance in the text of `cells` to the glossary, in place; return
-    the terms linked.
+    """Link each term's first appearance in the text of `cells` to the glossary, in place.
+
+    Return the terms linked.
 
     The place gets an id, `anchor_of`, to which the glossary links back. Headings, code, formulas
     and links stay as they are.
@@ -97,6 +104,7 @@ def link_terms(
     for cell in cells:
         if cell.cell_type != "markdown" or not left:
             continue
+        # The longest first: "gradient accumulation" must not be taken for "gradient".
         words = "|".join(re.escape(term) for term in sorted(left, key=len, reverse=True))
         pattern = re.compile(
             rf"{LEFT_ALONE}|(?<![\w-])(?P<term>{words})(?P<plural>s?)(?![\w-])",
@@ -109,16 +117,19 @@ def link_terms(
             if term is None or term in linked:
                 return found[0]
             linked.add(term)
+            # MyST's role shows the words as they stand in the text, and leads to the term.
             return f'<span id="{anchor_of(term)}"></span>{{term}}`{found[0]} <{term}>`'
 
         cell.source = pattern.sub(link, cell.source)
+        # Only a first appearance becomes a link, or half of a page would be blue.
         left -= linked
     return linked
 
 
 def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]) -> str:
-    """The glossary whose "(chapter 02)" leads there, to the term's place if it is in `uses`, the
-    terms by chapter.
+    """The glossary whose "(chapter 02)" leads there.
+
+    It leads to the term's place if the term is in `uses`, the terms by chapter.
     """
     text = re.sub(r"\(chapter\n\s+(\d\d)\)", r"(chapter \1)", glossary)
     for term, chapter in glossary_terms(text).items():
@@ -137,8 +148,9 @@ def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]
 
 
 def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim]) -> set[str]:
-    """Link each claim in the tables of `cells`, in place, to its row on the page of claims; return
-    the names linked.
+    """Link each claim in the tables of `cells`, in place, to its row on the page of claims.
+
+    Return the names linked.
     """
     linked: set[str] = set()
     tables = [

@@ -1,5 +1,6 @@
-"""The site's generated pages, as MyST text: what became of each claim, and the package's public
-names.
+"""The site's generated pages, as MyST text.
+
+They say what became of each claim, and list the package's public names.
 """
 
 import inspect
@@ -53,6 +54,7 @@ def claims_page(
     """
     verdicts = list(verdicts)
     parts = [_summary(verdicts)]
+    # In the order of SECTIONS, and without headings over nothing.
     for outcome, title in SECTIONS.items():
         if own := [verdict for verdict in verdicts if verdict.outcome == outcome]:
             parts.append(f"## {title}\n\n{_table(own, titles, tested)}")
@@ -98,6 +100,7 @@ def _table(
         target, _ = titles.get(claim.chapter, ("", ""))
         where = f"[chapter {claim.chapter}]({target})" if target else f"chapter {claim.chapter}"
         if claim.name in tested:
+            # Raw HTML, since MyST does not know ids that the notebook's own output sets.
             page = target.replace(".ipynb", ".html")
             where = f'<a href="{page}#claim-{claim.name}">chapter {claim.chapter}</a>'
         by = (
@@ -113,10 +116,12 @@ def _table(
 
 
 def _found(verdict: Verdict) -> str:
-    """Each case's finding and its configuration; a configuration that all cases share stands once,
-    at the end.
+    """Each case's finding and its configuration.
+
+    A configuration that all cases share stands once, at the end.
     """
     several = len(verdict.findings) > 1
+    # None for a case without a record keeps a shared line from speaking for it.
     configurations = {found.configuration if found else None for found in verdict.findings.values()}
     shared = several and len(configurations) == 1 and None not in configurations
     said = []
@@ -188,8 +193,9 @@ def _promise(cell: str) -> str:
 
 
 def reference_page() -> str:
-    """The public names by kind, each with how it is called and the first paragraph of its
-    docstring.
+    """The public names by kind.
+
+    Each stands with how it is called and the first paragraph of its docstring.
     """
     import vramlab
 
@@ -204,6 +210,7 @@ def reference_page() -> str:
         value = getattr(vramlab, name)
         home = vramlab._HOME[name] or name
         kind = _kind(value)
+        # A definition list of MyST: the name, and an indented line that begins with a colon.
         kinds[kind].append(
             f"`{_call(name, value, kind)}`\n: {_first(name, value, kind)}\n  <small>in "
             f"`vramlab.{home}`</small>"
@@ -229,6 +236,7 @@ def _call(name: str, value: object, kind: str) -> str:
         return name
     parameters = []
     for parameter in inspect.signature(value).parameters.values():
+        # As it would be written in a call; annotations and default values would take lines.
         star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         default = "" if parameter.default is parameter.empty else "=…"
         parameters.append(star + parameter.name + default)
@@ -241,4 +249,5 @@ def _first(name: str, value: object, kind: str) -> str:
     text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
     if not text:
         raise ValueError(f"vramlab.{name} has no docstring")
+    # Signs of Markdown in a docstring are meant as letters.
     return re.sub(r"([*_\[\]<>|$#])", r"\\\1", text)

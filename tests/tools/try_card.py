@@ -1,5 +1,6 @@
-"""`make card` as if this machine had a T4, an RTX 4090 or an H100: PyTorch's CUDA build on the
-stand-in (`data/stand_in/`).
+"""`make card` as if this machine had a T4, an RTX 4090 or an H100.
+
+It is PyTorch's CUDA build on the stand-in (`data/stand_in/`).
 
 Every piece of the list that the card can do has to end well, a second call has to find nothing left
 to do, what came out must be refused as a record, and a recipe in a forked process must hold what it
@@ -41,8 +42,10 @@ def rehearse(lists: list[str], minutes: float, folder: str | None) -> list[str]:
         wrong += [f"{piece.title}: not done in {minutes:g} minutes" for piece, _ in run.left]
         again = run_card(lists or None, minutes, folder, dry_run=True)
         done = run.before + len(run.done)
+        # A second call takes up where the first one ended, so all that was done must be found.
         if again.before != done:
             wrong.append(f"{done} were done and {again.before} of them are found again")
+        # Figures of the stand-in must never get among the records, on either way in.
         for refuses in (load, lambda path: share(path, folder)):
             try:
                 refuses(run.file)
@@ -55,11 +58,13 @@ def rehearse(lists: list[str], minutes: float, folder: str | None) -> list[str]:
 def differences(run: CardRun) -> list[str]:
     """Run one of the forked recipes again in a fresh process; say where its bytes are others."""
     for report in run.reports:
+        # The first one that can fork is enough: it shows whether forking changes bytes at all.
         piece = Piece("recipe", recipe=rebuild(Recipe, "recipe", report.recipe))
         if report.status != "ok" or not piece.can_fork():
             continue
         fresh = piece.run(piece.start(), timeout=600).to_dict()
         forked = report.to_dict()
+        # Seconds differ from run to run.
         names = [name for name in fresh if fresh[name] != forked[name] and name != "speed"]
         return [f"{piece.title}: forked, it has other {', '.join(names)}"] if names else []
     return []
@@ -93,8 +98,9 @@ def main() -> int:
 
 
 def started(given: argparse.Namespace, surroundings: dict[str, str]) -> int:
-    """Run this script on the stand-in, whose libraries a process has from its start; return its
-    exit status.
+    """Run this script on the stand-in, whose libraries a process has from its start.
+
+    Return its exit status.
     """
     command = [
         sys.executable,

@@ -1,5 +1,6 @@
-"""Try the set-up cell as Colab meets it: an environment that has torch but not this package, and an
-empty folder.
+"""Try the set-up cell as Colab meets it.
+
+That is an environment that has torch but not this package, and an empty folder.
 
 The package comes by git from a copy of this working tree. The environment sees what is installed
 here, as Colab's comes with its libraries, so nothing large is downloaded; building the package
@@ -63,6 +64,7 @@ def publish(root: Path, folder: Path) -> str:
         ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
     )
     shutil.copytree(root, folder, ignore=ignored)
+    # git commits nothing without a name, and a fresh machine has none set.
     git = ["git", "-C", folder, "-c", "user.name=course", "-c", "user.email=course@example.org"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "A copy"]):
         subprocess.run([*git, *command], check=True)
@@ -72,8 +74,9 @@ def publish(root: Path, folder: Path) -> str:
 
 
 def hosted_environment(folder: Path, prefix: Path | None = None) -> Path:
-    """An environment with its own pip that has every library installed here, or in `prefix`; its
-    interpreter.
+    """An environment with its own pip that has every library installed here, or in `prefix`.
+
+    Return its interpreter.
     """
     if prefix:
         shutil.copytree(
@@ -99,6 +102,8 @@ def try_notebook(
     python = hosted_environment(folder / "environment", prefix)
     (folder / "content").mkdir()
     copy = Path(shutil.copy(path, folder / "content"))
+    # The set-up cell installs from the address in it, so the copy gets that of the repository
+    # above.
     canonical.write(copy, url)
     hosted = {**os.environ, "COLAB_RELEASE_TAG": "release-colab-external", **gpu}
     hosted.pop("PYTHONPATH", None)  # it would show the package before the set-up cell has run
@@ -107,6 +112,7 @@ def try_notebook(
     run = subprocess.run(
         command, cwd=copy.parent, env=hosted, stdout=subprocess.PIPE, text=True, check=True
     )
+    # The notebook's progress bar and pip may have printed before it.
     return json.loads(run.stdout.splitlines()[-1])
 
 

@@ -1,5 +1,6 @@
-"""Try the built wheel as a stranger gets it: an empty environment, no constraints, the newest of
-everything that is served.
+"""Try the built wheel as a stranger gets it.
+
+It goes into an empty environment, without constraints, with the newest of all that is served.
 
 The wheel is built from a copy of this working tree, installed with the extras `simulate`,
 `quantization` and `trl` outside of it, and run there: the command line, then `fresh_checks.py`.
@@ -65,18 +66,21 @@ def built_wheel(root: Path, folder: Path, pip_flags: list[str]) -> Path:
 def floor_flags(folder: Path) -> list[str]:
     """The flags with which pip takes the lowest versions that pyproject.toml allows."""
     constraints = folder / "floors.txt"
+    # A constraint binds only what is installed anyway, so nothing is added by it.
     constraints.write_text("\n".join(pins.floors()) + "\n")
     return ["-c", str(constraints)]
 
 
 def not_at_the_floor(versions: dict[str, str]) -> list[str]:
-    """A line for each library that pyproject.toml names and that is installed in another version
-    than its lowest.
+    """A line for each library that is installed in another version than its lowest.
+
+    They are those that pyproject.toml names.
     """
     floors = dict(line.split("==") for line in pins.floors())
     return [
         f"{name} {versions[name]} is not the floor, {floor}"
         for name, floor in floors.items()
+        # The public part: a build of torch for the CPU calls itself 2.13.0+cpu.
         if name in versions and Version(Version(versions[name]).public) != Version(floor)
     ]
 
@@ -100,9 +104,11 @@ def failures(python: Path, elsewhere: Path) -> list[str]:
         # doctor fails where what the course needs is missing, as matplotlib here
         if (run.returncode and command != "doctor") or "Traceback" in run.stderr or not run.stdout:
             wrong.append(f"vramlab {command} ended with {run.returncode}")
+        # Said with exit status 0: a look of doctor's that failed, and a plan by formulas alone.
         if any(word in run.stdout for word in ("could not be checked", "NOT SIMULATED")):
             wrong.append(f"vramlab {command}: {run.stdout.splitlines()[0]}")
     print("$ python fresh_checks.py", flush=True)
+    # A copy away from the checkout, whose folder Python would otherwise put on its path.
     shutil.copy(settings.TOOLS / "fresh_checks.py", elsewhere)
     if subprocess.run([python, "fresh_checks.py"], **where).returncode:
         wrong.append("fresh_checks.py failed")

@@ -1,11 +1,11 @@
-"""Judge record files that readers sent, reports and facts: form, physics, and what `simulate` and
-other records say beside.
+"""Judge record files that readers sent, reports and facts.
+
+It looks at their form, at physics, and at what `simulate` and other records say beside.
 
     python tests/tools/verify_record.py data/measurements/FILE.json … [--json]
 
 Exit status: 0 accepted, 1 a finding (simulate says something else, tensor by tensor; or no step on
-such a card was ever so
-fast: a person looks), 2 refused.
+such a card was ever so fast: a person looks), 2 refused.
 """
 
 import argparse
@@ -126,6 +126,7 @@ def verify(path: Path) -> Verdict:
         if reports or facts
         else ["it holds no report"]
     )
+    # Physics reads fields that the form has to have first.
     wrong = wrong or [f"{report.title}: {why}" for report in reports for why in _physics(report)]
     wrong = wrong or [f"{fact.title}: {why}" for fact in facts for why in _physics_of_fact(fact)]
     if wrong:
@@ -163,6 +164,7 @@ def _form(name: str, text: str, entries: list[Report | Fact]) -> Iterator[str]:
         recipe = entry.asked.get("recipe") if isinstance(entry, Fact) else entry.recipe
         if recipe and recipe["model"] not in model_names():
             yield f"{entry.title}: its model is not of the catalogue"
+        # Whatever else stands there could tell who sent it.
         if more := entry.environment.keys() - {*known}:
             yield f"the environment tells {', '.join(sorted(more))}, which no submission has"
         if missing := [key for key in known if key not in entry.environment]:
@@ -178,6 +180,7 @@ def _form(name: str, text: str, entries: list[Report | Fact]) -> Iterator[str]:
         yield from _texts(entry) if isinstance(entry, Report) else _letters(_words(entry.found))
     if len({tuple(entry.environment[key] for key in CARD) for entry in entries}) > 1:
         yield "one file holds records of one card, and this holds more"
+    # The name holds a digest of the content.
     if name != content_name(entries[0].environment, text):
         yield "its name is not that of its content: it was changed after `vramlab share` wrote it"
 
@@ -204,6 +207,7 @@ def _texts(report: Report) -> Iterator[str]:
     except RecipeError as error:
         yield f"its recipe cannot be: {error}"
         return
+    # The title is shown on the site, so it must be nobody's own words.
     if report.title != title:
         yield f"its title is {report.title!r}, and its recipe's is {title!r}"
     groups = (
@@ -217,6 +221,7 @@ def _texts(report: Report) -> Iterator[str]:
 def _physics(report: Report) -> Iterator[str]:
     """Say what no GPU can have measured."""
     total, card = report.environment["total_memory"], card_of(report.environment)
+    # A card with peak rates is in the table, so its memory is known.
     if card.peak and abs(total / (listed := find_gpu(card.name).total) - 1) > DRIVER_SHARE:
         yield f"{card.name} has {format_bytes(listed)}, and it says {format_bytes(total)}"
     if report.status != "ok":
@@ -225,6 +230,8 @@ def _physics(report: Report) -> Iterator[str]:
         name: getattr(report, name) for name in ("requested", "allocated", "reserved", "process")
     }
     known = {name: size for name, size in sizes.items() if size is not None}
+    # Each figure holds the one before it: asked for, with rounding, with what is cached, with the
+    # context.
     for (small, less), (large, more) in zip(known.items(), list(known.items())[1:], strict=False):
         if less > more:
             yield f"{small} {less:,} is more than {large} {more:,}"
@@ -233,11 +240,14 @@ def _physics(report: Report) -> Iterator[str]:
         return
     if max(known.values()) >= total:
         yield f"it holds {max(known.values()):,} of {total:,} bytes, of which the driver keeps some"
+    # Where NVML did not say the process, there is nothing to compare.
     if known.get("process", total) <= known["reserved"]:
         yield (
             f"its process {known['process']:,} has no room for CUDA's context beside "
             f"{known['reserved']:,} reserved"
         )
+    # kMinBlockSize of PyTorch's CUDACachingAllocator, and kRoundLarge, of which its segments of 2
+    # and 20 MiB are multiples.
     for name, unit in (("allocated", 512), ("reserved", 2 * MiB)):
         if known[name] % unit:
             yield (
@@ -256,8 +266,9 @@ def _physics(report: Report) -> Iterator[str]:
 
 
 def _moments(report: Report) -> Iterator[str]:
-    """Say which moment or tensors of the tracked pass are far above the peak; a compiled step is
-    tracked as an eager one.
+    """Say which moment or tensors of the tracked pass are far above the peak.
+
+    A compiled step is tracked as an eager one.
     """
     if report.recipe["torch_compile"]:
         return
@@ -275,6 +286,7 @@ def _moments(report: Report) -> Iterator[str]:
 def _speed(report: Report, card: Gpu) -> Iterator[str]:
     """Say how its times contradict each other, its tokens or the card."""
     speed, recipe = report.speed, rebuild(Recipe, "recipe", report.recipe)
+    # Of one time or two the median is known from the ends; of more it lies anywhere between.
     middle = {1: speed.high, 2: (speed.low + speed.high) / 2}.get(speed.repeats, speed.median)
     if not 1 <= speed.repeats <= MOST_REPEATS:
         yield (
@@ -294,6 +306,7 @@ def _speed(report: Report, card: Gpu) -> Iterator[str]:
             f"{speed.tokens_per_second:,.0f} tokens/s are not {recipe.tokens:,} tokens in "
             f"{speed.median:.4g} s"
         )
+    # A tenth more, as a card may run above the clock of its datasheet.
     elif (peak := card.flops(recipe.precision)) and operations(recipe) / speed.median > 1.1 * peak:
         yield (
             f"{operations(recipe) / speed.median / 1e12:,.0f} TFLOP/s are more than "
@@ -350,15 +363,19 @@ def _times(fact: Fact, card: Gpu) -> Iterator[str]:
 
 
 def _fact_beside_simulated(fact: Fact, verdict: Verdict) -> str:
-    """Add a row of both peaks of a fact that has one; return how the simulated report differs, or
-    "".
+    """Add a row of both peaks of a fact that has one.
+
+    Return how the simulated report differs, or "".
     """
+    # A context has no recipe, and how a step is compiled is up to the sender's torch.
     if fact.kind == "context" or fact.asked["recipe"]["torch_compile"]:
         return ""
     recipe = rebuild(Recipe, "recipe", fact.asked["recipe"])
     if fact.kind == "out_of_memory":
+        # The batch is doubled until it dies, and this is the one that did.
         recipe = recipe.replace(batch_size=fact.found["batch_size"])
     card = card_of(fact.environment)
+    # cuBLAS's workspaces are those of the torch that measured.
     with rules_of(fact.environment["torch"]):
         if fact.kind == "generation":
             lengths = fact.asked["prompt"], fact.asked["new_tokens"]
@@ -402,6 +419,7 @@ def _beside_simulated(report: Report, verdict: Verdict) -> str:
     verdict.rows.append((report.title, report.allocated, said.allocated))
     if abs(said.allocated - report.allocated) <= max(TOLERANCE * report.allocated, LEAST):
         return ""
+    # The notes that begin with a sign are tensors that one of the two has more of.
     seen = [note for note in diff(report, said).notes if note[0] in "+−"][:6]
     return "; ".join([f"simulate is off by {said.allocated / report.allocated - 1:+.2%}", *seen])
 
@@ -410,11 +428,15 @@ _known = cache(load)
 
 
 def _beside_times(report: Report, path: Path) -> str:
-    """Return why its time is to be looked at, or "": faster than any step was, or unlike that of
-    the same recipe on another card of the kind."""
+    """Return why its time is to be looked at, or "".
+
+    A reason is that it is faster than any step was, or unlike that of the same recipe on another
+    card of the kind.
+    """
     recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
     if report.speed is None or recipe.torch_compile:
         return ""
+    # What others sent of the same recipe and card is the nearest that there is to compare.
     for other in sorted(data_path("measurements").glob("*.json")):
         known = None if other.name == path.name else _known(other).get(recipe.key)
         if known and known.speed and known.environment["gpu"] == report.environment["gpu"]:
@@ -425,6 +447,7 @@ def _beside_times(report: Report, path: Path) -> str:
         parts = estimate(recipe, card)
     except (RecipeError, GpuError):  # a model or a card that has no estimate
         return ""
+    # What takes longest decides how far under the estimate a step can be.
     most, ratio = max(parts, key=parts.get), report.speed.median / sum(parts.values())
     if ratio >= FASTEST[most]:
         return ""
@@ -442,6 +465,7 @@ def main(argv: list[str] | None = None) -> int:
     verdicts = [verify(path) for path in asked.files]
     said: Any = [asdict(verdict) for verdict in verdicts]
     print(json.dumps(said, indent=1) if asked.json else "\n\n".join(map(str, verdicts)))
+    # The worst of all files.
     return max([ACCEPTED, FINDING, REFUSED].index(verdict.outcome) for verdict in verdicts)
 
 

@@ -1,5 +1,6 @@
-"""What the site's calculator loads: Pyodide from its npm package, vramlab and its data as an
-archive, and usual answers; and the calculator as a page by itself.
+"""What the site's calculator loads, and the calculator as a page by itself.
+
+It loads Pyodide from its npm package, vramlab and its data as an archive, and usual answers.
 """
 
 import gzip
@@ -59,9 +60,11 @@ def fetch_pyodide(folder: Path) -> Path:
     Raises ValueError for another package.
     """
     place = folder / f"pyodide-{VERSION}"
+    # A download that was broken off leaves some of them.
     if not all((place / name).is_file() for name in FILES):
         with urllib.request.urlopen(PACKAGE, timeout=120) as answer:
             package = answer.read()
+        # The page runs what is in it, so it must be the package that was looked at.
         if (found := hashlib.sha512(package).hexdigest()) != SHA512:
             raise ValueError(
                 f"{PACKAGE} has the SHA-512 sum {found}, which is not the one written down here."
@@ -74,8 +77,9 @@ def fetch_pyodide(folder: Path) -> Path:
 
 
 def known_models() -> list[str]:
-    """The models of the catalogue that predict knows: those whose weights are written down, but no
-    encoder–decoder.
+    """The models of the catalogue that predict knows.
+
+    Those are the ones whose weights are written down, but no encoder–decoder.
     """
     families = {
         name: FAMILIES.get(json.loads(entry["config"])["model_type"])
@@ -88,8 +92,9 @@ def known_models() -> list[str]:
 
 
 def write_archive(path: Path) -> None:
-    """Write what the page's Python imports: vramlab, the data it reads, and the page's bridge to
-    it.
+    """Write what the page's Python imports.
+
+    That is vramlab, the data it reads, and the page's bridge to it.
 
     Models that predict does not know stay out.
     """
@@ -107,8 +112,9 @@ def write_archive(path: Path) -> None:
 
 
 def lay_out(place: Path, pyodide: Path) -> None:
-    """Complete the calculator's folder: the archive, Pyodide's files, and what the page shows at
-    once.
+    """Complete the calculator's folder.
+
+    It gets the archive, Pyodide's files, and what the page shows at once.
     """
     write_archive(place / "vramlab.zip")
     shutil.copytree(pyodide, place / "pyodide")
@@ -191,6 +197,8 @@ def write_start(place: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(place / "vramlab.zip").extractall(folder)
+        # Isolated and without site-packages, as in the browser: what imports torch or numpy fails
+        # here.
         words = [sys.executable, "-I", "-S", "-c", ASK]
         asked = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
     page, answer = asked.stdout.splitlines()
@@ -233,8 +241,9 @@ CARDS = (
 
 
 def quick_answers() -> str:
-    """The first page's short form as MyST: answers for some models, ways and cards, said by the
-    calculator's code.
+    """The first page's short form as MyST.
+
+    It has answers for some models, ways and cards, said by the calculator's code.
     """
     bridge = the_bridge()
     known = {name: find_gpu(name).total for name in CARDS}
@@ -251,6 +260,7 @@ def quick_answers() -> str:
         "needs": needs,
         "start": ["llama-3.1-8b", "QLoRA", "RTX 4090"],
     }
+    # A "</script>" in a text would end the element.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'```{{raw}} html\n<div id="quick"><script '
@@ -269,8 +279,9 @@ def _answer(bridge: ModuleType, state: dict) -> list:
 
 
 def usual_answers() -> str:
-    """A Markdown table for who has no JavaScript: what usual models take, and the smallest tier on
-    an RTX 4090.
+    """A Markdown table for who has no JavaScript.
+
+    It has what usual models take, and the smallest tier on an RTX 4090.
     """
     card = find_gpu("RTX 4090")
     lora = LoRA(r=16, target_modules="all-linear")

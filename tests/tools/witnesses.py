@@ -41,8 +41,9 @@ def measure_once(recipe: Recipe, **options) -> Report:
 
 
 def table(recipes: Sequence[Recipe] = RECIPES, run: Callable[..., Report] = measure_once) -> str:
-    """Each recipe's peak by each witness, and how far the first two are from the measured one, as a
-    text table.
+    """Each recipe's peak by each witness, as a text table.
+
+    It also says how far the first two are from the measured one.
     """
     watched = Console().is_terminal
     progress = track(recipes, "predict, simulate, measure", transient=True, disable=not watched)
@@ -64,6 +65,7 @@ def _lines(recipe: Recipe, run: Callable[..., Report]) -> Iterator[list[Report]]
         return
     with contextlib.suppress(MeasurementError):
         yield [*cuda, run(recipe, recorded=True)]
+    # The step ran on the CPU, so it is the CPU's simulation that has to agree with it.
     yield [cuda[0], simulate(recipe, target="cpu"), measured]
 
 
@@ -72,10 +74,12 @@ def _row(*reports: Report) -> tuple[str, ...]:
     for report in reports:
         recorded = " (recorded)" if report.source == "recorded" else ""
         text = format_bytes(report.peak.total) if report.status == "ok" else report.status
+        # The last report is the truth of the line; what is for another device says so.
         other = f" (for {report.target})" * (report.target != reports[-1].target)
         peaks[COLUMNS[report.source]] = text + recorded + other
     truth = reports[-1]
     if COLUMNS[truth.source] == 2 and truth.status == "ok":
+        # `compare` keeps the order, so the last total is the measured one.
         totals = compare(*reports).row("peak total").values
         for report, total in zip(reports[:-1], totals, strict=False):
             apart[COLUMNS[report.source]] = f"{total / totals[-1] - 1:+.2%}"

@@ -5,8 +5,8 @@ import json
 import pytest
 from PIL import Image
 from test_sft_images import processor, recipe_of, sample
-from test_simulate_images import SMALL
 from test_trainer_loop import assert_same_but_for_scalars
+from tiny_image_models import SMALL
 from vramlab import plan, simulate
 from vramlab.planning import image_search
 from vramlab.planning.question import Question
@@ -72,7 +72,16 @@ def test_a_written_program_trains_on_images(tmp_path):
     build_model(tiny.replace(trainer="transformers"), "cpu").save_pretrained(base)
     made.save_pretrained(base)
     asked = ASKED | {"images": 2, "image_size": "40x24", "optims": "adamw_torch"}
-    found = plan(base, "A100 80GB", seq_len=tiny.seq_len, **asked)
+    standing = []
+    found = plan(
+        base,
+        "A100 80GB",
+        seq_len=tiny.seq_len,
+        standing=lambda *each: standing.append(each),
+        **asked,
+    )
+    assert [done for _, done, _ in standing] == list(range(found.considered + 1))
+    assert {count for _, _, count in standing} == {image_search.MOST_TRIED}
     for number in range(2):
         Image.new("RGB", (40, 24), (number, 9, 9)).save(tmp_path / f"{number}.png")
     row = {"messages": sample()["messages"], "images": ["0.png", "1.png"]}

@@ -38,6 +38,7 @@ def read_bytes(
     does not exist.
     """
     with _opened(path) as file:
+        # Of the open file and not of its path, which could be another by now.
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most else file.read(size + MiB)  # some of /proc say 0
         if max(size, len(content)) > most:
@@ -83,6 +84,7 @@ def read_text(
     `bytes.decode`. Raises FileError for what is no text, and as `read_bytes`.
     """
     content = read_bytes(path, most)
+    # A mark is at the very beginning, and a file without one is UTF-8.
     marked = (encoding for mark, encoding in MARKS.items() if content.startswith(mark))
     encoding = next(marked, "utf-8")
     try:
@@ -140,6 +142,7 @@ def write_files(files: Mapping[Path, str | bytes]) -> None:
         ready = []
         for path, content in files.items():
             with _naming(path):
+                # A link's target is replaced, so that the link stays.
                 target = Path(os.path.realpath(path))
                 _check_target(target)
                 # a name that nobody knows before, so that nobody can put a link there

@@ -75,6 +75,7 @@ class WatchCallback(TrainerCallback):
         self._ends: list[int] = []  # of the steps that are followed, in the recorder's log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start anew, and come before the reporters, which log what is added."""
         # `train()` may be called again on one Trainer: what a run before left open or found is no
         # part of this one.
         self.close()
@@ -105,6 +106,7 @@ class WatchCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
+        """Begin the watch at the optimizer step that was asked for."""
         # Counted here and not from `state.global_step`, which does not start at 0 when training
         # resumes.
         self._steps += 1
@@ -115,6 +117,7 @@ class WatchCallback(TrainerCallback):
             self._enter(watch(model, optimizer, title=title))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the report of the step watched, and look for a leak where memory has grown."""
         if isinstance(watched := self._entered, watch):
             self.close()
             self.report = watched.report()
@@ -138,12 +141,15 @@ class WatchCallback(TrainerCallback):
             self._enter(Recorder("cuda" if torch.cuda.is_available() else "cpu"))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note what is held after an evaluation."""
         self.held.append((state.global_step, "evaluation", *held_bytes()))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note what is held after a checkpoint was saved."""
         self.held.append((state.global_step, "checkpoint", *held_bytes()))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add what is held, in GiB, to what the Trainer logs."""
         # Reporters show plain numbers, so they get GiB with three digits and no text.
         now, most = (round(n / GiB, 3) for n in held_bytes())
         # `Trainer.log` has put a copy of `logs` into the history before it calls us, so both are
@@ -152,6 +158,7 @@ class WatchCallback(TrainerCallback):
             entry.update(memory_gib=now, memory_peak_gib=most)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what the run was too short for."""
         self.close()  # a callback may have stopped training between two micro-batches
         needed = 2 * WINDOW + FOLLOWED + 1
         # Said in an attribute and not in a warning: most short runs are no search for leaks.

@@ -54,6 +54,7 @@ class Doctor:
         return not any(c.required and c.status == MISSING for c in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the checks, and whether all is well, as JSON has them."""
         return {"ok": self.ok, **encode(vars(self))}
 
     def __str__(self) -> str:
@@ -133,6 +134,7 @@ def judged(
 
 
 def packages() -> Iterator[Check]:
+    """Yield a line for Python and for each library, with what to install."""
     from packaging.specifiers import SpecifierSet
 
     yield Check("python", OK, platform.python_version(), required=True)
@@ -190,6 +192,7 @@ def may_have_gpu() -> bool:
 
 
 def gpus() -> Iterator[Check]:
+    """Yield what torch is built for, the cards that it sees, and their formats."""
     try:
         loaded = "torch" in sys.modules or may_have_gpu()
         if loaded:
@@ -267,6 +270,7 @@ def _hidden() -> str:
 
 
 def nvml() -> Iterator[Check]:
+    """Yield the driver, and how much of each card's memory is free."""
     first = nvml_snapshot()
     if not first.available:
         yield Check("NVML", MISSING, first.reason)
@@ -287,6 +291,7 @@ def nvml() -> Iterator[Check]:
 
 
 def machine() -> Iterator[Check]:
+    """Yield the cores, and how much of the machine's memory is free."""
     yield Check("CPU cores", OK, str(host.cores()))
     total, free = host.memory()
     advice = (

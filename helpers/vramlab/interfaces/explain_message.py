@@ -1,5 +1,7 @@
 """What an out-of-memory message means by itself, and what to do about it."""
 
+import math
+
 from ..hardware.gpu import cards_of
 from ..report.report import format_bytes, unit_for
 from .messages import WORDS, Holder, Message
@@ -15,11 +17,19 @@ HOST_REMEDY = (
     "weights instead of one a rank (safetensors, deepspeed's zero.Init, FSDP's "
     "cpu_ram_efficient_loading)"
 )
+APPLE_REMEDY = (
+    "to make room: halve per_device_train_batch_size and double gradient_accumulation_steps, then "
+    "gradient_checkpointing=True or LoRA; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 takes the limit "
+    "away, and the machine may swap or stop"
+)
 OTHERS_REMEDY = "end the other process, or take another card with CUDA_VISIBLE_DEVICES"
 FRAGMENTS_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+# PyTorch's own allocator says sizes, so a message without comes from another call of CUDA.
 BARE = (
-    "CUDA could not give memory and the message has no sizes: PyTorch was not yet holding any, so "
-    "another process fills the card, or one that died has left its memory (nvidia-smi lists them)"
+    "CUDA could not give memory and the message has no sizes: a call outside of PyTorch's "
+    "allocator failed, as for the context, a library's handle or pinned host memory. While a "
+    "model loads that is most often another process that fills the card, or one that died and "
+    "left its memory (nvidia-smi lists them)"
 )
 MORE = (
     "say MODEL with its options, or the script, after the message: then the tensor that asked "
@@ -75,7 +85,12 @@ def _by_kind(message: Message, alone: bool) -> list[str]:
         return ["nvidia-smi's table: who holds what at that moment, not what asked for more"]
     if message.kind == "host":
         return _of_host(message)
-    return _of_card(message, alone)
+    if message.kind == "share":
+        return _of_share(message)
+    lines = _of_card(message, alone)
+    if message.who == "Apple":
+        return [line.replace(CARD_REMEDY, APPLE_REMEDY) for line in lines]
+    return lines
 
 
 def _holder(one: Holder) -> str:
@@ -105,12 +120,26 @@ def _of_host(message: Message) -> list[str]:
     return [*lines, HOST_REMEDY]
 
 
+def _of_share(message: Message) -> list[str]:
+    said = _asked(message.bytes)
+    lines = [message.who + (f": {said}" if said else "")]
+    sizes = message.bytes
+    if "total" in sizes:
+        share = math.floor(100 * sizes["free"] / sizes["total"]) / 100
+        lines.append(f"what is free is {share:.2f} of the card: no larger share starts there")
+    found = "vramlab plan MODEL --trainer grpo --use-vllm --gpu CARD finds a share that fits"
+    return [*lines, f"{message.remedy}; {found}"]
+
+
+def _asked(sizes: dict[str, int]) -> str:
+    """Return what was asked for, and of what, in a line."""
+    words = WORDS["asked"].items()
+    return ", ".join(said.format(sized(sizes[name])) for name, said in words if name in sizes)
+
+
 def _of_card(message: Message, alone: bool) -> list[str]:
     sizes = message.bytes
-    said = [
-        words.format(sized(sizes[name])) for name, words in WORDS["asked"].items() if name in sizes
-    ]
-    lines = [", ".join(said)]
+    lines = [_asked(sizes)]
     for name, words in WORDS["holders"].items():
         if sizes.get(name):
             lines.append(f"{sized(sizes[name])} held by {words}")

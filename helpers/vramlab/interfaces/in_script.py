@@ -32,6 +32,7 @@ class AfterImport:
         self.functions = functions
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader then calls the function; None for others."""
         if name not in self.functions:
             return None
         # Python's own finders look the module up; ours only wants to know when it has been
@@ -151,6 +152,7 @@ class LoopWatch:
         self.ready = False
 
     def install(self) -> None:
+        """Replace the call of all modules, and follow the steps of all optimizers."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         # The class and not the model: the script's model does not exist yet.

@@ -31,6 +31,7 @@ def measure(recipe: Recipe | Any, *args: Any, **options: Any) -> Report:
 @needing("record")
 @functools.wraps(_record)
 def record(*args: Any, **options: Any) -> Outcome:
+    """As `measurement.record.record`, with predict's peaks and what simulate says beside each."""
     return _record(*args, **{"estimate": peak_bytes, "beside": simulated_beside, **options})
 
 

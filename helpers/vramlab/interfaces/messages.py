@@ -10,9 +10,11 @@ from ..base.errors import VramLabError
 from ..report.report import UNITS, GiB, MiB
 
 WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
-# Ray, DeepSpeed and Linux divide by powers of 1,024 and print the decimal unit's name
-SIZES = UNITS | {"bytes": 1, "TiB": 1 << 40, "GB": GiB, "kB": 1024}
-NONSENSE = 2  # times the card: WSL prints 2**64 bytes as what a process has
+# Ray, DeepSpeed, Linux and PyTorch on Apple's GPUs divide by powers of 1,024 and print the decimal
+# unit's name; vLLM prints the unit of a pair once
+SIZES = UNITS | {"bytes": 1, "TiB": 1 << 40, "GB": GiB, "MB": MiB, "KB": 1024, "kB": 1024, "": GiB}
+# Times the card: 2**64 bytes are what WSL prints as a process's, and cudaMallocAsync as no limit
+NONSENSE = 2
 
 
 class MessageError(VramLabError, ValueError):
@@ -33,14 +35,15 @@ class Holder:
 class Message:
     """What a log says.
 
-    `kind` is "card" for a message with sizes, "bare" for one without, "host" where the machine's
-    own memory ran out, "table" for nvidia-smi's alone. `fields` are those of a recipe that the
-    traceback gives away, and `says` what in it does.
+    `kind` is "card" for a message with sizes, "bare" for one without, "share" for vLLM's about its
+    share of a card, "host" where the machine's own memory ran out, "table" for nvidia-smi's alone.
+    `fields` are those of a recipe that the traceback gives away, and `says` what in it does.
     """
 
     kind: str
     bytes: dict[str, int] = field(default_factory=dict)
     who: str = ""
+    remedy: str = ""
     precision: float = 0.0  # bytes by which the printed request may be off
     holders: list[Holder] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +60,7 @@ def read_message(text: str) -> Message:
     # Logs break a message over lines, so its patterns are looked for with all white space as one
     # blank.
     line = " ".join(text.split())
-    message = _of_card(line) or _of_host(text)
+    message = _of_card(line) or _of_share(line) or _of_host(text)
     holders = _holders(text)
     if message is None and re.search(WORDS["bare"], line):
         message = Message("bare")
@@ -65,11 +68,11 @@ def read_message(text: str) -> Message:
         message = Message("table")
     if message is None:
         rest = (
-            "PyTorch's says 'Tried to allocate …' and what is free; logs of Slurm, Ray, DeepSpeed, "
+            "PyTorch's says 'Tried to allocate …' and what is free, vLLM's what its share lacks; "
         )
         rest += (
-            "a container or Linux say that a process was killed, and nvidia-smi's table who "
-            "holds what."
+            "logs of Slurm, Ray, DeepSpeed, a container or Linux say that a process was killed, "
+            "and nvidia-smi's table who holds what."
         )
         raise MessageError(f"this is no out-of-memory message: {rest}")
     message.holders = holders
@@ -88,36 +91,57 @@ def _size(match: re.Match) -> int:
 
 
 def _of_card(line: str) -> Message | None:
-    """Return PyTorch's message on a CUDA or HIP device, the last of `line`."""
-    patterns = WORDS["patterns"]
+    """Return PyTorch's message on a CUDA, HIP or MPS device, the last of `line`."""
     # A log may hold several messages, as when a script retries; the last is the one that ended it.
-    starts = list(re.finditer(patterns["asked"][0], line, re.IGNORECASE))
+    starts = list(re.finditer(WORDS["start"], line, re.IGNORECASE))
     if not starts:
         return None
     said = line[starts[-1].start() :]
     sizes: dict[str, int] = {}
-    for name, wordings in patterns.items():
+    units: dict[str, str] = {}
+    for name, wordings in WORDS["patterns"].items():
         for wording in wordings:
             # Wordings of all of PyTorch's versions; the first that is found counts.
             match = re.search(wording, said, re.IGNORECASE)
             if match and name not in sizes:
                 sizes[name] = _size(match)
+                units[name] = match.group(2)
+    if "asked" not in sizes:
+        return None
     # Older messages say what is reserved in total, newer ones what of it is unallocated.
     if "reserved" in sizes:
         reserved = sizes.pop("reserved")
         sizes.setdefault("unallocated", max(reserved - sizes.get("allocated", 0), 0))
     _find_process(said, sizes)
     _complete(sizes)
-    unit = starts[-1].group(2)
+    unit = units["asked"]
     printed = SIZES[unit] / 200 if unit != "bytes" else 0.0  # half of the second digit
-    return Message("card", sizes, precision=printed)
+    who = "Apple" if re.match(WORDS["apple"], said) else ""
+    return Message("card", sizes, who, precision=printed)
+
+
+def _of_share(line: str) -> Message | None:
+    """Return vLLM's message about its share of a card, which is no error of PyTorch's."""
+    for entry in WORDS["share"]:
+        if not re.search(entry["pattern"], line):
+            continue
+        sizes = {}
+        for name, pattern in entry["sizes"].items():
+            match = re.search(pattern, line)
+            if match:
+                sizes[name] = _size(match)
+        if sizes.keys() >= {"asked", "free"}:
+            sizes["lack"] = sizes["asked"] - sizes["free"]
+        return Message("share", sizes, entry["who"], entry["remedy"])
+    return None
 
 
 def _find_process(said: str, sizes: dict[str, int]) -> None:
     """Put into `sizes` what this process has, which NVML may list under a foreign number."""
     total = sizes.get("total", 0)
-    if total and sizes.get("process", 0) > NONSENSE * total:
-        del sizes["process"]
+    for name in ("process", "allowed"):
+        if total and sizes.get(name, 0) > NONSENSE * total:
+            del sizes[name]
     if "process" not in sizes and "total" in sizes:
         held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
         listed = [_size(match) for match in re.finditer(WORDS["another"], said)]
@@ -141,6 +165,8 @@ def _complete(sizes: dict[str, int]) -> None:
         # free.
         most = sizes.get("allowed", held + sizes["free"]) - held
         sizes["lack"] = sizes["asked"] - max(min(sizes["free"], most), 0)
+    elif "allowed" in sizes:
+        sizes["lack"] = sizes["asked"] + held + sizes.get("foreign", 0) - sizes["allowed"]
 
 
 def _of_host(text: str) -> Message | None:

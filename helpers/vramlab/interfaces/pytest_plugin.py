@@ -19,6 +19,7 @@ UPDATE = "--update-memory-budgets"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes the budgets."""
     parser.getgroup("vramlab").addoption(
         UPDATE,
         action="store_true",
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker `fits`, so that --strict-markers takes it."""
     config.addinivalue_line(
         "markers",
         "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns",

@@ -27,6 +27,7 @@ class Names:
         return any(whole == one or whole.startswith(f"{one}.") for one in WORDS["modules"])
 
     def is_harmless_name(self, whole: str, name: str) -> bool:
+        """Whether a call of that name, imported as `whole` or not at all, moves nothing."""
         known = name in WORDS["calls"] or HARMLESS.fullmatch(name) is not None
         return self.is_of_modules(whole) or known or (not whole and name in WORDS["builtins"])
 

@@ -50,6 +50,7 @@ class Constants:
         self._steps = 0
 
     def step(self, depth: int) -> None:
+        """Count a node that is looked at. Raises Unread where those are too many, or too deep."""
         self._steps += 1
         # A script of others must not be able to keep the reader busy, by loops of names or by sheer
         # size.

@@ -19,7 +19,7 @@ from ..hardware.nvml import nvml_snapshot
 from ..recipe.recipe import Recipe
 from ..report.report import Report, environment, format_bytes
 from .facts import Fact
-from .launch import LateError, Launcher
+from .launch import LateError, Launcher, RankError
 from .pieces import SETTINGS, Piece, pieces_of
 from .records import RecordFile, add, file_name, measurements_folder, read_records, save
 
@@ -99,6 +99,8 @@ class CardRun:
                 value[piece.key] = piece.worth / seconds
                 if seen and _is_in(seen, piece):
                     value[piece.key] *= SEEN
+        # Sorted twice: first by what each is worth by itself, which numbers the answers to a
+        # question.
         self.left.sort(key=lambda item: -value[item[0].key])
         # The nth answer to one question is worth an nth of the first. So no question has to wait
         # until a cheaper one has been asked of thirty models.
@@ -145,13 +147,16 @@ class CardRun:
                 outcome, said = self._do(piece, launcher, limit, beside)
                 now = time.monotonic()
                 if outcome == "late" and now >= deadline:
+                    outcome = "left"
                     said = "the time was over before it ended: it is still left"
-                elif outcome == "done":
-                    self.left.remove((piece, seconds))
-                    self.done.append((piece, said))
-                    failures[piece.kind] = 0
                 else:
                     self.left.remove((piece, seconds))
+                if outcome == "done":
+                    self.done.append((piece, said))
+                    failures[piece.kind] = 0
+                elif outcome == "no room":
+                    self.not_here.append((piece, said))
+                elif outcome != "left":
                     self.failed.append((piece, said))
                     failures[piece.kind] += 1
                 bar = ("█" * (number * LINES // len(pieces))).ljust(LINES, "░")
@@ -160,6 +165,7 @@ class CardRun:
                 first, *_ = said.splitlines()
                 line = f"{bar} {number}/{len(pieces)} · {clock} · {took} · {first} · {piece.title}"
                 progress(line)
+                # A terminal may be closed by then: the log keeps what was said.
                 if log:
                     _write(log, line if outcome == "done" else f"{line}\n{said}")
 
@@ -172,7 +178,8 @@ class CardRun:
     ) -> tuple[str, str]:
         """Do one piece and save what it says.
 
-        Return "done", "late" or "failed", and the result or the reason in words.
+        Return "done", "late", "no room" (of a fact; a recipe's report says it) or "failed", and the
+        result or the reason in words.
         """
         try:
             result = piece.run(launcher or piece.start(), timeout, self.device)
@@ -182,6 +189,8 @@ class CardRun:
                 add(result, self.file)
         except LateError as error:
             return "late", str(error)
+        except RankError as error:
+            return ("no room", error.oom) if error.oom else ("failed", str(error))
         except (MeasurementError, RecipeError, RecordError, OSError) as error:
             return "failed", str(error).strip() or type(error).__name__
         if isinstance(result, Fact):

@@ -29,6 +29,7 @@ from ..training.fixed_generation import build_generation
 from ..training.models import meta_model, weight_dtype
 from ..training.training import build, train_step
 from .facts import Fact
+from .launch import RankError
 from .worker import card_environment, import_libraries, out_of_memory
 
 SAMPLED = 3.0  # seconds of steps during which sensors are read
@@ -40,16 +41,25 @@ SIDE = 1024  # of the matrices that load a kernel
 def find(kind: str, asked: dict[str, Any], scratch: str) -> Fact:
     """Return the fact of `kind` that was `asked`. Temporary files go into the folder `scratch`.
 
-    Raises MeasurementError where this card or disk cannot tell.
+    Raises MeasurementError where this card or disk cannot tell, and RankError with `oom` where the
+    card is too small.
     """
+    # The folder is removed by whoever started this process, also where it is killed.
     tempfile.tempdir = scratch
     before = nvml_snapshot()
-    found = WORK[kind](before, **asked)
+    try:
+        found = WORK[kind](before, **asked)
+    except RuntimeError as error:
+        message = out_of_memory(error, "cuda")
+        if not message:
+            raise
+        raise RankError(message, oom=message) from error
     return Fact(kind, asked, found, source_of("cuda"), card_environment(before))
 
 
 def context(before: Sensors, loaded: str) -> dict[str, Any]:
     """What the device holds once this process has used CUDA in one way."""
+    # The first tensor makes the context.
     torch.empty(1, device="cuda")
     LOADS[loaded]()
     return state(before)
@@ -57,6 +67,7 @@ def context(before: Sensors, loaded: str) -> dict[str, Any]:
 
 def state(before: Sensors) -> dict[str, Any]:
     """Read `facts.STATE`."""
+    # Kernels are loaded when they first run.
     torch.cuda.synchronize()
     now = nvml_snapshot()
     return {
@@ -82,6 +93,7 @@ def nvidia_smi() -> int | None:
         .stdout.strip()
         .splitlines()
     )
+    # nvidia-smi numbers cards by their own order, torch by CUDA_VISIBLE_DEVICES.
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     own = [line for line in lines if len(lines) == 1 or uuid in line]
     used = own[0].split(",")[-1].strip() if own else ""
@@ -89,17 +101,20 @@ def nvidia_smi() -> int | None:
 
 
 def multiply() -> None:
+    """Load a kernel of cuBLAS, and its workspace."""
     a = torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16)
     a @ a
 
 
 def multiply_with_bias() -> None:
+    """Load a kernel of cuBLASLt, which fuses the bias."""
     torch.nn.Linear(SIDE, SIDE, device="cuda", dtype=torch.float16)(
         torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16)
     )
 
 
 def convolve() -> None:
+    """Load kernels of cuDNN, forward and backward."""
     torch.nn.Conv2d(8, 8, 3, device="cuda")(
         torch.ones(4, 8, 64, 64, device="cuda")
     ).sum().backward()
@@ -115,10 +130,12 @@ def attend(kernel: str) -> None:
 
 
 def import_bitsandbytes() -> None:
+    """Load bitsandbytes' library, and none of its kernels."""
     import bitsandbytes  # noqa: F401
 
 
 def quantize() -> None:
+    """Load the kernels that pack and unpack 4-bit weights."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     dequantize_4bit(
@@ -127,6 +144,7 @@ def quantize() -> None:
 
 
 def step_in_8_bits() -> None:
+    """Load the kernel of an 8-bit optimizer."""
     from bitsandbytes.optim import AdamW8bit
 
     weight = torch.nn.Parameter(torch.ones(SIDE, SIDE, device="cuda"))
@@ -135,12 +153,15 @@ def step_in_8_bits() -> None:
 
 
 def compile_kernel() -> None:
+    """Compile a kernel by Triton, and load it."""
     torch.compile(lambda a: a.sin() + a)(torch.ones(SIDE, device="cuda"))
 
 
 def gather() -> None:
+    """Make NCCL's communicator of one rank, with its buffers."""
     import torch.distributed as dist
 
+    # A group of one rank, whose communicator takes NCCL's buffers all the same.
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(SIDE, device="cuda"))
 
@@ -181,6 +202,7 @@ def steps(
     `expandable`: `card.py` has set the allocator so.
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
+    # The driver of some machines cannot, and PyTorch then goes on with ordinary segments.
     if allocator_settings()["expandable_segments"] != expandable:
         raise MeasurementError("this allocator does not take expandable_segments.")
     import_libraries(trained)
@@ -188,8 +210,10 @@ def steps(
     if trained.torch_compile:
         training.model.compile()
     torch.cuda.synchronize()
+    # What building left cached would count as reserved by the steps.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    # The first makes states and workspaces, the second is the first like all others.
     for _ in range(2):
         train_step(training)
     torch.cuda.synchronize()
@@ -223,6 +247,7 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
         while not done.wait(BETWEEN):
             read.append(nvml_snapshot())
 
+    # In a thread, since the steps of the main one issue kernels and must not wait for NVML.
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
@@ -234,6 +259,7 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
         watcher.join()
     readings: dict[str, Any] = {}
     for name in ("power", "clock", "temperature"):
+        # A sensor that the driver does not tell is None.
         readings[name] = [value for sensors in read if (value := getattr(sensors, name))]
     readings["power_limit"] = nvml_snapshot().power_limit
     readings["throttle"] = sorted({reason for sensors in read for reason in sensors.throttle or ()})
@@ -250,6 +276,7 @@ def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]
         found = failed_step(trained)
         if found:
             return found
+        # A model has cycles, which would keep it beside the next one.
         gc.collect()
         torch.cuda.empty_cache()
         trained = trained.replace(batch_size=2 * trained.batch_size)
@@ -265,6 +292,7 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
     facts: dict[str, Any] = {"batch_size": recipe.batch_size}
     try:
         training = build(recipe, "cuda")
+        # Two steps, since optimizer states come with the first and may fill the card in the second.
         for step in (1, 2):
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
@@ -277,6 +305,7 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         message = out_of_memory(error, "cuda")
+        # Where building the model failed already, no step died.
         if not message or "step" not in facts:
             raise
         peaks = {
@@ -307,6 +336,7 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
         size = write_checkpoint(trained, Path(folder), dtype)
+        # The context is made here, so that it is no part of the seconds.
         torch.empty(1, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -324,6 +354,7 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     }
     kept = torch.cuda.memory_allocated()
     found = state(before) | peaks | {"kept": kept, "file": size, "seconds": seconds}
+    # Kept until here, or its weights would be gone before they are counted.
     del model
     return found
 
@@ -344,6 +375,7 @@ def generation(
     peaks: list[dict[str, int]] = []
 
     def on_step(made: int, cache: Any) -> None:
+        # Read after the prompt and at the end: the peaks of both phases.
         if made in (1, new_tokens):
             stats = torch.cuda.memory_stats()
             names = ("allocated", "requested", "reserved")
@@ -374,12 +406,14 @@ def write_checkpoint(recipe: Recipe, folder: Path, dtype: torch.dtype) -> int:
     named = dict(model.named_parameters())  # a tied head once
     size = sum(parameter.numel() * dtype.itemsize for parameter in named.values())
     free = shutil.disk_usage(folder).free
+    # A tenth of the disk stays free for what other programs write meanwhile.
     if size > 0.9 * free:
         have = format_bytes(free)
         raise MeasurementError(
             f"its checkpoint has {format_bytes(size)}, and {have} of the disk of {folder} are free."
         )
     model.config.save_pretrained(folder)
+    # Zeros take no memory until they are written: the kernel maps one page for all of them.
     zeros = {name: torch.zeros(parameter.shape, dtype=dtype) for name, parameter in named.items()}
     save_torch_state_dict(zeros, folder, max_shard_size="5GB")
     return size

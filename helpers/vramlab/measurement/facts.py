@@ -43,6 +43,7 @@ LOADED = (
 
 def is_size(value: Any) -> bool:
     """Whether `value` is a number of bytes that a machine can have."""
+    # By exact type, since True is an int too.
     return type(value) is int and 0 <= value <= MOST_BYTES
 
 
@@ -52,28 +53,33 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
+    """Whether `value` is a whole number of things, from one to a million."""
     return type(value) is int and 0 < value < 1_000_000
 
 
 def is_text(value: Any) -> bool:
+    """Whether `value` is a text without control characters, at most MOST_TEXT long."""
     return isinstance(value, str) and len(value) <= MOST_TEXT and not CONTROLS.search(value)
 
 
 def is_recipe(value: Any) -> bool:
     """Whether `value` is what `Recipe.to_dict` gives for a recipe."""
     try:
+        # Equal again after a round trip, so that nothing else hides in it.
         return rebuild(Recipe, "recipe", value).to_dict() == value
     except (RecipeError, TypeError):
         return False
 
 
 def list_of(check: Check) -> Check:
+    """Return the check of a list whose values all pass `check`, at most MOST_VALUES of them."""
     return lambda value: (
         isinstance(value, list) and len(value) <= MOST_VALUES and all(map(check, value))
     )
 
 
 def or_none(check: Check) -> Check:
+    """Return the check of what passes `check` or is None."""
     return lambda value: value is None or check(value)
 
 
@@ -195,6 +201,7 @@ class Fact:
 
         Raises ReportError unless it has each field of one and no other.
         """
+        # Records come from others: nothing but what is known may be in one.
         if not isinstance(said, dict) or said.keys() != {
             "kind",
             "asked",

@@ -55,6 +55,7 @@ def clean_generation(
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
     started.run(generation.new_tokens, on_step)
+    # Differences between steps, so that loading the kernels of the first is in none of them.
     seconds = [later - earlier for earlier, later in pairwise(times)]
     made = recipe.batch_size * generation.num_return_sequences * generation.new_tokens
     speed = Speed(
@@ -66,6 +67,7 @@ def clean_generation(
     )
     truth = truth_of(speed, device, before)
     if is_cuda:
+        # The tracked pass builds a model of its own.
         del started
         torch.cuda.empty_cache()
     return truth

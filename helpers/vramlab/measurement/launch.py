@@ -93,6 +93,7 @@ class Launcher:
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=self._output,
+                # A process group of its own, which can be killed with all its ranks.
                 start_new_session=True,
                 env=_childs_environment() | self.settings,
                 text=True,
@@ -111,6 +112,7 @@ class Launcher:
                     os.killpg(child.pid, signal.SIGKILL)
                 else:  # Windows has no process groups of that kind
                     child.kill()
+            # Without it a killed child stays a zombie.
             child.wait()
             if child.stdin:
                 with contextlib.suppress(BrokenPipeError):
@@ -161,6 +163,8 @@ class Launcher:
             try:
                 # `_outcome` notices that the child has ended.
                 with contextlib.suppress(BrokenPipeError):
+                    # A line on its standard input is an order; the end of that input is the end of
+                    # this process.
                     print(folder, file=child.stdin, flush=True)
                 file = Path(folder, "outcome.pickle")
                 outcome = self._outcome(child, file, world_size, timeout)
@@ -191,6 +195,7 @@ class Launcher:
         LateError if it takes over `timeout` seconds.
         """
         until = time.monotonic() + timeout
+        # By looking, since a pipe would have to be read while the child is watched.
         while not file.exists():
             code = child.poll()
             if code is not None:
@@ -231,10 +236,12 @@ def _childs_environment() -> dict[str, str]:
     for name, value in os.environ.items():
         if not name.startswith(TRAINERS):
             variables[name] = value
+    # The child runs this very package, installed or not.
     paths = [str(Path(__file__).resolve().parents[2])]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     variables["PYTHONPATH"] = os.pathsep.join(paths)
+    # tokenizers warns of forks after its threads have started.
     variables["TOKENIZERS_PARALLELISM"] = "false"
     return variables
 

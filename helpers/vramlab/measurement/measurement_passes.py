@@ -86,6 +86,7 @@ def clean_pass(
     )
     truth = truth_of(speed, device, before)
     if is_cuda:
+        # The tracked pass builds everything again, and both at once would not fit.
         del training
         gc.collect()
         torch.cuda.empty_cache()
@@ -227,6 +228,7 @@ def balance(
         truth.workspace,
     )
     _fill_in(report, truth, workspace)
+    # Without the first reading, which is of loading.
     tracked = max(stats["allocated_bytes.all.peak"] for stats in readings[1:])
     # Both passes train the same, so another peak says that the tracker disturbed it.
     if tracked != report.allocated:

@@ -92,6 +92,7 @@ class Piece:
     def cannot(self, card: Gpu | None, device: str = "cuda") -> str:
         """Return why `device`, a `card` if it is known, cannot do it at all, or ""."""
         if card and self.asked.get("loaded") in NEEDS_AMPERE:
+            # Both kernels need what flash-attn does, so its rule is asked.
             return card.why_not("flash_attention_2")
         if self.recipe is None:
             return ""
@@ -150,6 +151,7 @@ def seconds_for(
     if device == "cpu":
         rate = CPU_FLOPS
     elif card:
+        # A card without the format computes in fp32, or refuses before this matters.
         peak = card.flops(recipe.precision) or card.flops("fp32")
         if peak:
             rate = EFFICIENCY * peak
@@ -218,6 +220,7 @@ def _pieces(path: Path, entry: Any) -> list[Piece]:
     recipes: list[Recipe | None] = [None]
     if "recipe" in asked:
         recipes = [*recipes_of(asked.pop("recipe"))]
+    # Each recipe with each combination of what else is asked.
     for recipe, chosen in product(recipes, list(each_choice(asked))):
         if kind == "recipe":
             pieces.append(Piece(kind, worth, recipe, chosen.get("repeats", REPEATS), why=why))

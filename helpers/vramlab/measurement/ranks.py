@@ -52,10 +52,12 @@ def main() -> None:
     ):  # Linux: when RAM runs out, kill this process and its ranks first
         Path("/proc/self/oom_score_adj").write_text("1000")
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    # A thread of its own, so that the end of the parent is noticed while an order runs.
     threading.Thread(target=_read_orders, args=(folders,), daemon=True).start()
     while True:
         folder = folders.get()
         order = pickle.loads((folder / "order.pickle").read_bytes())
+        # A function may be of the caller's own module, in a folder that this process does not know.
         sys.path += [path for path in order["path"] if path not in sys.path]
         if order["is_forked"]:
             outcome = of_fork(order, folder)
@@ -107,12 +109,14 @@ def of_ranks(
             outcomes[rank] = pickle.loads(file.read_bytes())
     if ended is None and len(outcomes) == world:
         return {"answers": [outcomes[rank]["answers"][0] for rank in range(world)]}
+    # Ranks that left nothing: killed, or ended in a library.
     silent = {*range(world)} - {*outcomes}
     rank, code = ended or (min(silent), 0)
     errors = [outcome for outcome in outcomes.values() if "error" in outcome]
     # Who aborts may have lost a neighbour.
     may_be_another = "error" in outcomes.get(rank, {}) or code == SIGABRT
     if errors and may_be_another:
+        # The first error is the cause; later ones are of ranks that lost the first.
         return min(errors, key=lambda outcome: outcome["time"])
     return {"ended": (rank, code)}
 
@@ -139,6 +143,7 @@ def _run_ranks(
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if forks:
             _preload(order)
+        # Bound and never listened to: the port is kept from others until rank 0 takes it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((LOCALHOST, 0))  # rank 0's store may bind to it too, as nobody listens here
         _, port = reserved.getsockname()
@@ -151,6 +156,7 @@ def _run_ranks(
                 join=False,
                 start_method="fork" if forks else "spawn",
             )
+            # One that fails gives the others half a second before they are ended.
             while not ranks.join(grace_period=0.5):
                 pass
         except ProcessExitedException as error:
@@ -166,6 +172,7 @@ def _preload(order: dict[str, Any]) -> None:
     with contextlib.suppress(Exception):
         function, arguments = pickle.loads(order["call"])
         pkgutil.resolve_name(function)
+        # It runs without a thread of its own: ranks that are forked would wait for it.
         if order["preload"]:
             pkgutil.resolve_name(order["preload"])(**arguments)
     gc.collect()

@@ -77,16 +77,31 @@ class RecordFile:
     reports: dict[str, Report] = dataclasses.field(default_factory=dict)
     facts: dict[str, Fact] = dataclasses.field(default_factory=dict)
 
+    _texts: dict[str, tuple[Report | Fact, str]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
     def to_json(self) -> str:
         """Return the file's text. A file without facts says nothing of them."""
-        content = {"reports": _as_json(self.reports)}
+        sections = [self._section("reports", self.reports)]
         if self.facts:
-            content["facts"] = _as_json(self.facts)
-        return json.dumps(content, indent=1) + "\n"
+            sections.append(self._section("facts", self.facts))
+        return "{\n" + ",\n".join(sections) + "\n}\n"
 
+    def _section(self, name: str, entries: Mapping[str, Report | Fact]) -> str:
+        """Return one member of the file as `json.dumps(…, indent=1)` writes it.
 
-def _as_json(entries: Mapping[str, Report | Fact]) -> dict[str, Any]:
-    return {key: entries[key].to_dict() for key in sorted(entries)}
+        The text of an entry is made once: a card's hundreds are written again with each new one.
+        """
+        lines = []
+        for key in sorted(entries):
+            entry, text = self._texts.get(key, (None, ""))
+            if entry is not entries[key]:
+                text = json.dumps(entries[key].to_dict(), indent=1).replace("\n", "\n  ")
+                self._texts[key] = (entries[key], text)
+            lines.append(f"  {json.dumps(key)}: {text}")
+        content = "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+        return f' "{name}": {content}'
 
 
 def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]:
@@ -113,6 +128,7 @@ def read_records(
         content = strict_json(read_text(path, MOST_FILE))
         reports = content["reports"]
         facts = content.get("facts", {})
+        # What nobody reads could hide in a file that is published.
         if content.keys() - {"reports", "facts"}:
             raise ValueError("it says more than 'reports' and 'facts'")
         for key, entry in reports.items():
@@ -120,6 +136,7 @@ def read_records(
         for key, entry in facts.items():
             records.facts[key] = _fact_of(key, entry, source)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # Other errors are of the file as a whole, and of no entry.
         where = f"entry {key}: " if isinstance(error, ReportError) else ""
         why = f"({type(error).__name__}: {where}{str(error).rstrip('.')}): mend or remove it"
         raise RecordError(f"the record file {path.name} cannot be read {why}.") from error
@@ -129,6 +146,7 @@ def read_records(
 def _report_of(key: str, entry: dict[str, Any], source: str) -> Report:
     """Return the report of an entry. Raises ReportError where it is no record of `key`."""
     report = Report.from_dict(entry)
+    # A key is computed from the recipe, so a report that was moved under another is found.
     if report.recipe is None or key_of(report.recipe) != key:
         raise ReportError(f"it is the report of another recipe: {report.title}")
     if report.source != source:
@@ -206,6 +224,7 @@ def _texts(report: Report) -> Iterator[tuple[str, str]]:
 def _leaves(value: Any) -> Iterator[str]:
     """Yield all texts in a JSON value, names too."""
     if isinstance(value, dict):
+        # Names are text of the file too.
         value = [*value, *value.values()]
     if isinstance(value, list):
         for each in value:
@@ -264,17 +283,42 @@ def add(result: Report | Fact, path: Path) -> Path:
     else:
         entry = _shortened(result)
     # Other processes may record into the same file, and each writes it as a whole.
+    # Beside the file and not the file itself, which is replaced as a whole.
     lock_file = path.with_name(f".{path.name}.lock")
     lock = filelock.FileLock(lock_file, timeout=LOCK_SECONDS, mode=0o666)
     with writing(path), lock:
-        records = read_records(path, missing_ok=True, source=result.source)
+        records = _content(path, result.source)
         if isinstance(entry, Fact):
             records.facts[entry.key] = entry
         else:
             records.reports[key_of(entry.recipe or {})] = entry
         write_atomically(path, records.to_json())
+        _last[path.absolute(), result.source] = (_version(path), records)
     _files.cache_clear()
     return path
+
+
+# What this process wrote last, by file and source: the version that it then had, and its content.
+_last: dict[tuple[Path, str], tuple[tuple[int, ...], RecordFile]] = {}
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is replaced or written to; () where there is none."""
+    if not path.exists():
+        return ()
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _content(path: Path, source: str) -> RecordFile:
+    """Return what a record file holds, to be added to.
+
+    It is read again only where somebody else has written it.
+    """
+    version, records = _last.pop((path.absolute(), source), ((), RecordFile()))
+    if version and version == _version(path):
+        return records
+    return read_records(path, missing_ok=True, source=source)
 
 
 def _as_read(fact: Fact) -> Fact:

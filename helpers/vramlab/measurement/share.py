@@ -137,6 +137,7 @@ def _private(entry: Report | Fact) -> str:
         return "it was measured on a CPU"
     if recipe and recipe["model"] not in model_names():
         return "its model is not of the catalogue, so nobody else could run it"
+    # Without these a report could not be held against a simulation of the card.
     missing = [name for name in CARD if not entry.environment.get(name)]
     return f"it does not say the card's {', '.join(missing)}" if missing else ""
 
@@ -179,6 +180,7 @@ def _cleaned(value: Any) -> Any:
         return {name: _cleaned(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_cleaned(each) for each in value]
+    # A message of an out-of-memory may name a file of the user's.
     return PATH.sub("…", value) if isinstance(value, str) else value
 
 

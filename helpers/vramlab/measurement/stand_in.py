@@ -84,12 +84,14 @@ def libraries() -> list[Path]:
     parts = [*sorted(HERE.glob("*.c*")), Path(__file__), WHEELS / "torch" / "version.py"]
     key = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vramlab")
+    # By what it is built from, so that an old build is never taken for a new one.
     folder = cache / f"stand_in-{key}"
     cache.mkdir(parents=True, exist_ok=True)
     # Another process that builds the same is waited for.
     with filelock.FileLock(f"{folder}.lock"), tempfile.TemporaryDirectory(dir=cache) as part:
         if not folder.exists():
             build(Path(part))
+            # At once, so that nobody finds a folder with half of its libraries.
             Path(part).rename(folder)
     return sorted(folder.glob("*.so.*[0-9]"))
 
@@ -153,6 +155,7 @@ def compiled(
     """
     # Names before a parenthesis are the source's own functions, and those that it calls.
     written = set(re.findall(r"\b(\w+)\(", (HERE / source).read_text()))
+    # Of all that PyTorch links to only NVIDIA's names are made up here.
     others = sorted(each for each in wanted - written if re.match(PREFIXES, each))
     rest = folder / f"{name}.c"
     rest.write_text("".join(f"int {each}() {{ return 0; }}\n" for each in others))

@@ -69,6 +69,7 @@ def run_rank(
             device,
             before,
         )
+        # Raised inside, so that this rank ends and the others are not waited for.
         if report.status == "oom":
             raise RankError(report.message, rank, oom=report.message)
     return report
@@ -131,6 +132,7 @@ def _reported(
     before: Sensors,
 ) -> Report:
     """Return the report of `passes`, or that memory ran out."""
+    # Data and values are the same in each measurement, and on all ranks.
     torch.manual_seed(0)
     import_libraries(recipe)
     try:
@@ -147,6 +149,7 @@ def _reported(
             message,
         )
         if device == "cuda":
+            # What it had reached when it failed.
             report.allocated = torch.cuda.max_memory_allocated()
             report.reserved = torch.cuda.max_memory_reserved()
     report.environment = card_environment(before) if device == "cuda" else environment()

@@ -84,7 +84,7 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
         alone: dict[str, Any] = {"sharding": None, "precision": half}
         alone["optim"] = "paged_adamw_8bit"
         alone["use_liger_kernel"] = question.liger_is_possible()
-        yield f"on the card alone in {half}, which rounds small updates away", alone
+        yield f"on the card alone (--no-offload) in {half}, which rounds small updates away", alone
     if recipe.packing and not question.packing:
         joins = question.can_be_joined()
         yield "without packing", {"packing": False, "padding_free": joins}
@@ -117,6 +117,8 @@ def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
     for checkpointing in question.checkpointing:
         turned = {"gradient_checkpointing": checkpointing} | fields
         try:
+            # Lengths belong to a micro-batch, so `with_micro_batch` and `Candidate` fill them in
+            # again.
             family = answer.recipe.replace(lengths=None, **turned)
             with_its_adapters(family)
         except RecipeError:
@@ -127,6 +129,7 @@ def _fastest(answer: Candidate, fields: dict[str, Any]) -> Candidate | None:
     room = question.usable
     # Two lower bounds spare most predictions, as in a search.
     possible = [one for one in possible if one.least <= room and one.bound(SURE[-1]) <= room]
+    # The fastest first, so the first that fits is the answer.
     for candidate in sorted(possible, key=lambda one: one.rank):
         if any(candidate.fits(tier) for tier in SURE):
             return candidate

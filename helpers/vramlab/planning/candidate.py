@@ -25,6 +25,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report
+from ..simulation.colocated import colocated
 from ..training.quiet import no_collection
 from .counted import counted_as, host_memory
 from .question import METHODS, Question
@@ -126,6 +127,7 @@ class Candidate:
         lengths = question.lengths_of(recipe)
         if lengths:
             self.rows.append(unchecked(counted, lengths=lengths))
+        # Padded rows where lengths are known: they are what nearly every step has.
         self.timed = self.rows[-1]
         if lengths and recipe.packing:
             usual = question.data.packed_lengths(recipe.batch_size, is_usual=True)
@@ -145,6 +147,7 @@ class Candidate:
         that of an epoch where the data's lengths are known, else of a step, whose rows are padded,
         unless they cannot be.
         """
+        # What a paged optimizer moves takes a prediction, all other parts of the time take none.
         return self._rank(pages=True) if self.recipe.optim.startswith("paged") else self.soonest
 
     @cached_property
@@ -164,6 +167,7 @@ class Candidate:
 
     def bound(self, tier: str) -> int:
         """Return a lower bound of the upper end of `interval` for `tier`."""
+        # Two bounds that are cheap in different ways; the higher one excludes more.
         least_held = max(self.least, self.saved)
         if self.question.expandable_segments:
             # A simulated peak is exact.
@@ -173,7 +177,8 @@ class Candidate:
             sharding = self.recipe.sharding
             is_sharded = bool(sharding and sharding.stage)
             inside = reserved.reserved(Counter(), least_held, is_sharded)
-        return getattr(inside + self._context, TIERS[tier])
+        process = inside + self._context
+        return getattr(process if self.simulated else self._beside_vllm(process), TIERS[tier])
 
     @cached_property
     def _context(self) -> Interval:
@@ -206,6 +211,7 @@ class Candidate:
             return None
         peaks = [report.peak.total for report in reports]
         highest = peaks.index(max(peaks))
+        # The recipe answers for the rows that take more, and its script is told of the mask.
         self.recipe = unchecked(self.recipe, lengths=self.rows[highest].lengths)
         return reports[highest]
 
@@ -219,7 +225,17 @@ class Candidate:
 
     def interval_with(self, expandable_segments: bool) -> Interval:
         """Return the same with the allocator's setting."""
-        return self._best_known().process_with(expandable_segments)
+        process = self._best_known().process_with(expandable_segments)
+        return process if self.simulated else self._beside_vllm(process)
+
+    def _beside_vllm(self, process: Interval) -> Interval:
+        """Return the least that a process takes for which formulas say `process`, with its vLLM.
+
+        In what vLLM leaves it the allocator frees what it has cached, which formulas do not replay:
+        their upper end says little there, and the simulation decides.
+        """
+        vllm = colocated(self.recipe, self.question.gpu)
+        return Interval.of(process.low) + vllm.training if vllm else process
 
     def _best_known(self) -> Report:
         """Return the simulation where there was one, else the prediction."""
@@ -304,6 +320,7 @@ def simulate_briefly(
         return simulate(
             recipe,
             gpu=question.gpu,
+            # What the question's memory leaves out of the card counts as held by others.
             other_memory=max(0, usable_memory(question.gpu) - question.usable),
         )
     except (VramLabError, ImportError) as error:
@@ -380,6 +397,8 @@ def epoch_of(
         share *= rows / question.data.packed_rows
         rows = question.data.packed_rows
     steps = rows / in_step
+    # Products, attention's fused kernels and memory traffic shrink with the rows, all else does
+    # not.
     by_width = share * (parts["matmuls"] + parts["attention"] + parts["memory"])
     # Kernels of narrow rows run sooner, and are issued no sooner.
     issued = issuing(recipe, question.gpu) - by_width - parts["optimizer"]
@@ -395,6 +414,8 @@ def best_first(choices: Sequence[Choice]) -> list[Choice]:
     left = sorted(choices, key=lambda choice: choice.order)
     ordered = []
     while left:
+        # Compared with the fastest that is left, so the list may change within the error of its
+        # time.
         alike = [choice for choice in left if is_as_fast(choice, left[0])]
         # What waits for the host is no simpler if it has to hold more there.
         sharding = left[0].recipe.sharding
@@ -412,5 +433,6 @@ def is_as_fast(choice: Choice, other: Choice) -> bool:
     That is within the error of the other's time.
     """
     assert other.time  # of a model that formulas know
+    # How much longer than likely the other may take.
     error = other.time.high / other.time.seconds
     return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds

@@ -14,6 +14,7 @@ from ..recipe.knobs import knobs
 from ..recipe.options import TRL, Quantization
 from ..recipe.recipe import Recipe
 from ..report.report import Report, format_bytes, unit_for
+from ..simulation.colocated import least_share
 from .counted import counted_as
 from .question import LIGER_SINCE, RANK, Question
 from .search import Search
@@ -102,6 +103,7 @@ def cheapest(
     # An unknown time counts as no slower.
     def order(change: Change) -> tuple:
         enough = change.takes(need, process)
+        # Enough first, then the same training, then the least time, then the most bytes.
         return not enough, not change.same, change.time or 1.0, -change.saves
 
     return sorted(changes, key=order)[:count]
@@ -133,7 +135,9 @@ def cheapest_pair(
             halfway = recipe.replace(**fields)
             if halfway == recipe:
                 continue
+            # All of them: what is cheapest alone need not be the cheapest second.
             for change in cheapest(halfway, card, 0, count=MOST_CHANGES, witness=witness):
+                # A second change of one field would undo the first.
                 if fields.keys() & change.fields.keys():
                     continue
                 both = fields | change.fields
@@ -172,6 +176,7 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
     yield {"attn_implementation": "sdpa"}, True
     yield {"use_liger_kernel": True}, True
     yield {"gradient_checkpointing": True}, True
+    # The fused kernel has no temporaries; from another optimizer it is another training.
     yield {"optim": "adamw_torch_fused"}, recipe.optim == "adamw_torch"
     if recipe.batch_size > 1 and recipe.batch_size % 2 == 0 and not recipe.lengths:
         halved = {
@@ -183,11 +188,13 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield {"optim": "adamw_bnb_8bit"}, False
     if recipe.precision == "fp32":
         yield {"precision": "bf16-mixed"}, False
+    # Adapters that are there stay, and of PEFT's other methods nothing is asked.
     adapters: Fields = {"lora": recipe.lora or RANK}
     if recipe.peft:
         adapters = {}
     yield adapters, False
     if recipe.adapters or recipe.precision != "fp32":
+        # TRL's trainers never call prepare_model_for_kbit_training.
         base = Quantization("nf4", double=True, prepare=recipe.trainer not in TRL)
         yield {**adapters, "quantization": base}, False
     if not recipe.lengths and not recipe.shape.image_tokens and recipe.seq_len > 1:
@@ -210,6 +217,7 @@ def advise(question: Question, offloaded: bool = False) -> Iterator[str]:
     missing, and what is under another rule comes alone. Activations were `offloaded` already where
     that is no advice.
     """
+    # The largest of (False, True): checkpointing where it may be used.
     question = dataclasses.replace(question, checkpointing=(max(question.checkpointing),))
     refused = not Search(question).candidates
     # Those of other rules come first: where they answer, more memory is no advice.
@@ -263,10 +271,9 @@ def _shares(question: Question) -> list[Fields]:
     That is its weights and the keys and values of one batch. Each is simulated, so they are few.
     """
     rollouts = question.rollouts
-    if not (rollouts and rollouts.is_colocated):
+    if question.finds_share or not (rollouts and rollouts.is_colocated):
         return []
-    from ..simulation.colocated import least_share
-
+    # In whole steps, rounded up.
     least = math.ceil(least_share(question.plain, question.gpu) / SHARE)
     changes = []
     for steps in (least, least + 1, least + 2):

@@ -84,6 +84,7 @@ def host_memory(recipe: Recipe, kept: int = 0) -> int:
     """
     counted = counted_as(recipe)
     there = host_bytes(counted) + activations_on_host(recipe) + kept
+    # Weights are read before anything is offloaded, so both do not add up.
     return max(loaded_on_host(counted), there)
 
 

@@ -25,6 +25,7 @@ class DataRows:
         It packs PACKED_AT_ONCE samples at a time; every n-th of the sorted ones stand for those.
         """
         cut = [min(length, self.longest) for length in self.lengths]
+        # So many batches of samples, of which the last one's rest counts too.
         times = math.ceil(len(cut) / PACKED_AT_ONCE)
         return sum(_rows_of(cut[first::times], self.longest) for first in range(times))
 
@@ -39,12 +40,15 @@ class DataRows:
         """
         longest = self.longest
         lengths = self.lengths
+        # The shortest samples first: as many as can stand in one row.
         sums = itertools.accumulate(lengths[:PACKED_AT_ONCE])
         count = sum(total <= longest for total in sums)
         if is_usual:
             pairs = sum(min(length, longest) ** 2 for length in lengths) / self.packed_rows
+            # So many equal samples have the mean row's pairs, since n samples of L/n have L²/n.
             count = int(longest**2 / pairs)
         shortest = longest // max(1, count)
+        # The first takes what division leaves, so that rows are full.
         first = longest - max(0, count - 1) * shortest
         return ((first,) + (shortest,) * (count - 1)) * rows
 
@@ -71,6 +75,7 @@ def _rows_of(lengths: Sequence[int], longest: int) -> int:
     rows = 0
     free: list[int] = []  # tokens in each row that is not full, sorted
     for length in reversed(lengths):
+        # The fullest row that still has room: the list of what is free is sorted.
         place = bisect_left(free, length)
         if place < len(free):
             left = free.pop(place) - length

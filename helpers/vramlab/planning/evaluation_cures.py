@@ -52,6 +52,7 @@ def cures(
     changes = next(
         changes for changes, left in held if int(left.process or 0) <= (1 + ALIKE) * least
     )
+    # Halved until it fits, each time by a simulation.
     size = evaluation.per_device_eval_batch_size // 2
     while size:
         both = {"per_device_eval_batch_size": size, **changes}
@@ -112,6 +113,8 @@ def _fewer(evaluation: Evaluation, found: Report, losses: Report, host: int) -> 
     rooms = []
     kept = found.kept_on_host or 0
     if kept:
+        # As shares of the samples: how much of what they keep has room, on the host and on the
+        # card.
         rooms.append((host - on_host(losses)) / kept)
     assert found.process is not None and losses.process is not None  # both are of a card
     without = Interval.of(losses.process).high

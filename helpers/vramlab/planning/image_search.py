@@ -4,7 +4,7 @@ Micro-batches have one sample. Where a processor cuts images to `max_pixels`, th
 is looked for: the peak rises with pixels nearly in a line, so few simulations find it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..base.errors import RecipeError
 from ..hardware.overhead import expandable
@@ -28,22 +28,44 @@ MIXED = "-mixed"
 class ImageSearch:
     """What is simulated for one question.
 
+    Args:
+        tell: called with how many simulations are done, and of how many at most: first with none,
+            then after each.
     Attributes:
         reports: by recipe its simulation.
+        found: the answers so far.
         refused: by method without any recipe: the rules.
         lacks: what would have to give, a sentence for each way that has no answer.
     """
 
-    def __init__(self, question: Question) -> None:
+    def __init__(
+        self,
+        question: Question,
+        tell: Callable[["ImageSearch", int, int], None] | None = None,
+    ) -> None:
         self.question = question
+        self.tell = tell
+        self.found: list[Choice] = []
+        self.done = 0
         self.reports: dict[Recipe, Report] = {}
         self.refused: dict[str, tuple[str, ...]] = {}
         self.lacks: dict[str, str] = {}
 
     def choices(self) -> list[Choice]:
         """Return the answer of each method that has one, larger images first."""
-        answers = [self._answer(method) for method in self.question.methods]
-        return sorted(filter(None, answers), key=self._order)
+        for number, method in enumerate(self.question.methods):
+            self.done = number * MOST_TRIED
+            self._tell()
+            answer = self._answer(method)
+            if answer:
+                self.found.append(answer)
+        return sorted(self.found, key=self._order)
+
+    def _tell(self) -> None:
+        """Say how far the search is."""
+        most = len(self.question.methods) * MOST_TRIED
+        if self.tell:
+            self.tell(self, min(self.done, most), most)
 
     def _order(self, choice: Choice) -> tuple:
         return choice.tier in TIGHT, -_pixels(choice.recipe), METHODS.index(choice.method)
@@ -123,6 +145,7 @@ class ImageSearch:
         usable = self.question.usable
         name = f"{method_of(way)} with {way.optim}"
         held = least_bytes(way)
+        # A bound that takes no simulation.
         if held > usable:
             size = format_bytes(held, digits=2)
             self.lacks[name] = f"{name}: weights, gradients and states alone are {size}"
@@ -132,6 +155,8 @@ class ImageSearch:
         recipes = {whole: way}
         ends = {NONE: held}
         pixels = max(least, whole // FIRST) if least < whole else whole
+        # Ends when the next size is one that was tried, since sizes are rounded to the processor's
+        # grid.
         while pixels not in ends and len(ends) <= MOST_TRIED:
             if pixels not in recipes:
                 cut = way.replace(max_pixels=pixels, seq_len=self.question.seq_len)
@@ -160,6 +185,8 @@ class ImageSearch:
             if isinstance(simulated, str):
                 raise RecipeError("model", recipe.name, f"its plan is simulated, and {simulated}")
             report = self.reports[recipe] = simulated
+            self.done += 1
+            self._tell()
         if not question.expandable_segments:
             return Interval.of(report.process or 0)
         peak = max(report.allocated or 0, report.peak.total)
@@ -211,6 +238,7 @@ def _next(ends: dict[int, int], usable: int, whole: int) -> int:
             tried.remove(NONE)  # which is a bound, and none of these
         near, other = tried[:2]
     rise = (ends[near] - ends[other]) / (near - other)
+    # Where the line through both reaches what is usable.
     guess = near + (usable - ends[near]) / rise if rise > 0 else whole
     # so that it moves at all, and ends
     most = above / CLOSE if above else whole

@@ -4,11 +4,13 @@ import textwrap
 
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
+from .alternatives import Alternative
 from .candidate import Choice
 from .counted import HOSTS
 from .plan_script import words
 
 WIDTH = 80  # characters of a line in a terminal
+NOTICEABLE = 1.005  # times as fast, where three digits differ
 
 
 def figures_of(choice: Choice) -> tuple[str, ...]:
@@ -58,6 +60,20 @@ def costs_of(choice: Choice) -> str:
     """Return what leaving out each switch of a choice would add to its peak."""
     added = [f"{name} {size / GiB:+.2f}" for name, size in choice.without.items()]
     return f"{choice.method} without: {', '.join(added)} GiB"
+
+
+def alternative_to(choice: Choice, other: Alternative) -> str:
+    """Return an alternative's line, and by how sure a figure it is the faster, if it is."""
+    line = f"{choice.method} {other}"
+    if choice.time is None:
+        return line
+    if choice.epoch and other.epoch:
+        gain = choice.epoch / other.epoch
+    else:
+        gain = other.tokens_per_second / choice.time.tokens_per_second
+    # Between ways as fast as each other the search takes Liger's kernels before TRL's loss.
+    is_within_error = NOTICEABLE < gain <= choice.time.seconds / choice.time.low
+    return f"{line}; faster within the error of the estimate" if is_within_error else line
 
 
 def short_words(recipe: Recipe) -> str:

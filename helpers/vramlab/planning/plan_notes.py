@@ -11,8 +11,9 @@ from ..recipe.recipe import Recipe
 from ..report.report import GiB, format_bytes
 from .candidate import Choice, epoch_of, is_as_fast
 from .counted import counted_as
-from .question import Question
+from .question import METHODS, Question
 from .step_walk import walk
+from .vllm_share import about_share
 
 LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 
@@ -25,6 +26,7 @@ def notes_on_question(
     yield from _as_fast(choices)
     if question.plain.rollouts:
         yield "tokens/s are of training alone: what sampling the completions takes is not in them"
+        yield from about_share(question)
     yield from _about_the_card(question)
     yield from _about_kernels(question, [choice.recipe for choice in choices])
     if question.packing and any(choice.recipe.trainer == "transformers" for choice in choices):
@@ -49,7 +51,10 @@ def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:
     alike = [choice.method for choice in choices if is_as_fast(choice, fastest)]
     if len(alike) > 1:
         methods = " and ".join(alike)
-        yield f"{methods}: about as fast, within the error of the estimate; the simpler first"
+        # `best_first` puts what holds less on the host before what is simpler.
+        is_simplest = alike[0] == min(alike, key=METHODS.index)
+        first = "the simpler first" if is_simplest else "what takes less of the host's memory first"
+        yield f"{methods}: about as fast, within the error of the estimate; {first}"
 
 
 def _about_the_card(question: Question) -> Iterator[str]:
@@ -83,6 +88,7 @@ def _about_kernels(
         # Other models have no sdpa.
         if recipe.attn_implementation == "eager" and recipe.shape.attention != "eager":
             # Padded rows need a mask, which some of sdpa's kernels do not take.
+            # Not checked: only which kernel it would get is asked.
             by_sdpa = unchecked(counted_as(recipe), attn_implementation="sdpa")
             if not walk(by_sdpa, question.gpu.chip).fused:
                 rest = f"has no fused kernel for this model on {name}"
@@ -137,6 +143,7 @@ def _packed(choice: Choice, question: Question) -> str:
     )
     packing = dataclasses.replace(question, packing=True)
     assert choice.time  # of a model that formulas know
+    # By the parts of its present step, whose rows are as wide.
     seconds = epoch_of(packing, recipe, choice.time.parts)
     if seconds is None or seconds > LEAST_SAVED * choice.epoch:
         return ""

@@ -130,6 +130,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "address": repository() or "",
         "model": recipe.shape.hub_id or path,
         "model_class": TASKS[recipe.shape.task].auto_class,
+        # 2e-05 becomes 2e-5, as people write it.
         "learning_rate": Code(f"{rate:.0e}".replace("e-0", "e-")),
         "arguments_class": arguments_class(recipe).__name__,
         "unseen": _unseen(recipe),
@@ -186,6 +187,7 @@ def _slurm_script(name: str, ranks: int) -> str:
     """Return the Slurm script that starts the program `name` on the fewest machines."""
     # Each machine gets as many ranks as any other.
     nodes = 1
+    # The fewest machines that hold all ranks in equal parts.
     while ranks % nodes or ranks // nodes > PER_NODE:
         nodes += 1
     values = {
@@ -256,6 +258,7 @@ def _pins(recipe: Recipe) -> list[str]:
 
 def words(recipe: Recipe) -> str:
     """Return the recipe's words without its model."""
+    # Once and from the left: a model's name could occur again in what follows.
     text = str(unchecked(recipe, lengths=None)).replace(
         f"{recipe.name} · ",
         "",
@@ -297,11 +300,13 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
     always = ["per_device_train_batch_size", "gradient_accumulation_steps", "optim"]
     if recipe.trainer in TRL:  # whose defaults are other ones
         always += ["bf16", "activation_checkpointing", "gradient_checkpointing"]
+    # No value equals the dots, so these are always written.
     defaults |= dict.fromkeys(always, ...)
     wanted = {}
     # Arguments name no updates in the backward pass: the program makes them.
     loop = dataclasses.replace(recipe.loop, optimizer_in_backward=False)
     for name, value in settings(unchecked(recipe, loop=loop)).items():
+        # False stands for a default that is None, which an unset switch has.
         if value != (defaults.get(name) or False):
             wanted[name] = value
     # None says something only of this one: that no sample is cut.
@@ -337,6 +342,8 @@ def _write_mesh(recipe: Recipe, arguments: Arguments) -> None:
             handler = f", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation={name})"
         arguments["parallelism_config"] = Code(f"ParallelismConfig(**{sizes}{handler})")
     if recipe.trainer == "sft" and recipe.pieces > 1:
+        # accelerate cuts a row into equal pieces, so its length has to be a multiple of their
+        # number.
         arguments.setdefault("pad_to_multiple_of", recipe.pieces)
 
 

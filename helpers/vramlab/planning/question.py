@@ -26,6 +26,7 @@ from ..recipe.recipe import (
 )
 from ..recipe.samples import check_lengths
 from ..report.report import TIERS
+from ..simulation.colocated import colocated
 from .data_rows import DataRows
 from .sizes import card_with, size_of
 
@@ -136,7 +137,10 @@ class Question:
     peft: Peft | None = same_knob(Recipe, "peft")
     rollouts: Rollouts | None = knob(
         None,
-        help="What trainer grpo and rloo sample.",
+        help=(
+            "What trainer grpo and rloo sample; of a mapping that does not say vLLM's share of the "
+            "card, that is found."
+        ),
     )
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
@@ -201,6 +205,7 @@ class Question:
         self.said_gpu = self.gpu if isinstance(self.gpu, str) else ""
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
+            # lora_alpha follows the rank at RANK's own ratio unless it is said.
             fields = {"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora}
             self.lora = dataclasses.replace(RANK, **fields)
         method = peft_methods.read(self.peft)
@@ -209,8 +214,11 @@ class Question:
             self.lora = method
         else:
             self.peft = method
+        self.finds_share = False
         if isinstance(self.rollouts, Mapping):
+            says_share = "vllm_gpu_memory_utilization" in self.rollouts
             self.rollouts = Rollouts(**self.rollouts)
+            self.finds_share = self.rollouts.is_colocated and not says_share
         if self.rollouts and self.rollouts.is_colocated:
             # The allocator of a vLLM that sleeps asserts that they are off
             # (vllm/device_allocator/cumem.py, PyTorch issue 147851).
@@ -218,6 +226,7 @@ class Question:
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         refuse_generating(self.trainer)
+        # Sizes, lengths and images have checks of their own, which say more.
         for name in knobs(Question).keys() - {*SIZES, "lengths", "image_size"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:
@@ -246,6 +255,12 @@ class Question:
                 f"with trainer={self.trainer!r} plans are made for 'ddp', whose ranks sample whole"
             )
             raise RecipeError("engines", self.engines, rest)
+        if not self.finds_share:
+            try:  # whether vLLM's weights have room in the share that was said
+                colocated(self.plain, self.gpu)
+            except RecipeError as error:
+                rest = f"{error.allowed}, or leave it out, and plan finds it"
+                raise RecipeError(error.field, error.value, rest) from None
         if self.peft and self.gpus > 1:
             rest = "PEFT's methods other than LoRA are modelled on one device"
             raise RecipeError("gpus", self.gpus, rest)

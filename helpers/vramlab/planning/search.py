@@ -71,6 +71,7 @@ class Search:
         """
         if kind not in self._ordered:
             self._ordered[kind] = []
+            # By a lower bound of its time: exact times take a prediction for paged optimizers.
             self._waiting[kind] = [(each.soonest, each) for each in self._possible(kind)]
             heapq.heapify(self._waiting[kind])
         known = self._ordered[kind]
@@ -157,6 +158,7 @@ class Search:
             ends = Search(changed).ends
         except RecipeError:
             return nothing
+        # The bound takes no walk through the model, so it comes before all others.
         light = [end for end in ends if least_bytes(end.recipe) <= question.usable]
         light.sort(key=lambda end: end.bound(question.tiers[0]))
         for sound in (True, False):
@@ -187,12 +189,14 @@ class Search:
         for sound, effort, tier in WAYS:
             if tier not in self.question.tiers:
                 continue
+            # Fastest first, so the first that fits is the answer.
             for candidate in self.ordered((method, sound, effort)):
                 if not candidate.fits(tier):
                     continue
                 needs_simulation = confirmed or candidate.must_be_simulated
                 if needs_simulation and not candidate.tried:
                     confirm([candidate])
+                # Asked again, since the simulation may have changed the figure.
                 if candidate.fits(tier):
                     return candidate, tier
         return None, self.question.tiers[-1]
@@ -210,6 +214,7 @@ class Search:
         if answer is None or answer.recipe.activation_offloading:
             return self.nearest(method, tier)
         limit = answer.rank[0] * FASTER
+        # In order of time, so the rest cannot be fast enough either.
         faster = takewhile(lambda one: one.rank[0] < limit, self.ordered(answer.kind))
         highest = self.question.usable + NEAR
         near = [one for one in faster if one.bound(tier) <= highest and 0 < one.over(tier) <= NEAR]
@@ -237,15 +242,19 @@ class Search:
         """
         tier = self.question.tiers[0]
         usable = self.question.usable
-
-        def order(candidate: Candidate) -> tuple:
-            _, sound, effort = candidate.kind
-            return not sound, EFFORTS.index(effort), candidate.bound(tier)
-
         light = [one for one in self.ends if least_bytes(one.recipe) <= usable]
-        for candidate in sorted(light, key=order):
+        for candidate in sorted(light, key=self._lightness):
             if candidate.fits(tier) and candidate.must_be_simulated:
                 confirm([candidate])
             if candidate.fits(tier):
                 return candidate.recipe
         return None
+
+    def lightest(self) -> Candidate | None:
+        """Return the recipe that takes the least of those that are sound and of least effort."""
+        return min(self.ends, key=self._lightness, default=None)
+
+    def _lightness(self, candidate: Candidate) -> tuple:
+        """Return the key by which what is sound comes first, then less effort, then less memory."""
+        _, sound, effort = candidate.kind
+        return not sound, EFFORTS.index(effort), candidate.bound(self.question.tiers[0])

@@ -91,6 +91,7 @@ def families(
         fields |= _implied(question, method, fields)
         try:  # the model, the base or the trainer cannot have it
             family = question.plain.replace(**fixed | fields)
+            # Raises RecipeError for adapters that formulas cannot count.
             with_its_adapters(without_rollouts(family))
         except RecipeError as error:
             refused.append(f"{error.field} {error.value!r}: {error.allowed}")
@@ -202,6 +203,7 @@ def with_micro_batch(family: Recipe, size: int) -> Recipe:
 
     It is not validated again, for speed.
     """
+    # The product of both stays that of the family.
     steps = family.batch_size * family.gradient_accumulation_steps // size
     return unchecked(family, batch_size=size, gradient_accumulation_steps=steps)
 
@@ -306,6 +308,7 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "Liger's kernels", {"use_liger_kernel": False}
     if recipe.trainer == "sft":
         fields = {"trainer": "transformers", "packing": False, "padding_free": False}
+        # Packed rows cannot be had without TRL, so their lengths go with it.
         rows = None if recipe.packing else recipe.lengths
         yield "SFTTrainer's loss", {**fields, "lengths": rows}
     if recipe.gradient_checkpointing:
@@ -321,6 +324,7 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
         whole = dataclasses.replace(quantization, experts=None)
         yield "experts in 4 bits", {"quantization": whole}
     if quantization and recipe.adapters:
+        # Without quantization the base is in the format that its other weights have.
         yield "the 4-bit base", {"quantization": None, "dtype": recipe.weights_dtype}
 
 

@@ -34,8 +34,10 @@ def literal(value: object) -> Code:
     if isinstance(value, dict):
         pairs = [f"{literal(key)}: {literal(each)}" for key, each in value.items()]
         return Code("{" + ", ".join(pairs) + "}")
+    # By exact type: a subclass may print as anything.
     if type(value) not in PLAIN or (isinstance(value, float) and not math.isfinite(value)):
         raise TypeError(f"no literal gives {value!r} back")
+    # 4.0 is written as 4, as people write it.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return Code(repr(value))
@@ -51,6 +53,7 @@ def _quoted(text: str) -> Code:
 def docstring(text: str) -> Code:
     """Return `text` as a literal of several lines between three double quotes."""
     body = "".join(char if char == "\n" else _escaped(char) for char in text)
+    # Only where a quote could end the literal, so that most texts stay readable.
     if TRIPLE in body or body.endswith('"'):
         body = body.replace('"', '\\"')
     return Code(TRIPLE + body + TRIPLE)

@@ -105,6 +105,7 @@ def step_time(
     parts = []
     for which, factor in enumerate(factors):
         parts.append(_with_waits(computed, waited, which, factor))
+    # A wait rests on rates that others measured, which the basis has to say.
     waiting = [name for name in WAITS if name in parts[0]]
     if waiting:
         basis += f"; {' and '.join(waiting)}: at shares of the line rate that others measured"
@@ -149,6 +150,7 @@ def _computed(
     walked = walk(recipe, card.chip)
     at_peak = []
     for form, count in operations(recipe, walked).items():
+        # Seconds by format, since a card's peak rate depends on it.
         at_peak.append(count / _known(card, form, card.flops(form)))
     fused = 0.0
     if walked.fused:
@@ -179,6 +181,7 @@ def _waited(
     """
     seconds = waits(unchecked(recipe, activation_offloading=False), card, link, pages)
     if recipe.activation_offloading:
+        # Once out in forward and once back in backward, for each micro-batch.
         moved = 2 * recipe.gradient_accumulation_steps * walk(recipe, card.chip).kept
         pcie = pcie_bandwidth(card.pcie)
         likely, least, most = (moved / (pcie * share) for share in PCIE_SHARE)
@@ -205,6 +208,7 @@ def _with_waits(
     """
     # A calibration is of computing: no record has links or an offload.
     parts = {name: factor * seconds for name, seconds in computed.items()}
+    # Behind computing alone: the optimizer waits for the last gradients.
     hides = HIDDEN[which] * (sum(parts.values()) - parts["optimizer"])
     for name, seconds in waited.items():
         hidden = min(seconds[which], hides) if name in HIDES else 0.0
@@ -227,12 +231,14 @@ def operations(
     shape = recipe.shape
     lora = recipe.lora
     quantization = recipe.quantization
+    # Weights that a token meets, of the layers and of the head.
     body, head, _ = _sizes(shape)
     tokens = recipe.tokens // recipe.gradient_accumulation_steps // recipe.ranks_of_sample
     is_mixed = recipe.precision.endswith("-mixed")
     again = int(recipe.gradient_checkpointing)
     passes = 2 + recipe.passes_without_gradients
     if lora is None:
+        # Of full training also backward to the weights, which frozen ones do not have.
         passes += 1
 
     form = form_of(recipe)
@@ -301,6 +307,7 @@ def _sizes(shape: Shape) -> tuple[int, int, int]:
         elif weight.kind in ("linear", "conv1d", "conv"):
             body += weight.size
         elif weight.kind == "expert":
+            # A token meets only those experts that it is sent to.
             body += weight.size * shape.experts_per_token // shape.num_experts
     if not head and "classification" not in shape.task:
         head = shape.vocab_size * shape.hidden_size  # the embedding serves as the head
@@ -335,6 +342,7 @@ def calibration(name: str) -> tuple[Range, str]:
     """
     ratios = [] if name in RATES else sorted(_ratios(name))
     if len(ratios) >= FEW:
+        # Nine tenths of the records lie between.
         out = len(ratios) // 20  # on both sides
         factors = (median(ratios), ratios[out], ratios[-1 - out])
         basis = f"calibrated by {len(ratios)} records of {name}"

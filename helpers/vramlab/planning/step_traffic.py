@@ -102,6 +102,7 @@ def _sent_of_states(recipe: Recipe, sharding: Sharding) -> float:
     times = recipe.gradient_accumulation_steps
     share = 1 - 1 / sharding.shards
     copies = sharding.dp_replicate_size
+    # 0 with one copy of the model.
     averaged = 2 * (1 - 1 / copies) * gradients / sharding.shards
     if sharding.stage == 3:
         return times * share * (2 * weights + gradients) + averaged
@@ -109,6 +110,7 @@ def _sent_of_states(recipe: Recipe, sharding: Sharding) -> float:
         return times * share * (weights + gradients) + averaged
     if sharding.stage == 2:
         return share * ((times + 1) * gradients)
+    # A ring's two rounds, whether the second gathers gradients or weights of their size.
     return share * (2 * gradients)
 
 
@@ -119,12 +121,15 @@ def _sent_of_tokens(recipe: Recipe, sharding: Sharding) -> float:
         return 0.0
     shape = recipe.shape
     channels = recipe.tokens // ranks * shape.head_dim * shape.num_layers  # of all micro-batches
+    # Bytes of a number in the format of attention's inputs.
     size = 2 if recipe.precision[:4] in HALF else 4
+    # Forward, backward, and forward again under checkpointing.
     passes = 2 + int(recipe.gradient_checkpointing)
     if sharding.sp_size > 1:
         keys = max(ranks, shape.num_kv_heads)  # repeated where ranks are more
         heads = 2 * shape.num_heads + 2 * keys
         return channels * heads * size * passes * (1 - 1 / ranks)
+    # Keys' and values' gradients go around in fp32, once for each rank.
     gradients = ranks * 4
     return 2 * channels * shape.num_kv_heads * (passes * (ranks - 1) * size + gradients)
 
@@ -141,6 +146,7 @@ def to_host(recipe: Recipe) -> tuple[float, float]:
     numbers = sum(row.count * prod(row.shape) for row in _trained(recipe))
     if sharding.engine == "deepspeed":  # whose device has half-precision weights in "-mixed"
         recipe = model_states.compute_recipe(recipe)
+    # Gradients go down and weights of their size come up.
     crossing = 2 * model_states.gradient_bytes(recipe) / sharding.world_size
     if sharding.offload == "parameters":
         times = 2 * recipe.gradient_accumulation_steps
@@ -153,6 +159,7 @@ def paged_bytes(recipe: Recipe) -> int:
     if not recipe.optim.startswith("paged"):
         return 0
     optimizer = MODELLED[recipe.optim]
+    # Bytes of all states of one number.
     a_number = sum(optimizer.states) * (optimizer.width or 0)
     total = 0
     for row in _trained(recipe):
@@ -183,6 +190,7 @@ def moved_pages(recipe: Recipe, card: Gpu) -> Range:
     process = Interval.of(needed)
     moved = []
     for end in (process.value, process.low, process.high):
+        # Only what does not fit beside the process has to leave the card.
         beyond = max(0, end + paged - card.total)
         moved.append(2.0 * min(paged, beyond))
     likely, least, most = moved

@@ -52,6 +52,7 @@ def walk(recipe: Recipe, chip: Chip) -> Walk:
     return Walk(
         written=one.written + (two.written - one.written) * more,
         kept=one.kept + (two.kept - one.kept) * more,
+        # More samples make larger kernels, no more of them.
         kernels=one.kernels,
         fused=one.fused,
         masked=one.masked,

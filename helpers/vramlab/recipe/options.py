@@ -276,7 +276,7 @@ class Rollouts:
     vllm_gpu_memory_utilization: float = knob(
         0.3,
         share=True,
-        help="Share of the card that vLLM takes.",
+        help="Share of the card that vLLM takes; plan finds it where it is left out.",
         option=True,
         elsewhere=True,
     )

@@ -64,6 +64,7 @@ class Comparison:
         """
         sizes = {}
         for label, value in zip(self.labels, self.row(name).values, strict=True):
+            # Phases' names stand in rows too, and have no difference.
             if isinstance(value, int | Interval):
                 sizes[label] = int(value)
         if self.against not in sizes:
@@ -108,9 +109,11 @@ class Comparison:
         others = [label for label in self.labels if label != self.against]
         header = [self.unit, *self.labels]
         for label in others:
+            # Two columns for each, in bytes and in per cent.
             header += [f"Δ {label}", "Δ %"]
         lines = [tuple(header)]
         for section, rows in groupby(self.rows, key=lambda row: row.section):
+            # A section's name takes a line of its own, over its rows.
             lines.append((section, *_blanks(len(header) - 1)))
             for row in rows:
                 lines.append((f"  {row.name}", *self._cells(row, others)))
@@ -160,6 +163,7 @@ def compare(*reports: Report) -> Comparison:
 
     def strength(pair: tuple[str, Report]) -> int:
         _, report = pair
+        # SOURCES stand from the weakest witness to the strongest.
         return SOURCES.index(report.source)
 
     # The last is the one that the others are held against.
@@ -317,6 +321,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         "phase",
         tuple(report.peak_phase for report in reports),
     )
+    # The last category is "unexplained", which has a row of its own below.
     for name in CATEGORIES[:-1]:
         values = tuple(getattr(report.peak, name) for report in reports)
         if any(values):
@@ -333,6 +338,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
     )
     for name in ALL_PHASES:
         phases = [report.phases.get(name) for report in reports]
+        # A phase such as "generate" is in few reports, and its row would be empty.
         if any(phases):
             for moment in ("peak", "end"):
                 sizes = tuple(_total(phase, moment) for phase in phases)
@@ -365,6 +371,7 @@ def _unexplained(report: Report) -> int | None:
 def _interval_notes(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence for each interval that does not contain the measured figure."""
     for row in comparison.rows:
+        # The strongest witness is the last.
         measured = row.values[-1]
         # Only a figure of a run can be outside of an interval.
         if not isinstance(measured, int):

@@ -117,6 +117,7 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 
 def field_error(where: str, value: Any, allowed: str) -> ReportError:
+    """Return the error of a report's field that has an impossible value."""
     subject = f"Report field '{where}'" if where else "A report"
     return ReportError(f"{subject} is {reprlib.repr(value)}, but it must be {allowed}.")
 

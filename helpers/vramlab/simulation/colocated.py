@@ -88,19 +88,30 @@ def colocated(recipe: Recipe, card: Gpu | None) -> Colocated | None:
     return Colocated(weights, cache, PROFILED, rollouts.vllm_enable_sleep_mode)
 
 
-def least_share(recipe: Recipe, card: Gpu) -> float:
-    """Return the share of the card with which vLLM holds its weights and the KV of one batch.
+def completions_at_once(recipe: Recipe) -> int:
+    """Return how many completions vLLM is asked for in one call."""
+    rollouts = recipe.rollouts
+    assert rollouts  # who samples
+    steps = rollouts.steps_per_generation or recipe.gradient_accumulation_steps
+    return max(recipe.batch_size * steps, rollouts.num_generations)
 
-    Those are keys and values of every token of as many completions as are sampled at once.
-    """
+
+def cache_of_one(recipe: Recipe) -> int:
+    """Return the bytes of keys and values of every token of one completion and its prompt."""
     shape = recipe.shape
     rollouts = recipe.rollouts
     assert rollouts  # who samples
     tokens = rollouts.prompt_length + rollouts.max_completion_length
-    steps = rollouts.steps_per_generation or recipe.gradient_accumulation_steps
-    rows = max(recipe.batch_size * steps, rollouts.num_generations)
-    width = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * WIDTH
-    needed = WIDTH * shape.num_parameters + PROFILED + rows * tokens * width
+    return tokens * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * WIDTH
+
+
+def least_share(recipe: Recipe, card: Gpu, completions: int | None = None) -> float:
+    """Return the share of the card with which vLLM holds its weights and the KV of `completions`.
+
+    By itself those are as many as it is asked for at once.
+    """
+    rows = completions or completions_at_once(recipe)
+    needed = WIDTH * recipe.shape.num_parameters + PROFILED + rows * cache_of_one(recipe)
     return needed / usable_memory(card)
 
 

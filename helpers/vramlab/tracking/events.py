@@ -99,6 +99,7 @@ class EventLog:
 
     def _leave_out_host(self) -> None:
         is_kept = [storage.category != ON_HOST for _, storage, _ in self.log]
+        # A position moves by as many events as were left out before it.
         moved = [0, *accumulate(is_kept)]  # new positions by old ones
         self.log = [event for event, kept in zip(self.log, is_kept, strict=True) if kept]
         self._move(moved.__getitem__)
@@ -113,6 +114,8 @@ class EventLog:
         for position, (size, storage, _) in enumerate(self.log):
             if size > 0:
                 births[storage] = position
+        # Frees are sorted between these positions alone: an operator or a phase in between is an
+        # order.
         cuts = {0, len(self.log)}
         cuts.update(call.position for call in self.calls)
         cuts.update(position for position, _ in self.marks)

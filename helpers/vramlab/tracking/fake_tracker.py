@@ -152,6 +152,7 @@ class FakeTracker(Tracker):
         it is below a rate, as LayerDrop does: no layer is dropped. Or it asks if any value is
         infinite, as VB-LoRA does.
         """
+        # The operator that made the value, and the one before it.
         asked = [call.op for call in self.calls[-2:]]
         if tensor.dtype != torch.bool:
             return asked[-1:] == ["randint"]

@@ -44,4 +44,5 @@ class LastCollective:
         if group is not None:
             self._group = None
             with without_modes():
+                # Outside of the modes, so that this collective is no part of the log.
                 group.allreduce([torch.zeros(1)]).wait()

@@ -75,9 +75,11 @@ class History:
         self.log = log if isinstance(log, Log) else Log(list(log))
         self.notes = list(notes)
         self.room = room
+        # The replay is BEYOND what the log alone takes, so its limit is lower by as much.
         limit = int(room.left("value") / BEYOND) if room else None
         self.replayed = self.replay(limit) if allocator else None
         # without the tracker's rounding: torch calls these the requested bytes
+        # `sizes` are negative for frees, `asked` are not.
         asked = np.sign(self.log.sizes) * self.log.asked
         self.requested = int(asked.cumsum().max(initial=0))
         # bytes alive at each position: (events + 1, categories)
@@ -172,6 +174,7 @@ class History:
         log = self.log
         made: list[Storage] = []
         last = ""
+        # Backwards from the peak: a free or another operator ends what led to it.
         for at in range(position - 1, start - 1, -1):
             if log.sizes[at] < 0:
                 break
@@ -184,6 +187,7 @@ class History:
             last = op
         if not made:
             return None
+        # Reversed, so that of equal ones the first that was made is named.
         largest = max(reversed(made), key=attrgetter("size"))
         places = {storage.where for storage in made}
         return Cause(
@@ -215,6 +219,7 @@ class History:
         def rank(item: tuple[tuple, _Group]) -> tuple[int, str]:
             key, group = item
             size = key[0]
+            # By bytes together, then by text, so that the order does not depend on a hash.
             return -size * group.count, str((key, [group.first, group.count]))
 
         ranked = sorted(groups.items(), key=rank)
@@ -225,6 +230,8 @@ class History:
         # stable: a storage's events stay in their order
         by_key = np.argsort(self.log.keys[:position], kind="stable")
         is_birth = self.log.sizes[by_key] > 0
+        # In the order of keys a birth is alive if the next event is a birth too, of another
+        # storage.
         is_followed_by_birth = np.append(is_birth[1:], True)
         return np.sort(by_key[np.flatnonzero(is_birth & is_followed_by_birth)])
 
@@ -283,6 +290,11 @@ def merge(moments: Iterable[tuple[str, Phase]]) -> dict[str, Phase]:
     return phases
 
 
+def bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
+    """Return phase, peak and end of each, without what led to the peak."""
+    return [(name, phase.peak, phase.end) for name, phase in moments]
+
+
 def to_report(
     history: History,
     source: str,
@@ -311,6 +323,8 @@ def to_report(
         offloads = bool(recipe and recipe.activation_offloading)
         grown = expandable(_highest(allocated, loading), TWO_STREAMS if offloads else 1.0)
         more["otherwise"] = grown + _context(history)
+        # With expandable segments the other setting is "otherwise", and a failure of the replay
+        # without them is none.
         if room and room.expandable_segments:
             failed = None
             more["expandable_segments"] = True
@@ -415,7 +429,10 @@ def _reserved_and_process(
     most = usual
     is_enough = False
     if room and usual.failed:
+        # A run fails only if it does where the context is least.
         failed = history.replay(room.left("low")).failed
+        # It reserved more than a card would let it: the allocator gives back what is cached before
+        # it fails.
         if failed and usual.reserved > LARGER * highest:
             larger = history.replay(LARGER * highest)
             is_enough = larger.failed is None

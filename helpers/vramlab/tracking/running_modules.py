@@ -45,9 +45,12 @@ class RunningModules:
             if not is_here():
                 return
             if self.meets and id(module) not in names and module not in self._others:
+                # With all that is inside, whose own calls are then no news.
                 self._others.update(module.modules())
                 self.meet_module(module)
             running = self._modules[-1] if self._modules else ""
+            # A module without a name, such as one made inside a forward pass, counts as the one
+            # around it.
             self._modules.append(names.get(id(module), running))
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -76,6 +79,10 @@ class RunningModules:
     def name_module(self, name: str) -> None:
         """Give what is made from here on, outside of `modules`, a module's or parameter's name."""
         self._modules = [name]
+
+    def where_now(self) -> str:
+        """Return the name of the module that is running; "" outside."""
+        return self._modules[-1] if self._modules else ""
 
     def running_module(self) -> str:
         """Return the module that is running, for a sentence; "" outside."""

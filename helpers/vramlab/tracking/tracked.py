@@ -145,6 +145,7 @@ def _first_hook(
     hooks = of_torch.accumulation_hooks(parameter) or {}
     earlier = list(hooks)
     handle = parameter.register_post_accumulate_grad_hook(hook)
+    # Taken out and put in again, each goes behind the new one: dictionaries keep their order.
     for key in earlier:
         hooks[key] = hooks.pop(key)
     return handle

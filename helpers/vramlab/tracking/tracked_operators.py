@@ -89,6 +89,7 @@ def workspaces_taken(
         operator = "addmm" if has_bias else "mm"
     if operator not in PRODUCTS:
         return
+    # "mm" stands for the workspace of any product; some operators have one of their own beside it.
     for name in ("mm", operator):
         size = sizes.pop(name, None)
         if size is not None:
@@ -108,6 +109,7 @@ def accumulates(held: Any, new: Any, **options: Any) -> bool:
     if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor):
         return False
     storage = held.untyped_storage()
+    # A view of a larger storage could not take the sum in place.
     is_dense = held.nbytes == storage.nbytes()
     is_alike = held.shape == new.shape and held.dtype == new.dtype
     # two hold the storage here: the tensor, and the handle that is asked

@@ -188,6 +188,7 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
 
     def finish(self) -> Self:
         """Close the log, and return self."""
+        # What is still alive at the end has no free in the log.
         self.live.clear()
         self.close_log()
         return self
@@ -220,6 +221,8 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
         self._collective.wait()
         if self._recomputed and not torch.is_grad_enabled():
             self._keep_recomputed()
+        # A tracker is a dispatch mode, under which autograd never accumulates in place; the plain
+        # run would.
         if func is aten.add.Tensor and self.phase == "backward" and accumulates(*args, **kwargs):
             func = aten.add_.Tensor
         self.meet(func, args, kwargs)
@@ -234,6 +237,7 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
         if known.is_collective:
             self._collective.begin(args)
         result = self.run(func, args, kwargs)
+        # After it ran, so that an operator that raised is none that ran.
         self.calls.append(Call(start, known.name, where, len(self.marks)))
         self._record(result, known.name, where, args)
         self._log_workspace(known.name, args)
@@ -337,6 +341,7 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
         born = Storage.of(tensor, self._round(asked), asked, op, where)
         born.recomputed = self._is_recomputing()
         storage = self._log_birth(handle, born)
+        # In backward only a checkpoint's recomputation records a graph.
         if storage and self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.append(storage)
         return storage
@@ -350,6 +355,7 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
         def freed(reference: weakref.ref) -> None:
             self._freed(key)
 
+        # torch keeps one Python object for a storage, whose end is the free.
         storage.ref = weakref.ref(handle, freed)
         self.live[key] = storage
         self.log.append((storage.size, storage, storage.op))
@@ -393,6 +399,7 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
             storage.alive = False
             self.log.append((-storage.size, storage, "resize"))
         if size:
+            # A new storage in the log, since one has a single birth and a single free.
             filled = storage.copy(storage.where)
             filled.size = size
             filled.asked = handle.nbytes()

@@ -168,6 +168,7 @@ class Training:
         """All optimizers that hold state: one, or one per parameter with optimizer_in_backward."""
         if self.per_parameter:
             return list(self.per_parameter.values())
+        # `Together` has several, as Muon with AdamW for the rest.
         members = getattr(self.optimizer, "members", None)
         if members:
             return members
@@ -190,6 +191,8 @@ def autocast_inside(model: Model, device_type: str, precision: str) -> None:
     from accelerate.utils import convert_outputs_to_fp32
 
     dtype = getattr(torch, AUTOCAST[precision])
+    # Arithmetic in half precision, and what comes out copied to fp32 so that a loss is computed
+    # there.
     in_half = torch.autocast(device_type, dtype)(model.forward)
     model.forward = convert_outputs_to_fp32(in_half)
 
@@ -201,6 +204,7 @@ class Together:
         self.members = members
         self.param_groups: list[dict] = []
         for member in members:
+            # The members' own dictionaries, so that a scheduler which sets a rate reaches them all.
             self.param_groups += member.param_groups
 
     def step(self) -> None:

@@ -42,16 +42,19 @@ def host_peak(first: list[list[Kept]], moves: Iterable[int], concatenates: bool)
     peak = 0
     samples = 0
     for count in moves:
+        # The first move's count: `first` is what that took, and the others are in proportion.
         samples = samples or count
         for i, tensors in enumerate(first):
             before = sum(there)
             came = 0
             for tensor in tensors:
                 came += tensor.on_host * count // samples
+                # A tensor that is converted is on the host twice until that is done.
                 copied = tensor.on_device != tensor.on_host
                 copy = tensor.on_device * count // samples if copied else 0
                 peak = max(peak, before + came + copy)
             there[i] += came
+            # The new array of what was there and what came, before both are freed.
             joined = there[i] if concatenates and there[i] > came else 0
             peak = max(peak, before + came + joined)
     return peak

@@ -78,16 +78,20 @@ class _Predictions:
     def __call__(self, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> tuple:
         """Return loss, logits and labels of a batch."""
         self.asked += 1
+        # The last two run too: the last may be smaller, and before it all predictions but one are
+        # kept.
         if self.again is not None and not self.full and 1 < self.asked < self.batches - 1:
             return self._as_the_first(inputs, self.again)
         loss, logits, labels = self.step(model, inputs, *args, **kwargs)
         if self.again is None:
+            # Shapes and dtypes only, so that no tensor of the first batch is kept alive by this.
             self.again = tree_map(_maker, (loss, logits))
         return loss, logits, labels
 
     def _as_the_first(self, inputs: dict, makers: tuple) -> tuple:
         loss, logits = tree_map(_call_if_any, makers)
         has_logits = bool(makers[1])
+        # Without logits the Trainer keeps no labels either.
         return loss, logits, inputs["labels"] if has_logits else None
 
 
@@ -114,6 +118,7 @@ def _trainer(
     What it takes to the host is appended to `moved`. The process keeps its own accelerator.
     """
     arguments: dict[str, Any] = {
+        # The Trainer sets the model's `use_cache` by it, which the recipe has decided.
         "use_cache": training.model.config.use_cache,
         "report_to": "none",
         "disable_tqdm": True,
@@ -133,6 +138,7 @@ def _trainer(
             take(folder, use_cpu=use_cpu, **arguments),
             preprocess_logits_for_metrics=evaluation.preprocess,
         )
+        # The states of training are on the device while it is evaluated.
         trainer.optimizer = training.optimizer
         trainer.is_in_train = True
         trainer.num_examples = lambda loader: evaluation.samples

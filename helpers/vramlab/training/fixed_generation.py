@@ -53,14 +53,18 @@ def fixed_length(new_tokens: int | None, on_step: OnStep = _ignore_step) -> Iter
 
     def keep(result: Any, model: Any, config: Any, inputs: dict, *others: Any, **more: Any) -> None:
         nonlocal made, most, newest
+        # `generate` makes its cache once, as it begins; a step may call it several times.
         made = 0
         if new_tokens is None:
+            # The first position is the decoder's start token.
             most = config.max_length - 1
         cache = next((inputs[name] for name in CACHES if inputs.get(name) is not None), None)
+        # By weak reference: the loop's cache must be freed when the loop lets go of it.
         newest = _no_cache if cache is None else weakref.ref(cache)
 
     def has_unfinished(model: Any, *unused: Any, **more: Any) -> bool:
         nonlocal made
+        # The loop asks here before each iteration, so nothing was made before the first call.
         on_step(made, newest())
         made += 1
         return made <= most
@@ -85,6 +89,7 @@ def layers_of(cache: Any) -> list[Any]:
     An encoder-decoder's has two caches, of itself and of the encoder's keys.
     """
     parts = [getattr(cache, name, None) for name in PARTS]
+    # Only an encoder-decoder's cache has parts, each a cache of its own.
     if any(parts):
         return [layer for part in parts for layer in layers_of(part)]
     return list(getattr(cache, "layers", ()))
@@ -162,8 +167,10 @@ def build_generation(
     else:
         inputs = prompts(generation.prompt)
     if skipped and recipe.shape.task == "causal-lm":
+        # Tokens that count as made already are a longer prompt of a decoder-only model.
         longer = prompts(generation.prompt + skipped)
     elif skipped:
+        # An encoder-decoder reads the prompt in its encoder, so they are its decoder's.
         longer = {"decoder_input_ids": ids(skipped)}
     return Started(
         model=model,

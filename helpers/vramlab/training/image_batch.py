@@ -19,6 +19,7 @@ def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, 
     reader = images.READERS[recipe.shape.family]
     settings = recipe.shape.settings
     image = settings[reader["image"]]
+    # Ids that stand for the images, with those around them, in the order of the images.
     shown = [number for ids in images.marked(recipe) for number in ids]
     size = (recipe.batch_size, recipe.seq_len - len(shown))
     # ids of images are the vocabulary's last; text has none of them

@@ -37,8 +37,10 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torc
 
 def _muon(parameters: list, options: dict[str, Any], multi_tensor: bool) -> Any:
     """Return Muon for hidden matrices together with AdamW for the rest."""
+    # Muon takes matrices alone; the trainer's groups say which of them are hidden layers'.
     rest = [group for group in parameters if group["params"] and "orthogonalize" not in group]
     hidden = [group["params"] for group in parameters if "orthogonalize" in group]
+    # AdamW has no use for Muon's own arguments, such as its momentum.
     common = {key: options[key] for key in ("lr", "weight_decay") if key in options}
     members: list[torch.optim.Optimizer] = []
     for matrices in hidden:
@@ -92,6 +94,7 @@ def _schedule_free(
     with needing(f"optim={recipe.optim!r}"):
         import schedulefree
     make = getattr(schedulefree, kind)
+    # foreach is schedulefree's default, also for tensors on a CPU.
     optimizer = make(parameters, foreach=recipe.loop.foreach is not False, **options)
     optimizer.train()
     for group in optimizer.param_groups:

@@ -51,10 +51,13 @@ def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> Model:
     It is fake if a FakeTensorMode is active. Raises RecipeError if transformers has no such
     architecture, or it lacks the wanted attention.
     """
+    # What Liger replaced for the model before would be in this one too.
     restore_after_liger()
+    # The meta device needs no fake tensors, and PEFT and bitsandbytes do not work with them.
     with real_tensors():
         model = _prepared(meta_model(recipe), recipe)
     materialise(model, torch.device(device))
+    # LoRA's adapters were made on the meta device; other methods compute on their layer's values.
     if recipe.peft:
         model = _with_method(model, recipe, recipe.peft)
     if kernels(recipe):
@@ -75,10 +78,13 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
         if recipe.quantization.prepare:
             from peft import prepare_model_for_kbit_training
 
+            # Checkpointing is the recipe's own field, which is read below.
             prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if recipe.gradient_checkpointing:
         _checkpoint(model)
         if recipe.adapters:
+            # Frozen embeddings give hidden states without a gradient, through which no checkpoint
+            # would go back.
             model.enable_input_require_grads()
     for name, parameter in model.named_parameters():
         if any(part in name.split(".") for part in recipe.freeze or ()):
@@ -116,6 +122,8 @@ def meta_model(recipe: Recipe) -> Model:
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     if dtype == torch.float32:
         return model
+    # transformers keeps these modules in fp32 whatever dtype is asked for, the second list for fp16
+    # alone.
     kept = set(of_transformers.always_kept_in_fp32(model))
     if dtype == torch.float16:  # T5's `wo`
         kept |= set(of_transformers.kept_in_fp32(model))
@@ -152,8 +160,10 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
             modules_to_not_convert=_never_quantized(model, skipped),
             quantization_config=config,
         )
+    # A quantized base is not trained; adapters come later and are.
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    # What the Trainer and PEFT look at.
     model.is_loaded_in_4bit = True
     model.is_quantized = True
     model.quantization_method = "bitsandbytes"
@@ -172,6 +182,7 @@ def quantize_experts(model: Model, quantization: Quantization) -> Iterator[str]:
 
     From then on each pass of their module unpacks them whole.
     """
+    # Copies of the lists, since parametrizing changes both.
     for owner, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if is_fused_expert(f"{owner}.{name}", parameter):
@@ -321,6 +332,8 @@ def materialise(model: Model, device: torch.device) -> None:
                 real = made[id(meta)]
                 tensors[name] = real
                 if hasattr(real, "quant_state"):
+                    # bitsandbytes' layers look for the state in themselves when their weight has
+                    # lost it.
                     module.quant_state = real.quant_state
     if not makes_fakes():
         _start_values(model)
@@ -335,6 +348,7 @@ def _made(name: str, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.zeros_like(meta, device=device)
     # fake modes of torch 2.11 take no subclass's .data
     data = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    # Fake tensors have no values to fill in.
     if not makes_fakes() and data.is_floating_point():
         if data.dim() > 1:
             data.normal_(0, INITIAL_DEVIATION)
@@ -383,6 +397,7 @@ def quantized_parameter(meta: Any, data: torch.Tensor) -> torch.nn.Parameter:
     parameter: Any = torch.nn.Parameter(packed, requires_grad=False)
     parameter.quant_state = state
     parameter.bnb_quantized = True
+    # An attribute of bitsandbytes' own class, which its layers set.
     parameter.module = None
     # as PEFT copies them to the layers that it makes
     parameter.compress_statistics = meta.compress_statistics
@@ -412,6 +427,7 @@ def _start_values(model: Model) -> None:
                 of_transformers.start_values(owner, module)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
+                # PEFT's own initial values of LoRA: A as a linear layer's weight, B zero.
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
             elif "lora_B" in name:
                 parameter.zero_()
@@ -427,6 +443,7 @@ def apply_liger(model: Model, recipe: Recipe) -> None:
     from transformers.integrations.liger import apply_liger_kernel
     from transformers.trainer_utils import unwrap_peft_model
 
+    # Liger replaces classes in the module that defines the model's.
     home = sys.modules[type(unwrap_peft_model(model)).__module__]
     config = {"fused_linear_cross_entropy": False} if recipe.trainer == "sft" else {}
     # transformers says in other words that it is missing

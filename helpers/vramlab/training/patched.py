@@ -62,6 +62,7 @@ class _Shared:
         self.lock = threading.Lock()
         own = _values()
         for key, attribute in list(self.attributes.items()):
+            # Only the thread that forked is in the child, so what it uses counts once.
             attribute.users = int(attribute in own)
             if not attribute.users:
                 attribute.remove()
@@ -87,6 +88,7 @@ def _stash(values: Mapping[Any, Any]) -> None:
 
 
 def _keep(values: Mapping[Any, Any]) -> None:
+    # With nothing left the entry goes, where this torch can remove one.
     if values or not of_torch.forget_thread_value(TLS_KEY):
         _stash(values)
 
@@ -175,8 +177,12 @@ class _OfClass:
         attribute = self.attribute
         value = attribute.value()
         if value is ABSENT:
+            # The attribute is this class's only in some threads: for others it is looked up as if
+            # it were not there.
             above = super(attribute.owner, owner if instance is None else instance)
             return getattr(above, attribute.name)
+        # A function found in a class has to be bound to the instance here, as Python does by
+        # itself.
         bind = getattr(type(value), "__get__", None)
         return value if bind is None else bind(value, instance, owner)
 
@@ -227,6 +233,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """
     owner, *also = owner if isinstance(owner, tuple) else (owner,)
     attribute = _shared.use(owner, name, also)
+    # Replacements nest, so the one outside comes back at the end.
     before = _values().get(attribute, ABSENT)
     _keep({**_values(), attribute: value})
     try:
@@ -295,6 +302,7 @@ def afterwards(
     call: Callable[..., Any],
 ) -> contextlib.AbstractContextManager:
     """While entered, follow `owner`'s function by `call(result, *its arguments)` in this thread."""
+    # What it is in this thread now, so that two followers of one function both run.
     before = plain(owner, name)
 
     @functools.wraps(before)

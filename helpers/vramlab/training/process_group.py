@@ -77,6 +77,7 @@ class _ThreadsWorld:
         for name in dir(others):  # newer releases keep more
             # the one is set below, the other computed of the rest
             if not name.startswith("_") and name not in ("default_pg", "pg_config_info"):
+                # Empty ones of the same types, all dictionaries, lists and numbers.
                 kind = type(getattr(others, name))
                 setattr(self, name, kind())
         self.default_pg = None
@@ -150,6 +151,7 @@ def group_of(args: tuple) -> "dist.ProcessGroup | None":
 
     Without one it is the default group.
     """
+    # Operators have their group behind the tensors.
     for value in reversed(args):
         if isinstance(value, dist.ProcessGroup):
             return value

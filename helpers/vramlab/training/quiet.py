@@ -63,6 +63,7 @@ def unheard(*patterns: str, category: type[Warning] = Warning) -> Iterator[None]
     """
     filters: Any = warnings.filters
     own = [("ignore", _Pattern(pattern), category, None, 0) for pattern in patterns]
+    # Put first, since the first filter that fits decides.
     filters[:0] = own
     try:
         yield

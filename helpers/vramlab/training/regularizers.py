@@ -34,6 +34,7 @@ def _smoothed(
 
     The Trainer counts the labels of a step before it; the count is one number.
     """
+    # A copy, because the batch of the loop keeps its labels for the next step.
     inputs = dict(batch)
     labels = inputs.pop("labels")
     outputs = run(**inputs)

@@ -65,6 +65,7 @@ def start(
     """
     rollouts = recipe.rollouts
     assert rollouts is not None  # the trainer has some
+    # Without its `__init__`, which would load a tokenizer, a data set and a process group.
     trainer: Any = object.__new__(trl_class(TRL[recipe.trainer]))
     if recipe.has_reference:
         training.reference = reference_model(training, recipe, build_model)
@@ -73,9 +74,11 @@ def start(
         if each is not None and casts:
             autocast_inside(each, training.device.type, training.precision)
     vars(trainer).update(_fields(training, recipe, model))
+    # FSDP gathers a unit's weights in `forward`, which `generate` does not go through as a whole.
     if recipe.sharding and recipe.sharding.engine == "fsdp":
         _gather_for_generation(model)
     plan = plan_of(recipe)
+    # So many steps train on what was sampled once.
     training.cycle = plan.steps
     prompts = [{"prompt": ""} for _ in range(plan.completions)]
     gather = trainer.accelerator.gather
@@ -83,10 +86,12 @@ def start(
     def next_batch(on_phase: Callable[[str], None]) -> Any:
         # vLLM is given the weights once a step
         trainer.state.global_step = of_trl.steps_made(trainer) // recipe.gradient_accumulation_steps
+        # A simulation may sample fewer and repeat the last tokens' events.
         tokens = training.most_tokens or rollouts.max_completion_length
         with _own_process(gather), fixed_length(tokens, training.on_token):
             in_phases = partial(_in_phases, on_phase=on_phase)
             batch = of_trl.next_inputs(trainer, prompts, in_phases)
+        # What TRL keeps of a generation for later steps, which is alive between them.
         training.sampled = of_trl.sampled(trainer)
         return batch
 
@@ -137,6 +142,7 @@ def _gathered(value: torch.Tensor, ranks: int) -> torch.Tensor:
     """
     if ranks == 1:
         return value
+    # A number cannot be joined with others, so it becomes a row of one.
     if value.ndim == 0:
         value = value.clone()[None]
     parts = [value] * ranks
@@ -158,6 +164,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
     arguments = said | {
         "per_device_train_batch_size": recipe.batch_size,
         "gradient_accumulation_steps": recipe.gradient_accumulation_steps,
+        # In micro-batches, as TRL counts them, though the name says steps.
         "steps_per_generation": plan.micro_batches // rollouts.num_iterations,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "device": training.device,
@@ -205,6 +212,7 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         "reward_weights": torch.ones(1),
         "epsilon_low": said["epsilon"],
         "epsilon_high": said["epsilon"],
+        # The loss that keeps a mixture's experts equally used.
         "aux_loss_enabled": balances(config),
         "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", 0.0),
         "current_gradient_accumulation_steps": recipe.gradient_accumulation_steps,
@@ -221,6 +229,7 @@ def _vllm(model: Model, accelerator: SimpleNamespace, rollouts: Rollouts) -> Any
     from trl.generation.vllm_generation import VLLMGeneration
 
     def take(metadata: list, named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        # Taking each weight makes it, as sending it to a server would.
         for _ in named:
             pass
 
@@ -230,6 +239,7 @@ def _vllm(model: Model, accelerator: SimpleNamespace, rollouts: Rollouts) -> Any
         logprobs = [[[0.0]] * length for _ in prompts]
         return prompts, ids, logprobs, None
 
+    # A vLLM in the same process is given the weights by its own model's method.
     own_model = SimpleNamespace(load_weights=lambda named: None)
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=own_model))
     executor = SimpleNamespace(driver_worker=worker)
@@ -252,6 +262,7 @@ def _vllm(model: Model, accelerator: SimpleNamespace, rollouts: Rollouts) -> Any
 
 def _rewards(completions: list[str], **more: Any) -> list[float]:
     """Return rewards that differ, as those of a group have to."""
+    # In a group of equal rewards all advantages would be zero.
     return [float(number % 2) for number, _ in enumerate(completions)]
 
 

@@ -39,6 +39,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
     target = target or torch.device(device).type
     engine = engine_of(recipe)
     loop = recipe.loop
+    # Engines wrap it; what changes or asks the model itself needs it without the wrapper.
     bare = build_model(recipe, device)
     model = engine.wrap(bare)
     training = Training(
@@ -63,6 +64,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
     regularizers.start(training, recipe, bare)
     if recipe.activation_offloading:
         training.around = trl_trainers.offloading(model, training.device)
+    # After the wrapping: an engine may have put its own parameters in the model's place.
     _give_optimizer(training, recipe, engine)
     _set_precision(training, recipe, target)
     engine.start(training)
@@ -81,6 +83,8 @@ def _give_optimizer(training: Training, recipe: Recipe, engine: Engine) -> None:
     if "8bit" in recipe.optim and recipe.loop.name == "trainer":
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
+                # Only bitsandbytes' optimizers have a manager, and "8bit" in a name is theirs
+                # alone.
                 for optimizer in training.optimizers:
                     manager = optimizer.mng
                     manager.register_module_override(module, "weight", {"optim_bits": 32})
@@ -117,6 +121,7 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     if shape.features:
         name, sizes = shape.features
         features = torch.rand(recipe.batch_size, *sizes, device=device)
+        # A processor's features are fp32; a model in half precision takes them in its own format.
         if recipe.precision == "fp16-true":
             features = features.to(torch.float16)
         elif recipe.precision == "bf16-true":
@@ -125,6 +130,7 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     else:
         batch = {"input_ids": torch.randint(0, shape.vocab_size, size, device=device)}
     if "classification" in shape.task:
+        # One for each sample.
         labels = torch.randint(0, shape.num_labels, size[:1], device=device)
     else:
         labels = torch.randint(0, shape.vocab_size, size, device=device)
@@ -175,9 +181,11 @@ def _by_trl(recipe: Recipe, generator: torch.Generator | None) -> dict[str, torc
     labelled = recipe.completion_lengths or recipe.samples
     ids = []
     for length in recipe.samples:
+        # Only lengths matter to memory, so the ids are random.
         ids.append(torch.randint(vocabulary, (length,), generator=generator))
     labels = [sample.clone() for sample in ids]
     for sample, count in zip(labels, labelled, strict=True):
+        # Labels of a prompt are left out where only the completion is learned.
         sample[: len(sample) - count] = NO_LABEL
     if recipe.packing:
         row = {
@@ -201,6 +209,7 @@ def _padded(recipe: Recipe, generator: torch.Generator | None) -> dict[str, torc
     size = recipe.rows
     rows, width = size
     lengths = torch.tensor(recipe.samples)
+    # True where a row has a token, False in its padding.
     mask = torch.arange(width) < lengths[:, None]
     inputs = torch.randint(shape.vocab_size, size, generator=generator) * mask
     labels = inputs.masked_fill(~mask, NO_LABEL)
@@ -220,6 +229,7 @@ def _groups(recipe: Recipe, model: Model) -> list:
         return [{"params": rest}, *_to_orthogonalize(hidden)] if recipe.optim == "muon" else rest
     from transformers.trainer_pt_utils import get_parameter_names
 
+    # The Trainer's own two groups: no decay of biases and norms.
     decayed_names = set(get_parameter_names(model, [torch.nn.LayerNorm], WITHOUT_DECAY))
     decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
@@ -239,6 +249,7 @@ def _hidden_matrices(recipe: Recipe, model: Model) -> dict[int, torch.nn.Paramet
         return {}
     outside = []
     for name, module in model.named_modules():
+        # By the last part of the name, since a wrapper may stand before it.
         is_head = name.split(".")[-1] == recipe.shape.head.split(".")[-1]
         if isinstance(module, torch.nn.Embedding) or is_head:
             outside += [id(parameter) for parameter in module.parameters()]
@@ -292,6 +303,7 @@ def train_step(training: Training, on_phase: Callable[[str], None] = _ignore_pha
     """
     loop = training.loop
     engine = training.engine
+    # Without an optimizer each parameter clears its own gradient in backward.
     if loop.zero_grad == "start" and training.optimizer:
         engine.zero_grad(training)
     if not engine.run_micro_batches(training, on_phase):
@@ -313,8 +325,11 @@ def _run_micro_batches(training: Training, on_phase: Callable[[str], None]) -> N
     batches = [training.batch, *training.further]
     count = training.accumulation
     if training.abridged:
+        # The first step adds to gradients that are there, as the second of two does; later ones
+        # need no second.
         count = 1 if training.steps else 2
     for micro in range(count):
+        # A loop that fetches one at a time uses the same batch again.
         batch = batches[micro % len(batches)]
         is_last = micro == training.accumulation - 1
         with (
@@ -348,16 +363,19 @@ def _micro_batch(
     training.outputs = outputs if loop.keep_outputs else None
     loss = training.loss_of(outputs, batch)
     if training.accumulation > 1:
+        # So that the sum of all micro-batches' gradients is their mean.
         loss = loss / training.accumulation
     _empty_cache(training)
     if loop.keep_outputs is True:
         training.loss = None  # the last step's too
+    # This frame would keep the logits alive through backward, whatever the loop says.
     del outputs
     if loop.zero_grad == "before_backward" and training.optimizer and first:
         training.engine.zero_grad(training)
     on_phase("backward")
     scaled = training.scaler.scale(loss) if training.scaler else loss
     training.engine.backward(training, scaled)
+    # A reference here would keep the graph's last node while the loss is detached.
     del scaled
     training.loss = loss.detach()
     del loss
@@ -409,5 +427,6 @@ def _clip(training: Training) -> None:
     if norm is None:
         return
     if training.scaler:
+        # A norm of scaled gradients would be clipped to the wrong length.
         training.scaler.unscale_(training.optimizer)
     training.engine.clip(training, norm)

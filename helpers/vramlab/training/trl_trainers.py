@@ -53,6 +53,7 @@ def prepare(model: Model, trainer: str) -> None:
     config = model.config.get_text_config()
     if trainer in OUTPUTS:
         add_fused_lm_head(model, outputs=OUTPUTS[trainer])
+    # RewardTrainer reads a row's last token before the padding, so there has to be a padding token.
     elif config.pad_token_id is None:
         config.pad_token_id = 0
     if trainer == "sft" and hasattr(config, "router_aux_loss_coef"):
@@ -67,6 +68,7 @@ def offloading(model: Model, device: torch.device) -> contextlib.AbstractContext
     if device.type == "cpu" and device.index is None:
         rest = "TRL offloads from a GPU only: simulate it for target='cuda'"
         raise RecipeError("activation_offloading", True, rest)
+    # Pinned memory needs a real accelerator.
     is_real = device.type != "cpu"
     if is_real:
         # As in every Trainer: TRL warns by accelerate's logger once 60 % of the RAM are in use
@@ -89,6 +91,7 @@ def start(
     """
     trainer: Any = object.__new__(trl_class(TRL[recipe.trainer]))
     if recipe.trainer == "sft":
+        # A copy of the batch, since TRL puts entries of its own into it.
         training.compute_loss = lambda forward, batch: trainer.compute_loss(forward, dict(batch))
     else:
 
@@ -125,6 +128,7 @@ def _prepare_pair(training: Training, model: Model) -> None:
     for each in (training.reference, model):
         if each is None:
             continue
+        # DPO and KTO compare two models' log-probabilities, which dropout would make noisy.
         disable_dropout_in_model(each)
         if training.precision in AUTOCAST and training.engine.autocasts:
             autocast_inside(each, training.device.type, training.precision)
@@ -176,6 +180,7 @@ def argument_defaults(recipe: Recipe) -> dict[str, Any]:
     arguments = trl_class(TRL[recipe.trainer].replace("Trainer", "Config"))
     defaults = {}
     for field in dataclasses.fields(arguments):
+        # Fields without a plain default have a factory or must be said.
         if field.default is not dataclasses.MISSING:
             defaults[field.name] = field.default
     return defaults
@@ -199,6 +204,7 @@ def make_pairs(recipe: Recipe, device: str) -> dict[str, torch.Tensor]:
         # the same prompts with others' answers, for the KL term
         for name, tensor in _sequences(recipe, device).items():
             batch[f"KL_{name}"] = tensor
+        # Half of the answers, rounded up, are the desirable ones.
         desirable = -(-recipe.batch_size // 2)
         batch["label"] = torch.arange(recipe.batch_size, device=device) < desirable
     if recipe.precompute_ref_log_probs:
@@ -211,6 +217,7 @@ def _sequences(recipe: Recipe, device: str) -> dict[str, torch.Tensor]:
     """Return random token ids and their masks, for all sequences of a micro-batch."""
     size = (recipe.sequences, recipe.seq_len)
     answer = torch.ones(size, dtype=torch.int64, device=device)
+    # The first token stands for the prompt.
     answer[:, 0] = 0
     ids = torch.randint(1, recipe.shape.vocab_size, size, device=device)
     return {

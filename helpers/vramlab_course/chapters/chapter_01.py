@@ -9,8 +9,9 @@ from ..base_model import load_base_tokenizer
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
-    """Each beginning and the `tokens` tokens that the model thinks likeliest after it, one line
-    each.
+    """Each beginning with the `tokens` tokens that the model thinks likeliest after it.
+
+    Each is one line.
     """
     tokenizer = load_base_tokenizer()
     lines = []
@@ -28,8 +29,9 @@ def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
-    """A network of `layers` hidden layers of 32 units with nn.Linear's initial weights, 256 points
-    and their labels.
+    """A network of `layers` hidden layers of 32 units, 256 points and their labels.
+
+    The weights are nn.Linear's initial ones.
 
     Each layer scales gradients by about 0.4 (uniform weights of variance 1/(3 · 32), half of the
     ReLUs off), so that twenty of them leave the range of fp16. A random network gives the labels,

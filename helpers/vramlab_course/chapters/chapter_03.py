@@ -1,5 +1,6 @@
-"""Chapter 03: a figure of several steps, recorded pairs; for its claims, bytes that autograd keeps
-and steps that empty the cache.
+"""Chapter 03: a figure of several steps, and recorded pairs.
+
+For its claims there are also the bytes that autograd keeps, and steps that empty the cache.
 """
 
 import json
@@ -19,8 +20,9 @@ LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
 
 
 def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[int, Any]:
-    """Bytes of storages that autograd keeps for the backward pass of `function()`, those of `own`
-    left out; and its result.
+    """Bytes that autograd keeps for the backward pass of `function()`; and its result.
+
+    Each storage counts once, and those of `own` are left out.
 
     `watch` cannot be used for compiled models: under it torch.compile runs eagerly.
     """
@@ -64,8 +66,9 @@ def replayed(
 
 
 def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
-    """How many times as long a step took with checkpointing, by the recipe without, the least
-    first.
+    """How many times as long a step took with checkpointing, by the recipe without.
+
+    The least come first.
 
     Of all pairs that were recorded on a card and differ in nothing else.
     """
@@ -90,8 +93,10 @@ def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):
-    """Return a figure of what is alive over one step of each run, drawn equally wide whatever their
-    number of events, with a dot where the first backward pass begins.
+    """Return a figure of what is alive over one step of each run.
+
+    All are equally wide, whatever their number of events, with a dot where the first backward pass
+    begins.
     """
     rows = [
         ("run", "peak, MiB"),
@@ -117,7 +122,13 @@ def steps(runs: Mapping[str, Report], title: str, about: str):
             sizes = [m.bytes.total / MiB for m in moments]
             (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
             begins = next(i for i, moment in enumerate(moments) if moment.phase == "backward")
-            ax.plot(x[begins], sizes[begins], "o", color=drawn.get_color(), markersize=7)
+            ax.plot(
+                x[begins],
+                sizes[begins],
+                "o",
+                color=drawn.get_color(),
+                markersize=7,
+            )
         # An empty line, for the legend alone.
         ax.plot([], [], "o", color="#888888", label="the first backward pass begins")
         ax.set(

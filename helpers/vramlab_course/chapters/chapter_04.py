@@ -1,5 +1,6 @@
-"""What chapter 04's cells share: ranks that run a function of the notebook, two collectives, and a
-step that is followed.
+"""What chapter 04's cells share.
+
+That is ranks that run a function of the notebook, two collectives, and a step that is followed.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
@@ -35,8 +36,9 @@ def on_ranks(
     world: int = 2,
     seconds: float = 300,
 ) -> list[Any]:
-    """What `function(rank, world)` returns on each of `world` processes, which are the ranks of a
-    gloo group.
+    """What `function(rank, world)` returns on each of `world` processes.
+
+    They are the ranks of a gloo group.
 
     A rank waits `seconds` at most for another. Raises RankFailed with the error of the rank that
     failed first.
@@ -108,7 +110,13 @@ def _rank(
     at = f"file://{folder}/meeting"
     # With several threads it is a race when gloo frees its buffers, and the figures would differ.
     with one_gloo_thread():
-        dist.init_process_group("gloo", at, timedelta(seconds=seconds), rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo",
+            at,
+            timedelta(seconds=seconds),
+            rank=rank,
+            world_size=world,
+        )
         found = function(rank, world)
         gc.collect()  # what holds the group goes first, see process_group.real_rank
         dist.destroy_process_group()
@@ -137,8 +145,9 @@ def followed(
     optimizer: torch.optim.Optimizer,
     rows: torch.Tensor,
 ) -> Report:
-    """The bytes of the second of two steps on `rows`, each storage followed from its birth to its
-    end.
+    """The bytes of the second of two steps on `rows`.
+
+    Each storage is followed from its birth to its end.
     """
     training = Training(
         model=model,

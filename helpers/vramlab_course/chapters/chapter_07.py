@@ -1,5 +1,6 @@
-"""Chapter 07: what its blanks stand on, and batches of many lengths through the allocator of a card
-of 24 GB.
+"""Chapter 07: what its blanks stand on, and batches of many lengths.
+
+These go through the allocator of a card of 24 GB.
 """
 
 import random
@@ -36,22 +37,27 @@ CARD = "RTX 4090"
 
 
 def draw_lengths(count: int = 24) -> list[int]:
-    """Lengths like those of texts: log-normal around 365 tokens, multiples of 128 up to 1,024, from
-    a fixed seed.
+    """Lengths like those of texts, from a fixed seed.
+
+    They are log-normal around 365 tokens, in multiples of 128 up to 1,024.
     """
     rng = random.Random(0)
-    # e^5.9 is 365
-    return [
-        min(1024, max(128, 128 * round(rng.lognormvariate(5.9, 0.6) / 128))) for _ in range(count)
-    ]
+    lengths = []
+    for _ in range(count):
+        # e^5.9 is 365
+        drawn = rng.lognormvariate(5.9, 0.6)
+        length = 128 * round(drawn / 128)
+        lengths.append(min(1024, max(128, length)))
+    return lengths
 
 
 LENGTHS = draw_lengths()
 
 
 def room() -> int:
-    """Bytes that RECIPE's segments may take: the card without CUDA's context and without WHOLE's
-    other layers.
+    """Bytes that RECIPE's segments may take.
+
+    That is the card without CUDA's context and without WHOLE's other layers.
     """
     card = find_gpu(CARD)
     others = predict(WHOLE, gpu=CARD).peak.total - predict(RECIPE, gpu=CARD).peak.total
@@ -61,8 +67,9 @@ def room() -> int:
 
 @cache
 def requests() -> Requests:
-    """Requests of RECIPE at every length of the chapter; its first step, which makes the states,
-    has the shortest.
+    """Requests of RECIPE at every length of the chapter.
+
+    Its first step, which makes the states, has the shortest.
     """
     return requests_of(RECIPE, sorted({*LENGTHS, *BUCKETS}))
 
@@ -89,8 +96,9 @@ def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
 
 
 def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
-    """(recipe, seconds of a step) of each record of WHOLE's model with a frozen base on the card
-    `name`, all layers of it and with fused AdamW.
+    """(recipe, seconds of a step) of each record of WHOLE's model on the card `name`.
+
+    Those count that have a frozen base, all layers and fused AdamW.
     """
     kept = []
     for recipe, seconds in timed_records(name):
@@ -109,8 +117,9 @@ def step_operations(recipe: Recipe, recomputed: bool) -> int:
 
 
 def storages(values: Any) -> "set[torch.UntypedStorage]":
-    """The storages, the memory behind tensors, of all tensors in nested lists, tuples and
-    dictionaries.
+    """The storages of all tensors in nested lists, tuples and dictionaries.
+
+    A storage is the memory behind a tensor.
     """
     import torch
     from torch.utils._pytree import tree_leaves

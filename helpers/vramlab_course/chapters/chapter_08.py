@@ -26,8 +26,9 @@ TOKENS = 256  # of a sample there
 
 
 def run(program: Path, *options: str) -> Report:
-    """Run `python program options… --watch` in this process, without its output; return what it saw
-    of its memory.
+    """Run `python program options… --watch` in this process, without its output.
+
+    Return what it saw of its memory.
     """
     from IPython.utils.capture import capture_output
     from transformers.utils import logging
@@ -66,8 +67,9 @@ class _Small(Card):
             return super()._hold(values)
         except torch.OutOfMemoryError:
             # the one that is refused was entered last
-            *held, asked = self.sizes.values()
-            sizes = [size / MiB for size in (asked, self.limit, self.limit - sum(held), sum(held))]
+            *others, asked = self.sizes.values()
+            held = sum(others)
+            sizes = [size / MiB for size in (asked, self.limit, self.limit - held, held)]
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate {:.2f} MiB. GPU 0 has a total capacity of "
                 "{:.2f} MiB of which {:.2f} MiB is free. Of the allocated memory {:.2f} MiB is "
@@ -79,17 +81,17 @@ class _Small(Card):
 
 @contextmanager
 def small_card(limit: int) -> Iterator[None]:
-    """Within the block tensors have `limit` bytes: of the GPU, or else of a card made of this
-    machine's memory. What needs more raises torch.OutOfMemoryError.
+    """Within the block tensors have `limit` bytes, of the GPU or of a card made of memory.
+
+    What needs more raises torch.OutOfMemoryError.
     """
     if not torch.cuda.is_available():
         with _Small(limit):
             yield
         return
     # the fraction is of the whole card, and what is reserved already counts towards it
-    share = (torch.cuda.memory_reserved() + limit) / torch.cuda.get_device_properties(
-        0
-    ).total_memory
+    total = torch.cuda.get_device_properties(0).total_memory
+    share = (torch.cuda.memory_reserved() + limit) / total
     # PyTorch's allocator raises its own OutOfMemoryError beyond this share of the card.
     torch.cuda.set_per_process_memory_fraction(share)
     try:
@@ -102,14 +104,16 @@ def package_texts(most: int) -> list[str]:
     """The first `most` characters of vramlab's own source, file by file."""
     texts = []
     for path in sorted((Path(vramlab.__file__).parent / "recipe").glob("*.py")):
-        # The slice of what is left of `most`: empty for files past it.
-        texts.append(path.read_text(encoding="utf-8")[: most - sum(map(len, texts))])
+        # What is left of `most`: nothing for files past it.
+        left = most - sum(map(len, texts))
+        texts.append(path.read_text(encoding="utf-8")[:left])
     return [text for text in texts if text]
 
 
 def pieces(text: str, most: int = 300) -> list[str]:
-    """The text in pieces of whole lines, of `most` characters or one line: the program cuts a
-    longer sample.
+    """The text in pieces of whole lines, of `most` characters or one line.
+
+    The program cuts a longer sample.
     """
     cut = [""]
     for line in text.splitlines(keepends=True):
@@ -120,8 +124,9 @@ def pieces(text: str, most: int = 300) -> list[str]:
 
 
 def questions() -> list[list[dict[str, str]]]:
-    """What each public function of vramlab does, as chats: a question, and the beginning of its
-    docstring as the answer.
+    """What each public function of vramlab does, as chats.
+
+    A chat is a question, and the beginning of the docstring as the answer.
     """
     chats = []
     for path in sorted(Path(vramlab.__file__).parent.rglob("*.py")):
@@ -162,8 +167,9 @@ def answers(
 
 
 def merged(adapter: Path, target: Path) -> torch.nn.Module:
-    """Save base and adapter as one in `target`, in the dtype that the base has on disk, with the
-    tokenizer; return the model as it is loaded from there.
+    """Save base and adapter as one in `target`, with the tokenizer.
+
+    It has the dtype that the base has on disk. Return the model as it is loaded from there.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -178,8 +184,9 @@ def merged(adapter: Path, target: Path) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat model before and after a program trained it: answers, the plan, the program's output,
-    and the merged model's folder.
+    """A chat model before and after a program trained it.
+
+    That is its answers, the plan, the program's output, and the merged model's folder.
     """
 
     before: list[str]
@@ -211,8 +218,9 @@ def chat(
     method: str = "lora",
     steps: int = 120,
 ) -> Chat:
-    """Train `model`, a chat model's name on the hub or its folder, on `questions` by a written
-    program; ask it before and after.
+    """Train `model` on `questions` by a written program; ask it before and after.
+
+    `model` is a chat model's name on the hub, or its folder.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -228,7 +236,14 @@ def chat(
     del untrained
     torch.cuda.empty_cache()
     card = None if on_card else "T4"  # None: this machine's
-    planned = plan(model, card, seq_len=TOKENS, global_batch=SAMPLES, method=method, liger=False)
+    planned = plan(
+        model,
+        card,
+        seq_len=TOKENS,
+        global_batch=SAMPLES,
+        method=method,
+        liger=False,
+    )
     (program,) = planned.write(folder / "train_chat.py")
     data = folder / "chats.jsonl"
     data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))

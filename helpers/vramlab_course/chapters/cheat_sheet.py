@@ -1,8 +1,10 @@
 """The cheat sheet that ends the course: one page with numbers computed when it is drawn.
 
-from vramlab_course.chapters import cheat_sheet
-figure = cheat_sheet.draw()      # A4 with 10 mm margins; `make figure` stores it in
-notebooks/figures as PDF and PNG print(cheat_sheet.as_text())     # its numbers as text
+    from vramlab_course.chapters import cheat_sheet
+    figure = cheat_sheet.draw()      # A4 with 10 mm margins
+    print(cheat_sheet.as_text())     # its numbers as text
+
+`make figure` stores it in notebooks/figures as PDF and PNG.
 """
 
 from collections.abc import Sequence
@@ -78,8 +80,9 @@ LETTERS = (
 
 
 def bytes_rows() -> list[tuple[str, dict[str, float]]]:
-    """Bytes kept for each parameter by weights, gradients and states, for each way to train
-    LADDER_MODEL.
+    """Bytes kept for each parameter, for each way to train LADDER_MODEL.
+
+    They are those of weights, gradients and states.
     """
     rows = []
     eight_bits = 2 * (1 + 4 / 256)  # two states of a byte, and an fp32 scale for 256 of them
@@ -126,21 +129,26 @@ def ladder() -> tuple[tuple[str, Recipe], ...]:
 
 @cache
 def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
-    """Each rung, its predicted peak by category in bytes, and its estimated time relative to the
-    first rung.
+    """Each rung with its predicted peak by category in bytes, and its estimated time.
+
+    The time is relative to the first rung's.
     """
     first = step_time(ladder()[0][1], LADDER_CARD).seconds
     rows = []
     for label, recipe in ladder():
-        split = {name: n for name, n in predict(recipe, gpu=LADDER_CARD).peak.items() if n}
-        rows.append((label, split, step_time(recipe, LADDER_CARD).seconds / first))
+        peak = predict(recipe, gpu=LADDER_CARD).peak
+        split = {name: size for name, size in peak.items() if size}
+        time = step_time(recipe, LADDER_CARD).seconds
+        rows.append((label, split, time / first))
     return tuple(rows)
 
 
 @cache
 def largest_model(card: str, method: str) -> str:
-    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none;
-    of full training also whether its weights are fp32 ("mixed")."""
+    """The largest of MODELS that `method` trains on `card`, "–" if none.
+
+    "8 × RTX 4090" is eight cards. Of full training it also says whether weights are fp32 ("mixed").
+    """
     number, _, name = card.rpartition(" × ")
     gpus = int(number or 1)
     low = 0
@@ -160,11 +168,13 @@ def largest_model(card: str, method: str) -> str:
         )
         # Whether anything fits is asked and not what is best, which would rank the whole space.
         recipe = Search(question).any_fit()
-        low, high = (middle + 1, high) if recipe else (low, middle)
-        if recipe:
-            said = MODELS[middle] + (
-                f" ({SAID.get(recipe.precision, 'mixed')})" if method == "full" else ""
-            )
+        if recipe is None:
+            high = middle
+            continue
+        low = middle + 1
+        said = MODELS[middle]
+        if method == "full":
+            said += f" ({SAID.get(recipe.precision, 'mixed')})"
     return said
 
 
@@ -172,10 +182,10 @@ def matrix() -> list[tuple[str, ...]]:
     """A table of the largest model by card and method."""
     rows = [("card", "usable", *("full", "LoRA r = 16", "QLoRA r = 16"))]
     for card in CARDS:
-        memory = usable_memory(find_gpu(card.rpartition(" × ")[2]))
-        rows.append(
-            (card, f"{memory / GiB:.1f} GiB", *(largest_model(card, method) for method in METHODS))
-        )
+        name = card.rpartition(" × ")[2]
+        memory = usable_memory(find_gpu(name)) / GiB
+        largest = [largest_model(card, method) for method in METHODS]
+        rows.append((card, f"{memory:.1f} GiB", *largest))
     return rows
 
 
@@ -240,9 +250,20 @@ def draw():
     # below.
     figure.get_layout_engine().set(rect=(x, y + 0.02, 1 - 2 * x, 1 - 2 * y - 0.05))
     figure.heading = "Make it fit: GPU memory of training on one page"
-    figure.text(x, 1 - y, figure.heading, fontweight="bold", fontsize=15, va="top")
+    figure.text(
+        x,
+        1 - y,
+        figure.heading,
+        fontweight="bold",
+        fontsize=15,
+        va="top",
+    )
     figure.text(x, y, _made(), fontsize=7, color="#444444")
-    kept, climb, fits, moves, rules = figure.subplots(5, 1, height_ratios=(2.1, 3.4, 2.3, 2.1, 2.0))
+    kept, climb, fits, moves, rules = figure.subplots(
+        5,
+        1,
+        height_ratios=(2.1, 3.4, 2.3, 2.1, 2.0),
+    )
     _stacks(kept, [(label, parts) for label, parts in bytes_rows()], "{:.2f} B", 1)
     _title(
         kept,
@@ -276,7 +297,13 @@ def _ladder(climb) -> None:
     """Draw a model's peak under one switch after the other, with what some cards have."""
     rows = ladder_rows()
     after = [f" · time × {t:.2f}" for *_, t in rows]
-    _stacks(climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, after)
+    _stacks(
+        climb,
+        [(label, split) for label, split, _ in rows],
+        "{:.1f} GiB",
+        GiB,
+        after,
+    )
     _title(
         climb,
         f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the "
@@ -357,13 +384,31 @@ def _stacks(
             size = split.get(name, 0) / unit
             # One entry in the legend for a category, so only the first row's piece has its name.
             label = name.replace("_", " ") if i == 0 else None
-            ax.barh(i, size, left=left, height=0.72, label=label, **looks[name])
+            ax.barh(
+                i,
+                size,
+                left=left,
+                height=0.72,
+                label=label,
+                **looks[name],
+            )
             left += size
         said = form.format(sum(split.values()) / unit)
         if after:
             said += after[i]
-        ax.text(left + 0.01 * width, i, said, va="center", fontsize=8, bbox=style.PATCH)
-    ax.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+        ax.text(
+            left + 0.01 * width,
+            i,
+            said,
+            va="center",
+            fontsize=8,
+            bbox=style.PATCH,
+        )
+    ax.set_yticks(
+        range(len(rows)),
+        [label for label, _ in rows],
+        fontsize=8,
+    )
     # matplotlib counts rows from below.
     ax.invert_yaxis()
     # Room to the right of the longest bar for its words.

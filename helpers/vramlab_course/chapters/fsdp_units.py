@@ -1,5 +1,6 @@
-"""Chapter 04 on real ranks: source D's hundred linear layers, and the bytes sent in each phase of a
-step.
+"""Chapter 04 on real ranks: a hundred linear layers, and the bytes sent in each phase.
+
+The layers are source D's.
 """
 
 from collections import Counter
@@ -15,8 +16,9 @@ ROWS = 8
 
 
 def hundred(wrapping: str) -> dict[str, Any]:
-    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 with AdamW by FSDP, on one of several CPU
-    ranks. For `launch`.
+    """Train LAYERS linear layers of WIDTH × WIDTH by FSDP, on one of several CPU ranks.
+
+    They are in fp32, the optimizer is AdamW. The function is for `launch`.
 
     `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time,
     and the peak of forward and backward.
@@ -60,11 +62,11 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     for layer in model:
         nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
     if wrapping != "no sharding":
+        units = []
+        if wrapping == "a unit each":
+            units = [Unit((layer,)) for layer in model]
         # inner units first: the outermost one has what no other has
-        shard(
-            model,
-            [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))],
-        )
+        shard(model, [*units, Unit((model,))])
     # Each rank has rows of its own, as in data parallel training.
     torch.manual_seed(rank)
     return Training(

@@ -10,8 +10,9 @@ from vramlab.report.report import format_bytes
 
 
 class Card(TorchDispatchMode):
-    """Hold at most `limit` bytes of tensors, those of `model` included; raise
-    torch.OutOfMemoryError over it.
+    """Hold at most `limit` bytes of tensors, those of `model` included.
+
+    Raise torch.OutOfMemoryError over it.
 
     Counts each storage that an operator returns until it is freed, not what an operator uses up
     within itself.

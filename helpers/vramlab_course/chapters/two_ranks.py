@@ -28,11 +28,11 @@ TINY = dict(
 
 
 def experiment(steps: int) -> dict[str, Any]:
-    """Train `steps` steps with and as many without averaging gradients; returns what this rank saw.
+    """Train `steps` steps with and as many without averaging gradients; return what this rank saw.
 
     Seconds are medians of steps. `sent_buckets`: bytes that DDP hands to the all-reduce in a step.
     `parameters`: their number. `same`: whether all ranks hold equal weights at the end. Needs
-        torchrun's environment.
+    torchrun's environment.
     """
     import torch
     import torch.distributed as dist
@@ -128,6 +128,7 @@ def weights_are_equal(ddp: Any) -> bool:
 
 
 def main() -> None:
+    """Run the experiment on this rank; rank 0 prints what it saw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()

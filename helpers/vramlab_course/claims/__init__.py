@@ -1,5 +1,6 @@
-"""What people say about training on a GPU, and whether it holds: the claims are data, the verdicts
-are computed.
+"""What people say about training on a GPU, and whether it holds.
+
+The claims are data, the verdicts are computed.
 """
 
 from .verdicts import Claim, ClaimError, Finding, Ledger, Verdict, chapter_page, judge, load_claims

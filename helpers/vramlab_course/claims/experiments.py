@@ -1,5 +1,6 @@
-"""The generic experiments: each takes recipes, cards, names or runs from a claim, and gives facts
-for its expression.
+"""The generic experiments, which give facts for a claim's expression.
+
+Each takes recipes, cards, names or runs from a claim.
 
 Reports give facts by phase: "before.step.end.optimizer_states", "after.peak", "N" (bytes of the
 weights), "parameters". An experiment raises RecordError, "Waits for …", where only a GPU can answer
@@ -49,8 +50,9 @@ def arithmetic(
     cards: Mapping[str, str] = {},
     recipe: Mapping[str, Any] | None = None,
 ) -> Facts:
-    """Sums over number formats, cards by their datasheets, a recipe's sizes, and `values`: numbers
-    or expressions.
+    """Sums over number formats, cards, a recipe's sizes, and `values`.
+
+    Cards are by their datasheets; `values` are numbers or expressions.
     """
     names: dict[str, Any] = {
         "GiB": GiB,
@@ -58,15 +60,16 @@ def arithmetic(
         **{name: card_facts(card) for name, card in cards.items()},
     }
     # Formats by name, such as bf16.max.
-    names.update({f.name: {limit: getattr(f, limit) for limit in LIMITS} for f in FORMATS})
+    for f in FORMATS:
+        names[f.name] = {limit: getattr(f, limit) for limit in LIMITS}
     if recipe:
         # A recipe's sizes without a prefix, as expressions of sums read best.
         names.update(shape_facts(make_recipe(recipe)))
     for name, value in values.items():
-        names[name] = (
+        if isinstance(value, str):
             # Each value may use those before it.
-            evaluate(value, {**names, **_defined(names)}) if isinstance(value, str) else value
-        )
+            value = evaluate(value, {**names, **_defined(names)})
+        names[name] = value
     return Facts({**names, **_defined(names)}, "derived", about)
 
 
@@ -85,11 +88,11 @@ def card_facts(name: str) -> dict[str, Any]:
     card = find_gpu(name)
     # An entry has generation, number of links, and bytes a second of one of them.
     _, links, each = NVLINK.get(name, (0, 0, 0.0))
+    rates = {}
+    for precision in ("fp32", "tf32", "fp16", "bf16", "fp8"):
+        rates[f"{precision}_rate"] = card.peak.get(precision, 0)
     return {
-        **{
-            f"{precision}_rate": card.peak.get(precision, 0)
-            for precision in ("fp32", "tf32", "fp16", "bf16", "fp8")
-        },
+        **rates,
         "bf16": card.supports("bf16-mixed"),
         "link": each,
         "nvlink": links * each,
@@ -102,14 +105,18 @@ def card_facts(name: str) -> dict[str, Any]:
 
 
 def shape_facts(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's counts: parameters, sizes of the model, tokens of a micro-batch, trained
-    parameters of its adapters.
+    """A recipe's counts.
+
+    They are parameters, sizes of the model, tokens of a micro-batch and the trained parameters of
+    its adapters.
     """
     shape = recipe.shape
     # bitsandbytes leaves the head in 16 bits, so it is no part of the sum.
-    linear = [
-        w.size for w in shape.weights() if w.kind == "linear" and w.name != f"{shape.head}.weight"
-    ]
+    head = f"{shape.head}.weight"
+    linear = []
+    for weight in shape.weights():
+        if weight.kind == "linear" and weight.name != head:
+            linear.append(weight.size)
     targets = shape.lora_targets(recipe.lora.target_modules) if recipe.lora else []
     return {
         **{name: size for name, size in vars(shape).items() if isinstance(size, int)},
@@ -124,8 +131,11 @@ def shape_facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _nf4(numbers: int) -> int:
-    """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks
-    of 256; their offset, 256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
+    """Bytes of a matrix in NF4 with double quantization.
+
+    They are codes; scales, and their scales in blocks of 256; their offset, 256 levels and the
+    weights' 16 (bitsandbytes' `quantize_4bit`).
+    """
     codes = -(-numbers // 2)
     scales = -(-numbers // 64)
     scales_of_scales = 4 * -(-scales // 256)
@@ -144,42 +154,45 @@ def reports(
     target: str = "cuda",
     common: Mapping[str, Any] = {},
 ) -> Facts:
-    """Reports by name: records where one GPU has all, else `by` "predict" or "simulate"; `common`
-    fields in each.
+    """Reports by name: records where one GPU has all, else by "predict" or "simulate".
+
+    `common` are fields in each.
     """
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
     by_name = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
+    cards = {report and report.environment["gpu"] for report in by_name.values()}
     # Records count only if one card has them all: two cards' figures do not compare.
-    if (
-        None in (cards := {report and report.environment["gpu"] for report in by_name.values()})
-        or len(cards) > 1
-    ):
+    if None in cards or len(cards) > 1:
         by_name = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
-    names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(context_on())}
-    names.update(
-        {
-            name: {**shape_facts(made[name]), **report_facts(report)}
-            for name, report in by_name.items()
-        }
-    )
+    names: dict[str, Any] = {
+        "GiB": GiB,
+        "MiB": MiB,
+        "context": _ends(context_on()),
+    }
+    for name, report in by_name.items():
+        names[name] = {**shape_facts(made[name]), **report_facts(report)}
     if gpu:
         names["card"] = card_facts(gpu)
+    # The weakest witness names the whole comparison.
     weakest = min(
-        # The weakest witness names the whole comparison.
         (report.source for report in by_name.values()),
         key=("predicted", "simulated", "recorded").index,
     )
     if weakest == "recorded":
         weakest += f", {cards.pop().removeprefix('NVIDIA ')}"
-    said = "; ".join(
-        f"{recipe}: {format_bytes(by_name[name].peak.total)}" for name, recipe in made.items()
-    )
-    return Facts({**names, **_defined({**names, **names.get("run", {})})}, weakest, said)
+    said = []
+    for name, recipe in made.items():
+        peak = by_name[name].peak.total
+        said.append(f"{recipe}: {format_bytes(peak)}")
+    # What is called "run" is meant where a definition names no report.
+    known = {**names, **names.get("run", {})}
+    return Facts({**names, **_defined(known)}, weakest, "; ".join(said))
 
 
 def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: Any) -> Facts:
-    """The reports "before" and "after" a change to the usual recipe (gpt2, batch 8, 512 tokens) on
-    an A100.
+    """The reports "before" and "after" a change to the usual recipe on an A100.
+
+    That is gpt2, batch 8, 512 tokens.
     """
     return reports(
         {"before": start, "after": {**start, **changes}},
@@ -201,12 +214,9 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
         # The recipe after the change says what is waited for.
         world = made[1].sharding.world_size if made[1].sharding else 1
         what = f"{world} GPUs" if world > 1 else "a GPU with CUDA"
-        newer = (
-            " of Ampere or newer"
-            if any(r.precision.startswith(("tf32", "bf16")) for r in made)
-            else ""
-        )
-        raise RecordError(f"Waits for {what}{newer}.") from None
+        if any(recipe.precision.startswith(("tf32", "bf16")) for recipe in made):
+            what += " of Ampere or newer"
+        raise RecordError(f"Waits for {what}.") from None
     if not all(report.speed for report in records):
         raise RecordError("Waits for a record with a speed.")
     before, after = (report.speed.tokens_per_second for report in records)
@@ -220,9 +230,13 @@ def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
 
 def make_recipe(given: Mapping[str, Any]) -> Recipe:
     """The recipe of a claim: `of` names one of the ledger's; the model "base" is the course's."""
-    fields = {**stored("recipes")[given["of"]], **given} if "of" in given else dict(given)
-    fields.pop("of", None)
-    return Recipe(**{**fields, "model": BASE if fields["model"] == "base" else fields["model"]})
+    fields = dict(given)
+    name = fields.pop("of", None)
+    if name is not None:
+        fields = {**stored("recipes")[name], **fields}
+    if fields["model"] == "base":
+        fields["model"] = BASE
+    return Recipe(**fields)
 
 
 @cache
@@ -230,7 +244,9 @@ def recorded_report(recipe: Recipe, gpu: str | None = None, target: str = "cuda"
     """A record of `recipe` (on `gpu`), or None."""
     with suppress(RecordError):
         report = find_record(recipe, gpu)
-        return report if report.status == "ok" and report.target == target else None
+        if report.status == "ok" and report.target == target:
+            return report
+    return None
 
 
 @cache
@@ -241,18 +257,22 @@ def witness(
     target: str = "cuda",
 ) -> Report:
     """The prediction or simulation of `recipe`, each once."""
-    return (
-        simulate(recipe, gpu=gpu, target=target) if by == "simulate" else predict(recipe, gpu=gpu)
-    )
+    if by == "simulate":
+        return simulate(recipe, gpu=gpu, target=target)
+    return predict(recipe, gpu=gpu)
 
 
 def report_facts(report: Report) -> dict[str, Any]:
-    """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole
-    run's in bytes.
+    """A report as nested names: phase, "peak" or "end", category or "total".
+
+    `peak` is the whole run's in bytes.
     """
     facts: dict[str, Any] = {}
     for name, phase in report.phases.items():
-        facts[name] = {"peak": _split(phase.peak), "end": _split(phase.end)}
+        facts[name] = {
+            "peak": _split(phase.peak),
+            "end": _split(phase.end),
+        }
     # Bytes of the weights once they are loaded, in which claims count.
     facts["N"] = facts["load"]["end"]["parameters"]
     facts.update(
@@ -264,12 +284,15 @@ def report_facts(report: Report) -> dict[str, Any]:
 
 
 def _split(of: Any) -> dict[str, int]:
-    return {**{category: getattr(of, category) for category in CATEGORIES}, "total": of.total}
+    sizes = {category: getattr(of, category) for category in CATEGORIES}
+    return {**sizes, "total": of.total}
 
 
 def _ends(size: Any) -> dict[str, Any]:
     # A figure that is known is an interval whose ends are equal; None counts as nothing.
-    size = size if isinstance(size, Interval) else Interval(*[size or 0] * 3)
+    if not isinstance(size, Interval):
+        known = size or 0
+        size = Interval(known, known, known)
     return {"low": size.low, "likely": size.value, "high": size.high}
 
 
@@ -282,18 +305,20 @@ def _search(asked: tuple) -> Recipe | None:
 
 
 def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any] = {}) -> Facts:
-    """Questions to the planner by name: whether any recipe fits (`fits`), and its model's
-    `parameters`.
+    """Questions to the planner by name.
+
+    Whether any recipe fits (`fits`), and its model's `parameters`.
     """
     names = {}
     said = []
     for name, question in questions.items():
         asked = {"offload": False, **common, **question}
         # Lists become tuples, so that the question can be a key of the cache.
-        frozen = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
-        }
-        recipe = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
+        frozen = []
+        for key in sorted(asked):
+            value = asked[key]
+            frozen.append((key, tuple(value) if isinstance(value, list) else value))
+        recipe = _search(tuple(frozen))
         names[name] = {
             "fits": recipe is not None,
             "parameters": recipe.shape.num_parameters if recipe else 0,
@@ -303,12 +328,19 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
 
 
 def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool = False) -> Facts:
-    """Chapter 07's lengths through the allocator's model, each run with a cure, on its card, on a
-    card without end, or on one with room for `spare` more than is allocated at the peak: calls to
-    CUDA, segments given back, the overhead."""
-    # The peak of allocated bytes, which no allocator changes.
-    most = chapter_07.run("none", None, True).peak_allocated if spare is not None else 0
-    limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
+    """Chapter 07's lengths through the allocator's model, each run with a cure.
+
+    They run on its card, on a card without end, or on one with room for `spare` more than is
+    allocated at the peak. Facts are calls to CUDA, segments given back, and the overhead.
+    """
+    if endless:
+        limit = None
+    elif spare is None:
+        limit = chapter_07.room()
+    else:
+        # The peak of allocated bytes, which no allocator changes.
+        most = chapter_07.run("none", None, True).peak_allocated
+        limit = int((1 + spare) * most)
     names = {}
     for name, cure in runs.items():
         expandable = cure.startswith("expandable")
@@ -320,8 +352,8 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
             continue
         names[name] = {
             "fails": False,
-            "gives_back": sum(followed.given_back[1:])
-            > 0,  # the first step is longer than that of the load
+            # Without the first entry: the first step is longer than that of the load.
+            "gives_back": sum(followed.given_back[1:]) > 0,
             "later_calls": sum(followed.mallocs[1:]),
             # The first two steps are left out: they reserve what later ones find.
             "flat": len(set(followed.between[2:])) == 1,
@@ -336,9 +368,11 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
 
 
 def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
-    """Runs with the cache left alone and emptied before each backward pass, as the Trainer does;
-    `fails`: whether they do on a card with room for `spare` more than is allocated at the peak.
-        `lengths`: chapter 03's in another order."""
+    """Runs with the cache left alone, and emptied before each backward pass.
+
+    The Trainer does the latter. `fails`: whether they do on a card with room for `spare` more than
+    is allocated at the peak. `lengths`: chapter 03's in another order.
+    """
     order = tuple(lengths)
     usual = chapter_03.replayed(lengths=order)
     limit = int((1 + spare) * usual.peak_allocated) if spare is not None else None
@@ -366,9 +400,11 @@ def two_ranks(
     ways: Mapping[str, Mapping[str, Any]] = {},
     wrappings: Mapping[str, str] = {},
 ) -> Facts:
-    """What one of two real ranks sends in a step of the base model, phase by phase, in units of its
-    parameters (Ψ); and of a hundred linear layers wrapped in FSDP units, what is gathered at a
-    time."""
+    """What one of two real ranks sends in a step of the base model, phase by phase.
+
+    Bytes are in units of its parameters (Ψ). Of a hundred linear layers wrapped in FSDP units it is
+    what is gathered at a time.
+    """
     names: dict[str, Any] = {}
     for name, given in ways.items():
         names[name] = sent(make_recipe({"of": "small", **given}))

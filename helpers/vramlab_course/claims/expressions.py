@@ -1,5 +1,6 @@
-"""The claims' data, and its expressions over the facts of an experiment: arithmetic, comparisons
-and names only.
+"""The claims' data, and its expressions over the facts of an experiment.
+
+They have arithmetic, comparisons and names only.
 """
 
 import ast
@@ -9,6 +10,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from vramlab.base.data import data_path
@@ -32,14 +34,24 @@ OPERATORS = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-FUNCTIONS = {"abs": abs, "ceil": math.ceil, "int": int, "max": max, "min": min, "round": round}
+FUNCTIONS = {
+    "abs": abs,
+    "ceil": math.ceil,
+    "int": int,
+    "max": max,
+    "min": min,
+    "round": round,
+}
 LARGEST_POWER = 256
 
 
 @cache
 def stored(part: str, path: Any = None) -> Any:
-    """A part of the claims' file (or another, `path`): "claims", "sources" (key to name and title),
-    "definitions" (expressions that several claims use) or "recipes" (what several start from)."""
+    """A part of the claims' file (or another, `path`).
+
+    The parts are "claims", "sources" (key to name and title), "definitions" (expressions that
+    several claims use) or "recipes" (what several start from).
+    """
     return json.loads((path or data_path("claims.json")).read_text(encoding="utf-8"))[part]
 
 
@@ -57,8 +69,9 @@ class Facts:
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> Any:
-    """The value of an expression such as "after.peak < 0.98 * before.peak" over nested mappings of
-    names.
+    """The value of an expression over nested mappings of names.
+
+    An expression is such as "after.peak < 0.98 * before.peak".
 
     Dots look up keys of mappings, never attributes of objects. Raises ExpressionError.
     """
@@ -94,21 +107,26 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         ):
             # a < b < c compares neighbours, as in Python.
             sides = [_value(each, names) for each in (left, *rights)]
-            return all(OPERATORS[type(op)](sides[i], sides[i + 1]) for i, op in enumerate(ops))
+            return _compare(sides, ops)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
             return FUNCTIONS[name](*(_value(each, names) for each in arguments))
     raise ExpressionError(f"{ast.unparse(node)} is not allowed: names, numbers and arithmetic are.")
 
 
+def _compare(sides: list[Any], ops: list[ast.cmpop]) -> bool:
+    """Whether each side and the one after it compare as the operator between them says."""
+    pairs = zip(ops, pairwise(sides), strict=True)
+    return all(OPERATORS[type(op)](a, b) for op, (a, b) in pairs)
+
+
 def _look_up(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    holder = (
-        _look_up(node.value, names)
-        if isinstance(node, ast.Attribute)
-        else names
-        if isinstance(node, ast.Name)
-        else None
-    )
-    key = getattr(node, "attr", None) or getattr(node, "id", None)
+    holder: Any = None
+    key = ""
+    match node:
+        case ast.Attribute(value=value, attr=key):
+            holder = _look_up(value, names)
+        case ast.Name(id=key):
+            holder = names
     if not isinstance(holder, Mapping) or key not in holder:
         known = ", ".join(sorted(holder)) if isinstance(holder, Mapping) else "nothing"
         raise ExpressionError(f"there is no {ast.unparse(node)}; known are {known}.")

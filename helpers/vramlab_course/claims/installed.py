@@ -27,9 +27,8 @@ def installed(
     """What a dotted name of an installed library is.
 
     `exists`; `takes`: whether it takes these arguments; `value`: itself, or what it gives when
-    `called`; with `item`,
-    `has`: whether that has such a member or attribute, and `value`, it. `fresh` asks a new process,
-        for settings.
+    `called`; with `item`, `has`: whether that has such a member or attribute, and `value`, it.
+    `fresh` asks a new process, for settings.
     """
     library = name.partition(".")[0]
     if library not in LIBRARIES:
@@ -39,7 +38,10 @@ def installed(
         # This process may have changed the setting by itself.
         return Facts({"exists": True, "value": _in_a_new_process(name)}, "measured", about)
     exists, thing = _find(name)
-    names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(thing, takes or {})}
+    names: dict[str, Any] = {
+        "exists": exists,
+        "takes": exists and _takes(thing, takes or {}),
+    }
     if called is not None and exists:
         with (
             warnings.catch_warnings()
@@ -59,8 +61,9 @@ def _version(library: str) -> str:
 
 
 def _find(name: str) -> tuple[bool, Any]:
-    """Whether a dotted name is there, and what it is: the longest part that is a module, then
-    attributes.
+    """Whether a dotted name is there, and what it is.
+
+    The longest part that is a module is imported, then come attributes.
     """
     parts = name.split(".")
     # From the whole name down: `torch.utils.data` is a module, `torch.utils.data.DataLoader` is
@@ -88,8 +91,9 @@ def _takes(function: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _item(thing: Any, item: str) -> tuple[bool, Any]:
-    """Whether a list, an enum's values or an object's attributes have an item of this name, and
-    what it is.
+    """Whether a list, an enum or an object has an item of this name, and what it is.
+
+    Of an enum the values count, of an object its attributes.
     """
     if isinstance(thing, list | EnumType):
         return item in [getattr(member, "value", member) for member in thing], item

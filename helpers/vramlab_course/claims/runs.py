@@ -1,5 +1,7 @@
-"""Experiments that run PyTorch here: profiler's labels, data loader, compiler, attention, 4-bit
-layers, and two real ranks.
+"""Experiments that run PyTorch here.
+
+They try profiler's labels, the data loader, the compiler, attention, 4-bit layers, and two real
+ranks.
 
 None rests on a time that a busy machine could spoil: they count, or compare waits and costs that
 are far apart.
@@ -41,8 +43,9 @@ def _versions() -> str:
 
 
 def labelled(times: int = 2000) -> Facts:
-    """`cost`: how many times as long a profiler's label takes as an empty context manager while no
-    profiler runs.
+    """`cost`: how many times as long a profiler's label takes as an empty context manager.
+
+    It is measured while no profiler runs.
     """
 
     def seconds(make: Callable[[], Any]) -> float:
@@ -55,9 +58,10 @@ def labelled(times: int = 2000) -> Facts:
     label = partial(torch.profiler.record_function, "forward_pass")
     empty = contextlib.nullcontext
     # The least of five: other programs can only make a round longer.
-    cost = min(seconds(label) for _ in range(5)) / min(seconds(empty) for _ in range(5))
+    with_label = min(seconds(label) for _ in range(5))
+    without = min(seconds(empty) for _ in range(5))
     return Facts(
-        {"cost": cost},
+        {"cost": with_label / without},
         "measured",
         f"{times:,} labels, the quickest of five rounds, {_versions()}",
     )
@@ -90,8 +94,9 @@ class Stream(IterableDataset):
 
 
 def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
-    """Seconds that a loop of eight steps waits for its batches, the first and last left out; and
-    who loaded them.
+    """Seconds that a loop of eight steps waits for its batches; and who loaded them.
+
+    The first and the last batch are left out.
     """
     # Forked, so that a worker starts at once and does not import torch again.
     loader = DataLoader(
@@ -114,25 +119,27 @@ def waited(workers: int, step: float = 0.09) -> tuple[float, set[int]]:
 
 
 def loaded(samples: int = 0, sharded: bool = False) -> Facts:
-    """Two workers of a DataLoader. With `samples`, `times`: how often each sample of an
-    IterableDataset comes, 0 if some are missing; else `hidden`: whether the wait for data falls to
-    less than half, and `processes`, who loads.
+    """Two workers of a DataLoader.
+
+    With `samples`, `times`: how often each sample of an IterableDataset comes, 0 if some are
+    missing; else `hidden`: whether the wait for data falls to less than half, and `processes`, who
+    loads.
 
     A busy machine can only lengthen waits, so one of three tries is enough.
     """
     if samples:
         stream = Stream(samples, sharded)
-        seen = [
-            int(n)
-            for n in DataLoader(
-                stream,
-                batch_size=None,
-                num_workers=2,
-                multiprocessing_context="fork",
-            )
-        ]
+        loader = DataLoader(
+            stream,
+            batch_size=None,
+            num_workers=2,
+            multiprocessing_context="fork",
+        )
+        seen = [int(n) for n in loader]
+        times = 0.0
         # Workers that do not divide the stream each yield all of it.
-        times = len(seen) / samples if set(seen) == set(range(samples)) else 0.0
+        if set(seen) == set(range(samples)):
+            times = len(seen) / samples
         return Facts({"times": times}, "measured", f"{samples} samples, 2 workers")
     alone, _ = waited(0)
     # A generator: the second and third are only made if needed.
@@ -153,9 +160,12 @@ def loaded(samples: int = 0, sharded: bool = False) -> Facts:
 
 @cache
 def compiled(layers: int = 4) -> Facts:
-    """torch.compile on linear layers: `graphs` traced after the call, the `first` and the third
-    forward pass; `calls`, the part of Python calls that is left; `kept`, the part of the bytes that
-    is kept for the backward pass (aot_eager)."""
+    """torch.compile on linear layers.
+
+    `graphs` traced after the call, the `first` and the third forward pass; `calls`, the part of
+    Python calls that is left; `kept`, the part of the bytes that is kept for the backward pass
+    (aot_eager).
+    """
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Callable:
@@ -184,8 +194,9 @@ def compiled(layers: int = 4) -> Facts:
 
 
 def _kept(backend: str) -> float:
-    """Bytes that a compiled transformer layer keeps for the backward pass, relative to the eager
-    one.
+    """Bytes that a compiled transformer layer keeps for the backward pass.
+
+    They are relative to those of the eager one.
     """
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -214,8 +225,9 @@ def python_calls(function: Callable[[Any], Any], x: Any) -> int:
 
 
 def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts:
-    """With a `dtype`, `kernel`: which one SDPA takes on a card for heads of 64, by the rules of
-    `sdp_utils.cpp`.
+    """With a `dtype`, `kernel`: which one SDPA takes on a card for heads of 64.
+
+    It goes by the rules of `sdp_utils.cpp`.
 
     Else, of 512 tokens on this CPU: `kept`, how many times as much attention written out keeps as
     the flash kernel; `asked_for`, whether flash has to be named; `weights`, whether a model with it
@@ -285,9 +297,11 @@ def _gives_weights() -> bool:
 
 
 def four_bits() -> Facts:
-    """bitsandbytes' NF4: `apart`, its levels from quantiles of the normal distribution; whether
-    each block keeps its standard `deviation`; and bytes of each number of doubly quantized `codes`
-    and `scales`."""
+    """bitsandbytes' NF4: `apart`, its levels from quantiles of the normal distribution.
+
+    Also whether each block keeps its standard `deviation`; and bytes of each number of doubly
+    quantized `codes` and `scales`.
+    """
     from bitsandbytes.functional import get_4bit_type, quantize_4bit
 
     weights = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -318,9 +332,11 @@ def _launcher() -> Launcher:
 
 @cache
 def sent(recipe: Recipe) -> dict[str, Any]:
-    """What one of two real ranks sends in a step, in units of the parameters' bytes: phase to kind,
-    and `ring`, what a ring carries of it (an all-reduce is a reduce-scatter and an all-gather);
-    `ring` and `all` of the whole step."""
+    """What one of two real ranks sends in a step, in units of the parameters' bytes.
+
+    Phase to kind, and `ring`, what a ring carries of it (an all-reduce is a reduce-scatter and an
+    all-gather); `ring` and `all` of the whole step.
+    """
     # The rank's result is by phase and kind, in bytes.
     phases = _launcher().run(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()})[0]
     # Four bytes a parameter: these recipes are in fp32.
@@ -341,11 +357,16 @@ def sent(recipe: Recipe) -> dict[str, Any]:
 
 @cache
 def wrapped(wrapping: str) -> dict[str, Any]:
-    """A hundred linear layers under FSDP on two ranks: what is gathered at a time, in units of the
-    parameters' bytes, and the peak in units of all that an unsharded step holds of weights,
-    gradients and AdamW's states."""
+    """A hundred linear layers under FSDP on two ranks: what is gathered, and the peak.
+
+    What is gathered at a time is in units of the parameters' bytes, the peak in units of all that
+    an unsharded step holds of weights, gradients and AdamW's states.
+    """
     found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
     # Bytes of all weights in fp32.
     whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
     # Weights, gradients and AdamW's two states are four times the weights.
-    return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}
+    return {
+        "gathered": found["gathered"] / whole,
+        "peak": found["peak"] / (4 * whole),
+    }

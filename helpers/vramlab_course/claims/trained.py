@@ -1,5 +1,6 @@
-"""Experiments on numbers and training: quantizers, formats, small runs, gradients, and the records
-of longer runs.
+"""Experiments on numbers and training.
+
+They are of quantizers, formats, small runs, gradients, and the records of longer runs.
 """
 
 import json
@@ -32,8 +33,9 @@ RATES = (1e-4, 1e-3)  # a run without a rate of its own takes the better one
 
 
 def recorded(file: str, names: Mapping[str, list[str]]) -> Facts:
-    """Values of a record in `data/base_model`, each found by its keys; in a list of runs, "r=8" is
-    the first whose r is 8.
+    """Values of a record in `data/base_model`, each found by its keys.
+
+    In a list of runs "r=8" is the first whose r is 8.
 
     Raises RecordError where there is no such record.
     """
@@ -42,7 +44,11 @@ def recorded(file: str, names: Mapping[str, list[str]]) -> Facts:
         raise RecordError(f"Waits for {file}: its script in data/base_model has not been run.")
     stored = json.loads(path.read_text(encoding="utf-8"))
     where = ", ".join(stored[key] for key in ("recipe", "hardware", "date"))
-    return Facts({name: _walk(stored, keys) for name, keys in names.items()}, "recorded", where)
+    return Facts(
+        {name: _walk(stored, keys) for name, keys in names.items()},
+        "recorded",
+        where,
+    )
 
 
 def _walk(stored: Any, keys: list[str]) -> Any:
@@ -62,9 +68,11 @@ def quantized(
     outlier: bool = False,
     block_size: int | None = None,
 ) -> Facts:
-    """4,096 normal numbers, one of them 100 with an `outlier`, quantized and back: `error`, the
-    root of the mean squared difference; `middle` and `edge` of a table by quantiles, the distances
-    between neighbours there."""
+    """4,096 normal numbers, one of them 100 with an `outlier`, quantized and back.
+
+    `error`: the root of the mean squared difference; `middle` and `edge` of a table by quantiles:
+    the distances between neighbours there.
+    """
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     if outlier:
         values[2048] = 100.0
@@ -95,8 +103,9 @@ def _bits(format: str | None, limit: int) -> float:
 
 
 def rounded_weights(format: str, limit: int = 8000) -> Facts:
-    """`ratio`: the base model's bits per byte with its weights rounded to a format, relative to
-    what they were.
+    """`ratio`: the base model's bits per byte with its weights rounded to a format.
+
+    It is relative to what they were.
     """
     there = _bits(format, limit)
     before = _bits(None, limit)
@@ -130,8 +139,10 @@ def _loss(
 
 
 def learns(dtype: str, layers: int = 20, steps: int = 150) -> Facts:
-    """`plain` and `scaled`: whether chapter 01's network gets a tenth below the loss of guessing,
-    without and with loss scaling."""
+    """Whether chapter 01's network gets a tenth below the loss of guessing.
+
+    `plain` says it without loss scaling, `scaled` with it.
+    """
     names = {}
     losses = []
     for name, is_scaled in (("plain", False), ("scaled", True)):
@@ -157,7 +168,7 @@ def loss_after(
     """Nats a token of the base model on 16 unseen sequences after `steps` steps.
 
     `precision`: "fp32", "mixed" (bf16 under autocast, weights and update in fp32) or "bf16"
-        (everything).
+    (everything).
     """
     from transformers.optimization import Adafactor
 
@@ -183,8 +194,9 @@ def loss_after(
 
 
 def trained(runs: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """The loss of each run of the base model on unseen text after a few steps; at the better of two
-    rates if none is given.
+    """The loss of each run of the base model on unseen text after a few steps.
+
+    It is that at the better of two rates if none is given.
 
     Raises RecordError for more steps than a CPU should be asked for.
     """
@@ -193,7 +205,8 @@ def trained(runs: Mapping[str, Mapping[str, Any]]) -> Facts:
     names = {}
     for name, run in runs.items():
         rates = [run["learning_rate"]] if "learning_rate" in run else RATES
-        names[name] = min(loss_after(**{**run, "learning_rate": rate}) for rate in rates)
+        losses = [loss_after(**{**run, "learning_rate": rate}) for rate in rates]
+        names[name] = min(losses)
     said = ", ".join(f"{name} {loss:.3f}" for name, loss in names.items())
     return Facts(
         names,
@@ -208,8 +221,9 @@ def accumulated(
     layer: str = "",
     parts: int = 4,
 ) -> Facts:
-    """`error`: how far gradients accumulated over `parts` micro-batches are from those of the whole
-    batch, relative.
+    """`error`: how far accumulated gradients are from those of the whole batch, relative.
+
+    They are accumulated over `parts` micro-batches.
 
     A linear layer, behind a `layer` of torch.nn if one is named, guesses tokens; `lengths` are each
     sequence's tokens, the rest is padding. A micro-batch's loss is its mean ("micro-batches") or

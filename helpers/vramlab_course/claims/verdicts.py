@@ -1,5 +1,6 @@
-"""The ledger of claims: each is an entry of `data/claims.json`, and its verdict is computed from an
-experiment.
+"""The ledger of claims: each is an entry of `data/claims.json`.
+
+Its verdict is computed from an experiment.
 
 An entry names one of the generic experiments of `experiments.py`, gives it arguments case by case,
 and says by an expression which value of what was found is held against the quoted figure.
@@ -49,8 +50,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """One condition under which a claim is tested: arguments, and what is compared with the quoted
-    figure.
+    """One condition under which a claim is tested.
+
+    It has arguments, and says what is compared with the quoted figure.
     """
 
     arguments: Mapping[str, Any]
@@ -109,14 +111,13 @@ class Claim:
     def __post_init__(self):
         from .experiments import EXPERIMENTS
 
-        if self.source not in stored("sources") or not re.fullmatch(
-            r"[a-z0-9]+(-[a-z0-9]+)+",
-            self.name,
-        ):
+        matches = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", self.name)
+        if self.source not in stored("sources") or not matches:
             raise ClaimError(
                 f"claim {self.name!r}: a name is a source and words, like 'lecture-sgd'."
             )
-        if not self.cases or not all(isinstance(case, Mapping) for case in self.cases.values()):
+        are_mappings = all(isinstance(case, Mapping) for case in self.cases.values())
+        if not self.cases or not are_mappings:
             raise ClaimError(
                 f"claim {self.name}: it needs a case or more, each with its experiment's arguments."
             )
@@ -147,7 +148,9 @@ class Claim:
     @property
     def by(self) -> str:
         """Who says so, "the guide and the notebook"."""
-        return " and ".join(stored("sources")[key]["name"] for key in (self.source, *self.also))
+        sources = stored("sources")
+        names = [sources[key]["name"] for key in (self.source, *self.also)]
+        return " and ".join(names)
 
     @property
     def each(self) -> dict[str, Case]:
@@ -188,8 +191,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim: the finding of each case, None where a record or package is missing,
-    and what is missing.
+    """What became of a claim: the finding of each case.
+
+    A finding is None where a record or package is missing, and `missing` says which.
     """
 
     claim: Claim
@@ -221,7 +225,8 @@ class Verdict:
         """
         # One case in which it holds is an answer, even while others wait for a record.
         if self.holding:
-            return HOLDS if self.claim.some or len(self.holding) == len(self.findings) else UNDER
+            is_enough = self.claim.some or len(self.holding) == len(self.findings)
+            return HOLDS if is_enough else UNDER
         if None in self.findings.values():
             return WAITS
         if len(self.outdated) == len(self.findings):
@@ -245,8 +250,9 @@ class Verdict:
         return f"{start} {'; '.join(self.holding)}{was}"
 
     def waits_for(self, case: str) -> str:
-        """What a case without a finding waits for: the hardware that its experiment names, a GPU
-        with CUDA, or a package.
+        """What a case without a finding waits for.
+
+        That is the hardware that its experiment names, a GPU with CUDA, or a package.
         """
         # Both sentences that come here say it: a RecordError's "Waits for …" and a MissingExtra's
         # "… needs …".
@@ -277,7 +283,14 @@ class Ledger(tuple):
         rows = []
         for verdict in self:
             claim = verdict.claim
-            rows.append((f"{claim.by}: {claim.said}", quoted(claim), verdict.found, verdict.text))
+            rows.append(
+                (
+                    f"{claim.by}: {claim.said}",
+                    quoted(claim),
+                    verdict.found,
+                    verdict.text,
+                )
+            )
         return rows
 
     def __str__(self) -> str:
@@ -301,8 +314,9 @@ class Ledger(tuple):
 
 def quoted(claim: Claim) -> str:
     """The figures that a claim quotes, with their unit."""
+    figures = [shown(case.quoted, claim.unit) for case in claim.each.values()]
     # Cases may quote one figure, which is said once.
-    return "; ".join(dict.fromkeys(shown(case.quoted, claim.unit) for case in claim.each.values()))
+    return "; ".join(dict.fromkeys(figures))
 
 
 def shown(value: float | bool | Interval, unit: str) -> str:
@@ -311,9 +325,12 @@ def shown(value: float | bool | Interval, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, Interval):
         return f"{value.low:,.0f} to {value.high:,.0f} {unit}"
-    text = (
-        f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
-    )
+    if unit == "MiB":
+        text = f"{value:,.0f}"
+    elif unit == "GiB":
+        text = f"{value:,.3f}"
+    else:
+        text = f"{value:,.4g}"
     return f"{text} {unit}".strip()
 
 

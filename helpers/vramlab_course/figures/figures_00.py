@@ -1,5 +1,6 @@
-"""Chapter 00's pictures: why a run that passed its first step dies in the second, and what is alive
-at its peak.
+"""Chapter 00's pictures: why a run that passed its first step dies in the second.
+
+A second one shows what is alive at its peak.
 """
 
 from collections.abc import Mapping
@@ -21,19 +22,27 @@ def two_steps(
     title: str,
     about: str,
 ):
-    """Return a figure of what is alive in two steps, one after the other, and where the second
-    exceeds `room` bytes.
+    """Return a figure of what is alive in two steps, one after the other.
+
+    It shows where the second exceeds `room` bytes.
     """
     figure, ax = style.start(title, about)
     look = style.look(["optimizer_states"])["optimizer_states"]
     rows = [("step", "states at its start, GiB", "peak, GiB")]
     for n, run in enumerate((first, second)):
         # Each step is one wide, however many events it has.
-        x = [n + i / len(run.timeline) for i in range(len(run.timeline))]
+        count = len(run.timeline)
+        x = [n + i / count for i in range(count)]
         total = [moment.bytes.total / GiB for moment in run.timeline]
         held = [moment.bytes.optimizer_states / GiB for moment in run.timeline]
         ax.fill_between(x, held, total, color="#C8C8C8", linewidth=0)
-        ax.fill_between(x, 0, held, where=[size > 0 for size in held], **look)
+        ax.fill_between(
+            x,
+            0,
+            held,
+            where=[size > 0 for size in held],
+            **look,
+        )
         top = max(total)
         ax.annotate(
             f"{top:.1f} GiB",
@@ -45,7 +54,13 @@ def two_steps(
         rows.append((str(n + 1), f"{held[0]:.2f}", f"{top:.2f}"))
     limit = room / GiB
     ax.axhline(limit, color=style.ALARM, linestyle="--")
-    ax.annotate(f"a T4's {limit:.2f} GiB", (0.01, limit), (0, 5), **NEAR, color=style.ALARM)
+    ax.annotate(
+        f"a T4's {limit:.2f} GiB",
+        (0.01, limit),
+        (0, 5),
+        **NEAR,
+        color=style.ALARM,
+    )
     # `x` and `total` are still the second step's.
     died = next(place for place, size in zip(x, total, strict=True) if size > limit)
     ax.plot(died, limit, "X", color=style.ALARM, markersize=10, zorder=5)
@@ -145,10 +160,25 @@ def whole(parts: Mapping[str, int], title: str, about: str):
             if name in STAYS:
                 label = name
             named.add(category)
-            ax.barh(y, size / GiB, label=label, **looks[category])
-            ax.annotate(sized[name], (size / GiB, y), (4, 0), **NEAR, va="center")
+            ax.barh(
+                y,
+                size / GiB,
+                label=label,
+                **looks[category],
+            )
+            ax.annotate(
+                sized[name],
+                (size / GiB, y),
+                (4, 0),
+                **NEAR,
+                va="center",
+            )
         widest = max(parts.values()) / GiB
-        ax.set(xlabel="GiB", ylim=(len(parts) - 0.5, -0.5), xlim=(0, 1.12 * widest))
+        ax.set(
+            xlabel="GiB",
+            ylim=(len(parts) - 0.5, -0.5),
+            xlim=(0, 1.12 * widest),
+        )
         ax.set_yticks(range(len(parts)), list(parts))
         ax.grid(axis="y", visible=False)
     return ax.figure

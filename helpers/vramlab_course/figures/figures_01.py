@@ -14,17 +14,25 @@ INK = "#222222"
 
 
 def ranges():
-    """Draw how far each format reaches, from its smallest positive number to its largest, with its
-    step at 1.
+    """Draw how far each format reaches, from its smallest positive number to its largest.
+
+    The label is its step at 1.
     """
     rows = [("format", "bits", "smallest", "largest", "step at 1")]
     for f in FORMATS:
-        fields = f"1 + {f.exponent_bits} + {f.fraction_bits}"
         rows.append(
-            (f.name, fields, f"{f.smallest:.1e}", f"{f.max:.3g}", f"1/{1 / f.epsilon:,.0f}")
+            (
+                f.name,
+                f"1 + {f.exponent_bits} + {f.fraction_bits}",
+                f"{f.smallest:.1e}",
+                f"{f.max:.3g}",
+                f"1/{1 / f.epsilon:,.0f}",
+            )
         )
     title = "Exponent bits buy range, fraction bits buy precision"
-    spans = [f"{name}: {low} to {high}, steps of {step}" for name, _, low, high, step in rows[1:]]
+    spans = []
+    for name, _, low, high, step in rows[1:]:
+        spans.append(f"{name}: {low} to {high}, steps of {step}")
     said = f"Bars on a logarithmic axis. {'; '.join(spans)}."
     about = "derived: positive numbers of each format; the label is its step at 1"
     with canvas(title, said, about, rows) as ax:
@@ -86,8 +94,9 @@ def code_shares(tables: Mapping[str, Mapping[float, float]]):
 
 
 def costs(stores: Mapping[str, tuple[float, float]], title: str):
-    """Draw what each way to store the base model costs: (bits a number, % more bits per byte) by
-    name.
+    """Draw what each way to store the base model costs.
+
+    `stores` has (bits a number, % more bits per byte) by name.
     """
     # The cheapest first.
     ways = sorted(stores.items(), key=lambda way: way[1][1])
@@ -111,7 +120,13 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
             bar = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
             ax.barh(y, cost, 0.6, label=kind, **bar)
             place = (max(cost, 0), y)
-            ax.annotate(rows[y + 1][2], place, (5, 0), textcoords="offset points", va="center")
+            ax.annotate(
+                rows[y + 1][2],
+                place,
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+            )
         ax.set_yticks(range(len(ways)), labels)
         ax.set(xlim=(0, 1.15 * ways[-1][1][1]), xlabel="% more bits per byte")
         ax.grid(visible=False)

@@ -29,8 +29,11 @@ def layer(sizes: Sequence[int], title: str, about: str):
     `sizes` are in the order in which the layer saves them, that of KEPT.
     """
     rows = [("part", "tensor", "bytes a token")]
-    rows += [(*named, f"{size:,}") for named, size in zip(KEPT, sizes, strict=True)]
-    said = "; ".join(f"{part}, {what}: {size}" for part, what, size in rows[1:])
+    spans = []
+    for (part, what), size in zip(KEPT, sizes, strict=True):
+        rows.append((part, what, f"{size:,}"))
+        spans.append(f"{part}, {what}: {size:,}")
+    said = "; ".join(spans)
     alt = f"A layer from top to bottom. {said}."
     with canvas(title, alt, about, rows) as ax:
         for y, ((part, _), size) in enumerate(zip(KEPT, sizes, strict=True)):
@@ -50,8 +53,16 @@ def layer(sizes: Sequence[int], title: str, about: str):
             ax.text(widest, middle, part, rotation=270, va="center", ha="center", fontsize=9)
             if at[-1] + 1 < len(KEPT):
                 ax.axhline(at[-1] + 0.5, color=style.INK, linewidth=0.8)
-        ax.set_yticks(range(len(KEPT)), [what for _, what in KEPT], fontsize=8)
+        ax.set_yticks(
+            range(len(KEPT)),
+            [what for _, what in KEPT],
+            fontsize=8,
+        )
         ax.xaxis.set_major_formatter("{x:,.0f}")
-        ax.set(xlabel="bytes for each token", ylim=(len(KEPT) - 0.4, -0.6), xlim=(0, widest * 1.05))
+        ax.set(
+            xlabel="bytes for each token",
+            ylim=(len(KEPT) - 0.4, -0.6),
+            xlim=(0, widest * 1.05),
+        )
         ax.grid(visible=False)
     return ax.figure

@@ -23,8 +23,9 @@ def who_holds_what(
     ways: Sequence[str] = tuple(WAYS),
     sizes: Sequence[float] = (1, 1, 1),
 ):
-    """Return a figure of each rank's share of parameters, gradients and optimizer states, a row per
-    way of dividing.
+    """Return a figure of each rank's share of parameters, gradients and optimizer states.
+
+    Each way of dividing them is a row.
 
     A frame is the whole of one part, as wide as its share of `sizes`. Tensor parallelism divides
     each layer upright, pipelining across, ZeRO flat lists.
@@ -43,7 +44,8 @@ def who_holds_what(
         for i, look in enumerate(style.look(PARTS).values()):
             width = widths[i]
             # 3.9 from rank to rank: the three parts, gaps of 0.08 and a wider gap between ranks.
-            left = [3.9 * rank + sum(widths[:i]) + 0.08 * i for rank in ranks]
+            offset = sum(widths[:i]) + 0.08 * i
+            left = [3.9 * rank + offset for rank in ranks]
             empty = {"facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
             ax.bar(left, 1, width, low, align="edge", **empty)
             # A rank has its layers of everything: a band across.
@@ -71,11 +73,24 @@ def who_holds_what(
             # The letters stand above the first row alone.
             waiting = left if row == 0 else ()
             for x in waiting:
-                ax.text(x + width / 2, 1.08, "PGS"[i], ha="center", va="bottom", fontsize=9.5)
+                ax.text(
+                    x + width / 2,
+                    1.08,
+                    "PGS"[i],
+                    ha="center",
+                    va="bottom",
+                    fontsize=9.5,
+                )
         rows.append((way, *(f"1/{world_size}" if one else "all" for one in cut)))
-    ax.set(xlim=(-0.2, 3.9 * world_size - 0.6), ylim=(-1.3 * row - 0.2, 1.55))
+    ax.set(
+        xlim=(-0.2, 3.9 * world_size - 0.6),
+        ylim=(-1.3 * row - 0.2, 1.55),
+    )
     ax.set_yticks([0.5 - 1.3 * row for row in range(len(ways))], ways)
-    ax.set_xticks([3.9 * rank + 1.58 for rank in ranks], [f"rank {rank}" for rank in ranks])
+    ax.set_xticks(
+        [3.9 * rank + 1.58 for rank in ranks],
+        [f"rank {rank}" for rank in ranks],
+    )
     ax.grid(visible=False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)

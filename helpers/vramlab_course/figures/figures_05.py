@@ -43,7 +43,16 @@ def flow(inputs: int, outputs: int, r: int):
         look = {"boxstyle": "round,pad=0.5", "edgecolor": style.INK, "linewidth": 1.0}
         for x, y, _, text, colour in boxes:
             box = {**look, "facecolor": colour}
-            ax.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.5, bbox=box)
+            ax.text(
+                x,
+                y,
+                text,
+                ha="center",
+                va="center",
+                fontsize=9.5,
+                linespacing=1.5,
+                bbox=box,
+            )
         # From one box's edge to the next one's.
         arrows = (
             ((1.2, 1.15), (3.4, 1.9)),
@@ -75,7 +84,8 @@ def over_length(
     about: str,
 ):
     """Draw peaks over the length: `predicted` as lines, `simulated` as marks."""
-    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in next(iter(simulated.values()))))]
+    first = next(iter(simulated.values()))
+    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in first))]
     for name, peaks in simulated.items():
         rows.append((name, *(f"{size / GiB:.1f}" for size in peaks.values())))
     said = (
@@ -117,19 +127,29 @@ def label(run: SimpleNamespace) -> str:
 
 
 def compared(sweep: SimpleNamespace, title: str):
-    """Draw what `finetuning.recorded_sweep` holds: bits per byte of unseen prose, a dot for each
-    seed, by setting.
+    """Draw what `finetuning.recorded_sweep` holds.
+
+    That is bits per byte of unseen prose, a dot for each seed, by setting.
     """
     rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
     base = sweep.base
-    rows.append(("untuned", "0", "", f"{base['documentation']:.3f}", "", f"{base['programs']:.3f}"))
+    prose = f"{base['documentation']:.3f}"
+    programs = f"{base['programs']:.3f}"
+    rows.append(("untuned", "0", "", prose, "", programs))
     runs = sorted(sweep.runs, key=lambda run: run.documentation)
     for run in runs:
-        found = f"{run.documentation:.3f}", f"{run.deviation:.3f}", f"{run.programs:.3f}"
-        rows.append((label(run), f"{run.trained:,}", f"{run.learning_rate:g}", *found))
-    said = (
-        "Five dots for each setting. " + "; ".join(f"{row[0]} {row[3]}" for row in rows[1:]) + "."
-    )
+        rows.append(
+            (
+                label(run),
+                f"{run.trained:,}",
+                f"{run.learning_rate:g}",
+                f"{run.documentation:.3f}",
+                f"{run.deviation:.3f}",
+                f"{run.programs:.3f}",
+            )
+        )
+    bits = "; ".join(f"{row[0]} {row[3]}" for row in rows[1:])
+    said = f"Five dots for each setting. {bits}."
     about = (
         f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, "
         f"{len(runs[0].seeds['documentation'])} seeds"
@@ -154,7 +174,13 @@ def compared(sweep: SimpleNamespace, title: str):
                 markeredgewidth=2,
             )
         ax.axvline(base["documentation"], color=style.INK, linestyle=":")
-        ax.text(base["documentation"], len(runs) - 0.4, "untuned ", ha="right", va="center")
+        ax.text(
+            base["documentation"],
+            len(runs) - 0.4,
+            "untuned ",
+            ha="right",
+            va="center",
+        )
         ax.set_yticks(range(len(runs)), [label(run) for run in runs])
         ax.set(xlabel="bits per byte of unseen prose", ylim=(len(runs) - 0.2, -0.6))
         ax.grid(visible=False, axis="y")

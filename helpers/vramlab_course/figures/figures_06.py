@@ -28,7 +28,15 @@ def by_length(
             colour, mark, _ = looks[name]
             dash = "-" if checkpoints else "--"
             label = name if checkpoints else f"_{name}"
-            ax.plot(lengths, line, dash, marker=mark, markersize=5, color=colour, label=label)
+            ax.plot(
+                lengths,
+                line,
+                dash,
+                marker=mark,
+                markersize=5,
+                color=colour,
+                label=label,
+            )
         # An empty line that explains the dashes in the legend.
         ax.plot([], [], "--", color=style.INK, label="dashed: no checkpointing")
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])

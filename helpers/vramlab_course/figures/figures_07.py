@@ -1,5 +1,6 @@
-"""Chapter 07's pictures: traces of a loop, a layer's times, a memory history, and the allocator's
-segments.
+"""Chapter 07's pictures.
+
+They show traces of a loop, a layer's times, a memory history, and the allocator's segments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,9 @@ class Trace:
         for start, length in self.labels[label]:
             for begin, took in self.lanes.get(OPERATORS, ()):
                 # The overlap of two spans, 0 where they do not touch.
-                seconds += max(0.0, min(start + length, begin + took) - max(start, begin))
+                first = max(start, begin)
+                last = min(start + length, begin + took)
+                seconds += max(0.0, last - first)
         return seconds
 
 
@@ -124,15 +127,20 @@ def trace(seen: Trace, title: str, subtitle: str):
         for y, spans in enumerate(seen.lanes.values(), 1):
             bars = [(start - seen.start, length) for start, length in spans]
             ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=style.INK)
-        ax.set(xlabel="seconds", xlim=(0, seen.seconds), ylim=(len(lanes) - 0.5, -0.6))
+        ax.set(
+            xlabel="seconds",
+            xlim=(0, seen.seconds),
+            ylim=(len(lanes) - 0.5, -0.6),
+        )
         ax.set_yticks(range(len(lanes)), lanes)
         ax.grid(False)
     return ax.figure
 
 
 def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
-    """Return a figure of the labels of each run over time, the first run on top, with its length
-    and share of waiting.
+    """Return a figure of the labels of each run over time, the first run on top.
+
+    Each has its length and its share of waiting.
     """
     rows = [("loop", "seconds", "waiting")]
     alt = (
@@ -143,9 +151,19 @@ def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
         for y, (name, seen) in enumerate(runs.items()):
             for label, colour in COLOURS.items():
                 bars = [(start - seen.start, length) for start, length in seen.labels[label]]
-                ax.broken_barh(bars, (y - 0.25, 0.5), facecolor=colour, label=label)
+                ax.broken_barh(
+                    bars,
+                    (y - 0.25, 0.5),
+                    facecolor=colour,
+                    label=label,
+                )
             waiting = f"{seen.share(WAITING):.0%}"
-            ax.text(0, y - 0.3, f"{name}: {seen.seconds:.1f} s, {waiting} waiting", va="bottom")
+            ax.text(
+                0,
+                y - 0.3,
+                f"{name}: {seen.seconds:.1f} s, {waiting} waiting",
+                va="bottom",
+            )
             rows.append((name, f"{seen.seconds:.1f}", waiting))
         ax.set(yticks=[], xlabel="seconds", ylim=(len(runs) - 0.6, -0.7))
     return ax.figure
@@ -157,8 +175,9 @@ def layer_times(
     title: str,
     subtitle: str,
 ):
-    """Return a figure of a layer's seconds by tokens: the least ones as a line, the measured ones
-    as dots.
+    """Return a figure of a layer's seconds by tokens.
+
+    The least ones are a line, the measured ones dots.
     """
     rows = [("tokens", "least, ms", "measured, ms")]
     for tokens, took in measured.items():
@@ -175,7 +194,14 @@ def layer_times(
             label="the roofline: least time",
         )
         dots = [1e3 * seconds for seconds in measured.values()]
-        ax.plot(list(measured), dots, "o", color=style.INK, markersize=8, label="measured")
+        ax.plot(
+            list(measured),
+            dots,
+            "o",
+            color=style.INK,
+            markersize=8,
+            label="measured",
+        )
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
         ax.set_xticks(list(measured), [f"{n:,}" for n in measured])
         ax.minorticks_off()
@@ -184,13 +210,15 @@ def layer_times(
 
 @style.styled()
 def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
-    """Return a figure of memory histories, each on its own scale: what is alive over events, by the
-    line that asked for it.
+    """Return a figure of memory histories, each on its own scale.
+
+    It shows what is alive over events, by the line that asked for it.
     """
     figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True)
     # The lines that hold most in the first run, for all panels, so that a colour means one line
     # everywhere.
-    lines = [group.line for group in next(iter(runs.values())).largest(count=len(BANDS) - 1)]
+    first = next(iter(runs.values()))
+    lines = [group.line for group in first.largest(count=len(BANDS) - 1)]
     rows = [("run", "peak, MiB", "at the end, MiB")]
     longest = max(len(snapshot.allocated) for snapshot in runs.values())
     for ax, (name, snapshot) in zip(axes, runs.items(), strict=True):
@@ -212,8 +240,19 @@ def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
         ax.stackplot(events, heights, colors=BANDS, labels=names, step="post", linewidth=0)
         sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
         said = f"{name}: at most {sizes[0] / MiB:,.1f} MiB"
-        ax.annotate(said, (0, 1), (6, -14), xycoords="axes fraction", **NEAR, fontweight="bold")
-        ax.set(ylabel="MiB alive", xlim=(0, longest), ylim=(0, 1.25 * sizes[0] / MiB))
+        ax.annotate(
+            said,
+            (0, 1),
+            (6, -14),
+            xycoords="axes fraction",
+            **NEAR,
+            fontweight="bold",
+        )
+        ax.set(
+            ylabel="MiB alive",
+            xlim=(0, longest),
+            ylim=(0, 1.25 * sizes[0] / MiB),
+        )
         rows.append((name, *(f"{size / MiB:.1f}" for size in sizes)))
     axes[-1].set_xlabel("allocations and releases, in their order")
     alt = (
@@ -230,10 +269,15 @@ def segments(
     subtitle: str,
     count: int = 14,
 ):
-    """Return a figure of the largest segments, their blocks in use filled, and the `request` of
-    bytes above them.
+    """Return a figure of the largest segments, and the `request` of bytes above them.
+
+    Blocks in use are filled.
     """
-    large = sorted(held.segments, key=lambda segment: -sum(block.size for block in segment))[:count]
+
+    def size_of(segment: Sequence) -> int:
+        return sum(block.size for block in segment)
+
+    large = sorted(held.segments, key=size_of, reverse=True)[:count]
     rows = [("segment", "GiB", "largest free block, GiB")]
     alt = (
         f"{title}. Bars of segments, most of them white, which is free; the request on top is "
@@ -241,7 +285,13 @@ def segments(
     )
     with canvas(title, alt, subtitle, rows) as ax:
         # Above the first segment, as the axis grows downwards.
-        ax.barh(-1.2, request / GiB, 0.8, color=style.ALARM, label="the next request")
+        ax.barh(
+            -1.2,
+            request / GiB,
+            0.8,
+            color=style.ALARM,
+            label="the next request",
+        )
         for y, segment in enumerate(large):
             start = 0.0
             for block in segment:
@@ -270,22 +320,39 @@ def climb(
     title: str,
     subtitle: str,
 ):
-    """Return a figure of reserved and allocated memory over steps of `lengths`, against the card's
-    `room` in bytes.
+    """Return a figure of reserved and allocated memory over steps of `lengths`.
+
+    A line shows the card's `room` in bytes.
     """
     steps = range(1, len(lengths) + 1)
     held = [size / GiB for size in run.between]
     # `ends` are positions in the log, so a pair of them is one step.
-    peaks = [max(run.allocated[a:b]) / GiB for a, b in pairwise(run.ends)]
+    peaks = []
+    for begin, end in pairwise(run.ends):
+        peak = max(run.allocated[begin:end])
+        peaks.append(peak / GiB)
     alt = (
         "Allocated goes up and down. Reserved only rises, at the samples longer than all "
         "before, in the end past the line."
     )
     with canvas(title, alt, subtitle) as ax:
-        ax.bar(steps, held[1:], width=1, color=style.PROCESS, label="reserved after the step")
+        ax.bar(
+            steps,
+            held[1:],
+            width=1,
+            color=style.PROCESS,
+            label="reserved after the step",
+        )
         ax.bar(steps, peaks, color=BLUE, label="allocated at most")
-        ax.axhline(room / GiB, color=style.ALARM, linestyle="--", label="what the card leaves them")
-        for step, length, before, after in zip(steps, lengths, held, held[1:], strict=False):
+        ax.axhline(
+            room / GiB,
+            color=style.ALARM,
+            linestyle="--",
+            label="what the card leaves them",
+        )
+        for step, length in zip(steps, lengths, strict=True):
+            before = held[step - 1]
+            after = held[step]
             if after > before + 0.1:  # a small segment of 2 MiB is not to be seen
                 ax.text(step - 0.4, after - 0.2, f"{length:,}", va="top")
         ax.set(xlabel="step; where reserved climbs, the tokens of the step's samples", ylabel="GiB")

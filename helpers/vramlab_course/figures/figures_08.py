@@ -32,11 +32,14 @@ def cloud(
     """
     every = [row for kind in rows.values() for row in kind]
     beyond = sum(row[1][1] > WIDEST * GiB for row in every)
+    said = []
+    for name, (_, row) in marked.items():
+        likely = row[1][1] / GiB
+        said.append(f"{name}, {likely:.1f} GiB")
     alt = (
         f"A cloud of {len(every)} recipes, speed over likely memory. A stair leads along the upper "
-        f"left edge of each kind of base: {' and '.join(fronts)}. Marked: "
-        + "; ".join(f"{name}, {row[1][1] / GiB:.1f} GiB" for name, (_, row) in marked.items())
-        + f". The card's line stands at {usable / GiB:.1f} GiB."
+        f"left edge of each kind of base: {' and '.join(fronts)}. Marked: {'; '.join(said)}. "
+        f"The card's line stands at {usable / GiB:.1f} GiB."
     )
     subtitle = f"{subtitle} · {beyond} of {len(every)} need more than {WIDEST} GiB"
     with canvas(title, alt, subtitle) as ax:
@@ -50,21 +53,43 @@ def cloud(
             stairs = zip(*sorted(fronts[kind]), strict=True)
             # Between two points of the front the faster one does not fit yet, so the line keeps the
             # speed of the one before.
-            ax.step(*stairs, where="post", color=colour, linestyle=dash, label=label)
+            ax.step(
+                *stairs,
+                where="post",
+                color=colour,
+                linestyle=dash,
+                label=label,
+            )
         corners = itertools.cycle(((0.62, 0.13), (0.25, 0.13), (0.02, 0.04)))  # where no recipe is
-        for (name, (kind, row)), corner in zip(marked.items(), corners, strict=False):
+        for name, (kind, row) in marked.items():
+            corner = next(corners)
             place = row[1][1] / GiB, row[0]
             ring = {"markersize": 9, "fillstyle": "none", "color": style.INK}
             ax.plot(*place, looks[kind][1], **ring)
             line = {"arrowstyle": "-", "shrinkB": 5, "color": style.INK, "linewidth": 0.8}
             ax.annotate(name, place, corner, textcoords="axes fraction", arrowprops=line)
         label = f"the card: {usable / GiB:.1f} GiB"
-        ax.axvline(usable / GiB, color=style.ALARM, linestyle=":", linewidth=2, label=label)
+        ax.axvline(
+            usable / GiB,
+            color=style.ALARM,
+            linestyle=":",
+            linewidth=2,
+            label=label,
+        )
+        least = min(row[1][1] for row in every) / GiB
+        ax.set(
+            xscale="log",
+            xlim=(0.9 * least, WIDEST),
+            xlabel="likely memory of the process, GiB",
+        )
         speeds = [row[0] for row in every]
-        ax.set(xscale="log", xlabel="likely memory of the process, GiB")
-        ax.set(xlim=(0.9 * min(row[1][1] for row in every) / GiB, WIDEST))
-        room = 0.4 * (max(speeds) - min(speeds))
-        ax.set(ylim=(min(speeds) - room, max(speeds) + room / 4), ylabel="tokens/s, estimated")
+        slowest = min(speeds)
+        fastest = max(speeds)
+        room = 0.4 * (fastest - slowest)
+        ax.set(
+            ylim=(slowest - room, fastest + room / 4),
+            ylabel="tokens/s, estimated",
+        )
         ticks = (7.5, 10, 15, 20, 30, 40, 60)
         ax.set_xticks(ticks, [f"{size:g}" for size in ticks])
         ax.minorticks_off()
@@ -72,11 +97,15 @@ def cloud(
 
 
 def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
-    """By card: recipe, estimated and measured seconds of a step. The T4's are published ones by
-    others, estimated by a fit without any run of their model; the others are the course's records
-    of the 8B, which are in no fit.
+    """By card: recipe, estimated and measured seconds of a step.
+
+    The T4's are published ones by others, estimated by a fit without any run of their model; the
+    others are the course's records of the 8B, which are in no fit.
     """
-    held = [(run.recipe, run.seconds / ratio, run.seconds) for run, ratio in held_out("T4")]
+    held = []
+    for run, ratio in held_out("T4"):
+        estimated = run.seconds / ratio
+        held.append((run.recipe, estimated, run.seconds))
     by_card = {"T4, held out": held}
     for recipe, seconds in recorded_8b("H200"):
         estimated = step_time(recipe, "H200").seconds
@@ -84,14 +113,24 @@ def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
     return by_card
 
 
-def speeds(by_card: Mapping[str, list[tuple[Recipe, float, float]]], title: str, subtitle: str):
+def speeds(
+    by_card: Mapping[str, list[tuple[Recipe, float, float]]],
+    title: str,
+    subtitle: str,
+):
     """Draw measured over estimated seconds of each step, by card."""
     rows = [("card", "steps", "measured / estimated, least", "median", "most")]
     alt = "Points about the line of an exact estimate."
     with canvas(title, alt, subtitle, rows) as ax:
         for (name, steps), mark in zip(by_card.items(), ("o", "^", "s"), strict=False):
             ratios = [measured / estimated for _, estimated, measured in steps]
-            ax.plot([each[1] for each in steps], ratios, mark, linestyle="", label=name)
+            ax.plot(
+                [each[1] for each in steps],
+                ratios,
+                mark,
+                linestyle="",
+                label=name,
+            )
             middle = sorted(ratios)[len(ratios) // 2]
             figures = (f"{ratio:.2f}" for ratio in (min(ratios), middle, max(ratios)))
             rows.append((name, str(len(steps)), *figures))

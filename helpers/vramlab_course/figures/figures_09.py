@@ -47,9 +47,11 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
         sender = stage - 1 if kind == "forward" else stage + 1
         # A pass waits for the one before it on its own stage, and for the sender's of the same
         # micro-batch.
-        waits = [end(stage, *orders[stage][i - 1])] if i else []
+        waits = []
+        if i > 0:
+            waits.append(end(stage, *orders[stage][i - 1]))
         if 0 <= sender < stages:
-            waits += [end(sender, kind, m)]
+            waits.append(end(sender, kind, m))
         return max(waits, default=0) + SECONDS[kind]
 
     ends = {}
@@ -60,12 +62,14 @@ def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, i
 
 
 def bubble(ends: dict[tuple[int, str, int], float]) -> float:
-    """Return the share of the stages' time in which they wait: (N − 1)/(m + N − 1) for both
-    schedules.
+    """Return the share of the stages' time in which they wait.
+
+    It is (N − 1)/(m + N − 1) for both schedules.
     """
     busy = sum(SECONDS[kind] for _, kind, _ in ends)
     stages = 1 + max(stage for stage, *_ in ends)
-    return 1 - busy / (max(ends.values()) * stages)
+    whole = stages * max(ends.values())
+    return 1 - busy / whole
 
 
 def most_held(order: list[tuple[str, int]]) -> int:
@@ -88,7 +92,10 @@ def pipeline(
     about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two "
     about += "forward passes"
     figure, axes = style.start(title, about, rows=2, sharex=True)
-    colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
+    colours = {
+        "forward": style.LOOK["activations"][0],
+        "backward": style.LOOK["gradients"][0],
+    }
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
     rows = [("schedule", "time units", "waiting", "most micro-batches held")]
     for ax, name in zip(axes, ("GPipe", "1F1B"), strict=True):
@@ -113,7 +120,11 @@ def pipeline(
             }
             done = ax.barh(at, time, 0.84, starts, **look)
             ax.bar_label(done, numbers, label_type="center", fontsize=8)
-        ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
+        ax.set(
+            xlim=(0, max(ends.values()) * 1.01),
+            ylim=(0, stages),
+            ylabel=name,
+        )
         ax.set_yticks(
             [stages - 0.5 - s for s in range(stages)],
             [f"stage {s}" for s in range(stages)],

@@ -18,16 +18,26 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
     about = f"predicted: {first.name}, LoRA, {first.precision}, one text; both axes are logarithmic"
     figure, ax = style.start(title, about)
     rows = [("peak, GiB, at tokens", *(f"{length:,}" for length in LENGTHS))]
-    for (name, recipe), (colour, mark, dash) in zip(ladder.items(), style.LINES, strict=False):
+    highest = 0.0
+    looks = zip(ladder.items(), style.LINES, strict=False)
+    for (name, recipe), (colour, mark, dash) in looks:
         peaks = []
         for length in LENGTHS:
             report = predict(recipe.replace(seq_len=length), gpu=limit)
             peaks.append(report.peak.total / GiB)
-        ax.plot(LENGTHS, peaks, color=colour, marker=mark, linestyle=dash, label=name)
+            highest = max(highest, round(peaks[-1], 1))
+        ax.plot(
+            LENGTHS,
+            peaks,
+            color=colour,
+            marker=mark,
+            linestyle=dash,
+            label=name,
+        )
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
     draw_limit(ax.axhline, limit, "GiB")
     # Twice the highest peak, which leaves room above the lines on a logarithmic axis.
-    top = 2 * max(float(value.replace(",", "")) for row in rows[1:] for value in row[1:])
+    top = 2 * highest
     ticks = [size for size in (10, 20, 50, 100, 200, 500, 1000, 2000) if size < top]
     ax.set(xscale="log", yscale="log", ylim=(10, top))
     ax.set(xlabel="tokens of a text", ylabel="peak, GiB")

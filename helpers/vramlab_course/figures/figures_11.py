@@ -11,8 +11,9 @@ from ..topology import Topology
 
 @style.styled()
 def mesh(topology: Topology, ring: Sequence[str], title: str):
-    """Return a figure of GPUs on a circle in the order of `ring`, with the NVLinks along it and all
-    others.
+    """Return a figure of GPUs on a circle in the order of `ring`.
+
+    It has the NVLinks along the ring and all others.
     """
     figure, ax = style.start(title, "a DGX-1 by its matrix; double lines are two links bonded")
     place = {}
@@ -47,10 +48,23 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
             dy = side * (x2 - x1)
             # What is in the ring is drawn over other links, and those over pairs without any.
             order = 2 * around + bool(links)
-            ax.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], zorder=order, **look)
+            ax.plot(
+                [x1 + dx, x2 + dx],
+                [y1 + dy, y2 + dy],
+                zorder=order,
+                **look,
+            )
         rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))
     for gpu, (x, y) in place.items():
-        ax.plot(x, y, "o", markersize=30, color="white", markeredgecolor=style.INK, zorder=5)
+        ax.plot(
+            x,
+            y,
+            "o",
+            markersize=30,
+            color="white",
+            markeredgecolor=style.INK,
+            zorder=5,
+        )
         ax.text(
             x,
             y,
@@ -63,7 +77,12 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
     ax.axvline(0, color="#888888", linestyle="--", linewidth=0.8, zorder=0)
     for x, node in ((-0.75, 0), (0.75, 1)):
         ax.text(x, 1.22, f"NUMA node {node}", ha="center", color="#444444")
-    ax.set(xlim=(-1.7, 1.7), ylim=(-1.2, 1.35), xticks=[], yticks=[])
+    ax.set(
+        xlim=(-1.7, 1.7),
+        ylim=(-1.2, 1.35),
+        xticks=[],
+        yticks=[],
+    )
     ax.spines[:].set_visible(False)
     alt = (
         f"{title}. Eight numbered circles, lines between them; the blue ones form a ring "

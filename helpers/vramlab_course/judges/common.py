@@ -1,9 +1,11 @@
-"""Functions that the exercises' expressions call: judges of readers' functions, and short
-algorithms.
+"""Functions that the exercises' expressions call.
+
+They are judges of readers' functions, and short algorithms.
 """
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +29,12 @@ def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
     """A model of 1,000 weights and its AdamW: "built", after "backward", or "updated"."""
     import torch
 
-    model = torch.nn.Linear(100, 10, bias=False, dtype=getattr(torch, dtype))
+    model = torch.nn.Linear(
+        100,
+        10,
+        bias=False,
+        dtype=getattr(torch, dtype),
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     if moment != "built":
         model(torch.ones(1, 100, dtype=model.weight.dtype)).sum().backward()
@@ -44,8 +51,9 @@ def largest_batch(
     part: str = "value",
     named: bool = True,
 ) -> int:
-    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the
-    card; 0 for none.
+    """The largest batch whose process or peak is within the card; 0 for none.
+
+    `part` is an end of the process, "low", "value" or "high", or "peak".
 
     Without `named`, predict does not know the card: a mistake that readers make.
     """
@@ -71,8 +79,11 @@ def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
     """Whether `answer(samples, worker, workers)` gives each sample to exactly one worker."""
     for count, workers in SPLITS:
         samples = list(range(count))
-        # Each worker gets a list of its own, which it may change.
-        parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
+        parts = []
+        for worker in range(workers):
+            # Each worker gets a list of its own, which it may change.
+            part = called(answer, list(samples), worker, workers)
+            parts.append(list(part))
         wrong = _wrong_shards(samples, parts)
         if wrong:
             return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
@@ -91,14 +102,18 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     missing = sorted(set(samples) - set(seen))
     if missing:
         return f"sample {missing[0]} never comes"
+    counts = [len(part) for part in parts]
+    share = math.ceil(len(samples) / workers)
     # More than the share of one worker between the most and the least.
-    uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
-    return "one worker does far more than another" if uneven else ""
+    if max(counts) - min(counts) > share:
+        return "one worker does far more than another"
+    return ""
 
 
 def random_tensor(*shape: int, low: int | None = None, high: int = 2):
-    """A tensor of `shape`, the same in every call: normal numbers, or int32 from `low` to below
-    `high`.
+    """A tensor of `shape`, the same in every call.
+
+    It has normal numbers, or int32 from `low` to below `high`.
     """
     import torch
 
@@ -115,8 +130,9 @@ def same_tensor(
     mistakes: Sequence,
     right: str,
 ) -> Feedback:
-    """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of
-    function and text.
+    """Whether a function gives the tensor of `reference` in all `cases`.
+
+    `mistakes` are pairs of function and text.
     """
     import torch
 
@@ -146,7 +162,12 @@ def same_tensor(
                 False,
                 f"Your function changes the {changed[0]} that it was given: make a new one.",
             )
-        if not torch.allclose(returned.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(
+            returned.to(expected.dtype),
+            expected,
+            rtol=1e-4,
+            atol=1e-5,
+        ):
             # Generators: mistakes are only computed for an answer that is wrong, up to the first
             # that fits.
             wrong = ((function(**case), text) for function, text in mistakes)
@@ -173,8 +194,9 @@ def called(answer: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
-    """Whether `answer(model, batches)` lists the last token's logits of each batch and keeps
-    nothing else alive.
+    """Whether `answer(model, batches)` lists the last token's logits of each batch.
+
+    It must keep nothing else alive.
     """
     import torch
 
@@ -208,8 +230,9 @@ def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
 
 
 def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
-    """Whether after `answer(model, lr)` backward alone trains by SGD, with one gradient alive at a
-    time.
+    """Whether after `answer(model, lr)` backward alone trains by SGD.
+
+    Only one gradient may be alive at a time.
     """
     import torch
 

@@ -1,5 +1,6 @@
-"""Judges of chapter 01's exercises: what readers' functions do with numbers, gradients and 4-bit
-weights.
+"""Judges of chapter 01's exercises.
+
+They say what readers' functions do with numbers, gradients and 4-bit weights.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,9 @@ COST = 0.0032  # how much more bits per byte
 
 
 def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
-    """Whether `answer(network, optimizer, scale)` unscales, clips to a norm of 1, updates, and
-    skips infinities.
+    """Whether `answer(network, optimizer, scale)` trains as a loss scaler does.
+
+    It has to unscale, clip to a norm of 1, update, and skip infinities.
     """
     # Decay moves weights in any step, also in one whose gradients were set to zero.
     # A gradient that is clipped and one that is not; an infinity and a nan.
@@ -33,6 +35,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
         network = torch.nn.Linear(2, 1, bias=False)
         # (3, 4) has norm 5: its norm is 5/3 of `large`.
         gradient = torch.tensor([[large, 4 / 3 * large]])
+        clipped = gradient / max(1.0, gradient.norm().item())
         before = network.weight.detach().clone()
         network.weight.grad = gradient * scale
         if broken is not None:
@@ -61,7 +64,7 @@ def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
                 f"All gradients were finite: the scale should stay {scale}, and it is {returned}.",
             )
         # The learning rate is 0.5, so the step is half the gradient that was applied.
-        elif not moved.allclose(0.5 * gradient / max(1.0, gradient.norm().item()), rtol=1e-3):
+        elif not moved.allclose(0.5 * clipped, rtol=1e-3):
             size = f"{moved.norm() / 0.5:.3g}"
             return Feedback(
                 False,
@@ -83,22 +86,23 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
             return Feedback(False, "A tensor of the same shape was expected.")
         # bf16 has eight significant bits, so the neighbours of a number below 2^e are 2^(e − 8)
         # apart.
-        rounded, step = rounded.float(), 2.0 ** (torch.frexp(numbers[0]).exponent.item() - 8)
+        exponent = torch.frexp(numbers[0]).exponent.item()
+        step = 2.0 ** (exponent - 8)
+        rounded = rounded.float()
         if not torch.equal(rounded.bfloat16().float(), rounded):
             return Feedback(False, f"For {value} it gives numbers that bf16 does not have.")
         if (rounded - numbers).abs().max() >= step:
             return Feedback(False, f"For {value} it goes further than to the two neighbours.")
-        if abs(rounded.double().mean().item() - numbers[0].item()) > step / 100:
-            return Feedback(
-                False,
-                f"For {value} the mean of many is {rounded.double().mean():.6g}.",
-            )
+        mean = rounded.double().mean().item()
+        if abs(mean - numbers[0].item()) > step / 100:
+            return Feedback(False, f"For {value} the mean of many is {mean:.6g}.")
     return Feedback(True, "Right: a thousand updates of 0.001 now come to about 1.")
 
 
 def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback:
-    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double
-    quantization.
+    """Whether `answer(packed, state)` gives back what bitsandbytes does.
+
+    That is from NF4 with double quantization.
 
     It is handed only what the question names, which is too little for bitsandbytes' own function.
     """
@@ -140,8 +144,9 @@ def _base() -> tuple[Any, list[str], float]:
 
 
 def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]]) -> Feedback:
-    """Whether `answer(name, weight)`, restored numbers and bits a number, keeps the base model good
-    within BITS.
+    """Whether `answer(name, weight)` keeps the base model good within BITS.
+
+    It returns restored numbers and bits a number.
     """
     if not callable(answer):
         return Feedback(False, f"A function was expected, not {kind_of(answer)}.")

@@ -1,5 +1,6 @@
-"""Judges of chapter 03's exercises, each by what a function does over several inputs, and right
-answers to test them.
+"""Judges of chapter 03's exercises, and right answers to test them.
+
+Each judges by what a function does over several inputs.
 """
 
 import random
@@ -25,7 +26,12 @@ STACKS = [
 ]  # layers, every, whether the input needs a gradient
 VOCABULARY = 7
 DRAW = random.Random(3)
-PACKS = [([5, 4, 3, 2, 2], 8), ([7], 7), ([], 4), ([6, 5, 5, 4, 3, 3, 2], 10)]
+PACKS = [
+    ([5, 4, 3, 2, 2], 8),
+    ([7], 7),
+    ([], 4),
+    ([6, 5, 5, 4, 3, 3, 2], 10),
+]
 PACKS += [([DRAW.randint(20, 900) for _ in range(200)], 1024)]
 
 
@@ -47,13 +53,18 @@ def by_rows(model: nn.Module, parts: Sequence[tuple]) -> float:
 def by_segments(layers: Sequence[nn.Module], x: torch.Tensor, every: int) -> torch.Tensor:
     """A right answer to 03.2."""
     for start in range(0, len(layers), every):
-        x = checkpoint(nn.Sequential(*layers[start : start + every]), x, use_reentrant=False)
+        x = checkpoint(
+            nn.Sequential(*layers[start : start + every]),
+            x,
+            use_reentrant=False,
+        )
     return x
 
 
 def accumulated(answer: Any) -> Feedback:
-    """Whether `answer(model, parts)` leaves the gradients of the mean over all rows, and returns
-    that mean.
+    """Whether `answer(model, parts)` leaves the gradients of the mean over all rows.
+
+    It has to return that mean.
     """
     for sizes in MICRO_BATCHES:
         torch.manual_seed(0)
@@ -115,8 +126,9 @@ def _wrong_sum(
 
 
 def recomputed(answer: Any) -> Feedback:
-    """Whether `answer(layers, x, every)` gives the layers' result and runs segments of `every`
-    again in backward.
+    """Whether `answer(layers, x, every)` gives the layers' result.
+
+    Segments of `every` layers have to run again in backward.
     """
     for count, every, needs in STACKS:
         torch.manual_seed(0)
@@ -162,8 +174,9 @@ def recomputed(answer: Any) -> Feedback:
 
 
 def packed(answer: Any) -> Feedback:
-    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`, as few as best
-    fit finds.
+    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`.
+
+    The rows may be no more than best fit finds.
     """
     for lengths, size in PACKS:
         rows = answer(list(lengths), size)
@@ -198,12 +211,16 @@ def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[li
     """Rows of indices by best fit, the longest sample first where `ordered`."""
     rows: list[list[int]] = []
     # Equal lengths stay in their order, as sorted is stable.
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i] if ordered else i):
+    order = list(range(len(lengths)))
+    if ordered:
+        order.sort(key=lambda index: -lengths[index])
+    for index in order:
         room = [(size - _tokens(row, lengths), row) for row in rows]
         fitting = [(left, row) for left, row in room if left >= lengths[index]]
         if fitting:
             # The row in which the least would stay free.
-            min(fitting, key=lambda pair: pair[0])[1].append(index)
+            _, row = min(fitting, key=lambda pair: pair[0])
+            row.append(index)
         else:
             rows.append([index])
     return rows
@@ -235,7 +252,13 @@ def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     # fp64, so that rounding cannot pass for a mistake, nor a mistake for rounding.
     x = torch.randn(10, 4, generator=draw, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(
+        VOCABULARY,
+        4,
+        generator=draw,
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     return x, weight, torch.randint(VOCABULARY, (10,), generator=draw)
 
 
@@ -273,10 +296,15 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
         rows.append(len(ids))
         # Labels are shifted by one, as a causal model does inside.
         known = labels[:, 1:] != -100
-        return F.cross_entropy(table[ids[:, :-1]][known], labels[:, 1:][known], reduction="sum")
+        return F.cross_entropy(
+            table[ids[:, :-1]][known],
+            labels[:, 1:][known],
+            reduction="sum",
+        )
 
     # Over all tokens of the batch, not over its samples.
-    mean = loss_of(ids, labels) / (labels[:, 1:] != -100).sum()
+    tokens = (labels[:, 1:] != -100).sum()
+    mean = loss_of(ids, labels) / tokens
     (exact,) = torch.autograd.grad(mean, table)
     rows.clear()
     loss = answer(loss_of, ids, labels, parts)
@@ -292,11 +320,18 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
 def again(answer: Any) -> dict[str, Any]:
     """What a reader's Recompute does for a block of two layers, once and twice in a row."""
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    block = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Tanh(),
+        nn.Linear(4, 4),
+    ).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     weights = list(block.parameters())
     # The block twice, so that a piece which forgets the gradient of its input is wrong.
-    exact = torch.autograd.grad((block(block(x)) ** 2).sum(), [x, *weights])
+    exact = torch.autograd.grad(
+        (block(block(x)) ** 2).sum(),
+        [x, *weights],
+    )
     ran: list[int] = []
     block.register_forward_pre_hook(lambda *_: ran.append(1))
     result = answer.apply(block, answer.apply(block, x))
@@ -312,7 +347,12 @@ def again(answer: Any) -> dict[str, Any]:
     for tensor, right in zip((x, *weights), exact, strict=True):
         mine = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         off.append(float((mine - right).abs().max()))
-    return {"x": off[0], "weights": max(off[1:]), "runs": len(ran), "recorded": recorded}
+    return {
+        "x": off[0],
+        "weights": max(off[1:]),
+        "runs": len(ran),
+        "recorded": recorded,
+    }
 
 
 def in_chunks(
@@ -323,20 +363,22 @@ def in_chunks(
 ) -> Any:
     """A right answer to 03.5."""
 
-    def some(x, weight, words):
-        return (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
-
-    scores = [
-        checkpoint(some, few, weight, right, use_reentrant=False)
-        for few, right in zip(x.split(rows), words.split(rows), strict=True)
-    ]
+    scores = []
+    for few, right in zip(x.split(rows), words.split(rows), strict=True):
+        scores.append(checkpoint(_scores, few, weight, right, use_reentrant=False))
     return torch.cat(scores)
+
+
+def _scores(x: torch.Tensor, weight: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each row's word, from all logits of all rows."""
+    logits = x @ weight.T
+    return logits.log_softmax(-1).gather(1, words[:, None])[:, 0]
 
 
 def one_by_one(answer: Any) -> Feedback:
     """Whether `answer(x, weight, words, rows)` gives log-probabilities from few logits."""
     x, weight, words = _problem()
-    exact = (x @ weight.T).log_softmax(-1).gather(1, words[:, None])[:, 0]
+    exact = _scores(x, weight, words)
     # Different weights for rows, so that rows which are mixed up are found.
     scale = torch.arange(1.0, 11, dtype=torch.float64)
     wanted = torch.autograd.grad((scale * exact).sum(), (x, weight))

@@ -1,5 +1,6 @@
-"""Judges of chapter 04's blanks and exercises: what readers' pieces do, on real ranks where they
-send anything.
+"""Judges of chapter 04's blanks and exercises.
+
+They say what readers' pieces do, on real ranks where they send anything.
 """
 
 import math
@@ -39,8 +40,9 @@ def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
 
 
 def sent(counting: Collectives, numbers: int) -> float:
-    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers: an
-    all-reduce counts twice.
+    """What a ring carries of the counted collectives, in units of `numbers` fp32 numbers.
+
+    An all-reduce counts twice.
     """
     return sum(2 * seen.sent for seen in counting.seen.values()) / (
         4 * numbers
@@ -53,8 +55,9 @@ def _must_be_function(answer: Any) -> None:
 
 
 def updated(answer: Callable) -> SimpleNamespace:
-    """What `zero_1` does in two updates by SGD, which tells a mean from a sum, on two ranks of
-    different gradients.
+    """What `zero_1` does in two updates by SGD, on two ranks of different gradients.
+
+    SGD tells a mean from a sum.
     """
 
     _must_be_function(answer)
@@ -151,8 +154,9 @@ def tiny_llama() -> torch.nn.Module:
 
 
 def units(answer: Callable) -> SimpleNamespace:
-    """How `sharded` cuts a Llama of three layers on two ranks: its units, and the parameters that
-    it leaves whole.
+    """How `sharded` cuts a Llama of three layers on two ranks.
+
+    It says its units, and the parameters that it leaves whole.
     """
     _must_be_function(answer)
     model = tiny_llama()
@@ -184,14 +188,16 @@ def units(answer: Callable) -> SimpleNamespace:
 
 
 class Recorded(list):
-    """A rank's chunks; counts what is written, and how often that was neither what `before` had nor
-    its sum with that.
+    """A rank's chunks, which count what is written.
+
+    They also count how often that was neither what `before` had nor its sum with that.
     """
 
     def __init__(self, chunks: list[float]):
         super().__init__(chunks)
         self.had = [{chunk} for chunk in chunks]  # at any time, by place
-        self.written = self.strange = 0
+        self.written = 0
+        self.strange = 0
         self.before: Recorded = self
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -202,7 +208,8 @@ class Recorded(list):
         for place, new in pairs:
             self.written += 1
             # A chunk received is one that the rank before had, as it is or added to one's own.
-            self.strange += not {new, new - self[place]} & self.before.had[place]
+            if not {new, new - self[place]} & self.before.had[place]:
+                self.strange += 1
             self.had[place].add(new)
             super().__setitem__(place, new)
 
@@ -216,7 +223,7 @@ def _ring(answer: Callable) -> str | None:
             rank.before = ranks[number - 1]
         answer(ranks)
         # Nothing was written: not answered.
-        if all(list(rank) == each for rank, each in zip(ranks, chunks, strict=True)):
+        if [list(rank) for rank in ranks] == chunks:
             return None
         sums = [sum(column) for column in zip(*chunks, strict=True)]
         for number, rank in enumerate(ranks):
@@ -247,7 +254,10 @@ def all_reduced(ranks: list[list[float]]) -> None:
             sent.append((chunk, ranks[rank][chunk]))
         for rank, (chunk, value) in enumerate(sent):
             after = ranks[(rank + 1) % n]
-            after[chunk] = after[chunk] + value if step < n - 1 else value
+            # N − 1 steps add up; from then on a sum is handed round as it is.
+            if step < n - 1:
+                value = after[chunk] + value
+            after[chunk] = value
 
 
 def all_to_all(ranks: list[list[float]]) -> None:
@@ -255,13 +265,16 @@ def all_to_all(ranks: list[list[float]]) -> None:
     given = [list(rank) for rank in ranks]
     for rank in ranks:
         for chunk in range(len(rank)):
-            for other in given:
-                rank[chunk] = rank[chunk] + other[chunk] if other is not given[0] else other[chunk]
+            # The first one's chunk replaces the rank's own, and the others' are added.
+            rank[chunk] = given[0][chunk]
+            for other in given[1:]:
+                rank[chunk] = rank[chunk] + other[chunk]
 
 
 def _clips(answer: Callable) -> str | None:
-    """Whether `answer(mine, largest)` clips the norm of the whole gradient, of which each of two
-    ranks has a shard.
+    """Whether `answer(mine, largest)` clips the norm of the whole gradient.
+
+    Each of two ranks has a shard of it.
     """
     # One to be clipped, one to be left, and one of which a rank has only zeros.
     for whole, largest in (
@@ -283,7 +296,8 @@ def _clips(answer: Callable) -> str | None:
         shards = on_ranks(work, seconds=20)
         if any(one is None or one is ... for one in shards):
             return None
-        if not all(isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards):
+        are_shards = [isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards]
+        if not all(are_shards):
             return "Each rank's shard of the clipped gradient was expected."
         joined = torch.cat(shards)
         if not torch.allclose(joined, wanted, rtol=1e-3):
@@ -300,8 +314,9 @@ def _numbers(tensor: torch.Tensor) -> list[float]:
 
 
 def _learns(answer: Callable) -> str | None:
-    """Whether `answer(model, mesh)` returns a sharded model and an optimizer that changes its
-    shards and keeps no others.
+    """Whether `answer(model, mesh)` returns a sharded model and an optimizer for it.
+
+    The optimizer has to change the model's shards and keep no others.
     """
     model = tiny_llama()
     whole = sum(p.numel() for p in model.parameters())

@@ -166,7 +166,11 @@ def half_repaired(
 
 def _measured(loop: Callable, count: int) -> tuple[Any, list[torch.Tensor], _Meter]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 32))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 256),
+        torch.nn.GELU(),
+        torch.nn.Linear(256, 32),
+    )
     batches = list(torch.randn(count, 64, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = _Meter()
@@ -184,15 +188,15 @@ def _repaired(answer: Callable) -> str | None:
             return None
         wanted, reference, _ = _measured(trained, count)
         history, last = returned
-        numbers = torch.stack([torch.as_tensor(n).detach() for n in [*history, last]])
-        if not torch.allclose(numbers, torch.tensor([*wanted[0], wanted[1]])):
+        numbers = [torch.as_tensor(number).detach() for number in (*history, last)]
+        losses, mean = wanted
+        if not torch.allclose(torch.stack(numbers), torch.tensor([*losses, mean])):
             return (
                 "It returns other numbers than before: the losses of all steps, and the mean "
                 "of the last output."
             )
-        if not all(
-            torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, reference, strict=True)
-        ):
+        both = zip(weights, reference, strict=True)
+        if not all(torch.allclose(a, b, atol=1e-6) for a, b in both):
             return "The weights after training are others than before."
         # The model and the batches were made before, so whatever is left belongs to the loop.
         if meter.now:
@@ -280,12 +284,14 @@ def _utilised(answer: Callable) -> str | None:
         # Percent would be a hundred times the share.
         if abs(off / 100 - 1) < 1e-6:
             return "A fraction was expected, not percent."
-        # The function as it is given, told before the general sentence.
-        if checkpointed and abs(off - counted(_llama(True), batch, 0.5, 1e9) / right) < 1e-6:
-            return (
-                f"With checkpointing it is {off:.2f} times the share: what is computed again "
-                f"still counts."
-            )
+        if checkpointed:
+            unchanged = counted(_llama(True), batch, 0.5, 1e9) / right
+            # The function as it is given, told before the general sentence.
+            if abs(off - unchanged) < 1e-6:
+                return (
+                    f"With checkpointing it is {off:.2f} times the share: what is computed again "
+                    f"still counts."
+                )
         if abs(off - 1) > 1e-6:
             return f"Not right {how} checkpointing: it is {off:.3g} times the share."
         # An answer may switch the model to count, but the training goes on with it.
@@ -308,8 +314,9 @@ def retried(step: Callable, batch: torch.Tensor) -> list:
 
 
 def retried_inside(step: Callable, batch: torch.Tensor) -> list:
-    """Exercise 07.5's function as it is given: it tries again while the exception holds the failed
-    step.
+    """Exercise 07.5's function as it is given.
+
+    It tries again while the exception holds the failed step.
     """
     try:
         return [step(batch)]

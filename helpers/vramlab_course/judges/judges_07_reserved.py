@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ MOST_PADDING = 1.2  # tokens computed for each real one
 
 
 def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
-    """What `work` returns inside of a leak finder of this kind, the finder's bytes by batch then,
-    and the finder.
+    """What `work` returns inside of a leak finder of this kind.
+
+    With it come the finder's bytes by batch then, and the finder.
     """
     finder = kind()
     with finder:
@@ -56,8 +57,12 @@ def served(kind: type, requests: Sequence[Any]) -> Any:
 
 def _texts(seed: int, count: int) -> list[int]:
     draw = random.Random(seed)
-    # Log-normal, as lengths of texts are.
-    return [max(16, min(1024, round(draw.lognormvariate(5.5, 0.7)))) for _ in range(count)]
+    lengths = []
+    for _ in range(count):
+        # Log-normal, as lengths of texts are.
+        length = round(draw.lognormvariate(5.5, 0.7))
+        lengths.append(max(16, min(1024, length)))
+    return lengths
 
 
 def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[int]:
@@ -67,7 +72,9 @@ def _reserved(lengths: Sequence[int], order: Sequence[Sequence[int]]) -> list[in
     for batch in order:
         # Every row is padded to the longest of its batch.
         tokens = len(batch) * max(lengths[i] for i in batch)
-        for block in [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]:
+        # All three are alive at once, so none takes another's place.
+        blocks = [allocator.malloc(tokens * MiB // share) for share in (2, 4, 8)]
+        for block in blocks:
             allocator.free(block)
         reserved.append(allocator.reserved)
     return reserved
@@ -89,10 +96,11 @@ def _calm(answer: Callable) -> str | None:
         if orders[0] is None or orders[0] is ...:
             return None
         first, again, other = map(_as_lists, orders)
-        if sorted(i for batch in first for i in batch) != list(range(count)):
+        if sorted(chain.from_iterable(first)) != list(range(count)):
             return "Each sample has to come once: the batches hold positions in `lengths`."
         # The smallest may be what is left over.
-        if sorted(map(len, first))[1:] != [size] * (len(first) - 1):
+        _, *larger = sorted(len(batch) for batch in first)
+        if any(number != size for number in larger):
             return f"Batches of {size} samples were expected; only one may have fewer."
         if first != again or first == other:
             return "The same seed has to give the same batches, another seed others."

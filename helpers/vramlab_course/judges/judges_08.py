@@ -20,15 +20,18 @@ SLOWER = 1.25  # times the plan's seconds
 
 
 def front(points: Sequence[tuple]) -> list[tuple]:
-    """The points that no other beats: less memory at no less speed, or more speed at no more
-    memory.
+    """The points that no other beats.
+
+    A point is beaten by less memory at no less speed, or more speed at no more memory.
     """
     unbeaten = []
     # Once each: of two equal points neither beats the other.
     for point in set(points):
         memory, speed, *_ = point
-        others = [other for other in points if other != point]
-        if not any(other[0] <= memory and other[1] >= speed for other in others):
+        beats = [
+            other for other in points if other != point and other[0] <= memory and other[1] >= speed
+        ]
+        if not beats:
             unbeaten.append(point)
     return unbeaten
 
@@ -42,16 +45,31 @@ def best_seconds(
 ) -> float | None:
     """Seconds of a step of the fastest recipe that is safe; None where none is."""
     # What the exercise lets the reader use, so that the plan has no other means.
-    strict = dict(tier="safe", expandable_segments=False, offload=False, packing=True, liger=False)
-    strict["attention"] = ("sdpa", "eager")
-    search = Search(Question(model, gpu, seq_len=seq_len, global_batch=global_batch, **strict))
-    found = [search.answer(method)[0] for method in METHODS]
-    return min((each.choice().time.seconds for each in found if each), default=None)
+    question = Question(
+        model,
+        gpu,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        tier="safe",
+        expandable_segments=False,
+        offload=False,
+        packing=True,
+        liger=False,
+        attention=("sdpa", "eager"),
+    )
+    search = Search(question)
+    seconds = []
+    for method in METHODS:
+        best, *_ = search.answer(method)
+        if best:
+            seconds.append(best.choice().time.seconds)
+    return min(seconds, default=None)
 
 
 def planned(answer: Callable[..., Any]) -> Feedback:
-    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest, and None
-    where nothing is.
+    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest.
+
+    Where nothing is safe it has to be None.
     """
     for asked in ASKED:
         model, gpu, *_ = asked
@@ -77,7 +95,8 @@ def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
     if not isinstance(recipe, Recipe):
         return f"a Recipe or None was expected, not {kind_of(recipe)}."
     step = recipe.batch_size * recipe.gradient_accumulation_steps
-    if (recipe.name, recipe.num_layers, recipe.seq_len, step) != (model, None, seq_len, batch):
+    given = (recipe.name, recipe.num_layers, recipe.seq_len, step)
+    if given != (model, None, seq_len, batch):
         return f"it has to be the whole model, {seq_len} tokens, and {batch} samples a step."
     adapters = recipe.lora
     # A weaker adapter would fit more easily and is another training.

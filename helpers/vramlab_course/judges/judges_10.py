@@ -130,7 +130,8 @@ def _as_given(step: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
     ids = prompt
     for _ in range(new):
         logits, _cache = step(ids, None)
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        likeliest = logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, likeliest], 1)
     return ids
 
 

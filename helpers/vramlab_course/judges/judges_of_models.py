@@ -1,5 +1,6 @@
-"""Judges of projects that change a whole model: chapter 05 adapts it, chapter 06 puts it into 4
-bits.
+"""Judges of projects that change a whole model.
+
+Chapter 05 adapts it, chapter 06 puts it into 4 bits.
 """
 
 import copy
@@ -42,8 +43,9 @@ def with_numbers(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]:
-    """Shapes of what autograd keeps for the backward of an adapted layer, the weights of its base
-    left out.
+    """Shapes of what autograd keeps for the backward of an adapted layer.
+
+    The weights of its base are left out.
     """
     base = {parameter.data_ptr() for parameter in layer.base.parameters()}
     kept: list[torch.Tensor] = []
@@ -153,7 +155,8 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
         layer.weight.data = dequantize_4bit(
             *quantize_4bit(layer.weight.data, quant_type="nf4")
         ).view_as(layer.weight)
-    model, ids = called(answer, copy.deepcopy(model)), torch.arange(64).view(1, 64)
+    model = called(answer, copy.deepcopy(model))
+    ids = torch.arange(64).view(1, 64)
     head = model.get_output_embeddings()
     left = _inner(model)
     trained = [place for place, p in model.named_parameters() if p.requires_grad]
@@ -182,4 +185,7 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
         "autograd keeps an unpacked matrix": shapes & {*kept, *(shape[::-1] for shape in kept)},
         "no gradient reaches the inputs": not logits.requires_grad,
     }
-    return next((f"{name}: {text}." for text, is_so in wrong.items() if is_so), "")
+    for text, is_so in wrong.items():
+        if is_so:
+            return f"{name}: {text}."
+    return ""
