@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -68,11 +67,7 @@ def run_tracked(
         contextlib.nullcontext() if training.is_compiled else named,
         tracker,
     ):
-        for step in range(steps * training.cycle):
-            if step == 1 and training.is_compiled:
-                # Where a graph breaks, what dynamo noted of the first step's outputs holds them in a
-                # cycle. Compiling for real is long enough for Python to collect it.
-                gc.collect()
+        for _ in range(steps * training.cycle):
             train_step(training, on_phase)
         if then:
             on_phase("forward")
