@@ -4,8 +4,9 @@ import statistics
 
 
 def summary(found: list[tuple[float, str]]) -> str:
-    """Say how many errors there are, their mean, median and worst, of pairs of an error and the
-    name of its run.
+    """Say how many errors there are, their mean, median and worst.
+
+    `found` has pairs of an error and the name of its run.
     """
     # The worst keeps its sign: too little is worse for a reader than too much.
     sizes, (error, worst) = (

@@ -1,4 +1,6 @@
-"""How long predict takes: python benchmarks/predict_speed.py
+"""How long predict takes.
+
+    python benchmarks/predict_speed.py
 
 Milliseconds of processor time a recipe, over the grid on which the tests hold predict against
 simulate:

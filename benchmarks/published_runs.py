@@ -60,8 +60,9 @@ def main(plainly: bool) -> None:
 
 
 def write() -> None:
-    """Store every run's bytes by each witness in `data/published_results.json`, with the versions
-    that said them.
+    """Store every run's bytes by each witness in `data/published_results.json`.
+
+    With them come the versions that said them.
     """
     found = []
     for run in runs():

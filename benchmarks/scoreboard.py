@@ -65,8 +65,9 @@ def by_vramcalc(run: Run) -> int | None:
 
 
 def by_fitcheck(run: Run) -> int | None:
-    """fitcheck's total without its allowance for context and fragmentation; it answers for adapters
-    only.
+    """fitcheck's total without its allowance for context and fragmentation.
+
+    It answers for adapters only.
     """
     r, s = run.recipe, run.recipe.shape
     if not r.lora:
@@ -128,8 +129,10 @@ TOOLS: dict[str, Callable[[Run], int | None]] = {
 
 
 def main(simulated: bool) -> None:
-    """Print a line for each tool: all runs that it answers, the plain ones, and of these those that
-    it saw first here.
+    """Print a line for each tool.
+
+    It has all runs that the tool answers, the plain ones, and of these those that it saw first
+    here.
     """
     tools = dict(TOOLS)
     if simulated:

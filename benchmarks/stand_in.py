@@ -27,8 +27,9 @@ WHAT = ("simulate, asked for", "simulate, allocated", "simulate, reserved", "pre
 
 
 def errors(run: dict, card: str) -> list[float | None]:
-    """Of simulate and predict, by WHAT; None for what predict does not know or loading does not
-    say.
+    """The errors of simulate and predict, by WHAT.
+
+    None stands for what predict does not know or loading does not say.
     """
     recipe, held = Recipe(**run["recipe"]), run["allocated"]
     # Those runs only loaded the model, so there is no step to compare.

@@ -1,5 +1,6 @@
-"""What `try_fresh.py` runs in the new environment, which has the wheel and what that brings, and
-nothing of the checkout.
+"""What `try_fresh.py` runs in the new environment.
+
+That has the wheel and what it brings, and nothing of the checkout.
 
 Prints a line for each check, with its seconds. A simulated CPU step must equal the real one to the
 byte.

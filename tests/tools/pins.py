@@ -83,8 +83,9 @@ def pinned() -> dict[str, str]:
 
 
 def tested(newest: dict[str, str]) -> dict[str, dict[str, str]]:
-    """What `data/tested_versions.json` holds: floor and newest tested version of each library that
-    users install.
+    """What `data/tested_versions.json` holds.
+
+    That is the floor and the newest tested version of each library that users install.
 
     newest: versions of another environment that the tests or `make try-fresh` ran in; where they
         are newer they count.

@@ -1,5 +1,6 @@
-"""Write the repository's address where it is needed: pyproject.toml, the README, every badge and
-set-up cell.
+"""Write the repository's address where it is needed.
+
+That is pyproject.toml, the README, and every badge and set-up cell.
 """
 
 import re

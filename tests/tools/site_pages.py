@@ -1,5 +1,6 @@
-"""The site's generated pages, as MyST text: what became of each claim, and the package's public
-names.
+"""The site's generated pages, as MyST text.
+
+They say what became of each claim, and list the package's public names.
 """
 
 import inspect
@@ -115,8 +116,9 @@ def _table(
 
 
 def _found(verdict: Verdict) -> str:
-    """Each case's finding and its configuration; a configuration that all cases share stands once,
-    at the end.
+    """Each case's finding and its configuration.
+
+    A configuration that all cases share stands once, at the end.
     """
     several = len(verdict.findings) > 1
     # None for a case without a record keeps a shared line from speaking for it.
@@ -191,8 +193,9 @@ def _promise(cell: str) -> str:
 
 
 def reference_page() -> str:
-    """The public names by kind, each with how it is called and the first paragraph of its
-    docstring.
+    """The public names by kind.
+
+    Each stands with how it is called and the first paragraph of its docstring.
     """
     import vramlab
 

@@ -1,5 +1,6 @@
-"""Judge record files that readers sent, reports and facts: form, physics, and what `simulate` and
-other records say beside.
+"""Judge record files that readers sent, reports and facts.
+
+It looks at their form, at physics, and at what `simulate` and other records say beside.
 
     python tests/tools/verify_record.py data/measurements/FILE.json … [--json]
 
@@ -265,8 +266,9 @@ def _physics(report: Report) -> Iterator[str]:
 
 
 def _moments(report: Report) -> Iterator[str]:
-    """Say which moment or tensors of the tracked pass are far above the peak; a compiled step is
-    tracked as an eager one.
+    """Say which moment or tensors of the tracked pass are far above the peak.
+
+    A compiled step is tracked as an eager one.
     """
     if report.recipe["torch_compile"]:
         return
@@ -361,8 +363,9 @@ def _times(fact: Fact, card: Gpu) -> Iterator[str]:
 
 
 def _fact_beside_simulated(fact: Fact, verdict: Verdict) -> str:
-    """Add a row of both peaks of a fact that has one; return how the simulated report differs, or
-    "".
+    """Add a row of both peaks of a fact that has one.
+
+    Return how the simulated report differs, or "".
     """
     # A context has no recipe, and how a step is compiled is up to the sender's torch.
     if fact.kind == "context" or fact.asked["recipe"]["torch_compile"]:
@@ -425,8 +428,11 @@ _known = cache(load)
 
 
 def _beside_times(report: Report, path: Path) -> str:
-    """Return why its time is to be looked at, or "": faster than any step was, or unlike that of
-    the same recipe on another card of the kind."""
+    """Return why its time is to be looked at, or "".
+
+    A reason is that it is faster than any step was, or unlike that of the same recipe on another
+    card of the kind.
+    """
     recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
     if report.speed is None or recipe.torch_compile:
         return ""

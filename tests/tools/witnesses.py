@@ -41,8 +41,9 @@ def measure_once(recipe: Recipe, **options) -> Report:
 
 
 def table(recipes: Sequence[Recipe] = RECIPES, run: Callable[..., Report] = measure_once) -> str:
-    """Each recipe's peak by each witness, and how far the first two are from the measured one, as a
-    text table.
+    """Each recipe's peak by each witness, as a text table.
+
+    It also says how far the first two are from the measured one.
     """
     watched = Console().is_terminal
     progress = track(recipes, "predict, simulate, measure", transient=True, disable=not watched)
