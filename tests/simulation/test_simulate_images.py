@@ -143,6 +143,7 @@ def test_a_frozen_tower_has_no_gradients():
     [
         ({"model": "gpt2", "images": 1, "image_size": "8x8"}, "gpt2 reads no images in a recipe"),
         ({"image_size": None}, "say width and height"),
+        ({"image_size": "20000x300"}, "of up to 16,384 pixels"),
         ({"image_size": "large"}, "such as '1024x768'"),
         ({"image_size": "10000x20", "seq_len": 9000}, "the processor refuses it: absolute aspect"),
         ({"seq_len": 100}, "the images of a sample are 124 tokens"),
