@@ -1,5 +1,4 @@
-"""The least memory that holds a training step, with the allocator's default segments and with
-expandable ones.
+"""The least memory that holds a training step, with default segments and with expandable ones.
 
     python benchmarks/expandable.py [EVERY]
 
@@ -33,6 +32,7 @@ def runs() -> list[tuple[Recipe, str]]:
     for name, card in CARDS.items():
         stand_in = json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]
         pairs += [(Recipe(**run["recipe"]), card) for run in stand_in]
+    # Several runs of one recipe on one card have one log of requests.
     return list({(recipe.key, card): (recipe, card) for recipe, card in pairs}.values())
 
 
@@ -49,8 +49,11 @@ def run(log: list, allocator: Allocator) -> Allocator:
 
 def least(log: list, kind: type) -> tuple[int, int]:
     """(bytes allocated at the peak, least limit in which `log` runs)."""
+    # Without a limit, which says between which sizes to search.
     free = run(log, kind())
-    low, high = free.peak_allocated, free.peak_reserved
+    low = free.peak_allocated
+    high = free.peak_reserved
+    # A search by halves: `high` always ran, and `low` is the peak or failed.
     while high - low > STEP:
         middle = (low + high) // 2
         try:
@@ -63,6 +66,7 @@ def least(log: list, kind: type) -> tuple[int, int]:
 
 def main(every: int = 1) -> None:
     beyond = {"default": [], "expandable": []}
+    # One trace for both allocators: what is asked for does not depend on who gives it.
     for recipe, card in runs()[::every]:
         log = trace(recipe, "cuda", find_gpu(card)).log
         for name, kind in (("default", Allocator), ("expandable", ExpandableAllocator)):

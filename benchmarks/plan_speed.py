@@ -48,8 +48,9 @@ print(len(candidates), len(reports), taken, best)
 
 
 def run(script: str, case: tuple) -> tuple[int, int, float, str]:
-    """(recipes considered, predicted, seconds, the fastest that fits) of `script` in a process of
-    its own.
+    """Run `script` in a process of its own.
+
+    Return the recipes considered, those predicted, seconds, and the fastest that fits.
     """
     words = [sys.executable, "-c", SETUP + script, *map(str, case)]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
@@ -62,6 +63,7 @@ def main() -> None:
     cases = [(given[0], given[1], int(given[2]), int(given[3]))] if given else CASES
     for case in cases:
         considered, predicted, seconds, best = run(PLANNED, case)
+        # The same space, and every recipe of it predicted, as without pruning.
         _, _, each, same = run(EACH, case)
         print(
             f"{case[0]} on {case[2]} × {case[1]}, {case[3]} tokens: {considered:,} recipes, "

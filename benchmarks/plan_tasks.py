@@ -1,30 +1,30 @@
-"""Tasks drawn at random: the tier that `plan` says, the peak simulated, and whether PyTorch's
-allocator holds the step.
+"""Tasks drawn at random: what `plan` says, and whether PyTorch's allocator holds the step.
 
-    python benchmarks/plan_tasks.py draw TASKS.json [COUNT SEED TIER]     (adds to TASKS.json; TIER:
-    draw until it is said) export LD_PRELOAD=$(python -m vramlab.measurement.stand_in
-    build/stand_in) TRITON_LIBCUDA_PATH=$PWD/build/stand_in python benchmarks/plan_tasks.py run
-    TASKS.json python benchmarks/plan_tasks.py show [TASKS.json]
+    # Adds to TASKS.json; with TIER it draws until that is said.
+    python benchmarks/plan_tasks.py draw TASKS.json [COUNT SEED TIER]
+    export LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in)
+    export TRITON_LIBCUDA_PATH=$PWD/build/stand_in
+    python benchmarks/plan_tasks.py run TASKS.json
+    python benchmarks/plan_tasks.py show [TASKS.json]
 
 Each task is a model, a card, a number of tokens, a method and the least tier that will do. `run`
 needs PyTorch's CUDA build (`data/stand_in/README.md`): it trains the recipe on a stand-in for the
 card, whose memory is the limit, with expandable segments, as the script that `plan` writes. Every
-mask selects everything there, so transformers would leave a padded batch's
-out: it is made to keep it. The process's context is a reading of the card or its like, drawn
-from `data/contexts.json`.
+mask selects everything there, so transformers would leave a padded batch's out: it is made to keep
+it. The process's context is a reading of the card or its like, drawn from `data/contexts.json`.
 
-    LD_PRELOAD=… python benchmarks/plan_tasks.py questions OUT.json [COUNT SEED]          (goes on
-    where it was stopped) python benchmarks/plan_tasks.py answers [OUT.json]
+    # Goes on where it was stopped; LD_PRELOAD and TRITON_LIBCUDA_PATH as above.
+    python benchmarks/plan_tasks.py questions OUT.json [COUNT SEED]
+    python benchmarks/plan_tasks.py answers [OUT.json]
 
 `questions` asks `plan` by itself, as people do, for all methods or one, also for TRL's trainer, and
 trains the best answer with rows of one length and with padded ones, or those that it joins; what
-could not run is tried again by the next call. The tokens are drawn as their
-logarithm, 128 to 4,096: where texts are short the answers have micro-batches of several samples,
-which can be padded. In two of three questions the lengths of the samples are known, so that rows
-may be packed or joined. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's
-folder. Of the first ten with an answer it also tries every recipe of the space: is there one that
-fits as surely, is as sound, and faster by more than the error that is stated?
-
+could not run is tried again by the next call. The tokens are drawn as their logarithm, 128 to
+4,096: where texts are short the answers have micro-batches of several samples, which can be padded.
+In two of three questions the lengths of the samples are known, so that rows may be packed or
+joined. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's folder. Of the first
+ten with an answer it also tries every recipe of the space: is there one that fits as surely, is as
+sound, and faster by more than the error that is stated?
 """
 
 import json
@@ -61,10 +61,8 @@ SAMPLES = 200  # of a data set whose lengths are known
 
 def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
     """Add `count` tasks to the list at `path`; with `said` such whose answer has that tier."""
-    rng, tasks = (
-        random.Random(f"{seed}{said}"),
-        json.loads(path.read_text()) if path.exists() else [],
-    )
+    rng = random.Random(f"{seed}{said}")
+    tasks = json.loads(path.read_text()) if path.exists() else []
     wanted = len(tasks) + count
     while len(tasks) < wanted:
         model, card, tokens, method = map(rng.choice, (MODELS, CARDS, TOKENS, METHODS))
@@ -72,22 +70,29 @@ def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
         if tokens > LONGEST.get(model, tokens):
             continue
         asked = {"seq_len": tokens, "method": method, "tier": tier, "offload": False}
-        for confirm in (False, True) if said else (True,):  # by formula first, which is quick
+        # By formula first, which is quick.
+        passes = (False, True) if said else (True,)
+        for confirm in passes:
             found = plan(model, card, confirm=confirm, **asked)
             if not found.choices or said not in ("", found.best.tier):
                 break
+        # Only where no pass of the loop broke off: by formula, and confirmed, it is the tier that
+        # was asked for.
         else:
             tasks.append(task_of(found, rng.choice(nearest(find_gpu(card))).size))
             print(tasks[-1]["tier"], card, found.best.recipe, flush=True)
+            # Written after each, as the next ones may be drawn for hours.
             path.write_text(lines(tasks))
 
 
 def task_of(found: Plan, context: int, recipe: Recipe | None = None) -> dict:
-    """What is to be run beside a context of so many bytes, the best answer or another recipe, and
-    what `plan` said.
+    """Return what is to be run beside a context of so many bytes, and what `plan` said.
+
+    That is the best answer, or the recipe given, with two micro-batches a step at most.
     """
     best = found.best
     recipe = recipe or best.recipe
+    # Two micro-batches show what one leaves to the next; more only take time.
     recipe = recipe.replace(gradient_accumulation_steps=min(2, recipe.gradient_accumulation_steps))
     return {
         "card": found.question["gpu"],
@@ -110,8 +115,9 @@ def run(path: Path) -> None:
 
 
 def one(task: dict) -> dict:
-    """The allocator's peaks in bytes, None where it had no more, of a process of its own; nothing
-    if that takes too long.
+    """Return the allocator's peaks in bytes, of a process of its own; None where it had no more.
+
+    {} if the process takes too long, or fails.
     """
     card = find_gpu(task["card"])
     said = {
@@ -119,6 +125,7 @@ def one(task: dict) -> dict:
         "MULTIPROCESSORS": card.multiprocessors,
     }
     said |= {"BYTES": task["usable"], "CONTEXT": task["context"], "NAME": card.name}
+    # The stand-in's libraries read these when the process starts.
     environment = {f"STAND_IN_{name}": str(value) for name, value in said.items()}
     environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = [sys.executable, str(ROOT / "tests" / "stand_in" / "runs.py"), "-"]
@@ -135,6 +142,7 @@ def one(task: dict) -> dict:
     except subprocess.TimeoutExpired:
         return {}
     if answer.returncode:
+        # The end of it, where Python's traceback says what went wrong.
         print(answer.stderr[-2000:], file=sys.stderr)
         return {}
     return json.loads(answer.stdout.splitlines()[-1])
@@ -142,7 +150,9 @@ def one(task: dict) -> dict:
 
 def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
     """Ask `count` questions, of which `path` has the first, and train each best answer."""
-    rng, contexts = random.Random(seed), random.Random(f"{seed} contexts")
+    # Two generators, so that how many runs an answer has does not move the next question.
+    rng = random.Random(seed)
+    contexts = random.Random(f"{seed} contexts")
     found = json.loads(path.read_text()) if path.exists() else []
     for index in range(count):
         model, card = map(rng.choice, (MODELS, CARDS))
@@ -155,6 +165,7 @@ def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
             # Of what goes to the host only activations: DeepSpeed would really fill its memory.
             "engines": ("ddp",),
         }
+        # Drawn all the same, so that the generator stands where it stood then.
         if index < len(found):
             again(found[index], path, found)
             continue
@@ -203,21 +214,27 @@ def drawn_lengths(rng: random.Random, longest: int) -> list[int] | None:
 def rows_of(question: Question, recipe: Recipe) -> list[Recipe]:
     """The recipe with rows of one length, and with padded ones where it can have them."""
     padded = question.lengths_of(recipe)
+    # Rows that are joined have no padding, so their lengths are what they train with.
     lengths = (None, padded) if padded and not recipe.joins else (recipe.lengths,)
     return [recipe.replace(lengths=each) for each in lengths]
 
 
 def faster(question: Question, best: Choice) -> dict:
-    """How many recipes were tried, and the least seconds of those that are as good a way as `best`,
-    over its own: below 1 by more than its error, the search has missed one. The answer's own
-    method."""
+    """Return how many recipes of the answer's method were tried, and how much faster one was.
+
+    `least` is the least seconds of those that are as good a way as `best`, over its own: below 1 by
+    more than its error, the search has missed one.
+    """
     error = best.time.seconds / best.time.low
-    tried, least = 0, 1.0
+    tried = 0
+    least = 1.0
     for candidate in Search(question).candidates:
+        # Other methods train something else, so none of them counts as missed.
         if candidate.method != best.method:
             continue
         tried += 1
         tier = next((name for name in TIERS if candidate.fits(name)), "")
+        # WAYS is in order of preference: a faster recipe by a worse way is none that was missed.
         way = (candidate.kind[1], candidate.kind[2], tier)
         if tier and WAYS.index(way) <= best.order[0]:
             least = min(least, candidate.rank[0] / best.time.seconds)
@@ -234,6 +251,7 @@ def answers(path: Path = ANSWERS) -> None:
         joins = [Recipe(**run["recipe"]).joins for run in stepped]
         joined = sum(joins)
         has_lengths = ["lengths" in run["recipe"] for run in stepped]
+        # Joined and packed rows have lengths too, and no padding.
         padded = sum(has and not one_row for has, one_row in zip(has_lengths, joins, strict=True))
         died = sum(run["allocated"] is None for run in stepped)
         print(
@@ -242,6 +260,7 @@ def answers(path: Path = ANSWERS) -> None:
         )
     print(f"nothing fits: {sum('tier' not in entry for entry in found)} of {len(found)} questions")
     tried = [entry["faster"] for entry in found if "faster" in entry]
+    # Faster by less than the estimate's own error is no difference.
     missed = [each for each in tried if each["least"] < 1 / each["error"]]
     recipes = sum(each["tried"] for each in tried)
     print(

@@ -1,12 +1,13 @@
-"""How long predict takes: python benchmarks/predict_speed.py
+"""How long predict takes.
+
+    python benchmarks/predict_speed.py
 
 Milliseconds of processor time a recipe, over the grid on which the tests hold predict against
 simulate:
 
     first    the first time in this process: the model's weights are listed too
-    sweep    the model is known, the recipe is not: what each point of a sweep over batches or
-    precisions costs again    only what activations do not depend on (optimizer, accumulation,
-    sharding) is new
+    sweep    the model is known and the recipe is not, as at each point of a sweep over batches
+    again    only what activations do not depend on (optimizer, accumulation, sharding) is new
 
 and what one simulate takes on some of the same recipes, as a multiple of their sweep.
 """
@@ -23,7 +24,8 @@ from vramlab.formulas.account import cached_account
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from predict_grid import grid
 
-REPEATS, SIMULATED = 5, 6
+REPEATS = 5
+SIMULATED = 6
 
 
 def milliseconds(
@@ -40,7 +42,9 @@ def milliseconds(
 
 
 def main() -> None:
-    recipes, forget = grid(), cached_account.cache_clear
+    # What is forgotten is the account of the layers; the list of the model's weights stays.
+    recipes = grid()
+    forget = cached_account.cache_clear
     found = {
         "first": [milliseconds(lambda r=recipe: predict(r), 1) for recipe in recipes],
         "sweep": [milliseconds(lambda r=recipe: predict(r), before=forget) for recipe in recipes],
@@ -57,6 +61,7 @@ def main() -> None:
             f"worst {worst:.2f}: {slowest}"
         )
     simulate(recipes[0])  # loads torch and transformers
+    # Evenly through the grid, since one simulation takes as long as hundreds of predictions.
     some = range(0, len(recipes), len(recipes) // SIMULATED)
     ratios = [milliseconds(lambda r=recipes[i]: simulate(r), 1) / found["sweep"][i] for i in some]
     print(

@@ -38,6 +38,7 @@ def main(plainly: bool) -> None:
         plain = predict(run.recipe, gpu=run.gpu).peak.total / run.allocated - 1
         row.append("" if run.as_run else note(errors["predict, allocated"], plain))
         row.append(f"{run.reserved / GiB:.3f} GiB" if run.reserved else "")
+        # Not every source says what was reserved.
         off = simulated.reserved.value / run.reserved - 1 if run.reserved else 0.0
         row.append(note(errors["simulate, reserved"], off) if run.reserved else "")
         rows.append(tuple(row))
@@ -59,12 +60,14 @@ def main(plainly: bool) -> None:
 
 
 def write() -> None:
-    """Store every run's bytes by each witness in `data/published_results.json`, with the versions
-    that said them.
+    """Store every run's bytes by each witness in `data/published_results.json`.
+
+    With them come the versions that said them.
     """
     found = []
     for run in runs():
         simulated = simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)
+        # Without `as_run` both are the same simulation, which takes seconds.
         plain = simulate(run.recipe, gpu=run.gpu) if run.as_run else simulated
         found.append(
             {
@@ -83,6 +86,7 @@ def write() -> None:
         name: version(name).partition("+")[0]
         for name in ("torch", "transformers", "peft", "bitsandbytes")
     }
+    # A line for each run, so that a change of one is a change of one line.
     lines = ",\n".join(json.dumps(entry) for entry in found)
     text = f'{{"made_with": {json.dumps(versions)},\n"runs": [\n{lines}\n]}}\n'
     data_path("published_results.json").write_text(text, encoding="utf-8")
@@ -105,4 +109,7 @@ if __name__ == "__main__":
         "--write", action="store_true", help="store all results in data/published_results.json"
     )
     given = parser.parse_args()
-    write() if given.write else main(given.plainly)
+    if given.write:
+        write()
+    else:
+        main(given.plainly)

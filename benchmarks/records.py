@@ -20,10 +20,12 @@ from vramlab.report.report import Report, environment
 
 
 def errors(report: Report, torch: str) -> dict[str, float]:
-    """What is compared to the relative error by the rules of a version of torch; without those that
-    a witness refuses.
+    """The relative error of each figure by the rules of a version of torch.
+
+    Those that a witness refuses are left out.
     """
-    recipe, card = Recipe(**report.recipe), card_of(report.environment)
+    recipe = Recipe(**report.recipe)
+    card = card_of(report.environment)
     with rules_of(torch):
         said = simulate(recipe, gpu=card)
         figures = {
@@ -32,8 +34,10 @@ def errors(report: Report, torch: str) -> dict[str, float]:
             "simulate, reserved": (said.reserved.value, report.reserved),
             "simulate, the whole process": (said.process.value, report.process),
         }
+        # predict refuses what has no formula, such as a model that it does not know.
         with contextlib.suppress(RecipeError):
             figures["predict, allocated"] = (predict(recipe, gpu=card).peak.total, report.allocated)
+    # Not every record has each figure: without NVML there is no process.
     return {name: a / b - 1 for name, (a, b) in figures.items() if b}
 
 
@@ -51,8 +55,10 @@ def by_card() -> dict[str, list[Report]]:
 def main(every: int = 1) -> None:
     for card, reports in by_card().items():
         print(card)
+        # Out of memory has no peak to compare.
         measured = [report for report in reports if report.status == "ok"][::every]
         own = reports[0].environment["torch"]
+        # Once where both are the same version.
         for torch in dict.fromkeys((own, environment()["torch"])):
             groups: dict[str, list[tuple[float, str]]] = {}
             for report in measured:

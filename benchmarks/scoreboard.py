@@ -1,5 +1,6 @@
-"""Tools that estimate training memory, on the runs that others measured
-(`data/published_runs.json`): who is how far off.
+"""How far off tools that estimate training memory are, on runs that others measured.
+
+The runs are those of `data/published_runs.json`.
 
     pip install --no-deps vramcalc fitcheck-llm
     python benchmarks/scoreboard.py             # predict alone for us, seconds
@@ -58,15 +59,18 @@ def by_vramcalc(run: Run) -> int | None:
         attn_impl=r.attn_implementation,
         lora_rank=r.lora.r if r.lora else None,
         optimizer="adamw",
+        # Its allowance for the context, which the allocator's peak does not hold.
         overhead_gb=0,
     ).total
 
 
 def by_fitcheck(run: Run) -> int | None:
-    """fitcheck's total without its allowance for context and fragmentation; it answers for adapters
-    only.
+    """fitcheck's total without its allowance for context and fragmentation.
+
+    It answers for adapters only.
     """
-    r, s = run.recipe, run.recipe.shape
+    r = run.recipe
+    s = run.recipe.shape
     if not r.lora:
         return None
     model = fitcheck.ModelConfig(
@@ -103,6 +107,7 @@ def by_accelerate(run: Run) -> int | None:
     dtype = {"fp32": "float32", "fp16-mixed": "float16", "bf16-mixed": "bfloat16"}.get(r.precision)
     if r.lora or not dtype:
         return None
+    # It takes the bytes of the fp32 weights.
     return max(estimate_training_usage(4 * r.shape.num_parameters, dtype).values())
 
 
@@ -111,6 +116,7 @@ def by_deepspeed(run: Run) -> int | None:
     r = run.recipe
     if r.lora or not r.precision.endswith("mixed"):
         return None
+    # It returns host memory first, then the GPU's.
     return int(estimate_zero2_model_states_mem_needs(r.shape.num_parameters, cpu_offload=False)[1])
 
 
@@ -124,8 +130,10 @@ TOOLS: dict[str, Callable[[Run], int | None]] = {
 
 
 def main(simulated: bool) -> None:
-    """Print a line for each tool: all runs that it answers, the plain ones, and of these those that
-    it saw first here.
+    """Print a line for each tool.
+
+    It has all runs that the tool answers, the plain ones, and of these those that it saw first
+    here.
     """
     tools = dict(TOOLS)
     if simulated:
@@ -134,7 +142,9 @@ def main(simulated: bool) -> None:
     rows = [("tool", "runs", *three, "plain", *three, "not fitted to", *three)]
     facts = stored()
     for tool, ask in tools.items():
-        found, plain, unseen = [], [], []
+        found = []
+        plain = []
+        unseen = []
         for run, fitted in zip(runs(), set_constants_of(tool, facts), strict=True):
             said = ask(run)
             if said is None:

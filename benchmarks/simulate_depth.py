@@ -1,5 +1,6 @@
-"""`simulate` of Llama 3.1 405B beside that of its first four layers, in turns in one process: CPU
-seconds and their ratio.
+"""How much longer `simulate` takes for Llama 3.1 405B than for its first four layers.
+
+It prints CPU seconds of both, by turns in one process, and their ratio.
 
     python benchmarks/simulate_depth.py    # some seconds
 
@@ -19,6 +20,7 @@ ROUNDS = 9
 
 def seconds(recipe: Recipe) -> float:
     """CPU seconds of one simulation."""
+    # Or the garbage of the one before would be collected in this one's time.
     gc.collect()
     start = time.process_time()
     simulate(recipe)

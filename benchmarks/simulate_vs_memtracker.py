@@ -1,8 +1,7 @@
-"""vramlab.simulate against torch's own MemTracker on the same models, in one run: seconds, ratio
-and peak.
+"""`simulate` against torch's own MemTracker on the same models: seconds, their ratio, and peaks.
 
-    python benchmarks/simulate_vs_memtracker.py            # some minutes: MemTracker takes most of
-    it python benchmarks/simulate_vs_memtracker.py --quick    # without Llama 3.1 8B
+    python benchmarks/simulate_vs_memtracker.py           # minutes, most of them MemTracker's
+    python benchmarks/simulate_vs_memtracker.py --quick   # without Llama 3.1 8B
 
 Both run the same `train_step` on fake tensors, twice, with multi-tensor AdamW. MemTracker's step
 runs on fake CPU tensors, so it describes CPU kernels without rounding: its peak has to be held
@@ -34,6 +33,7 @@ def by_memtracker(recipe: Recipe, steps: int = 2) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         training = build(recipe, "cpu", target="cuda")
         tracker = MemTracker()
+        # What exists before the tracker is entered has to be named.
         tracker.track_external(training.model, training.optimizer)
         with tracker:
             for _ in range(steps):
@@ -61,6 +61,8 @@ def main() -> None:
     ]
     for recipe in recipes:
         seconds, report = timed(simulate, recipe)
+        # On a CPU AdamW goes through its tensors one by one unless it is told otherwise, and
+        # MemTracker's was built as for CUDA.
         same_loop = recipe.replace(loop=dataclasses.replace(recipe.loop, foreach=True))
         on_cpu = simulate(same_loop, "cpu").peak.total
         theirs, peak = timed(by_memtracker, recipe)
@@ -75,6 +77,7 @@ def main() -> None:
                 format_bytes(peak),
             )
         )
+        # As each is done, since the last one takes minutes.
         print(text_table([rows[0], rows[-1]]), flush=True)
     print()
     print(text_table(rows))

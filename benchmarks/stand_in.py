@@ -1,5 +1,4 @@
-"""simulate and predict against PyTorch's own CUDA allocator, run on a stand-in for a GPU
-(`data/stand_in/`).
+"""simulate and predict against PyTorch's own CUDA allocator on a stand-in for a GPU.
 
     python benchmarks/stand_in.py [EVERY]
 
@@ -28,17 +27,18 @@ WHAT = ("simulate, asked for", "simulate, allocated", "simulate, reserved", "pre
 
 
 def errors(run: dict, card: str) -> list[float | None]:
-    """Of simulate and predict, by WHAT; None for what predict does not know or loading does not
-    say.
+    """The errors of simulate and predict, by WHAT.
+
+    None stands for what predict does not know or loading does not say.
     """
-    recipe, held = Recipe(**run["recipe"]), run["allocated"]
+    recipe = Recipe(**run["recipe"])
+    held = run["allocated"]
+    # Those runs only loaded the model, so there is no step to compare.
     if "loading" in run:
         return [None, simulate(recipe, gpu=card).loading.total / held - 1, None, None]
     if "evaluation" in run:
-        simulated, predicted = (
-            simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card),
-            None,
-        )
+        simulated = simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card)
+        predicted = None
     else:
         simulated = simulate(recipe, gpu=card)
         try:
@@ -47,6 +47,7 @@ def errors(run: dict, card: str) -> list[float | None]:
             predicted = None
     said = simulated.requested, simulated.allocated, simulated.reserved.value
     truth = run["requested"], held, run["reserved"]
+    # 0 or None where a simulation does not say the figure.
     return [*(a and a / b - 1 for a, b in zip(said, truth, strict=True)), predicted]
 
 
@@ -57,10 +58,12 @@ def main(every: int = 1) -> None:
         print(
             f"{card}, torch {found['torch']}, transformers {found['transformers']}, {found['date']}"
         )
+        # Those that died have no peak.
         runs = [run for run in found["runs"] if run["allocated"]]
         for run in [run for run in runs if "row" not in run][::every] + [
             run for run in runs if "row" in run
         ]:
+            # What came later has a name of its own, so that earlier figures stay comparable.
             group = groups.setdefault(run.get("row", card), [])
             group.append((errors(run, card), f"{card}, {Recipe(**run['recipe'])}"))
     for group, rows in groups.items():

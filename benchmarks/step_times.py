@@ -27,9 +27,11 @@ from vramlab_course.step_times import (
 
 
 def summary(found: Sequence[float]) -> str:
-    """Mean and worst error of the estimate, relative to the measured seconds, and the spread of
-    nine tenths.
+    """Mean and worst error of the estimate, relative to the measured seconds.
+
+    With them comes the spread of nine tenths.
     """
+    # Ratios are measured over estimated, and the error is the estimate's.
     off = [abs(1 / ratio - 1) for ratio in found]
     least, most = spread(found)
     return (
@@ -41,6 +43,7 @@ def summary(found: Sequence[float]) -> str:
 
 def main() -> None:
     for card in CARDS:
+        # What the data say now beside what step_time.py has, so that a drift is seen.
         for label, (u, w, v, issue, waiting) in (
             ("fitted", fit(chosen(card))),
             ("in use", in_use(card)),

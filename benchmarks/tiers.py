@@ -1,10 +1,11 @@
-"""How right the tiers are: safe, likely and tight against what real processes took, and against
-PyTorch's own allocator.
+"""How right the tiers are: safe, likely and tight against what real processes took.
 
-    python benchmarks/tiers.py                  # published runs, the records, PyTorch's allocator
-    on the stand-in; 6 minutes python benchmarks/tiers.py contexts         # how often a reading
-    lies below the likely context, and above the high one python benchmarks/tiers.py plans
-    TASKS.json # random plans that `plan_tasks.py run` trained on the stand-in
+    # Published runs, the records, and PyTorch's own allocator on the stand-in: 6 minutes.
+    python benchmarks/tiers.py
+    # How often a reading lies below the likely context, and above the high one.
+    python benchmarks/tiers.py contexts
+    # Random plans that `plan_tasks.py run` trained on the stand-in.
+    python benchmarks/tiers.py plans TASKS.json
 
 A row is a run whose process, or whose segments and card, are known. Cards are drawn for it: of as
 many bytes as lie between the ends of its interval, evenly. On a card where the answer is *safe* it
@@ -43,8 +44,9 @@ Row = tuple[Interval, int]  # what was said of the process, and what it took
 
 
 def of_published(witness: str) -> Iterator[Row]:
-    """Yield published runs that say what was reserved, with the readings of their card for the
-    context.
+    """Yield what a witness says of published runs, and what they reserved.
+
+    Runs that do not say what they reserved are left out.
 
     Simulations are those that `benchmarks/published_runs.py --write` stored.
     """
@@ -71,8 +73,9 @@ def of_records(witness: Callable[..., Report]) -> Iterator[Row]:
 
 
 def of_stand_in() -> Iterator[Row]:
-    """Yield predictions against what PyTorch's own allocator reserved without a limit
-    (`tests/stand_in`).
+    """Yield predictions against what PyTorch's own allocator reserved without a limit.
+
+    They are those of `tests/stand_in`.
     """
     for name, card in STAND_IN.items():
         for run in json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]:
@@ -90,6 +93,7 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> dict[str, float]:
     said: dict[str, list[bool]] = {tier: [] for tier in TIERS}
     for needs, took in rows:
         for _ in range(DRAWS):
+            # Up to a tenth above the interval, or "safe" would hardly ever be said.
             card = rng.uniform(needs.low, 1.1 * needs.high)
             said[needs.tier(int(card))].append(took <= card)
     low = sum(needs.value < took for needs, took in rows)
@@ -107,9 +111,11 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> dict[str, float]:
 
 
 def contexts() -> None:
-    """Print how each reading lies in the interval of its card, from all readings and without
-    itself.
+    """Print how each reading lies in the interval of its card.
+
+    The interval is from all readings, the reading itself among them.
     """
+    # The others load less than a training step, or kernels that few models have.
     usual = [one for one in readings() if one.loaded not in (*LESS, "convolutions")]
     held = [
         (one, context_on(find_gpu(one.gpu), one.loaded, one.ranks))
@@ -117,6 +123,7 @@ def contexts() -> None:
         if one.gpu in gpu_names()
     ]
     alone = [pair for pair in held if pair[0].ranks == 1]
+    # Ranks that talk have buffers of NCCL beside the context.
     for name, pairs in (
         ("one rank", alone),
         ("several", [pair for pair in held if pair not in alone]),
@@ -129,8 +136,9 @@ def contexts() -> None:
 
 
 def plans(path: Path) -> None:
-    """Print of each tier how many random plans PyTorch's allocator held on a card with a context
-    drawn from the table.
+    """Print of each tier how many random plans PyTorch's allocator held.
+
+    It did so on a card with a context drawn from the table.
     """
     tasks = [task for task in json.loads(path.read_text()) if "allocated" in task]
     for tier in TIERS:

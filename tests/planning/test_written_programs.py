@@ -130,3 +130,15 @@ def test_none_names_what_it_does_not_define(written, tmp_path):
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[:2000]
+
+
+def test_a_program_says_how_flash_attn_is_installed():
+    """Its own build needs the torch that the first line installs (its README)."""
+    fields = {"trainer": "sft", "packing": True, "precision": "bf16-mixed"}
+    planned = PLANNED | {"packing": True, "expandable_segments": True}
+    said = []
+    for kernel in ("flash_attention_2", "sdpa"):
+        recipe = Recipe("llama-3.2-1b", 2, 256, attn_implementation=kernel, **fields)
+        [program] = scripts(recipe, "train.py", planned).values()
+        said.append("    pip install flash-attn --no-build-isolation\n" in program)
+    assert said == [True, False]
