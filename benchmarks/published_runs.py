@@ -109,4 +109,7 @@ if __name__ == "__main__":
         "--write", action="store_true", help="store all results in data/published_results.json"
     )
     given = parser.parse_args()
-    write() if given.write else main(given.plainly)
+    if given.write:
+        write()
+    else:
+        main(given.plainly)

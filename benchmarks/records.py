@@ -24,7 +24,8 @@ def errors(report: Report, torch: str) -> dict[str, float]:
 
     Those that a witness refuses are left out.
     """
-    recipe, card = Recipe(**report.recipe), card_of(report.environment)
+    recipe = Recipe(**report.recipe)
+    card = card_of(report.environment)
     with rules_of(torch):
         said = simulate(recipe, gpu=card)
         figures = {

@@ -69,7 +69,8 @@ def by_fitcheck(run: Run) -> int | None:
 
     It answers for adapters only.
     """
-    r, s = run.recipe, run.recipe.shape
+    r = run.recipe
+    s = run.recipe.shape
     if not r.lora:
         return None
     model = fitcheck.ModelConfig(
@@ -141,7 +142,9 @@ def main(simulated: bool) -> None:
     rows = [("tool", "runs", *three, "plain", *three, "not fitted to", *three)]
     facts = stored()
     for tool, ask in tools.items():
-        found, plain, unseen = [], [], []
+        found = []
+        plain = []
+        unseen = []
         for run, fitted in zip(runs(), set_constants_of(tool, facts), strict=True):
             said = ask(run)
             if said is None:

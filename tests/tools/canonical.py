@@ -90,7 +90,8 @@ def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
     """
     # The caller compares the copy with what it read.
     nb = copy.deepcopy(nb)
-    nb.nbformat, nb.nbformat_minor = 4, 5
+    nb.nbformat = 4
+    nb.nbformat_minor = 5
     # Asked before all metadata are replaced: a chapter says by itself that it gains by a GPU.
     asks_gpu = nb.metadata.get("accelerator") == "GPU"
     nb.metadata = nbformat.from_dict(
@@ -168,7 +169,8 @@ def problems(path: Path, url: str | None = None) -> list[str]:
     url = url or repository_url()
     found = list(_notebook_problems(nb, len(raw.encode()), url, notebook_name(path)))
     # In solutions the blanks are filled in and the guesses made.
-    found += [] if "/solutions/" in notebook_name(path) else hands.problems(nb)
+    if "/solutions/" not in notebook_name(path):
+        found += hands.problems(nb)
     count = 0
     for number, cell in enumerate(nb.cells, 1):
         kinds = list(_cell_problems(cell))

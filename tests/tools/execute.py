@@ -81,7 +81,8 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
     for cell in notebook.cells:
         if cell.cell_type == "code":
             # Of a cell that does not run, no earlier output may stay.
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     result = Run(path, notebook, 0.0)
     client = NotebookClient(
         notebook,

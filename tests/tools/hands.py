@@ -118,7 +118,10 @@ def _given_away(cell: NotebookNode, above: list[str]) -> Iterator[str]:
     for _, number, unit, mine in said:
         # 11.2 must not be found in 311.2, nor, without a unit, 11 in 11.2.
         pattern = rf"(?<![\d.,]){re.escape(number)}"
-        pattern += rf"[\s-]*{re.escape(unit)}" if unit else r"(?![.,]?\d)"
+        if unit:
+            pattern += rf"[\s-]*{re.escape(unit)}"
+        else:
+            pattern += r"(?![.,]?\d)"
         shown = " ".join(filter(None, (number, unit)))
         if re.search(pattern, "\n".join(above)):
             yield f"{shown} is to be guessed, and stands in a cell above already"

@@ -68,7 +68,9 @@ def assemble(
         text = (SITE / page).read_text(encoding="utf-8")
         linked = site_links.link_files(text, f"site/{page}", places)
         (source / page).write_text(linked, encoding="utf-8")
-    titles, uses, tested = {}, {}, set()
+    titles = {}
+    uses = {}
+    tested = set()
     glossary = source / "glossary.md"
     # Read before any chapter is linked, as links go both ways: to the glossary and back.
     terms = site_links.glossary_terms(glossary.read_text(encoding="utf-8"))
@@ -92,6 +94,7 @@ def assemble(
         "quick": web_calculator.quick_answers(),
         "grpo": simulated_tables.answers("grpo"),
         "images": simulated_tables.answers("images"),
+        "largest": simulated_tables.answers("largest"),
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),
@@ -224,7 +227,8 @@ def frame_figures(page: str, folder: Path) -> str:
 
     def frame(found: re.Match) -> str:
         nonlocal count
-        image, place = found["image"], folder / unquote(found["src"])
+        image = found["image"]
+        place = folder / unquote(found["src"])
         if place.suffix != ".png" or not place.is_file():
             return found[0]
         (width, height), scale = read_png(place)
@@ -315,7 +319,8 @@ def check(out: Path) -> tuple[list[str], Counter]:
     pages = {
         path: read_page(path) for path in sorted(out.rglob("*.html")) if "_static" not in path.parts
     }
-    wrong, external = [], Counter()
+    wrong = []
+    external = Counter()
     for path, page in pages.items():
         name = path.relative_to(out).as_posix()
         for link in page.links + page.loaded:
@@ -356,7 +361,8 @@ def make(
     Sphinx reads `build`/site-source; the calculator alone goes into `build`/space. Return
     what is wrong, and the external links.
     """
-    source, out = build.resolve() / "site-source", build.resolve() / "site"
+    source = build.resolve() / "site-source"
+    out = build.resolve() / "site"
     assemble(source, notebooks, verdicts, pyodide)
     if pyodide:
         web_calculator.write_space(build.resolve() / "space", pyodide)

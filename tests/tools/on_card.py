@@ -58,7 +58,8 @@ def keep_all(paths: list[Path], out: Path, jobs: int, deadline: float) -> None:
 
     Those that still run at the deadline are ended, with their kernels.
     """
-    waiting, running = list(paths), {}
+    waiting = list(paths)
+    running = {}
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < deadline:
             path = waiting.pop(0)

@@ -90,7 +90,8 @@ def save(run: Run, folder: Path, course: Sequence[Path] = ()) -> None:
 
     `course` are all notebooks that are run: the page links to those before and after its own.
     """
-    stem, stems = run.path.stem, [path.stem for path in course]
+    stem = run.path.stem
+    stems = [path.stem for path in course]
     at = stems.index(stem) if stem in stems else 0
     around = {"← previous": stems[max(at - 1, 0) : at], "next →": stems[at + 1 : at + 2]}
     links = {words: f"{found[0]}.html" for words, found in around.items() if found}

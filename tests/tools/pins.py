@@ -54,7 +54,8 @@ def installed() -> list[str]:
     """`name==version` for every direct dependency and all that those need, as installed here."""
     # Walked from what pyproject.toml names: `pip list` would also have what somebody installed by
     # hand.
-    pending, found = [(r, "") for r in direct()], {}
+    pending = [(r, "") for r in direct()]
+    found = {}
     while pending:
         requirement, extra = pending.pop()
         name = canonicalize_name(requirement.name)

@@ -111,7 +111,9 @@ def runs_table() -> str:
             f"{plain(str(run.recipe))}<br><small>{plain(run.source)}, "
             f"{plain(run.made_with.partition(', ')[2])}"
         )
-        about += f"; as_run: {run.as_run}</small>" if run.as_run else "</small>"
+        if run.as_run:
+            about += f"; as_run: {run.as_run}"
+        about += "</small>"
         cells = (about, *off, f"{run.allocated / GiB:.3f}", run.gpu, *held)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -33,9 +33,11 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
 
     def link(found: re.Match) -> str:
         if found["place"]:
-            shown, starts = "", found["place"] + "."
+            shown = ""
+            starts = found["place"] + "."
         elif found["number"]:
-            shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
+            shown = f"{found['word']} {found['number']}"
+            starts = f"notebooks/{found['number']}_"
         else:
             return found[0]
         # A chapter's file begins with its number, so that the name itself may change.
@@ -136,7 +138,8 @@ def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]
         place = next((place for place in places if place.startswith(f"notebooks/{chapter}_")), None)
         if place:
             target = place.removesuffix(".ipynb") + ".html"
-            target += f"#{anchor_of(term)}" if term in uses.get(chapter, ()) else ""
+            if term in uses.get(chapter, ()):
+                target += f"#{anchor_of(term)}"
             entry = re.compile(
                 rf"(^{re.escape(term)}\n(?:.+\n)*?.*\()chapter {chapter}\)$", re.MULTILINE
             )
@@ -159,7 +162,10 @@ def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim])
         for output in cell.get("outputs", ())
         if "| what they say |" in output.get("data", {}).get("text/markdown", "")
     ]
-    for claim in claims if tables else ():
+    # Without a table there is nothing to link, and the claims need not be gone through.
+    if not tables:
+        return linked
+    for claim in claims:
         said = f"| {claim.by}: {claim.said}".replace("\\", "").strip()
         for data in tables:
             rows = data["text/markdown"].splitlines()

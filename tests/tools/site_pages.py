@@ -134,7 +134,8 @@ def _found(verdict: Verdict) -> str:
             )
             about = "" if shared else plain(found.configuration)
         else:
-            text, about = f"{name}no record yet", f"waits for {plain(verdict.waits_for(case))}"
+            text = f"{name}no record yet"
+            about = f"waits for {plain(verdict.waits_for(case))}"
         said.append(f"{text}<br><small>{about}</small>" if about else text)
     if shared:
         said.append(f"<small>{plain(configurations.pop())}</small>")
@@ -155,7 +156,8 @@ def llms_page(source: Path, notebooks: Iterable[str], root: str = "") -> str:
     """
     texts = {f"{name}.html": (source / f"{name}.md").read_text("utf-8") for name in LOOK_UP}
     looked_up = [_entry(root + page, text, _description(text)) for page, text in texts.items()]
-    chapters, solutions = [], []
+    chapters = []
+    solutions = []
     for place in notebooks:
         cell = nbformat.read(source / place, as_version=4).cells[0].source
         entry = _entry(root + place.replace(".ipynb", ".html"), cell, _promise(cell))

@@ -94,7 +94,8 @@ def installed(wheel: Path, folder: Path, pip_flags: list[str]) -> Path:
 
 def failures(python: Path, elsewhere: Path) -> list[str]:
     """Run everything in the empty folder `elsewhere`; a line for each thing that failed."""
-    wrong, where = [], {"env": surroundings(python.parent), "cwd": elsewhere}
+    wrong = []
+    where = {"env": surroundings(python.parent), "cwd": elsewhere}
     for command in COMMANDS:
         print(f"$ vramlab {command}", flush=True)
         run = subprocess.run(

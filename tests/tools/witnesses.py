@@ -70,7 +70,8 @@ def _lines(recipe: Recipe, run: Callable[..., Report]) -> Iterator[list[Report]]
 
 
 def _row(*reports: Report) -> tuple[str, ...]:
-    peaks, apart = ["–"] * 3, ["–"] * 2
+    peaks = ["–"] * 3
+    apart = ["–"] * 2
     for report in reports:
         recorded = " (recorded)" if report.source == "recorded" else ""
         text = format_bytes(report.peak.total) if report.status == "ok" else report.status

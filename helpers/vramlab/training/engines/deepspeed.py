@@ -137,6 +137,7 @@ class DeepSpeed(ShardedEngine):
 
 def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
     """Return patches of DeepSpeed's methods; after each call the tracker claims what they made."""
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import (
         AllGatherCoalescedHandle,
         AllGatherHandle,
@@ -169,6 +170,11 @@ def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
     def gathered_all(handle: Any, *unused: Any) -> list[torch.Tensor]:
         return [parameter.data for parameter in handle.params]
 
+    # On a CPU each call of it starts a process (numactl), once for each weight of each step. The
+    # count tells nodes apart where gradients are quantized, which no recipe has.
+    accelerator = get_accelerator()
+    count = accelerator.device_count()
+    yield replaced(type(accelerator), "device_count", lambda self: count)
     flat = ("gradients", FLAT_GRADIENTS)
     gathered = ("workspace", GATHERED)
     in_part = ("gradients", PART_OF_GRADIENTS)
