@@ -18,6 +18,7 @@ from vramlab.base.errors import VramLabError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.measurement import stand_in
 
+SITE = Path(__file__).with_name("stand_in_site")  # its `sitecustomize.py` runs in each process
 CARDS = {"T4": 1, "RTX 4090": 1, "H100": 2}  # and how many of them
 
 
@@ -28,8 +29,10 @@ def surroundings(card: str) -> dict[str, str]:
     """
     variables = stand_in.variables(find_gpu(card), CARDS.get(card, 1))
     libraries = stand_in.libraries()
+    paths = [str(SITE), os.environ.get("PYTHONPATH", "")]
     own = {
         "LD_PRELOAD": ":".join(map(str, libraries)),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
     }
     return own | variables
