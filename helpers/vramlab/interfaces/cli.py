@@ -91,6 +91,7 @@ Release = option(
     "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+COMPILES = "note: Inductor writes the step's kernels for the card first, minutes for a large model"
 CONFIRM = "Simulate each answer; with --no-confirm only what no formula knows, as GRPO's sampling."
 Pretrained = option(
     bool,
@@ -185,6 +186,8 @@ def simulate(
         simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
     card = asked_card(gpu, recipe)
     granted = granted_to(card, other_memory, expandable_segments)
+    if recipe.torch_compile:
+        say(COMPILES, err=True)
     finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
