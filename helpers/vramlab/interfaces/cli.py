@@ -63,7 +63,7 @@ from .recipe_options import (
     said_options,
     tokens_of,
 )
-from .words import said, sets_segments, words_of
+from .words import DIFFERING, EXPLAINED, said, sets_segments, words_of
 
 app = typer.Typer(
     cls=Commands,
@@ -75,15 +75,6 @@ app = typer.Typer(
 )
 
 
-DIFFERING = (
-    "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
-)
-EXPLAINED = (
-    "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
-    "then or alone MODEL "
-    "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
-    "LLaMA-Factory, TRL or ms-swift, or the script that trains."
-)
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: tight or worse.", "--gpu")
 Release = option(
     str | None,
