@@ -15,7 +15,8 @@ import time
 
 from vramlab_course.calculator import CONTROLS, Calculator
 
-MOVES, LIMIT = 1000, 0.100  # seconds
+MOVES = 1000
+LIMIT = 0.100  # seconds
 
 
 def main() -> int:
@@ -38,7 +39,8 @@ def main() -> int:
             )
         )
     slowest, seconds = max(took), [seconds for seconds, *_ in took]
-    median, last = statistics.median(seconds), statistics.quantiles(seconds, n=100)[-1]
+    median = statistics.median(seconds)
+    last = statistics.quantiles(seconds, n=100)[-1]
     said = f"median {1e3 * median:.1f} ms, 99 % under {1e3 * last:.1f} ms"
     print(f"{MOVES} moves of {len(CONTROLS)} controls: {said}")
     print(f"slowest {1e3 * slowest[0]:.1f} ms: {slowest[1]}, then {slowest[2]}")

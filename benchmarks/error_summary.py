@@ -4,14 +4,13 @@ import statistics
 
 
 def summary(found: list[tuple[float, str]]) -> str:
-    """Say how many errors there are, their mean, median and worst, of pairs of an error and the
-    name of its run.
+    """Say how many errors there are, their mean, median and worst.
+
+    `found` has pairs of an error and the name of its run.
     """
+    sizes = [abs(error) for error, _ in found]
     # The worst keeps its sign: too little is worse for a reader than too much.
-    sizes, (error, worst) = (
-        [abs(error) for error, _ in found],
-        max(found, key=lambda row: abs(row[0])),
-    )
+    error, worst = max(found, key=lambda row: abs(row[0]))
     return (
         f"{len(sizes)} runs, mean {statistics.mean(sizes):.4%}, median "
         f"{statistics.median(sizes):.5%}, "

@@ -51,7 +51,8 @@ def least(log: list, kind: type) -> tuple[int, int]:
     """(bytes allocated at the peak, least limit in which `log` runs)."""
     # Without a limit, which says between which sizes to search.
     free = run(log, kind())
-    low, high = free.peak_allocated, free.peak_reserved
+    low = free.peak_allocated
+    high = free.peak_reserved
     # A search by halves: `high` always ran, and `low` is the peak or failed.
     while high - low > STEP:
         middle = (low + high) // 2

@@ -26,8 +26,9 @@ def stored() -> dict:
 
 
 def set_constants_of(tool: str, facts: dict) -> list[bool]:
-    """For each run in the file's order: did it set a constant of `tool` that the scoreboard's
-    figures rest on?
+    """Tell of each run, in the file's order, whether it set a constant of `tool`.
+
+    Only those that the scoreboard's figures rest on count.
     """
     source = facts["sources"].get(tool, {})
     # A constant that no compared figure holds, as an allowance that is left out, makes no run a
@@ -73,8 +74,9 @@ def unsaid(files: tarfile.TarFile, source: dict) -> list[str]:
 
 
 def other_roles(files: tarfile.TarFile, facts: dict) -> list[str]:
-    """Runs whose role is another in the manifest; a run is found by its allocated bytes, a repeat
-    counts as its first.
+    """Runs whose role is another in the manifest.
+
+    A run is found by its allocated bytes, and a repeat counts as its first.
     """
     manifest = json.loads(text_of(files, "data/measurements/manifest.json"))
     measured: dict[str, list[dict]] = {}

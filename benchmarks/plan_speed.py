@@ -48,8 +48,9 @@ print(len(candidates), len(reports), taken, best)
 
 
 def run(script: str, case: tuple) -> tuple[int, int, float, str]:
-    """(recipes considered, predicted, seconds, the fastest that fits) of `script` in a process of
-    its own.
+    """Run `script` in a process of its own.
+
+    Return the recipes considered, those predicted, seconds, and the fastest that fits.
     """
     words = [sys.executable, "-c", SETUP + script, *map(str, case)]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout

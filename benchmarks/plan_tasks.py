@@ -61,10 +61,8 @@ SAMPLES = 200  # of a data set whose lengths are known
 
 def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
     """Add `count` tasks to the list at `path`; with `said` such whose answer has that tier."""
-    rng, tasks = (
-        random.Random(f"{seed}{said}"),
-        json.loads(path.read_text()) if path.exists() else [],
-    )
+    rng = random.Random(f"{seed}{said}")
+    tasks = json.loads(path.read_text()) if path.exists() else []
     wanted = len(tasks) + count
     while len(tasks) < wanted:
         model, card, tokens, method = map(rng.choice, (MODELS, CARDS, TOKENS, METHODS))
@@ -72,7 +70,9 @@ def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
         if tokens > LONGEST.get(model, tokens):
             continue
         asked = {"seq_len": tokens, "method": method, "tier": tier, "offload": False}
-        for confirm in (False, True) if said else (True,):  # by formula first, which is quick
+        # By formula first, which is quick.
+        passes = (False, True) if said else (True,)
+        for confirm in passes:
             found = plan(model, card, confirm=confirm, **asked)
             if not found.choices or said not in ("", found.best.tier):
                 break
@@ -151,7 +151,8 @@ def one(task: dict) -> dict:
 def questions(path: Path, count: int = 60, seed: int = 2027) -> None:
     """Ask `count` questions, of which `path` has the first, and train each best answer."""
     # Two generators, so that how many runs an answer has does not move the next question.
-    rng, contexts = random.Random(seed), random.Random(f"{seed} contexts")
+    rng = random.Random(seed)
+    contexts = random.Random(f"{seed} contexts")
     found = json.loads(path.read_text()) if path.exists() else []
     for index in range(count):
         model, card = map(rng.choice, (MODELS, CARDS))
@@ -225,7 +226,8 @@ def faster(question: Question, best: Choice) -> dict:
     more than its error, the search has missed one.
     """
     error = best.time.seconds / best.time.low
-    tried, least = 0, 1.0
+    tried = 0
+    least = 1.0
     for candidate in Search(question).candidates:
         # Other methods train something else, so none of them counts as missed.
         if candidate.method != best.method:

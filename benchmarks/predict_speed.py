@@ -1,4 +1,6 @@
-"""How long predict takes: python benchmarks/predict_speed.py
+"""How long predict takes.
+
+    python benchmarks/predict_speed.py
 
 Milliseconds of processor time a recipe, over the grid on which the tests hold predict against
 simulate:
@@ -22,7 +24,8 @@ from vramlab.formulas.account import cached_account
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from predict_grid import grid
 
-REPEATS, SIMULATED = 5, 6
+REPEATS = 5
+SIMULATED = 6
 
 
 def milliseconds(
@@ -40,7 +43,8 @@ def milliseconds(
 
 def main() -> None:
     # What is forgotten is the account of the layers; the list of the model's weights stays.
-    recipes, forget = grid(), cached_account.cache_clear
+    recipes = grid()
+    forget = cached_account.cache_clear
     found = {
         "first": [milliseconds(lambda r=recipe: predict(r), 1) for recipe in recipes],
         "sweep": [milliseconds(lambda r=recipe: predict(r), before=forget) for recipe in recipes],

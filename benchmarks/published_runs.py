@@ -60,8 +60,9 @@ def main(plainly: bool) -> None:
 
 
 def write() -> None:
-    """Store every run's bytes by each witness in `data/published_results.json`, with the versions
-    that said them.
+    """Store every run's bytes by each witness in `data/published_results.json`.
+
+    With them come the versions that said them.
     """
     found = []
     for run in runs():
@@ -108,4 +109,7 @@ if __name__ == "__main__":
         "--write", action="store_true", help="store all results in data/published_results.json"
     )
     given = parser.parse_args()
-    write() if given.write else main(given.plainly)
+    if given.write:
+        write()
+    else:
+        main(given.plainly)

@@ -20,10 +20,12 @@ from vramlab.report.report import Report, environment
 
 
 def errors(report: Report, torch: str) -> dict[str, float]:
-    """What is compared to the relative error by the rules of a version of torch; without those that
-    a witness refuses.
+    """The relative error of each figure by the rules of a version of torch.
+
+    Those that a witness refuses are left out.
     """
-    recipe, card = Recipe(**report.recipe), card_of(report.environment)
+    recipe = Recipe(**report.recipe)
+    card = card_of(report.environment)
     with rules_of(torch):
         said = simulate(recipe, gpu=card)
         figures = {

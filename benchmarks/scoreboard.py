@@ -65,10 +65,12 @@ def by_vramcalc(run: Run) -> int | None:
 
 
 def by_fitcheck(run: Run) -> int | None:
-    """fitcheck's total without its allowance for context and fragmentation; it answers for adapters
-    only.
+    """fitcheck's total without its allowance for context and fragmentation.
+
+    It answers for adapters only.
     """
-    r, s = run.recipe, run.recipe.shape
+    r = run.recipe
+    s = run.recipe.shape
     if not r.lora:
         return None
     model = fitcheck.ModelConfig(
@@ -128,8 +130,10 @@ TOOLS: dict[str, Callable[[Run], int | None]] = {
 
 
 def main(simulated: bool) -> None:
-    """Print a line for each tool: all runs that it answers, the plain ones, and of these those that
-    it saw first here.
+    """Print a line for each tool.
+
+    It has all runs that the tool answers, the plain ones, and of these those that it saw first
+    here.
     """
     tools = dict(TOOLS)
     if simulated:
@@ -138,7 +142,9 @@ def main(simulated: bool) -> None:
     rows = [("tool", "runs", *three, "plain", *three, "not fitted to", *three)]
     facts = stored()
     for tool, ask in tools.items():
-        found, plain, unseen = [], [], []
+        found = []
+        plain = []
+        unseen = []
         for run, fitted in zip(runs(), set_constants_of(tool, facts), strict=True):
             said = ask(run)
             if said is None:

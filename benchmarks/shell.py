@@ -1,5 +1,6 @@
-"""CPU time of the program `vramlab` from a shell, beside that of importing torch and GPT-2's
-modelling code.
+"""CPU time of the program `vramlab` from a shell.
+
+It stands beside that of importing torch and GPT-2's modelling code.
 
 Prints a line a command: seconds of user time, the least of ROUNDS runs, and how many times those of
 the import that is. The runs take turns, so that a busy machine slows all of them down.

@@ -27,18 +27,18 @@ WHAT = ("simulate, asked for", "simulate, allocated", "simulate, reserved", "pre
 
 
 def errors(run: dict, card: str) -> list[float | None]:
-    """Of simulate and predict, by WHAT; None for what predict does not know or loading does not
-    say.
+    """The errors of simulate and predict, by WHAT.
+
+    None stands for what predict does not know or loading does not say.
     """
-    recipe, held = Recipe(**run["recipe"]), run["allocated"]
+    recipe = Recipe(**run["recipe"])
+    held = run["allocated"]
     # Those runs only loaded the model, so there is no step to compare.
     if "loading" in run:
         return [None, simulate(recipe, gpu=card).loading.total / held - 1, None, None]
     if "evaluation" in run:
-        simulated, predicted = (
-            simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card),
-            None,
-        )
+        simulated = simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card)
+        predicted = None
     else:
         simulated = simulate(recipe, gpu=card)
         try:

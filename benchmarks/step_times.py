@@ -27,8 +27,9 @@ from vramlab_course.step_times import (
 
 
 def summary(found: Sequence[float]) -> str:
-    """Mean and worst error of the estimate, relative to the measured seconds, and the spread of
-    nine tenths.
+    """Mean and worst error of the estimate, relative to the measured seconds.
+
+    With them comes the spread of nine tenths.
     """
     # Ratios are measured over estimated, and the error is the estimate's.
     off = [abs(1 / ratio - 1) for ratio in found]

@@ -44,8 +44,9 @@ Row = tuple[Interval, int]  # what was said of the process, and what it took
 
 
 def of_published(witness: str) -> Iterator[Row]:
-    """Yield published runs that say what was reserved, with the readings of their card for the
-    context.
+    """Yield what a witness says of published runs, and what they reserved.
+
+    Runs that do not say what they reserved are left out.
 
     Simulations are those that `benchmarks/published_runs.py --write` stored.
     """
@@ -72,8 +73,9 @@ def of_records(witness: Callable[..., Report]) -> Iterator[Row]:
 
 
 def of_stand_in() -> Iterator[Row]:
-    """Yield predictions against what PyTorch's own allocator reserved without a limit
-    (`tests/stand_in`).
+    """Yield predictions against what PyTorch's own allocator reserved without a limit.
+
+    They are those of `tests/stand_in`.
     """
     for name, card in STAND_IN.items():
         for run in json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]:
@@ -109,8 +111,9 @@ def judge(name: str, rows: list[Row], seed: int = 0) -> dict[str, float]:
 
 
 def contexts() -> None:
-    """Print how each reading lies in the interval of its card, from all readings and without
-    itself.
+    """Print how each reading lies in the interval of its card.
+
+    The interval is from all readings, the reading itself among them.
     """
     # The others load less than a training step, or kernels that few models have.
     usual = [one for one in readings() if one.loaded not in (*LESS, "convolutions")]
@@ -133,8 +136,9 @@ def contexts() -> None:
 
 
 def plans(path: Path) -> None:
-    """Print of each tier how many random plans PyTorch's allocator held on a card with a context
-    drawn from the table.
+    """Print of each tier how many random plans PyTorch's allocator held.
+
+    It did so on a card with a context drawn from the table.
     """
     tasks = [task for task in json.loads(path.read_text()) if "allocated" in task]
     for tier in TIERS:

@@ -5,7 +5,8 @@ Writes `quality.json`.
 
 Each setting has its own learning rate, chosen with a seed apart on every tenth training topic,
 which is then not trained on. What is reported is on the held-out topics and programs, which no
-choice has seen.
+choice has seen. `--longer 600` also trains all weights and rank 8 for so many steps, one seed each,
+at the rates that were chosen for the short runs.
 """
 
 import argparse
@@ -121,6 +122,18 @@ def compared(
     }
 
 
+def longer(steps: int, runs: list[dict], texts: Mapping[str, list[str]]) -> list[dict]:
+    """All weights, and rank 8 in all linear layers, trained for `steps` steps, one seed each."""
+    found = []
+    for run in runs:
+        if (run["r"], run["targets"]) in ((None, "all"), (8, "all-linear")):
+            setting = (run["r"], run["targets"], run["scale"])
+            rate = run["learning_rate"]
+            bits = one(setting, rate, SEEDS[0], steps, texts, "documentation", "programs")
+            found.append({"r": run["r"], "steps": steps, "learning_rate": rate, **bits})
+    return found
+
+
 def sweep(
     steps: int, processes: int, wanted: list[Setting], seeds: tuple[int, ...], *sizes: int | None
 ) -> Iterator[dict]:
@@ -143,6 +156,7 @@ def main(argv: list[str] | None = None) -> None:
         "--documents", type=int, help="topics to use of each split; all of them by default"
     )
     parser.add_argument("--program-bytes", type=int, default=PROGRAM_BYTES)
+    parser.add_argument("--longer", type=int, help="steps of the long runs; none by default")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hardware", default="CPU", help="for the record")
     args = parser.parse_args(argv)
@@ -167,6 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.seeds} seeds, each setting at the best of the rates tried",
         "base": base,
         "runs": runs,
+        "longer": longer(args.longer, runs, texts) if args.longer else [],
     }
     args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 

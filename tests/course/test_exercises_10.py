@@ -6,12 +6,16 @@ from math import ceil
 
 import pytest
 import torch
+from vramlab import LoRA, Quantization, Recipe
 from vramlab_course import exercises
 from vramlab_course.chapters.chapter_10 import nbytes, saved_for_backward
 from vramlab_course.exercises import judge
 from vramlab_course.judges.judges_10 import LOOPS, sampled
 
 FOUND = exercises.chapter("10")
+LONG = Recipe("llama-3.1-8b", 1, 16_384, "bf16-mixed", gradient_checkpointing=True)
+LONG = LONG.replace(gradient_accumulation_steps=8, lora=LoRA(r=16, target_modules="all-linear"))
+SPLIT = LONG.replace(quantization=Quantization("nf4", prepare=False))  # all but the fused loss
 
 
 def own_cache(step, prompt, new):
@@ -46,7 +50,14 @@ def test_there_are_three_with_two_hints_each():
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
 
 
-@pytest.mark.parametrize("name, answer", [("10.1", own_cache), ("10.2", by_counting)])
+@pytest.mark.parametrize(
+    "name, answer",
+    [
+        ("10.1", own_cache),
+        ("10.2", by_counting),
+        ("10.3", SPLIT.replace(trainer="sft", optim="paged_adamw_8bit")),
+    ],
+)
 def test_right_answers_in_other_words(name, answer):
     verdict = judge(FOUND[name], answer)
     assert verdict.right, verdict
@@ -63,6 +74,9 @@ def test_right_answers_in_other_words(name, answer):
         ("10.1", lambda step, prompt, new: 1 / 0, "ZeroDivisionError"),
         ("10.2", never_shared, "once for every completion"),
         ("10.2", lambda prompt, completions, size: 1 / 0, "ZeroDivisionError"),
+        ("10.3", SPLIT, "over what is usable"),
+        ("10.3", LONG.replace(dtype="bfloat16", use_liger_kernel=True), "over what is usable"),
+        ("10.3", SPLIT.replace(trainer="sft", batch_size=2), "sees 16 texts"),
     ],
 )
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):

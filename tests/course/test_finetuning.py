@@ -93,8 +93,10 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "one", one)
     out = tmp_path / "quality.json"
     small = ["--documents", "2", "--program-bytes", "500", "--processes", "1", "--seeds", "2"]
-    script.main(["--out", str(out), "--steps", "1", "--ranks", "1", *small])
+    script.main(["--out", str(out), "--steps", "1", "--ranks", "1", "--longer", "2", *small])
     facts = json.loads(out.read_text())
+    assert [(run["r"], run["steps"]) for run in facts["longer"]] == [(None, 2)]
+    assert facts["longer"][0]["learning_rate"] == 1e-3
     assert [(run["r"], run["targets"]) for run in facts["runs"]] == [
         (None, "all"),
         (1, "all-linear"),

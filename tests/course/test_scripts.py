@@ -62,6 +62,7 @@ def test_vramlab_reads_the_t4_script_as_the_run_that_the_chapter_simulates(t4_sc
     recipe, _ = recipe_of_script(path)
     assert (recipe.name, recipe.batch_size, recipe.seq_len) == ("llama-3.1-8b", 1, 2048)
     assert (recipe.precision, recipe.dtype) == ("fp16-mixed", "float16")
+    assert recipe.attn_implementation == "sdpa_repeated"
     assert recipe.gradient_checkpointing and recipe.lora.r == 16
     assert recipe.quantization.double and not recipe.quantization.prepare
 

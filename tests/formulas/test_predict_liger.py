@@ -6,7 +6,8 @@ import pytest
 from predict_grid import assert_still_said, liger_grid, simulated, stored
 from quick import params
 from test_predict_grid import error, worst
-from vramlab import Recipe, RecipeError, predict
+from vramlab import LoRA, Recipe, RecipeError, predict
+from vramlab.formulas import account, numerics
 
 GRID = liger_grid()
 SAMPLE = 12
@@ -38,3 +39,20 @@ def test_a_family_that_liger_leaves_alone_takes_the_same():
 def test_what_it_does_not_know_names_simulate():
     with pytest.raises(RecipeError, match="ask simulate"):
         predict(Recipe("granite-3.3-2b", use_liger_kernel=True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_queries_turned_by_torch_leave_the_peak_as_it_is(checkpointing, monkeypatch):
+    """`liger_rope` is a switch of axolotl's: without it their copies die in the layer."""
+    fields = {"precision": "bf16-mixed", "dtype": "bfloat16", "use_liger_kernel": True}
+    fields |= {"lora": LoRA(r=16, target_modules="all-linear")}
+    recipe = Recipe("llama-3.1-8b", 4, 512, gradient_checkpointing=checkpointing, **fields)
+    every = numerics.kernels(recipe)
+
+    def peak_without(*switches: str) -> int:
+        monkeypatch.setattr(numerics, "kernels", lambda recipe: every - set(switches))
+        account.cached_account.cache_clear()
+        return predict(recipe).peak.total
+
+    assert peak_without("rope") == peak_without() < peak_without("rms_norm")
+    account.cached_account.cache_clear()

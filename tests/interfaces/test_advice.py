@@ -71,6 +71,7 @@ def test_a_family_says_which_card_it_is_taken_as():
 def test_a_card_is_known_by_what_it_reports():
     for size in ("14.56GiB", "14.74GiB"):
         assert Question("gpt2", memory=size).gpu.name == "T4"
+    assert "A10" in [card.name for card in cards_of(int(22.02 * GiB))]
     # Its box says 24 GB as those of cards that report less.
     assert "RTX 4090" in [card.name for card in cards_of(int(23.51 * GiB))]
     assert Question("gpt2", memory="23.51GiB").gpu.total == find_gpu("RTX 4090").total

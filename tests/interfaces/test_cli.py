@@ -388,7 +388,7 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
             "explain gpt2 arguments.json",
             "'training_arguments' is {'per_device_train_batch_size': 4, 'optim': 'best'}",
         ),
-        ("explain none.py gpt2", "'script' is 'none.py'"),
+        ("explain none.py gpt2", "none.py: it must be a Python file"),
         ("simulate gpt2 --tiled-mlp", "put it there yourself, and simulate(model=…) runs it"),
         ("simulate gpt2 --ep-size 2", "a rank holds the tokens that the router sends it"),
         ("predict gpt2 --context-parallel-size 2", "say --cp-size"),
@@ -406,7 +406,7 @@ def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkey
 
 def test_an_option_of_a_recipe_that_plan_does_not_take_is_said_to_be_anothers():
     result = run("plan", "gpt2", "--gpu", "T4", "--torch-compile")
-    said = "no option --torch-compile: plan does not take it, simulate does."
+    said = "no option --torch-compile: plan orders recipes by formulas, which do not know what"
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())
 
 
@@ -781,12 +781,23 @@ def test_a_shared_architecture_is_said_and_leaves_json_alone():
             "simulate gpt2 --trainer grpo --use-vllm --vllm-gpu-memory-utilization 1.3",
             "--vllm-gpu-memory-utilization is 1.3",
         ),
+        (
+            "predict qwen3-0.6b --use-liger-kernel --world-size 8",
+            "--world-size 8: the formulas do not know what FSDP keeps of the head",
+        ),
     ],
 )
 def test_an_error_names_the_flag(line, said):
     found = run(*line.split())
     assert found.exit_code == 2 and said in found.output, found.output
     assert "Recipe field" not in found.output
+
+
+def test_adapters_on_what_peft_takes_by_itself_are_named():
+    """The title is that of adapters on all layers, as in what plan answers."""
+    words = ["predict", "qwen3-0.6b", "--lora-r", "8"]
+    assert "q_proj, v_proj have adapters, PEFT's default for qwen3" in run(*words).output
+    assert "have adapters" not in run(*words, "--lora-target", "all-linear").output
 
 
 def test_flags_are_said_as_people_say_them(tmp_path):

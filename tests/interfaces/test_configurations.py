@@ -129,6 +129,8 @@ def test_axolotls_liger_is_the_trainers_or_refused(tmp_path):
     }
     recipe, _ = read(tmp_path, AXOLOTL, plugins=plugin, **parts)
     assert recipe.use_liger_kernel
+    unturned, notes = read(tmp_path, AXOLOTL, plugins=plugin, **parts | {"liger_rope": None})
+    assert unturned == recipe and "liger_rope is off, which leaves the peak as it is" in notes
     parts["liger_fused_linear_cross_entropy"] = False
     with pytest.raises(RecipeError, match="here lacks liger_fused_linear_cross_entropy"):
         read(tmp_path, AXOLOTL, plugins=plugin, **parts)

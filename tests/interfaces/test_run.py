@@ -226,6 +226,19 @@ def test_what_is_changed_in_libraries_is_there():
             )
 
 
+def test_an_answer_without_values_is_one_that_a_tokenizer_knows():
+    made = torch.full((1, 3), 10**15)
+    said = types.SimpleNamespace(sequences=made.clone())
+    answers = {"tokens": made, "more": said}
+    mixin = type("GenerationMixin", (), {"generate": lambda model, which: answers[which]})
+    in_script.answer_in_zeros(types.SimpleNamespace(GenerationMixin=mixin))
+    assert mixin().generate("tokens").tolist() == [[0, 0, 0]]
+    assert mixin().generate(which="more").sequences.tolist() == [[0, 0, 0]]
+    from transformers.generation import utils
+
+    assert utils.__name__ == in_script.GENERATION and "generate" in vars(utils.GenerationMixin)
+
+
 def test_a_killed_child_is_said_to_be_killed(left):
     result = CliRunner().invoke(app, left(137, {}))
     assert result.exit_code == 137

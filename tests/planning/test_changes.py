@@ -4,7 +4,7 @@ by what they cost.
 
 import pytest
 from tiny_models import config
-from vramlab import LoRA, Recipe, RecipeError, Report, predict
+from vramlab import LoRA, Recipe, RecipeError, Report, Sharding, predict
 from vramlab.hardware.gpu import find_gpu
 from vramlab.planning.changes import cheapest
 
@@ -76,3 +76,16 @@ def test_a_card_that_lacks_the_format_has_changes_without_times():
     )
     changes = cheapest(recipe, find_gpu("T4"))
     assert changes and {change.time for change in changes} == {None}
+
+
+@pytest.mark.parametrize(("card", "runs"), [("T4", False), ("RTX 4090", True)])
+def test_of_a_divided_model_trls_loss_is_proposed_where_its_kernels_run(card, runs):
+    """Formulas do not know what FSDP keeps of the head of Liger's kernels."""
+    recipe = Recipe("llama-3.2-1b", 4, sharding=Sharding(3, 8), gradient_checkpointing=True)
+    found = cheapest(recipe, find_gpu(card), count=99)
+    assert not any("use_liger_kernel" in change.fields for change in found)
+    changes = [str(change) for change in found if "trainer" in change.fields]
+    assert bool(changes) == runs
+    assert all("whose loss makes no logits): −" in change for change in changes)
+    whole = cheapest(recipe.replace(sharding=None), find_gpu(card), count=99)
+    assert not any("trainer" in change.fields for change in whole)

@@ -24,6 +24,7 @@ from vramlab.base.errors import RecipeError
 from vramlab.formulas.whole_run import _packed
 from vramlab.hardware.gpu import GpuError
 from vramlab.interfaces.cli import app
+from vramlab.planning import plan_notes
 from vramlab.planning.candidate import Candidate, best_first, is_as_fast, simulate_briefly
 from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
@@ -180,6 +181,20 @@ def test_of_methods_as_fast_as_each_other_the_simpler_comes_first():
         lora, time=dataclasses.replace(lora.time, seconds=seconds, high=1.3 * seconds)
     )
     assert [choice.method for choice in best_first([slow, qlora])] == ["qlora", "lora"]
+
+
+def test_why_what_is_as_fast_stands_in_this_order_is_said():
+    time = SimpleNamespace(seconds=1.0, high=2.0)
+
+    def said(*methods: str) -> str:
+        each = [
+            SimpleNamespace(method=name, seconds=1.0, order=(0, 1.0), time=time) for name in methods
+        ]
+        (note,) = plan_notes._as_fast(each)
+        return note
+
+    assert said("lora", "qlora").endswith("the simpler first")
+    assert said("qlora", "lora").endswith("what takes less of the host's memory first")
 
 
 def test_what_likely_fits_goes_before_what_waits_for_the_host():
@@ -529,7 +544,7 @@ def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_h
     assert "from_pretrained(device_map={'': 'cpu'})" in " ".join(str(found).split())
     alone = plan("qwen3-4b", "RTX 4090", seq_len=8192, method="full", confirm=False)
     first, *others = alone.alternatives["full"]
-    assert first.switch.startswith("on the card alone in bf16-true")
+    assert first.switch.startswith("on the card alone (--no-offload) in bf16-true")
     assert first.recipe.sharding is None and first.recipe.optim == "paged_adamw_8bit"
     assert not any("8-bit" in other.switch for other in others)
 

@@ -5,6 +5,7 @@ equals a real one on the CPU to the byte.
 import pytest
 from quick import params
 from test_simulate_peft import assert_equal
+from tiny_image_models import SMALL
 from vramlab import LoRA, Quantization, Recipe, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.recipe import images
@@ -13,107 +14,6 @@ from vramlab.recipe.shapes import read_shape
 from vramlab.training.models import meta_model
 from vramlab.training.training import make_batch
 
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 16384,
-    "head_dim": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TOWER = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 64,
-}
-IDS = {
-    "image_token_id": 290,
-    "video_token_id": 291,
-    "vision_start_token_id": 292,
-    "vision_end_token_id": 293,
-}
-ROTARY = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-SMALL = {
-    "qwen2_5_vl": {
-        "model_type": "qwen2_5_vl",
-        "text_config": {**TEXT, "rope_parameters": ROTARY},
-        "vision_config": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
-        **IDS,
-    },
-    "qwen3_vl": {
-        "model_type": "qwen3_vl",
-        "text_config": {**TEXT, "rope_parameters": {**ROTARY, "mrope_interleaved": True}},
-        "vision_config": {
-            **TOWER,
-            "patch_size": 16,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
-        **IDS,
-    },
-    "gemma3": {
-        "model_type": "gemma3",
-        "text_config": {
-            **TEXT,
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "query_pre_attn_scalar": 16,
-        },
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 4,
-            "vision_use_head": False,
-        },
-        "mm_tokens_per_image": 16,
-        "boi_token_index": 290,
-        "eoi_token_index": 291,
-        "image_token_index": 292,
-    },
-}
-SMALL["paligemma"] = {
-    "model_type": "paligemma",
-    "text_config": SMALL["gemma3"]["text_config"] | {"model_type": "gemma2"},
-    "vision_config": SMALL["gemma3"]["vision_config"] | {"image_size": 16, "projection_dim": 64},
-    "projection_dim": 64,
-    "image_token_index": 292,
-}
-SMALL["qwen2_vl"] = SMALL["qwen2_5_vl"] | {
-    "model_type": "qwen2_vl",
-    "vision_config": {
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 64,
-        "mlp_ratio": 2,
-        "num_heads": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-SMALL["qwen3_vl_moe"] = SMALL["qwen3_vl"] | {
-    "model_type": "qwen3_vl_moe",
-    "text_config": SMALL["qwen3_vl"]["text_config"] | EXPERTS,
-}
 TOWERS = {
     "qwen2_vl": "visual",
     "qwen3_vl_moe": "visual",
@@ -243,6 +143,7 @@ def test_a_frozen_tower_has_no_gradients():
     [
         ({"model": "gpt2", "images": 1, "image_size": "8x8"}, "gpt2 reads no images in a recipe"),
         ({"image_size": None}, "say width and height"),
+        ({"image_size": "20000x300"}, "of up to 16,384 pixels"),
         ({"image_size": "large"}, "such as '1024x768'"),
         ({"image_size": "10000x20", "seq_len": 9000}, "the processor refuses it: absolute aspect"),
         ({"seq_len": 100}, "the images of a sample are 124 tokens"),

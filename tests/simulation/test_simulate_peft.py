@@ -189,6 +189,17 @@ def test_refusals(fields, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("method", params(peft_methods.NEED_WHOLE_WEIGHTS, ["LOHA"]))
+def test_what_computes_with_packed_weights_is_refused(method, monkeypatch):
+    """As PEFT itself fails on such a base."""
+    said = {"peft_type": method, **METHODS[method]}
+    with pytest.raises(RecipeError, match="which 4 bits pack: take no quantization"):
+        recipe_of(said, **NF4)
+    monkeypatch.setattr(peft_methods, "NEED_WHOLE_WEIGHTS", ())
+    with pytest.raises((RuntimeError, RecipeError)):
+        real(recipe_of(said, **NF4))
+
+
 def test_what_peft_itself_refuses_is_a_sentence():
     recipe = recipe_of({"peft_type": "HRA"}, model=config("gpt2"))
     with pytest.raises(RecipeError, match="PEFT refuses HRA for gpt2"):

@@ -131,6 +131,8 @@ ROWS = (
     "loading",
     "families",
     "liger",
+    "rollouts",
+    "compiled",
 )
 
 

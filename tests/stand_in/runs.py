@@ -18,8 +18,11 @@ import signal
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import masking_utils
@@ -42,12 +45,17 @@ LIBRARIES = ("torch", "transformers", "bitsandbytes", "deepspeed")
 
 warnings.filterwarnings("ignore")
 torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for cuDNN: flash attention in its place
+CHOSEN: dict[int, int] = {}  # how many a mask of so many elements selects, where not all
+
+
+def chosen(mask: torch.Tensor) -> torch.Tensor:
+    """What `nonzero` gives of a mask: as many rows as it selects, here mostly all."""
+    count = CHOSEN.get(mask.numel(), mask.numel())
+    return torch.zeros((mask.dim(), count), dtype=torch.int64, device=mask.device).t()
+
+
 full = torch.library.Library("aten", "IMPL")  # every mask is: those of labels choose all tokens
-full.impl(
-    "nonzero",
-    lambda t: torch.zeros((t.dim(), t.numel()), dtype=torch.int64, device=t.device).t(),
-    "CUDA",
-)
+full.impl("nonzero", chosen, "CUDA")
 _ignore_mask = masking_utils._ignore_causal_mask_sdpa
 
 
@@ -130,6 +138,7 @@ def peaks(recipe: Recipe, each: dict) -> dict:
         import_libraries(recipe)
         try:
             with (
+                sampled(recipe) if recipe.rollouts else nullcontext(),
                 flash_attention(torch.cuda.get_device_capability()),
                 one_rank_of(recipe.sharding),
                 engine_of(recipe).without_peers("cpu"),
@@ -140,6 +149,29 @@ def peaks(recipe: Recipe, each: dict) -> dict:
         return {name: stats[f"{name}_bytes.all.peak"] for name in PEAKS}
     stats = torch.cuda.memory_stats()
     return {name: stats[f"{name}_bytes.all.peak"] for name in PEAKS}
+
+
+@contextmanager
+def sampled(recipe: Recipe) -> Iterator[None]:
+    """What TRL reads of values in GRPO and RLOO: each completion has a reward and all its tokens,
+    and the head is computed of these alone.
+    """
+    rollouts = recipe.rollouts
+    tokens = recipe.batch_size * rollouts.max_completion_length
+    CHOSEN[recipe.batch_size * (recipe.seq_len - 1)] = tokens
+    move, is_nan = torch.Tensor.cpu, torch.isnan
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        moved = move(tensor)
+        return moved.fill_(True) if moved.dtype == torch.bool and tensor.is_cuda else moved
+
+    def isnan(tensor: torch.Tensor) -> torch.Tensor:
+        is_reward = tensor.dim() == 2 and tensor.shape[1] == 1
+        return torch.zeros(tensor.shape, dtype=torch.bool) if is_reward else is_nan(tensor)
+
+    with mock.patch.object(torch.Tensor, "cpu", cpu), mock.patch.object(torch, "isnan", isnan):
+        yield
+    CHOSEN.clear()
 
 
 def load(recipe: Recipe) -> None:

@@ -1,5 +1,6 @@
-"""The one form in which notebooks are committed: `--check` says what is wrong, `--write` puts right
-what it can.
+"""The one form in which notebooks are committed, and what is wrong with those that are not.
+
+`--check` says what is wrong, `--write` puts right what it can.
 
 `--write` never invents a result: counts, outputs and figures come from running the notebook (`make
 notebooks`). nbval lets through a cell without a count, a skipped cell and any picture, so what it
@@ -48,8 +49,9 @@ def setup_source(url: str) -> str:
 
 
 def badge(url: str, name: str) -> str:
-    """The Colab badge of the notebook `name` (its path from the repository's root) in the
-    repository at `url`.
+    """The Colab badge of the notebook `name` in the repository at `url`.
+
+    `name` is the notebook's path from the repository's root.
     """
     target = url.replace("https://github.com/", "https://colab.research.google.com/github/")
     return f"{BADGE_START}https://colab.research.google.com/assets/colab-badge.svg)]({target}/blob/main/{name})"
@@ -80,14 +82,16 @@ def text(nb: NotebookNode) -> str:
 
 
 def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
-    """A copy in canonical form: ids, metadata, badge and set-up cell; sources, counts and outputs
-    stay as they are.
+    """A copy in canonical form: ids, metadata, badge and set-up cell.
+
+    Sources, counts and outputs stay as they are.
 
     Only of a widget that also says in text what it shows, the text alone is kept.
     """
     # The caller compares the copy with what it read.
     nb = copy.deepcopy(nb)
-    nb.nbformat, nb.nbformat_minor = 4, 5
+    nb.nbformat = 4
+    nb.nbformat_minor = 5
     # Asked before all metadata are replaced: a chapter says by itself that it gains by a GPU.
     asks_gpu = nb.metadata.get("accelerator") == "GPU"
     nb.metadata = nbformat.from_dict(
@@ -165,7 +169,8 @@ def problems(path: Path, url: str | None = None) -> list[str]:
     url = url or repository_url()
     found = list(_notebook_problems(nb, len(raw.encode()), url, notebook_name(path)))
     # In solutions the blanks are filled in and the guesses made.
-    found += [] if "/solutions/" in notebook_name(path) else hands.problems(nb)
+    if "/solutions/" not in notebook_name(path):
+        found += hands.problems(nb)
     count = 0
     for number, cell in enumerate(nb.cells, 1):
         kinds = list(_cell_problems(cell))
@@ -285,8 +290,9 @@ def _output_texts(cell: NotebookNode) -> Iterator[str]:
 
 
 def _ends_with_show(source: str) -> bool:
-    """Whether the last statement is `plt.show()`; cell magics and shell lines are read as IPython
-    reads them.
+    """Whether the last statement is `plt.show()`.
+
+    Cell magics and shell lines are read as IPython reads them.
     """
     try:
         # Magics such as %time are no Python until IPython has rewritten them.

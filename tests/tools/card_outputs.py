@@ -1,5 +1,4 @@
-"""What chapters print and draw on a real card, stored small and shown on the site after the CPU's
-outputs.
+"""What chapters print and draw on a real card, for the site to show after the CPU's outputs.
 
     python tests/tools/card_outputs.py FOLDER     # executed notebooks and about.json, of on_card.py
 
@@ -34,8 +33,9 @@ ABOUT = "about.json"  # card, driver, versions and date, written by on_card.py
 
 
 def store(executed: Path) -> Path | None:
-    """Store what the card changed in one executed notebook. Return the file; None where nothing
-    differs.
+    """Store what the card changed in one executed notebook.
+
+    Return the file; None where nothing differs.
 
     Raises ValueError where no real card ran it, as `about.json` beside it says, or it is another
     notebook than today's.
@@ -128,8 +128,10 @@ def digest(source: str) -> str:
 
 
 def show(notebook: NotebookNode, target: Path) -> None:
-    """Add to a notebook of the site, after each cell that a card changed, what it gave there;
-    figures are written beside `target`, the notebook's place."""
+    """Add to a notebook of the site, after each cell that a card changed, what it gave there.
+
+    Figures are written beside `target`, the notebook's place.
+    """
     after: dict[int, list[NotebookNode]] = {}
     for path in sorted(FOLDER.glob(f"*/{target.stem}.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
-"""The package as a recipe of conda-forge (`recipe.yaml`, version 1 of its form), made of
-pyproject.toml and of a release's source distribution.
+"""The package as a recipe of conda-forge (`recipe.yaml`, version 1 of its form).
+
+It is made of pyproject.toml and of a release's source distribution.
 
     python tests/tools/conda_recipe.py dist/vramlab-0.1.0.tar.gz > recipe.yaml
 

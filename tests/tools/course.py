@@ -26,8 +26,9 @@ def machine() -> str:
 
 
 def run_course(paths: list[Path], out: Path, table: Callable[[], str]) -> int:
-    """Run `paths`, write notebooks, pages and the index into `out`, print the table; the exit
-    status.
+    """Run `paths`, write notebooks, pages and the index into `out`, and print the table.
+
+    Return the exit status.
     """
     runs: list[execute.Run] = []
     here = machine()

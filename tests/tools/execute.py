@@ -32,8 +32,9 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels of the running interpreter, whatever "python3" means in the user's own Jupyter
-    settings.
+    """Starts kernels of the running interpreter.
+
+    It does so whatever "python3" means in the user's own Jupyter settings.
     """
 
     def __init__(self, **options):
@@ -51,8 +52,9 @@ class ThisInterpreter(AsyncKernelManager):
 
 @dataclass
 class Run:
-    """One notebook's run: the executed notebook, seconds, and where and why it stopped (cell 0: it
-    ended well).
+    """One notebook's run: the executed notebook, seconds, and where and why it stopped.
+
+    Cell 0 means that it ended well.
     """
 
     path: Path
@@ -71,14 +73,16 @@ class Run:
 
 
 def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = CELL_TIMEOUT) -> Run:
-    """Execute a copy of the notebook at `path`, in its own folder; `on_cell` is called after each
-    cell that ran.
+    """Execute a copy of the notebook at `path`, in its own folder.
+
+    `on_cell` is called after each cell that ran.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             # Of a cell that does not run, no earlier output may stay.
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     result = Run(path, notebook, 0.0)
     client = NotebookClient(
         notebook,
@@ -111,8 +115,9 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
 
 
 def interrupted(client: NotebookClient) -> bool:
-    """Whether Ctrl-C came. nbclient answers it by ending the kernel, and fails then in one of
-    several ways, or not.
+    """Whether Ctrl-C came.
+
+    nbclient answers it by ending the kernel, and fails then in one of several ways, or not.
     """
     return hasattr(client, "_async_cleanup_kernel_future")
 
@@ -137,8 +142,9 @@ def explain(error: Exception, said: BinaryIO, timeout: int) -> str:
 
 
 def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) -> list[Run]:
-    """Run every notebook under one progress bar that counts cells; one plain line a notebook where
-    nobody watches.
+    """Run every notebook under one progress bar that counts cells.
+
+    Where nobody watches, it is one plain line a notebook.
     """
     counts = {path: _code_cells(path) for path in paths}
     columns = (
@@ -174,8 +180,9 @@ def _code_cells(path: Path) -> int:
 
 
 def failures(runs: list[Run]) -> list[str]:
-    """One line for each notebook that stopped: its name, the cell, that cell's first line, the
-    error.
+    """One line for each notebook that stopped.
+
+    It has the notebook's name, the cell, that cell's first line, and the error.
     """
     lines = []
     for result in runs:
@@ -215,8 +222,9 @@ def main() -> int:
 
 
 def exit_with(program: Callable[[], int]) -> None:
-    """End this process with what `program` returns, and quietly after Ctrl-C: what was written by
-    then stays.
+    """End this process with what `program` returns, and quietly after Ctrl-C.
+
+    What was written by then stays.
     """
     try:
         sys.exit(program())

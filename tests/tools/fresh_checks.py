@@ -1,5 +1,6 @@
-"""What `try_fresh.py` runs in the new environment, which has the wheel and what that brings, and
-nothing of the checkout.
+"""What `try_fresh.py` runs in the new environment.
+
+That has the wheel and what it brings, and nothing of the checkout.
 
 Prints a line for each check, with its seconds. A simulated CPU step must equal the real one to the
 byte.
@@ -39,7 +40,8 @@ def agrees_with_formulas(name: str) -> None:
 def equals_a_real_step(name: str) -> None:
     """To the byte, in every phase and category."""
     # One timed step, since bytes do not depend on how often it is timed.
-    real, simulated = measure(RECIPES[name], repeats=1), simulate(RECIPES[name], target="cpu")
+    real = measure(RECIPES[name], repeats=1)
+    simulated = simulate(RECIPES[name], target="cpu")
     assert simulated.peak == real.peak, (simulated.peak, real.peak)
     for phase in real.phases:
         assert simulated.phases[phase] == real.phases[phase], phase

@@ -27,8 +27,9 @@ def install(python: Path, *words: str | Path) -> None:
 
 
 def surroundings(scripts: Path) -> dict[str, str]:
-    """The variables of a shell in the environment whose programs are in `scripts`, none of which
-    show the checkout.
+    """The variables of a shell in the environment whose programs are in `scripts`.
+
+    None of them show the checkout.
     """
     shown = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return {

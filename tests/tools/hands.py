@@ -1,5 +1,6 @@
-"""What the gate asks of a chapter's blanks and guesses: they are left to the reader, and no number
-is given away.
+"""What the gate asks of a chapter's blanks and guesses.
+
+They are left to the reader, and no number is given away.
 """
 
 import ast
@@ -84,8 +85,9 @@ def _filled(tree: ast.Module) -> Iterator[str]:
 
 
 def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[str]:
-    """Guesses that are made already, or compared before the reader can make them; keeps those not
-    compared in `guessed`.
+    """Guesses that are made already, or compared before the reader can make them.
+
+    Those not compared yet are kept in `guessed`.
     """
     for statement in tree.body:
         for call in _calls(ast.Module([statement], []), "guess"):
@@ -101,8 +103,9 @@ def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[s
 
 
 def _given_away(cell: NotebookNode, above: list[str]) -> Iterator[str]:
-    """Numbers that a cell compares with a guess, and that stand in the cells above it or beside the
-    fold.
+    """Numbers that a cell compares with a guess, and that a reader has seen before.
+
+    They stand in the cells above it, or beside the fold.
     """
     outputs = cell.get("outputs", [])
     folds = [output for output in outputs if "text/html" in output.get("data", {})]
@@ -115,7 +118,10 @@ def _given_away(cell: NotebookNode, above: list[str]) -> Iterator[str]:
     for _, number, unit, mine in said:
         # 11.2 must not be found in 311.2, nor, without a unit, 11 in 11.2.
         pattern = rf"(?<![\d.,]){re.escape(number)}"
-        pattern += rf"[\s-]*{re.escape(unit)}" if unit else r"(?![.,]?\d)"
+        if unit:
+            pattern += rf"[\s-]*{re.escape(unit)}"
+        else:
+            pattern += r"(?![.,]?\d)"
         shown = " ".join(filter(None, (number, unit)))
         if re.search(pattern, "\n".join(above)):
             yield f"{shown} is to be guessed, and stands in a cell above already"

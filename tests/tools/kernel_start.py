@@ -1,5 +1,6 @@
-"""What kernels of the gate run first (PYTHONSTARTUP): a notebook that looks up a recipe off the
-course's list fails.
+"""What kernels of the gate run first (PYTHONSTARTUP).
+
+A notebook that looks up a recipe off the course's list fails.
 """
 
 

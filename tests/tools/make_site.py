@@ -1,5 +1,6 @@
-"""`make site`: the course as a web site in build/site, from the outputs that are stored in the
-notebooks.
+"""`make site`: the course as a web site, from the outputs that are stored in the notebooks.
+
+It goes into build/site.
 
 Nothing is executed but the experiments of the claims, whose verdicts are computed now. A warning of
 Sphinx, a link that leads nowhere and a page that would fetch anything from the network are errors.
@@ -34,8 +35,9 @@ JOBS = "auto"  # processes of Sphinx
 
 
 def notebooks() -> list[Path]:
-    """Every notebook of the site: the chapters and what else stands beside them, then the
-    solutions.
+    """Every notebook of the site.
+
+    The chapters and what else stands beside them come first, then the solutions.
     """
     return sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted(
         (settings.NOTEBOOKS / "solutions").glob("*.ipynb")
@@ -45,8 +47,9 @@ def notebooks() -> list[Path]:
 def assemble(
     source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict], pyodide: Path | None
 ) -> None:
-    """Lay out in `source` what Sphinx reads: the folder site/, the README, the notebooks and the
-    generated pages.
+    """Lay out in `source` what Sphinx reads.
+
+    That is the folder site/, the README, the notebooks and the generated pages.
 
     `pyodide` is the folder of Pyodide's files, without which the calculator does not start.
 
@@ -65,7 +68,9 @@ def assemble(
         text = (SITE / page).read_text(encoding="utf-8")
         linked = site_links.link_files(text, f"site/{page}", places)
         (source / page).write_text(linked, encoding="utf-8")
-    titles, uses, tested = {}, {}, set()
+    titles = {}
+    uses = {}
+    tested = set()
     glossary = source / "glossary.md"
     # Read before any chapter is linked, as links go both ways: to the glossary and back.
     terms = site_links.glossary_terms(glossary.read_text(encoding="utf-8"))
@@ -89,6 +94,7 @@ def assemble(
         "quick": web_calculator.quick_answers(),
         "grpo": simulated_tables.answers("grpo"),
         "images": simulated_tables.answers("images"),
+        "largest": simulated_tables.answers("largest"),
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),
@@ -115,8 +121,11 @@ def assemble(
 def for_the_site(
     notebook: nbformat.NotebookNode, here: str, places: Sequence[str]
 ) -> nbformat.NotebookNode:
-    """The notebook with its set-up left out of page and search, mentions as links, figures that say
-    what they show, and no badge, which would be a picture from the network."""
+    """The notebook as the site shows it.
+
+    Its set-up is left out of page and search, mentions are links, figures say what they show, and
+    there is no badge, which would be a picture from the network.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
@@ -162,8 +171,10 @@ def render(source: Path, out: Path) -> int:
 
 
 def lighten(out: Path) -> None:
-    """Mend what the theme does: 0.5 MB of icons that its style sheet has too, a doubled title,
-    names that hide a text.
+    """Mend what the theme does to the pages.
+
+    It has 0.5 MB of icons that its style sheet has too, a doubled title, and names that hide a
+    text.
     """
     for path in out.rglob("*.html"):
         page = path.read_text(encoding="utf-8")
@@ -205,8 +216,9 @@ def wrap_sentences(page: str) -> str:
 
 
 def frame_figures(page: str, folder: Path) -> str:
-    """The page with each figure of `folder`'s site at the size that its resolution asks for, linked
-    to the full one.
+    """The page with each figure at the size that its resolution asks for, linked to the full one.
+
+    The figures are those of `folder`'s site.
 
     100 dots an inch are shown pixel by pixel, 200 in half the size. The first is loaded at once,
     others when they are near.
@@ -215,7 +227,8 @@ def frame_figures(page: str, folder: Path) -> str:
 
     def frame(found: re.Match) -> str:
         nonlocal count
-        image, place = found["image"], folder / unquote(found["src"])
+        image = found["image"]
+        place = folder / unquote(found["src"])
         if place.suffix != ".png" or not place.is_file():
             return found[0]
         (width, height), scale = read_png(place)
@@ -238,8 +251,9 @@ def frame_figures(page: str, folder: Path) -> str:
 
 
 def read_png(path: Path) -> tuple[tuple[int, int], int]:
-    """Width and height of a PNG file in pixels, and how many pixels it has for one of the page, a
-    whole number.
+    """Width and height of a PNG file in pixels, and how many pixels it has for one of the page.
+
+    The latter is a whole number.
     """
     from PIL import Image
 
@@ -253,8 +267,9 @@ def read_png(path: Path) -> tuple[tuple[int, int], int]:
 
 
 class Page(HTMLParser):
-    """What a page of HTML offers and asks for: its anchors, its links, and what a browser would
-    load with it.
+    """What a page of HTML offers and asks for.
+
+    That is its anchors, its links, and what a browser would load with it.
     """
 
     def __init__(self):
@@ -294,8 +309,9 @@ def read_page(path: Path) -> Page:
 
 
 def check(out: Path) -> tuple[list[str], Counter]:
-    """Look through every page under `out`: what is wrong, a line each, and how often each external
-    link stands there.
+    """Look through every page under `out`.
+
+    Return what is wrong, a line each, and how often each external link stands there.
 
     Wrong are links and files inside the site that lead nowhere, and whatever a browser would fetch
     from elsewhere.
@@ -303,7 +319,8 @@ def check(out: Path) -> tuple[list[str], Counter]:
     pages = {
         path: read_page(path) for path in sorted(out.rglob("*.html")) if "_static" not in path.parts
     }
-    wrong, external = [], Counter()
+    wrong = []
+    external = Counter()
     for path, page in pages.items():
         name = path.relative_to(out).as_posix()
         for link in page.links + page.loaded:
@@ -339,10 +356,13 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
 def make(
     notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path, pyodide: Path | None = None
 ) -> tuple[list[str], Counter]:
-    """The whole way: `build`/site-source, `build`/site, and the calculator alone in `build`/space;
-    what is wrong, and external links.
+    """Go the whole way, from the notebooks to `build`/site.
+
+    Sphinx reads `build`/site-source; the calculator alone goes into `build`/space. Return
+    what is wrong, and the external links.
     """
-    source, out = build.resolve() / "site-source", build.resolve() / "site"
+    source = build.resolve() / "site-source"
+    out = build.resolve() / "site"
     assemble(source, notebooks, verdicts, pyodide)
     if pyodide:
         web_calculator.write_space(build.resolve() / "space", pyodide)

@@ -1,5 +1,6 @@
-"""Run chapters on this machine's card and keep the executed notebooks: `make course` without its
-pages.
+"""Run chapters on this machine's card and keep the executed notebooks.
+
+That is `make course` without its pages.
 
     export PYTHONPATH=helpers
     python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK …]
@@ -53,10 +54,12 @@ def keep(path: Path, out: Path) -> None:
 
 
 def keep_all(paths: list[Path], out: Path, jobs: int, deadline: float) -> None:
-    """Run the notebooks, so many at a time; end those that still run at the deadline, with their
-    kernels.
+    """Run the notebooks, so many at a time.
+
+    Those that still run at the deadline are ended, with their kernels.
     """
-    waiting, running = list(paths), {}
+    waiting = list(paths)
+    running = {}
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < deadline:
             path = waiting.pop(0)

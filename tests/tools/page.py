@@ -1,5 +1,6 @@
-"""Executed notebooks as web pages that need no network: styles and figures inside, formulas as
-MathML, no scripts.
+"""Executed notebooks as web pages that need no network.
+
+Styles and figures are inside, formulas are MathML, and there are no scripts.
 """
 
 import re
@@ -33,8 +34,9 @@ class MathML(IPythonRenderer):
 
 
 def _formula(tex: str, display: str) -> str:
-    """MathML, or "" for a formula that the converter cannot read: it is then shown as it was
-    written.
+    """MathML, or "" for a formula that the converter cannot read.
+
+    That one is then shown as it was written.
     """
     try:
         return convert(tex, display=display)
@@ -51,8 +53,9 @@ class Exporter(HTMLExporter):
 
 
 def chapter(run: Run, links: dict[str, str] | None = None) -> str:
-    """The executed notebook as one HTML page; `links` are what its navigation says, each with its
-    address.
+    """The executed notebook as one HTML page.
+
+    `links` are what its navigation says, each with its address.
     """
     # A copy: the executed notebook is written with its badge.
     notebook = nbformat.from_dict(run.notebook)
@@ -68,8 +71,9 @@ def chapter(run: Run, links: dict[str, str] | None = None) -> str:
 
 
 def index(runs: list[Run], machine: str, witnesses: str = "") -> str:
-    """The front page: each chapter with its result, solutions and time, then the three witnesses'
-    table as text.
+    """The front page: each chapter with its result, solutions and time.
+
+    Then comes the three witnesses' table as text.
     """
     template = Environment(loader=TEMPLATES, autoescape=True).get_template("index.html.j2")
     solutions = {run.path: path.stem for run in runs if (path := solutions_of(run)).exists()}
@@ -80,12 +84,14 @@ def index(runs: list[Run], machine: str, witnesses: str = "") -> str:
 
 
 def save(run: Run, folder: Path, course: Sequence[Path] = ()) -> None:
-    """Write the executed notebook and its page into `folder`, and its solutions' page from their
-    stored outputs.
+    """Write the executed notebook and its page into `folder`.
+
+    So is its solutions' page, from their stored outputs.
 
     `course` are all notebooks that are run: the page links to those before and after its own.
     """
-    stem, stems = run.path.stem, [path.stem for path in course]
+    stem = run.path.stem
+    stems = [path.stem for path in course]
     at = stems.index(stem) if stem in stems else 0
     around = {"← previous": stems[max(at - 1, 0) : at], "next →": stems[at + 1 : at + 2]}
     links = {words: f"{found[0]}.html" for words, found in around.items() if found}

@@ -63,7 +63,8 @@ def installed() -> list[str]:
     """`name==version` for every direct dependency and all that those need, as installed here."""
     # Walked from what pyproject.toml names: `pip list` would also have what somebody installed by
     # hand.
-    pending, found = [(r, "") for r in direct()], {}
+    pending = [(r, "") for r in direct()]
+    found = {}
     while pending:
         requirement, extra = pending.pop()
         name = canonicalize_name(requirement.name)
@@ -92,8 +93,9 @@ def pinned() -> dict[str, str]:
 
 
 def tested(newest: dict[str, str]) -> dict[str, dict[str, str]]:
-    """What `data/tested_versions.json` holds: floor and newest tested version of each library that
-    users install.
+    """What `data/tested_versions.json` holds.
+
+    That is the floor and the newest tested version of each library that users install.
 
     newest: versions of another environment that the tests or `make try-fresh` ran in; where they
         are newer they count.

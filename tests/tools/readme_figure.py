@@ -1,5 +1,7 @@
-"""Draw the stored figures: the README's (one step byte by byte, its peaks by every witness,
-simulated against published peaks) and the cheat sheet that ends the course.
+"""Draw the stored figures: the README's, and the cheat sheet that ends the course.
+
+The README's are one step byte by byte, its peaks by every witness, and simulated against published
+peaks.
 
 Run `make figure` after a change to the predictor or after new records, which it picks up by itself;
 the published peaks' simulations are those that `benchmarks/published_runs.py --write` stored.
@@ -38,8 +40,9 @@ def published() -> dict[str, list[tuple[int, int]]]:
 
 
 def save(figure, name: str, dpi: int = 220, bbox_inches: str | None = "tight") -> None:
-    """Store the picture at about 2 × the pixels it is shown with, in 256 colours, a third of the
-    bytes.
+    """Store the picture at about 2 × the pixels it is shown with.
+
+    It has 256 colours, which take a third of the bytes.
     """
     path = FOLDER / name
     figure.savefig(path, dpi=dpi, bbox_inches=bbox_inches)

@@ -1,5 +1,6 @@
-"""Write the repository's address where it is needed: pyproject.toml, the README, every badge and
-set-up cell.
+"""Write the repository's address where it is needed.
+
+That is pyproject.toml, the README, and every badge and set-up cell.
 """
 
 import re
@@ -22,7 +23,8 @@ def change(new: str, root: Path = settings.ROOT) -> list[Path]:
         raise ValueError(
             f"the address is {new!r}, but it must read like https://github.com/OWNER/NAME"
         )
-    old, owner_name = settings.repository_url(root), new.removeprefix("https://github.com/")
+    old = settings.repository_url(root)
+    owner_name = new.removeprefix("https://github.com/")
     # A badge's target holds owner and name behind Colab's own address, a workflow's step behind
     # "uses".
     address = re.compile(

@@ -23,8 +23,9 @@ live("took", 1.5, "s")"""
 
 
 def write(path: Path, *sources: str) -> Path:
-    """A notebook at `path` with a title, badge, set-up cell and `sources` as code cells; nothing
-    has run yet.
+    """A notebook at `path` with a title, badge, set-up cell and `sources` as code cells.
+
+    Nothing has run yet.
     """
     cells = [
         new_markdown_cell("# Scratch\n\nA notebook of the tests."),

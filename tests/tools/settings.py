@@ -1,5 +1,6 @@
-"""Where things are, and the surroundings in which notebooks and tests give the same output on every
-machine.
+"""Where things are, and the surroundings in which outputs are the same on every machine.
+
+They are those of notebooks and of tests.
 """
 
 import argparse
@@ -32,8 +33,9 @@ OFFLINE = {
 
 
 def apply(deterministic: bool) -> None:
-    """Set the surroundings for this process and those it starts; what the user has set stays unless
-    `deterministic`.
+    """Set the surroundings for this process and those it starts.
+
+    What the user has set stays unless `deterministic`.
     """
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)
@@ -47,8 +49,9 @@ def chapters() -> list[Path]:
 
 
 def all_notebooks(root: Path = ROOT) -> list[Path]:
-    """Every notebook that is checked: chapters, what is no chapter (the calculator), then
-    solutions.
+    """Every notebook that is checked.
+
+    Chapters come first, then what is no chapter (the calculator), then solutions.
     """
     return [
         path
@@ -66,7 +69,8 @@ def notebook_path(text: str) -> Path:
 
 
 def repository_url(root: Path = ROOT) -> str:
-    """The repository's address, from the one place where it stands: `[project.urls]` in
-    pyproject.toml.
+    """The repository's address.
+
+    It stands in one place, `[project.urls]` in pyproject.toml.
     """
     return tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]["Repository"]

@@ -12,8 +12,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from settings import ROOT
-from vramlab import GiB, LoRA, Quantization, Recipe, RecipeError, Rollouts, find_gpu, simulate
+from vramlab import (
+    GiB,
+    LoRA,
+    Quantization,
+    Recipe,
+    RecipeError,
+    Rollouts,
+    find_gpu,
+    plan,
+    simulate,
+)
 from vramlab.hardware.gpu import usable_memory
+from vramlab.recipe import images
 from vramlab.report.report import Interval, Report, installed
 
 STORED = ROOT / "site" / "simulated.json"
@@ -35,11 +46,16 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table: the columns before the cards, its rows, made when they are asked for, its cards."""
+    """A table: the columns before the cards, its rows, made when they are asked for, its cards.
+
+    `ask` gives what is stored of a recipe and a card, `cell` what the page shows of that.
+    """
 
     columns: tuple[str, ...]
     rows: Callable[[], Iterator[Row]]
     cards: tuple[str, ...]
+    ask: Callable[[Recipe, str], list[Any] | str]
+    cell: Callable[[list[Any], str], str]
 
 
 # What samples, and the fields of `Rollouts` that say so.
@@ -84,12 +100,32 @@ def image_rows() -> Iterator[Row]:
                 yield Row((model, method, f"{limit:,}", f"{recipe.seq_len:,}"), recipe)
 
 
-TABLES = {
-    "grpo": Table(("model", "sampled by"), grpo_rows, ("RTX 4090", "H100 SXM")),
-    "images": Table(
-        ("model", "method", "`max_pixels`", "tokens"), image_rows, ("RTX 4090", "H100 SXM")
-    ),
-}
+def largest_rows() -> Iterator[Row]:
+    """Yield the models and methods of which the largest photo is looked for."""
+    for model in ("qwen3-vl-4b", "qwen2.5-vl-3b"):
+        for method, quantization in (("LoRA", None), ("QLoRA", Quantization(prepare=False))):
+            recipe = Recipe(model, images=1, image_size=PHOTO, quantization=quantization, **SHARED)
+            yield Row((model, method), recipe)
+
+
+def largest(recipe: Recipe, card: str) -> list[Any] | str:
+    """Return what plan says of the largest photo: its pixels, its tokens, the process's bytes."""
+    method = "qlora" if recipe.quantization else "lora"
+    found = plan(recipe.name, card, method=method, images=1, image_size=PHOTO)
+    if found.best is None:
+        return "none"
+    best = found.best.recipe
+    need = found.best.needs
+    ((height, width),) = images.sides(best)
+    limit = min(height * width, best.max_pixels or images.most_pixels(best))
+    return [limit, max(images.tokens(best)), need.low, need.value, need.high]
+
+
+def _largest_cell(answer: list[Any], card: str) -> str:
+    limit, tokens, *process = answer
+    need = Interval(*process)
+    tier = need.tier(usable_memory(find_gpu(card)))
+    return f"{limit:,} pixels, {tokens:,} tokens: {need.value / GiB:.1f} {tier}"
 
 
 def asked(recipe: Recipe, card: str) -> Report | str:
@@ -98,6 +134,11 @@ def asked(recipe: Recipe, card: str) -> Report | str:
         return simulate(recipe, gpu=card)
     except RecipeError as error:
         return error.allowed
+
+
+def simulated_answer(recipe: Recipe, card: str) -> list[Any] | str:
+    """Return what is stored of a recipe's simulation."""
+    return answer_of(asked(recipe, card))
 
 
 def answer_of(report: Report | str) -> list[Any] | str:
@@ -121,15 +162,16 @@ def answers(name: str) -> str:
     heads = [*table.columns, *table.cards]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in found["rows"]:
-        cells = [_cell(row["answers"][card], card) for card in table.cards]
+        cells = []
+        for card in table.cards:
+            answer = row["answers"][card]
+            cells.append(answer if isinstance(answer, str) else table.cell(answer, card))
         lines.append(f"| {' | '.join([*row['words'], *cells])} |")
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return "\n".join(lines) + f"\n\nSimulated with {versions}.\n"
 
 
-def _cell(answer: list[Any] | str, card: str) -> str:
-    if isinstance(answer, str):
-        return answer
+def _cell(answer: list[Any], card: str) -> str:
     phase, _, *process = answer
     need = Interval(*process)
     tier = need.verdict(usable_memory(find_gpu(card)))
@@ -140,11 +182,28 @@ def simulated(table: Table) -> dict[str, Any]:
     """Return a table's answers, simulated now, with the versions that give them."""
     rows = []
     for words, recipe in table.rows():
-        found = {card: answer_of(asked(recipe, card)) for card in table.cards}
+        found = {card: table.ask(recipe, card) for card in table.cards}
         print(*words, found, flush=True)
         rows.append({"words": words, "answers": found})
     versions = {name: (installed(name) or "").partition("+")[0] for name in LIBRARIES}
     return {"versions": versions, "rows": rows}
+
+
+TABLES = {
+    "grpo": Table(
+        ("model", "sampled by"), grpo_rows, ("RTX 4090", "H100 SXM"), simulated_answer, _cell
+    ),
+    "images": Table(
+        ("model", "method", "`max_pixels`", "tokens"),
+        image_rows,
+        ("RTX 4090", "H100 SXM"),
+        simulated_answer,
+        _cell,
+    ),
+    "largest": Table(
+        ("model", "method"), largest_rows, ("RTX 3060 12GB", "RTX 4090"), largest, _largest_cell
+    ),
+}
 
 
 def main() -> None:

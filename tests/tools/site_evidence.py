@@ -1,5 +1,6 @@
-"""The site's pages of evidence, made of the data: how exact the witnesses are on others' runs, and
-our own records.
+"""The site's pages of evidence, made of the data.
+
+They say how exact the witnesses are on others' runs, and show our own records.
 """
 
 import importlib.util
@@ -45,8 +46,9 @@ def _percent(error: float) -> str:
 
 
 def summary() -> str:
-    """A table of the witnesses' errors on the published runs, and with which versions they were
-    made.
+    """A table of the witnesses' errors on the published runs.
+
+    It also says with which versions they were made.
     """
     found = pairs()
     # `as_run` marks runs whose script or older library did something that no formula knows.
@@ -109,7 +111,9 @@ def runs_table() -> str:
             f"{plain(str(run.recipe))}<br><small>{plain(run.source)}, "
             f"{plain(run.made_with.partition(', ')[2])}"
         )
-        about += f"; as_run: {run.as_run}</small>" if run.as_run else "</small>"
+        if run.as_run:
+            about += f"; as_run: {run.as_run}"
+        about += "</small>"
         cells = (about, *off, f"{run.allocated / GiB:.3f}", run.gpu, *held)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -130,8 +134,9 @@ def step_times() -> ModuleType:
 
 
 def speed_page(path: Path, link: str) -> str:
-    """Draw measured against estimated seconds into `path`; the figure under `link`, and what it
-    shows in words.
+    """Draw measured against estimated seconds into `path`.
+
+    Return the figure under `link`, and what it shows in words.
     """
     bench = step_times()
     found = {card: bench.held_out(card) for card in bench.CARDS}
@@ -237,8 +242,10 @@ def records_page(folder: Path, wanted: int) -> str:
 
 
 def records_table(reports: Sequence[Report]) -> str:
-    """One row a record: the measured peak, what predict says of the same recipe, what was reserved,
-    a step's time.
+    """One row a record.
+
+    It has the measured peak, what predict says of the same recipe, what was reserved, and a step's
+    time.
     """
     lines = ["| recipe | measured peak | predict | reserved | whole process | a step | date |"]
     lines.append("|---|--:|--:|--:|--:|--:|---|")
@@ -288,8 +295,9 @@ def _predicted(report: Report, measured: int | None = None) -> str:
 
 
 def open_graph(path: Path) -> None:
-    """Draw 1,200 × 630 pixels: the question, and simulated over measured peaks of the published
-    runs.
+    """Draw the picture that others show of a link, 1,200 × 630 pixels.
+
+    It has the question, and simulated over measured peaks of the published runs.
     """
     import matplotlib.pyplot as plt
     from PIL import Image

@@ -1,6 +1,8 @@
-"""Links that the site has and the notebooks have not: to chapters and files that a text names, to
-the glossary and the claims, and from those back to where a chapter uses the word or tests the
-claim."""
+"""Links that the site has and the notebooks have not.
+
+They lead to chapters and files that a text names, to the glossary and the claims, and from those
+back to where a chapter uses the word or tests the claim.
+"""
 
 import posixpath
 import re
@@ -21,8 +23,9 @@ TWO_MEANINGS = {"view", "temporary", "fraction", "kernel", "buffer", "container"
 
 
 def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands
-    at `here`.
+    """Markdown with every "chapter 02" and every notebook's path as a link.
+
+    `here` is the page on which it stands.
 
     A path is shown as the notebook's title, which MyST puts into a link without text. `places` are
     the notebooks that the site has; of others, and of the page itself, the mention stays as it is.
@@ -30,9 +33,11 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
 
     def link(found: re.Match) -> str:
         if found["place"]:
-            shown, starts = "", found["place"] + "."
+            shown = ""
+            starts = found["place"] + "."
         elif found["number"]:
-            shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
+            shown = f"{found['word']} {found['number']}"
+            starts = f"notebooks/{found['number']}_"
         else:
             return found[0]
         # A chapter's file begins with its number, so that the name itself may change.
@@ -47,8 +52,7 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
 
 
 def link_files(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown whose links to the site's own pages lead there, and those to files that it has not
-    to the repository.
+    """Markdown whose links to files lead to the site's pages, or else to the repository.
 
     What is in neither stays as it is, and fails the build. A file of the folder site/ stands at the
     site's own root.
@@ -90,8 +94,9 @@ def anchor_of(term: str) -> str:
 def link_terms(
     cells: Iterable[nbformat.NotebookNode], terms: Mapping[str, str], chapter: str
 ) -> set[str]:
-    """Link each term's first appearance in the text of `cells` to the glossary, in place; return
-    the terms linked.
+    """Link each term's first appearance in the text of `cells` to the glossary, in place.
+
+    Return the terms linked.
 
     The place gets an id, `anchor_of`, to which the glossary links back. Headings, code, formulas
     and links stay as they are.
@@ -124,15 +129,17 @@ def link_terms(
 
 
 def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]) -> str:
-    """The glossary whose "(chapter 02)" leads there, to the term's place if it is in `uses`, the
-    terms by chapter.
+    """The glossary whose "(chapter 02)" leads there.
+
+    It leads to the term's place if the term is in `uses`, the terms by chapter.
     """
     text = re.sub(r"\(chapter\n\s+(\d\d)\)", r"(chapter \1)", glossary)
     for term, chapter in glossary_terms(text).items():
         place = next((place for place in places if place.startswith(f"notebooks/{chapter}_")), None)
         if place:
             target = place.removesuffix(".ipynb") + ".html"
-            target += f"#{anchor_of(term)}" if term in uses.get(chapter, ()) else ""
+            if term in uses.get(chapter, ()):
+                target += f"#{anchor_of(term)}"
             entry = re.compile(
                 rf"(^{re.escape(term)}\n(?:.+\n)*?.*\()chapter {chapter}\)$", re.MULTILINE
             )
@@ -144,8 +151,9 @@ def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]
 
 
 def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim]) -> set[str]:
-    """Link each claim in the tables of `cells`, in place, to its row on the page of claims; return
-    the names linked.
+    """Link each claim in the tables of `cells`, in place, to its row on the page of claims.
+
+    Return the names linked.
     """
     linked: set[str] = set()
     tables = [
@@ -154,7 +162,10 @@ def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim])
         for output in cell.get("outputs", ())
         if "| what they say |" in output.get("data", {}).get("text/markdown", "")
     ]
-    for claim in claims if tables else ():
+    # Without a table there is nothing to link, and the claims need not be gone through.
+    if not tables:
+        return linked
+    for claim in claims:
         said = f"| {claim.by}: {claim.said}".replace("\\", "").strip()
         for data in tables:
             rows = data["text/markdown"].splitlines()

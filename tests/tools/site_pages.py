@@ -1,5 +1,6 @@
-"""The site's generated pages, as MyST text: what became of each claim, and the package's public
-names.
+"""The site's generated pages, as MyST text.
+
+They say what became of each claim, and list the package's public names.
 """
 
 import inspect
@@ -115,8 +116,9 @@ def _table(
 
 
 def _found(verdict: Verdict) -> str:
-    """Each case's finding and its configuration; a configuration that all cases share stands once,
-    at the end.
+    """Each case's finding and its configuration.
+
+    A configuration that all cases share stands once, at the end.
     """
     several = len(verdict.findings) > 1
     # None for a case without a record keeps a shared line from speaking for it.
@@ -132,7 +134,8 @@ def _found(verdict: Verdict) -> str:
             )
             about = "" if shared else plain(found.configuration)
         else:
-            text, about = f"{name}no record yet", f"waits for {plain(verdict.waits_for(case))}"
+            text = f"{name}no record yet"
+            about = f"waits for {plain(verdict.waits_for(case))}"
         said.append(f"{text}<br><small>{about}</small>" if about else text)
     if shared:
         said.append(f"<small>{plain(configurations.pop())}</small>")
@@ -153,7 +156,8 @@ def llms_page(source: Path, notebooks: Iterable[str], root: str = "") -> str:
     """
     texts = {f"{name}.html": (source / f"{name}.md").read_text("utf-8") for name in LOOK_UP}
     looked_up = [_entry(root + page, text, _description(text)) for page, text in texts.items()]
-    chapters, solutions = [], []
+    chapters = []
+    solutions = []
     for place in notebooks:
         cell = nbformat.read(source / place, as_version=4).cells[0].source
         entry = _entry(root + place.replace(".ipynb", ".html"), cell, _promise(cell))
@@ -191,8 +195,9 @@ def _promise(cell: str) -> str:
 
 
 def reference_page() -> str:
-    """The public names by kind, each with how it is called and the first paragraph of its
-    docstring.
+    """The public names by kind.
+
+    Each stands with how it is called and the first paragraph of its docstring.
     """
     import vramlab
 

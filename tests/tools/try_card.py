@@ -1,5 +1,6 @@
-"""`make card` as if this machine had a T4, an RTX 4090 or an H100: PyTorch's CUDA build on the
-stand-in (`data/stand_in/`).
+"""`make card` as if this machine had a T4, an RTX 4090 or an H100.
+
+It is PyTorch's CUDA build on the stand-in (`data/stand_in/`).
 
 Every piece of the list that the card can do has to end well, a second call has to find nothing left
 to do, what came out must be refused as a record, and a recipe in a forked process must hold what it
@@ -97,8 +98,9 @@ def main() -> int:
 
 
 def started(given: argparse.Namespace, surroundings: dict[str, str]) -> int:
-    """Run this script on the stand-in, whose libraries a process has from its start; return its
-    exit status.
+    """Run this script on the stand-in, whose libraries a process has from its start.
+
+    Return its exit status.
     """
     command = [
         sys.executable,

@@ -1,5 +1,6 @@
-"""Try the set-up cell as Colab meets it: an environment that has torch but not this package, and an
-empty folder.
+"""Try the set-up cell as Colab meets it.
+
+That is an environment that has torch but not this package, and an empty folder.
 
 The package comes by git from a copy of this working tree. The environment sees what is installed
 here, as Colab's comes with its libraries, so nothing large is downloaded; building the package
@@ -73,8 +74,9 @@ def publish(root: Path, folder: Path) -> str:
 
 
 def hosted_environment(folder: Path, prefix: Path | None = None) -> Path:
-    """An environment with its own pip that has every library installed here, or in `prefix`; its
-    interpreter.
+    """An environment with its own pip that has every library installed here, or in `prefix`.
+
+    Return its interpreter.
     """
     if prefix:
         shutil.copytree(

@@ -1,5 +1,6 @@
-"""Run notebooks as if this machine had a GPU: PyTorch's CUDA build on the stand-in for NVIDIA's
-libraries.
+"""Run notebooks as if this machine had a GPU.
+
+It is PyTorch's CUDA build on the stand-in for NVIDIA's libraries.
 
 What is looked for is code that only runs where there is a GPU. No kernel computes anything
 (`data/stand_in/README.md`), so outputs are neither compared nor kept.
@@ -17,17 +18,21 @@ from vramlab.base.errors import VramLabError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.measurement import stand_in
 
+SITE = Path(__file__).with_name("stand_in_site")  # its `sitecustomize.py` runs in each process
 CARDS = {"T4": 1, "RTX 4090": 1, "H100": 2}  # and how many of them
 
 
 def surroundings(card: str) -> dict[str, str]:
-    """What makes the stand-in that card, or as many of it as CARDS says, for the processes started
-    from here.
+    """What makes the stand-in that card, for the processes started from here.
+
+    There are as many of it as CARDS says, one if it says nothing.
     """
     variables = stand_in.variables(find_gpu(card), CARDS.get(card, 1))
     libraries = stand_in.libraries()
+    paths = [str(SITE), os.environ.get("PYTHONPATH", "")]
     own = {
         "LD_PRELOAD": ":".join(map(str, libraries)),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
     }
     return own | variables

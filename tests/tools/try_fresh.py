@@ -1,5 +1,6 @@
-"""Try the built wheel as a stranger gets it: an empty environment, no constraints, the newest of
-everything that is served.
+"""Try the built wheel as a stranger gets it.
+
+It goes into an empty environment, without constraints, with the newest of all that is served.
 
 The wheel is built from a copy of this working tree, installed with the extras `simulate`,
 `quantization` and `trl` outside of it, and run there: the command line, then `fresh_checks.py`.
@@ -71,8 +72,9 @@ def floor_flags(folder: Path) -> list[str]:
 
 
 def not_at_the_floor(versions: dict[str, str]) -> list[str]:
-    """A line for each library that pyproject.toml names and that is installed in another version
-    than its lowest.
+    """A line for each library that is installed in another version than its lowest.
+
+    They are those that pyproject.toml names.
     """
     floors = dict(line.split("==") for line in pins.floors())
     return [
@@ -92,7 +94,8 @@ def installed(wheel: Path, folder: Path, pip_flags: list[str]) -> Path:
 
 def failures(python: Path, elsewhere: Path) -> list[str]:
     """Run everything in the empty folder `elsewhere`; a line for each thing that failed."""
-    wrong, where = [], {"env": surroundings(python.parent), "cwd": elsewhere}
+    wrong = []
+    where = {"env": surroundings(python.parent), "cwd": elsewhere}
     for command in COMMANDS:
         print(f"$ vramlab {command}", flush=True)
         run = subprocess.run(

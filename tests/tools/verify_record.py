@@ -1,5 +1,6 @@
-"""Judge record files that readers sent, reports and facts: form, physics, and what `simulate` and
-other records say beside.
+"""Judge record files that readers sent, reports and facts.
+
+It looks at their form, at physics, and at what `simulate` and other records say beside.
 
     python tests/tools/verify_record.py data/measurements/FILE.json … [--json]
 
@@ -44,7 +45,9 @@ from vramlab.planning.step_time import estimate
 from vramlab.recipe.knobs import rebuild
 from vramlab.report.report import environment
 
-ACCEPTED, FINDING, REFUSED = "accepted", "finding", "refused"
+ACCEPTED = "accepted"
+FINDING = "finding"
+REFUSED = "refused"
 TOLERANCE = 0.01  # of the allocated peak, and at least one of the allocator's small segments
 LEAST = 2 * MiB
 DRIVER_SHARE = (
@@ -119,7 +122,8 @@ def verify(path: Path) -> Verdict:
         records = read_records(path)
     except (OSError, RecordError) as error:
         return Verdict(path.name, REFUSED, [str(error)])
-    reports, facts = list(records.reports.values()), list(records.facts.values())
+    reports = list(records.reports.values())
+    facts = list(records.facts.values())
     wrong = (
         list(_form(path.name, text, [*reports, *facts]))
         if reports or facts
@@ -139,7 +143,8 @@ def verify(path: Path) -> Verdict:
         if told := _fact_beside_simulated(fact, verdict):
             verdict.outcome = FINDING
             verdict.reasons.append(f"{fact.title}: {told}")
-    here, there = environment(), (*reports, *facts)[0].environment
+    here = environment()
+    there = (*reports, *facts)[0].environment
     old, new = (
         {name: str(seen[name]).split("+")[0] for name in SIMULATED_FOR} for seen in (there, here)
     )
@@ -187,7 +192,8 @@ def _form(name: str, text: str, entries: list[Report | Fact]) -> Iterator[str]:
 def _words(found: dict[str, Any]) -> Iterator[str]:
     """Return the texts among what a fact found."""
     for value in found.values():
-        for each in value if isinstance(value, list) else [value]:
+        each_of = value if isinstance(value, list) else [value]
+        for each in each_of:
             if isinstance(each, str):
                 yield each
 
@@ -219,7 +225,8 @@ def _texts(report: Report) -> Iterator[str]:
 
 def _physics(report: Report) -> Iterator[str]:
     """Say what no GPU can have measured."""
-    total, card = report.environment["total_memory"], card_of(report.environment)
+    total = report.environment["total_memory"]
+    card = card_of(report.environment)
     # A card with peak rates is in the table, so its memory is known.
     if card.peak and abs(total / (listed := find_gpu(card.name).total) - 1) > DRIVER_SHARE:
         yield f"{card.name} has {format_bytes(listed)}, and it says {format_bytes(total)}"
@@ -265,8 +272,9 @@ def _physics(report: Report) -> Iterator[str]:
 
 
 def _moments(report: Report) -> Iterator[str]:
-    """Say which moment or tensors of the tracked pass are far above the peak; a compiled step is
-    tracked as an eager one.
+    """Say which moment or tensors of the tracked pass are far above the peak.
+
+    A compiled step is tracked as an eager one.
     """
     if report.recipe["torch_compile"]:
         return
@@ -283,7 +291,8 @@ def _moments(report: Report) -> Iterator[str]:
 
 def _speed(report: Report, card: Gpu) -> Iterator[str]:
     """Say how its times contradict each other, its tokens or the card."""
-    speed, recipe = report.speed, rebuild(Recipe, "recipe", report.recipe)
+    speed = report.speed
+    recipe = rebuild(Recipe, "recipe", report.recipe)
     # Of one time or two the median is known from the ends; of more it lies anywhere between.
     middle = {1: speed.high, 2: (speed.low + speed.high) / 2}.get(speed.repeats, speed.median)
     if not 1 <= speed.repeats <= MOST_REPEATS:
@@ -314,7 +323,8 @@ def _speed(report: Report, card: Gpu) -> Iterator[str]:
 
 def _physics_of_fact(fact: Fact) -> Iterator[str]:
     """Say what no GPU can have shown."""
-    found, card = fact.found, card_of(fact.environment)
+    found = fact.found
+    card = card_of(fact.environment)
     total = fact.environment["total_memory"]
     sizes = [found[name] for name in ("requested", "allocated", "reserved") if name in found]
     if fact.kind == "out_of_memory":
@@ -348,7 +358,8 @@ def _death(fact: Fact, total: int) -> Iterator[str]:
 
 
 def _times(fact: Fact, card: Gpu) -> Iterator[str]:
-    found, recipe = fact.found, rebuild(Recipe, "recipe", fact.asked["recipe"])
+    found = fact.found
+    recipe = rebuild(Recipe, "recipe", fact.asked["recipe"])
     if len(found["seconds"]) != fact.asked["repeats"]:
         yield f"{len(found['seconds'])} times are not those of {fact.asked['repeats']} steps"
     elif (peak := card.flops(recipe.precision)) and operations(recipe) / min(
@@ -361,8 +372,9 @@ def _times(fact: Fact, card: Gpu) -> Iterator[str]:
 
 
 def _fact_beside_simulated(fact: Fact, verdict: Verdict) -> str:
-    """Add a row of both peaks of a fact that has one; return how the simulated report differs, or
-    "".
+    """Add a row of both peaks of a fact that has one.
+
+    Return how the simulated report differs, or "".
     """
     # A context has no recipe, and how a step is compiled is up to the sender's torch.
     if fact.kind == "context" or fact.asked["recipe"]["torch_compile"]:
@@ -425,9 +437,13 @@ _known = cache(load)
 
 
 def _beside_times(report: Report, path: Path) -> str:
-    """Return why its time is to be looked at, or "": faster than any step was, or unlike that of
-    the same recipe on another card of the kind."""
-    recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
+    """Return why its time is to be looked at, or "".
+
+    A reason is that it is faster than any step was, or unlike that of the same recipe on another
+    card of the kind.
+    """
+    recipe = rebuild(Recipe, "recipe", report.recipe)
+    card = card_of(report.environment)
     if report.speed is None or recipe.torch_compile:
         return ""
     # What others sent of the same recipe and card is the nearest that there is to compare.
@@ -442,7 +458,8 @@ def _beside_times(report: Report, path: Path) -> str:
     except (RecipeError, GpuError):  # a model or a card that has no estimate
         return ""
     # What takes longest decides how far under the estimate a step can be.
-    most, ratio = max(parts, key=parts.get), report.speed.median / sum(parts.values())
+    most = max(parts, key=parts.get)
+    ratio = report.speed.median / sum(parts.values())
     if ratio >= FASTEST[most]:
         return ""
     return (

@@ -1,5 +1,6 @@
-"""What the site's calculator loads: Pyodide from its npm package, vramlab and its data as an
-archive, and usual answers; and the calculator as a page by itself.
+"""What the site's calculator loads, and the calculator as a page by itself.
+
+It loads Pyodide from its npm package, vramlab and its data as an archive, and usual answers.
 """
 
 import gzip
@@ -76,8 +77,9 @@ def fetch_pyodide(folder: Path) -> Path:
 
 
 def known_models() -> list[str]:
-    """The models of the catalogue that predict knows: those whose weights are written down, but no
-    encoder–decoder.
+    """The models of the catalogue that predict knows.
+
+    Those are the ones whose weights are written down, but no encoder–decoder.
     """
     families = {
         name: FAMILIES.get(json.loads(entry["config"])["model_type"])
@@ -90,8 +92,9 @@ def known_models() -> list[str]:
 
 
 def write_archive(path: Path) -> None:
-    """Write what the page's Python imports: vramlab, the data it reads, and the page's bridge to
-    it.
+    """Write what the page's Python imports.
+
+    That is vramlab, the data it reads, and the page's bridge to it.
 
     Models that predict does not know stay out.
     """
@@ -109,8 +112,9 @@ def write_archive(path: Path) -> None:
 
 
 def lay_out(place: Path, pyodide: Path) -> None:
-    """Complete the calculator's folder: the archive, Pyodide's files, and what the page shows at
-    once.
+    """Complete the calculator's folder.
+
+    It gets the archive, Pyodide's files, and what the page shows at once.
     """
     write_archive(place / "vramlab.zip")
     shutil.copytree(pyodide, place / "pyodide")
@@ -237,8 +241,9 @@ CARDS = (
 
 
 def quick_answers() -> str:
-    """The first page's short form as MyST: answers for some models, ways and cards, said by the
-    calculator's code.
+    """The first page's short form as MyST.
+
+    It has answers for some models, ways and cards, said by the calculator's code.
     """
     bridge = the_bridge()
     known = {name: find_gpu(name).total for name in CARDS}
@@ -274,8 +279,9 @@ def _answer(bridge: ModuleType, state: dict) -> list:
 
 
 def usual_answers() -> str:
-    """A Markdown table for who has no JavaScript: what usual models take, and the smallest tier on
-    an RTX 4090.
+    """A Markdown table for who has no JavaScript.
+
+    It has what usual models take, and the smallest tier on an RTX 4090.
     """
     card = find_gpu("RTX 4090")
     lora = LoRA(r=16, target_modules="all-linear")

@@ -41,8 +41,9 @@ def measure_once(recipe: Recipe, **options) -> Report:
 
 
 def table(recipes: Sequence[Recipe] = RECIPES, run: Callable[..., Report] = measure_once) -> str:
-    """Each recipe's peak by each witness, and how far the first two are from the measured one, as a
-    text table.
+    """Each recipe's peak by each witness, as a text table.
+
+    It also says how far the first two are from the measured one.
     """
     watched = Console().is_terminal
     progress = track(recipes, "predict, simulate, measure", transient=True, disable=not watched)
@@ -69,7 +70,8 @@ def _lines(recipe: Recipe, run: Callable[..., Report]) -> Iterator[list[Report]]
 
 
 def _row(*reports: Report) -> tuple[str, ...]:
-    peaks, apart = ["–"] * 3, ["–"] * 2
+    peaks = ["–"] * 3
+    apart = ["–"] * 2
     for report in reports:
         recorded = " (recorded)" if report.source == "recorded" else ""
         text = format_bytes(report.peak.total) if report.status == "ok" else report.status

@@ -1,13 +1,16 @@
 """A plan for samples with images: the largest that fit, and the program that it writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from PIL import Image
-from test_sft_images import processor, recipe_of, sample
-from test_simulate_images import SMALL
+from test_sft_images import TEMPLATE, processor, recipe_of, sample
 from test_trainer_loop import assert_same_but_for_scalars
-from vramlab import plan, simulate
+from tiny_image_models import IDS, SMALL
+from transformers import AutoTokenizer
+from vramlab import Recipe, plan, simulate
+from vramlab.base.data import data_path
 from vramlab.planning import image_search
 from vramlab.planning.question import Question
 from vramlab.recipe import images
@@ -72,7 +75,16 @@ def test_a_written_program_trains_on_images(tmp_path):
     build_model(tiny.replace(trainer="transformers"), "cpu").save_pretrained(base)
     made.save_pretrained(base)
     asked = ASKED | {"images": 2, "image_size": "40x24", "optims": "adamw_torch"}
-    found = plan(base, "A100 80GB", seq_len=tiny.seq_len, **asked)
+    standing = []
+    found = plan(
+        base,
+        "A100 80GB",
+        seq_len=tiny.seq_len,
+        standing=lambda *each: standing.append(each),
+        **asked,
+    )
+    assert [done for _, done, _ in standing] == list(range(found.considered + 1))
+    assert {count for _, _, count in standing} == {image_search.MOST_TRIED}
     for number in range(2):
         Image.new("RGB", (40, 24), (number, 9, 9)).save(tmp_path / f"{number}.png")
     row = {"messages": sample()["messages"], "images": ["0.png", "1.png"]}
@@ -84,3 +96,49 @@ def test_a_written_program_trains_on_images(tmp_path):
     said = simulated(found.best.recipe, 2)
     assert differing_dtypes(seen, said) == {}
     assert_same_but_for_scalars(seen, said)
+
+
+VISION = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+
+
+def cutting_processor():
+    """Qwen2-VL's processor for the small model, with the tokenizer of the small base model."""
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(data_path("base_model"), extra_special_tokens=VISION)
+    shown = "".join(VISION[f"{name}_token"] for name in ("vision_start", "image", "vision_end"))
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    made = Qwen2VLImageProcessor(**sizes, size=images.READERS["qwen2_vl"]["size"])
+    template = TEMPLATE.replace("<start_of_image>", shown)
+    video = Qwen2VLVideoProcessor(**sizes)
+    return Qwen2VLProcessor(made, tokenizer, video, chat_template=template)
+
+
+def test_a_written_program_makes_images_smaller(tmp_path):
+    """To `max_pixels`, as the processor of the model does; it needs torchvision."""
+    pytest.importorskip("torchvision")
+    made = cutting_processor()
+    ids = dict(zip(IDS, made.tokenizer.convert_tokens_to_ids(VISION.values()), strict=True))
+    plain = SMALL["qwen2_vl"]
+    text = plain["text_config"] | {"vocab_size": len(made.tokenizer)}
+    tiny = Recipe(plain | ids | {"text_config": text}, 1, images=1, image_size="100x80")
+    base = str(tmp_path / "base")
+    build_model(tiny, "cpu").save_pretrained(base)
+    made.save_pretrained(base)
+    asked = ASKED | {"image_size": "100x80", "optims": "adamw_torch", "checkpointing": False}
+    found = plan(base, "A100 80GB", **asked)
+    words = len(made.tokenizer("".join(turn["content"] for turn in sample()["messages"])).input_ids)
+    cut = found.best.recipe.replace(max_pixels=4096, seq_len=None)
+    cut = cut.replace(seq_len=2 + images.tokens(cut)[0] + words)
+    Image.new("RGB", (100, 80), (3, 9, 9)).save(tmp_path / "0.png")
+    row = {"messages": sample()["messages"], "images": ["0.png"]}
+    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(row)] * 40))
+    found.write(tmp_path / "train.py", replace(found.best, recipe=cut))
+    assert "MAX_PIXELS = 4096" in (tmp_path / "train.py").read_text()
+    (seen,) = run_script(tmp_path, "--watch", watched=2, steps=(2,))
+    assert_same_but_for_scalars(seen, simulated(cut, 2))

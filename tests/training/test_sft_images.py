@@ -6,12 +6,12 @@ import datasets
 import pytest
 from PIL import Image
 from quick import params
-from test_simulate_images import SMALL, Quantization
 from test_trainer_loop import assert_same_but_for_scalars
+from tiny_image_models import SMALL
 from transformers import AutoTokenizer, Gemma3Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
-from vramlab import LoRA, Recipe, WatchCallback, simulate
+from vramlab import LoRA, Quantization, Recipe, WatchCallback, simulate
 from vramlab.base.data import data_path
 from vramlab.training.models import build_model
 

@@ -30,6 +30,7 @@ def table(
         cells = "".join(f"<th>{_text(cell)}</th>" for cell in head)
         lines.append(f"<thead><tr>{cells}</tr></thead>")
     lines.append("<tbody>")
+    # Attributes and not styles, which GitHub removes.
     for first, *others in rows:
         cells = f'<td align="left">{_text(first)}</td>'
         cells += "".join(f'<td align="right">{_text(other)}</td>' for other in others)
@@ -41,6 +42,7 @@ def table(
 
 def bar(part: float, whole: float) -> str:
     """Return a bar of letters that is as long as the share of `part` in `whole`."""
+    # A part may be more than the whole, where an answer does not fit.
     filled = round(BAR * min(max(part / whole, 0.0), 1.0)) if whole else 0
     return FULL * filled + EMPTY * (BAR - filled)
 

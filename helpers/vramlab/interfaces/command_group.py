@@ -7,7 +7,7 @@ from typer.core import TyperGroup
 
 from ..base.errors import RecipeError, VramLabError, needing
 from ..base.text import printable
-from .command_options import flag_of
+from .command_options import subject_of
 from .command_output import (
     STOPPED,
     WRONG,
@@ -48,8 +48,8 @@ class Commands(TyperGroup):
                 "predict" if name in ("explain", "diff") else name
             )  # whose words these take
             command: Any = self.commands[options_of or ""]
-            flag = flag_of(error.field, command)
             # "--batch-size is 0" helps more on a command line than "Recipe field 'batch_size'".
-            if flag:
-                return printable(error.about(flag))
+            subject = subject_of(error, command)
+            if subject:
+                return printable(subject)
         return str(error) if isinstance(error, VramLabError) else instead(error, name)

@@ -1,10 +1,11 @@
 """Options of the command line: one for each knob of a recipe, as typer wants them."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import Parameter
 from typing import Annotated, Any
 
@@ -12,8 +13,9 @@ import typer
 
 from ..base.errors import RecipeError
 from ..base.text import printable
-from ..recipe import hub_names
+from ..recipe import hub_names, lora_modules
 from ..recipe.knobs import Knob
+from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from .configurations import sets_expandable_segments
 from .recipe_options import GENERATION, OPTIONS, Options
@@ -76,12 +78,45 @@ def flag_of(field: str, command: typer.core.TyperCommand) -> str:
     return ""
 
 
+def subject_of(error: RecipeError, command: typer.core.TyperCommand) -> str:
+    """Return what a command's line or a file says wrongly, "" where neither is known.
+
+    A part that is wrong as a whole, such as how the model is shared, is said by the options that
+    make it what it is.
+    """
+    flag = flag_of(error.field, command)
+    if flag:
+        return error.about(flag)
+    if ": " in error.field:  # a file, and what is in it
+        return error.about(error.field)
+    if error.field == "script":
+        return f"{error.value}: {error.allowed}."
+    if not dataclasses.is_dataclass(error.value):
+        return ""
+    said = []
+    for option, (path, knob) in OPTIONS.items():
+        if path[0] == error.field and len(path) > 1:
+            value = getattr(error.value, path[1])
+            if value != knob.default:
+                said.append(f"--{option.replace('_', '-')} {value}")
+    return f"{' '.join(said)}: {error.allowed}." if said else ""
+
+
 def shared_name(model: str) -> str:
     """Return the note on a model whose architecture is another's; "" for others and errors."""
     try:
         return read_shape(model).shares
     except RecipeError:
         return ""  # the recipe says it
+
+
+def targets_by_default(made: Any) -> Iterator[str]:
+    """Say which modules have adapters in a recipe that names none: its title does not."""
+    if isinstance(made, Recipe) and made.lora and made.lora.target_modules is None:
+        adapted = lora_modules.adapted(made.shape, made.lora)
+        names = sorted({name.rpartition(".")[2] for name, _, _ in adapted})
+        default = f"{', '.join(names)} have adapters, PEFT's default for {made.shape.family}"
+        yield f"{default}; --lora-target says others (all-linear in what plan answers)"
 
 
 def takes(
@@ -108,7 +143,10 @@ def takes(
             if "expandable_segments" in values and sets_expandable_segments(model):
                 values["expandable_segments"] = True
             # The recipe's options are taken out of `values`; what stays are the command's own.
-            command(make(model, {name: values.pop(name) for name in known}), **values)
+            made = make(model, {name: values.pop(name) for name in known})
+            for note in targets_by_default(made):
+                typer.echo(printable(f"note: {note}"), err=True)
+            command(made, **values)
 
         model = Annotated[
             str,

@@ -57,9 +57,13 @@ class InPlace:
 
     def show_standing(self, found: Any, done: int, count: int) -> None:
         """Show the answers of a Plan as they stand, `done` of `count` of them simulated."""
-        if found.choices:
-            rest = "confirmed by simulation, the rest by formula"
-            self.show(f"{found.table()}\n\n{bar(done, count)} {rest}")
+        rest = "confirmed by simulation, the rest by formula"
+        if found.question.get("images"):
+            rest = "simulations at most, of sizes of images"
+        elif not found.choices:
+            return
+        answers = [found.table()] if found.choices else []
+        self.show("\n\n".join([*answers, f"{bar(done, count)} {rest}"]))
 
     def _clear(self) -> None:
         if self._rows:

@@ -21,6 +21,7 @@ from typing import Any
 FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what it held
 # environment variable: after so many optimizer steps a process ends, "" never
 STEPS = "VRAMLAB_RUN_STEPS"
+GENERATION = "transformers.generation.utils"
 EVENTS = 100_000  # of the allocator that are kept, the newest
 SITE = "import vramlab.interfaces.in_script\nvramlab.interfaces.in_script.install()\n"
 
@@ -60,6 +61,7 @@ def install() -> None:
     functions: dict[str, Callable[[ModuleType], None]] = {
         "torch": functools.partial(follow, watched=watched),
         "transformers.trainer": functools.partial(watch_trainers, watched=watched),
+        GENERATION: answer_in_zeros,
     }
     # First in the list, or the usual finders would answer before this one is asked.
     sys.meta_path.insert(0, AfterImport(functions | zero))
@@ -226,6 +228,24 @@ def select_all(torch: ModuleType) -> Any:
     library = torch.library.Library("aten", "IMPL")
     library.impl("nonzero", nonzero, "CUDA", allow_override=True)
     return library
+
+
+def answer_in_zeros(module: ModuleType) -> None:
+    """Let `generate` answer with token 0.
+
+    What it chose has no value here, and may be a number that no tokenizer can decode.
+    """
+    generate = module.GenerationMixin.generate
+
+    @functools.wraps(generate)
+    def answered(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = generate(model, *args, **kwargs)
+        tokens = getattr(made, "sequences", made)
+        tokens.copy_(tokens.new_zeros(tokens.shape, device="cpu"))
+        return made
+
+    patched: Any = module
+    patched.GenerationMixin.generate = answered
 
 
 def step_always(module: ModuleType) -> None:

@@ -27,7 +27,12 @@ EXPERTS += "experts as it does all weights"
 # What other programs name so.
 WHY_NOT |= {"tiled_mlp": TILED, "tiled_loss": TILED_LOSS, "tiled_logits": TILED_LOSS}
 WHY_NOT |= dict.fromkeys(("expert_parallel", "expert_parallel_size", "ep_size"), EXPERTS)
-SIMULATED = ("torch_compile",)  # which no formula knows
+COMPILED = (
+    "plan orders recipes by formulas, which do not know what Inductor keeps. Without it, "
+    "vramlab plan MODEL --json > plan.json; then vramlab simulate plan.json --gpu CARD "
+    "--torch-compile says what its answer takes compiled, and torch_compile=True in its "
+    "TrainingArguments trains so"
+)
 SAY = {
     name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
 }
@@ -50,8 +55,10 @@ def instead(error: Any, command: str | None) -> str:
     ).format(command)
     # An option of the same meaning is the better answer than why there is none of this name.
     why = f"say {SAY[name]}" if SAY.get(name) in known else why
+    if name == "torch_compile" and command == "plan":
+        why = COMPILED
     # `plan` chooses much of a recipe itself.
     if not why and name in OPTIONS and command in ("plan", "generate"):
-        others = "simulate does" if name in SIMULATED else "predict and simulate do"
+        others = "simulate does" if name == "torch_compile" else "predict and simulate do"
         why = f"{command} does not take it, {others}"
     return f"There is no option {option}: {why}." if why and command else ""

@@ -202,6 +202,7 @@ def steps(
     `expandable`: `card.py` has set the allocator so.
     """
     trained: Recipe = rebuild(Recipe, "recipe", recipe)
+    # The driver of some machines cannot, and PyTorch then goes on with ordinary segments.
     if allocator_settings()["expandable_segments"] != expandable:
         raise MeasurementError("this allocator does not take expandable_segments.")
     import_libraries(trained)
@@ -246,6 +247,7 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
         while not done.wait(BETWEEN):
             read.append(nvml_snapshot())
 
+    # In a thread, since the steps of the main one issue kernels and must not wait for NVML.
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
@@ -257,6 +259,7 @@ def under_load(training: Training, seconds: float) -> dict[str, Any]:
         watcher.join()
     readings: dict[str, Any] = {}
     for name in ("power", "clock", "temperature"):
+        # A sensor that the driver does not tell is None.
         readings[name] = [value for sensors in read if (value := getattr(sensors, name))]
     readings["power_limit"] = nvml_snapshot().power_limit
     readings["throttle"] = sorted({reason for sensors in read for reason in sensors.throttle or ()})
@@ -302,6 +305,7 @@ def failed_step(recipe: Recipe) -> dict[str, Any]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         message = out_of_memory(error, "cuda")
+        # Where building the model failed already, no step died.
         if not message or "step" not in facts:
             raise
         peaks = {
@@ -332,6 +336,7 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
         size = write_checkpoint(trained, Path(folder), dtype)
+        # The context is made here, so that it is no part of the seconds.
         torch.empty(1, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -349,6 +354,7 @@ def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
     }
     kept = torch.cuda.memory_allocated()
     found = state(before) | peaks | {"kept": kept, "file": size, "seconds": seconds}
+    # Kept until here, or its weights would be gone before they are counted.
     del model
     return found
 
@@ -400,12 +406,14 @@ def write_checkpoint(recipe: Recipe, folder: Path, dtype: torch.dtype) -> int:
     named = dict(model.named_parameters())  # a tied head once
     size = sum(parameter.numel() * dtype.itemsize for parameter in named.values())
     free = shutil.disk_usage(folder).free
+    # A tenth of the disk stays free for what other programs write meanwhile.
     if size > 0.9 * free:
         have = format_bytes(free)
         raise MeasurementError(
             f"its checkpoint has {format_bytes(size)}, and {have} of the disk of {folder} are free."
         )
     model.config.save_pretrained(folder)
+    # Zeros take no memory until they are written: the kernel maps one page for all of them.
     zeros = {name: torch.zeros(parameter.shape, dtype=dtype) for name, parameter in named.items()}
     save_torch_state_dict(zeros, folder, max_shard_size="5GB")
     return size

@@ -237,6 +237,7 @@ def run_here(
                 return Report.failed(source_of(device), recipe, device, "oom", text, gpu=card)
         kind = LateError if isinstance(error, LateError) else MeasurementError
         raise kind(f"{recipe} could not be measured: {error}") from error
+    # Ranks hold different bytes, so the answer is that of the one that was asked for.
     report = reports[recipe.sharding.rank if ranks > 1 else 0]
     if ranks > 1:
         peaks = ", ".join(format_bytes(each.allocated) for each in reports)

@@ -85,6 +85,7 @@ def record(
         recipes |= dict.fromkeys(read_list(Path(path)))
     known = read_records(run.file, missing_ok=True, source=run.source)
     if dry_run and here.kind != "cuda":
+        # Without a GPU the list is what one would have to do.
         run.device = "cuda"
         known = _all_of(run.file.parent)  # missing is then what no GPU has measured
 
@@ -103,6 +104,7 @@ def record(
         measured=run.reports,
         missing=_recipes(run.left),
         skipped=_recipes([*run.not_here, *run.failed]),
+        # Nothing was written where nothing was measured.
         file=run.file if run.reports else None,
     )
 

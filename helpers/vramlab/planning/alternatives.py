@@ -84,7 +84,7 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
         alone: dict[str, Any] = {"sharding": None, "precision": half}
         alone["optim"] = "paged_adamw_8bit"
         alone["use_liger_kernel"] = question.liger_is_possible()
-        yield f"on the card alone in {half}, which rounds small updates away", alone
+        yield f"on the card alone (--no-offload) in {half}, which rounds small updates away", alone
     if recipe.packing and not question.packing:
         joins = question.can_be_joined()
         yield "without packing", {"packing": False, "padding_free": joins}

@@ -26,8 +26,10 @@ DEFAULT_CARD = "A100 80GB"  # for relative times where no card is named
 LEAST_SAVED = 0.01  # of the peak: less is no help
 LEAST_SLOWER = 0.02  # of the step: less is not said
 SHORTEST = 64  # tokens
-MOST_CHANGES = 12  # that `_changes` has
+MOST_CHANGES = 13  # that `_changes` has
 MOST_GPUS = 1024
+OF_TRITON = {"use_liger_kernel", "trainer"}  # fields whose change brings kernels of Triton's
+WITHOUT_LIGER = ("fsdp", "deepspeed")  # engines under which formulas know SFTTrainer's loss only
 SHARE = 0.05  # of a card: steps in which another share is tried for vLLM
 
 
@@ -59,6 +61,8 @@ class Change:
             plain = f"{name}={value!r}"
             # An object's words are shorter than the call that makes it.
             names.append(knobs(Recipe)[name].words(value) if "(" in plain else plain)
+            if name == "trainer":
+                names[-1] += " (TRL's SFTTrainer, whose loss makes no logits)"
         fields = ", ".join(names)
         saves = format_bytes(self.saves, unit_for(self.saves))
         slower = ""
@@ -87,7 +91,7 @@ def cheapest(
     seconds = _seconds(recipe, card)
     changes = []
     for fields, same in _changes(recipe):
-        if "use_liger_kernel" in fields and not runs_liger(card):
+        if fields.keys() & OF_TRITON and not runs_liger(card):
             continue
         # This model or trainer cannot have it, or the formulas do not know it.
         with contextlib.suppress(RecipeError, GpuError):
@@ -129,7 +133,7 @@ def cheapest_pair(
     seconds = _seconds(recipe, card)
     found = []
     for fields, same in [*_changes(recipe), *_unprepared(recipe)]:
-        if "use_liger_kernel" in fields and not runs_liger(card):
+        if fields.keys() & OF_TRITON and not runs_liger(card):
             continue
         with contextlib.suppress(RecipeError, GpuError):
             halfway = recipe.replace(**fields)
@@ -175,6 +179,9 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
     """Yield fields to change, and whether the training stays the same up to rounding."""
     yield {"attn_implementation": "sdpa"}, True
     yield {"use_liger_kernel": True}, True
+    divided = recipe.sharding is not None and recipe.sharding.engine in WITHOUT_LIGER
+    if divided and recipe.trainer == "transformers":
+        yield {"trainer": "sft"}, True
     yield {"gradient_checkpointing": True}, True
     # The fused kernel has no temporaries; from another optimizer it is another training.
     yield {"optim": "adamw_torch_fused"}, recipe.optim == "adamw_torch"

@@ -4,7 +4,7 @@ Micro-batches have one sample. Where a processor cuts images to `max_pixels`, th
 is looked for: the peak rises with pixels nearly in a line, so few simulations find it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..base.errors import RecipeError
 from ..hardware.overhead import expandable
@@ -28,22 +28,44 @@ MIXED = "-mixed"
 class ImageSearch:
     """What is simulated for one question.
 
+    Args:
+        tell: called with how many simulations are done, and of how many at most: first with none,
+            then after each.
     Attributes:
         reports: by recipe its simulation.
+        found: the answers so far.
         refused: by method without any recipe: the rules.
         lacks: what would have to give, a sentence for each way that has no answer.
     """
 
-    def __init__(self, question: Question) -> None:
+    def __init__(
+        self,
+        question: Question,
+        tell: Callable[["ImageSearch", int, int], None] | None = None,
+    ) -> None:
         self.question = question
+        self.tell = tell
+        self.found: list[Choice] = []
+        self.done = 0
         self.reports: dict[Recipe, Report] = {}
         self.refused: dict[str, tuple[str, ...]] = {}
         self.lacks: dict[str, str] = {}
 
     def choices(self) -> list[Choice]:
         """Return the answer of each method that has one, larger images first."""
-        answers = [self._answer(method) for method in self.question.methods]
-        return sorted(filter(None, answers), key=self._order)
+        for number, method in enumerate(self.question.methods):
+            self.done = number * MOST_TRIED
+            self._tell()
+            answer = self._answer(method)
+            if answer:
+                self.found.append(answer)
+        return sorted(self.found, key=self._order)
+
+    def _tell(self) -> None:
+        """Say how far the search is."""
+        most = len(self.question.methods) * MOST_TRIED
+        if self.tell:
+            self.tell(self, min(self.done, most), most)
 
     def _order(self, choice: Choice) -> tuple:
         return choice.tier in TIGHT, -_pixels(choice.recipe), METHODS.index(choice.method)
@@ -163,6 +185,8 @@ class ImageSearch:
             if isinstance(simulated, str):
                 raise RecipeError("model", recipe.name, f"its plan is simulated, and {simulated}")
             report = self.reports[recipe] = simulated
+            self.done += 1
+            self._tell()
         if not question.expandable_segments:
             return Interval.of(report.process or 0)
         peak = max(report.allocated or 0, report.peak.total)

@@ -314,7 +314,8 @@ def plan(
             none. Without the libraries that `simulate` needs, formulas answer, and the first line
             says so.
         standing: called with the plan as it stands, how many of its answers are simulated, and how
-            many there are: first by formula alone, then after each simulation.
+            many there are: first by formula alone, then after each simulation. Where images are
+            read, with how many simulations of sizes are done, and of how many at most.
         asked: what is wanted and what may be used, the other fields of
             `vramlab.planning.question.Question`: global_batch, seq_len, method, precisions, optims,
             attention, checkpointing, engines, offload, lora, task, num_layers, trainer, memory,
@@ -324,7 +325,7 @@ def plan(
     """
     question = Question(model, gpu, gpus, **asked)
     if question.reads_images:
-        return _with_images(question, confirm)
+        return _with_images(question, confirm, standing)
     search = search_of(question)
 
     # Each standing is a plan of its own: an answer that did not fit has given way by then.
@@ -366,16 +367,25 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
     )
 
 
-def _with_images(question: Question, confirm: bool) -> Plan:
+def _with_images(question: Question, confirm: bool, standing: Standing | None) -> Plan:
     """Return the plan of a model that reads images, whose answers are all simulated."""
     if not confirm:
         rest = f"no formula knows {question.plain.name}, so its answers are simulated: leave it out"
         raise RecipeError("confirm", False, rest)
-    search = ImageSearch(question)
-    choices = search.choices()
+
+    def tell(search: ImageSearch, done: int, count: int) -> None:
+        if standing is not None:
+            standing(_of_images(search, search.found), done, count)
+
+    search = ImageSearch(question, tell)
+    return _of_images(search, search.choices())
+
+
+def _of_images(search: ImageSearch, choices: list[Choice]) -> Plan:
+    """Return the plan with the answers of a search for images."""
     return Plan(
-        question=_said(question),
-        usable=question.usable,
+        question=_said(search.question),
+        usable=search.question.usable,
         choices=tuple(choices),
         advice=() if choices else tuple(search.lacks.values()),
         refused=search.refused,

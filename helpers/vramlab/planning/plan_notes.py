@@ -11,7 +11,7 @@ from ..recipe.recipe import Recipe
 from ..report.report import GiB, format_bytes
 from .candidate import Choice, epoch_of, is_as_fast
 from .counted import counted_as
-from .question import Question
+from .question import METHODS, Question
 from .step_walk import walk
 from .vllm_share import about_share
 
@@ -51,7 +51,10 @@ def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:
     alike = [choice.method for choice in choices if is_as_fast(choice, fastest)]
     if len(alike) > 1:
         methods = " and ".join(alike)
-        yield f"{methods}: about as fast, within the error of the estimate; the simpler first"
+        # `best_first` puts what holds less on the host before what is simpler.
+        is_simplest = alike[0] == min(alike, key=METHODS.index)
+        first = "the simpler first" if is_simplest else "what takes less of the host's memory first"
+        yield f"{methods}: about as fast, within the error of the estimate; {first}"
 
 
 def _about_the_card(question: Question) -> Iterator[str]:

@@ -123,6 +123,8 @@ def make(sizes: Sizes, **options: Any) -> Any:
         # Parameters have shapes and no storage, so the largest model is built in seconds.
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
+    except RecipeError:  # ours, of the attention that the model cannot have
+        raise
     except Exception as error:  # each model class has its own ways to refuse
         rest = f"transformers cannot build it for {sizes.task}: {reason(error)}"
         raise RecipeError("model", sizes.name, rest) from error

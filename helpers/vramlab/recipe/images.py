@@ -27,6 +27,12 @@ def reader_of(shape: Sizes) -> Mapping[str, Any] | None:
     return READERS.get(shape.family)
 
 
+def windows_of(shape: Sizes) -> str | None:
+    """Return how the names of modules end that attend within windows, None where none does."""
+    reader = reader_of(shape)
+    return reader.get("windows") if reader else None
+
+
 def sides(recipe: RecipeFields) -> list[tuple[int, int]]:
     """Return height and width of each of a sample's images."""
     # Fewer sizes than images are gone through again and again.
@@ -145,17 +151,40 @@ def marked(recipe: RecipeFields) -> Iterator[list[int]]:
 
 
 def pixels(recipe: RecipeFields) -> dict[str, Any]:
-    """Return what the processor makes of a micro-batch's images, real tensors on the CPU."""
+    """Return what the processor makes of a micro-batch's images, real tensors on the CPU.
+
+    They are black, and pixels are zeros then.
+    """
     if not recipe.images:
         return {}
+    import torch
+
+    made = {}
+    samples = recipe.batch_size
+    of_sample = _processed(recipe.shape, recipe.max_pixels, tuple(sides(recipe)))
+    for name, value in of_sample.items():
+        if value.is_floating_point():
+            made[name] = torch.zeros(samples * value.shape[0], *value.shape[1:], dtype=value.dtype)
+        else:
+            made[name] = torch.cat([value] * samples)
+    return made
+
+
+@lru_cache(maxsize=32)
+def _processed(
+    shape: Sizes,
+    max_pixels: int | None,
+    sides: tuple[tuple[int, int], ...],
+) -> dict[str, Any]:
+    """Return what the processor makes of a sample's images; of pixels the size alone."""
     with needing("images"):
         from PIL import Image
-    pictures = [Image.new("RGB", (width, height)) for height, width in sides(recipe)]
-    made = _processor(recipe.shape, recipe.max_pixels)(
-        images=pictures * recipe.batch_size,
-        return_tensors="pt",
-    )
-    return {name: value for name, value in made.items() if hasattr(value, "dtype")}
+    pictures = [Image.new("RGB", (width, height)) for height, width in sides]
+    made = {}
+    for name, value in _processor(shape, max_pixels)(images=pictures, return_tensors="pt").items():
+        if hasattr(value, "dtype"):
+            made[name] = value.to("meta") if value.is_floating_point() else value
+    return made
 
 
 def refusals(recipe: Any) -> Refusals:

@@ -38,6 +38,19 @@ REFUSED = {
     "FROD": "its projections are sparse matrices, which are not followed here",
     "ADAMSS": "it clusters the weights' own values, on which its sizes depend",
 }
+# Which compute with the base's own weights, and fail where those are packed (PEFT 0.21).
+NEED_WHOLE_WEIGHTS = (
+    "DEFT",
+    "DELORA",
+    "GLORA",
+    "HRA",
+    "LOHA",
+    "LOKR",
+    "PEANUT",
+    "PSOFT",
+    "SUPERTUNING",
+    "TINYLORA",
+)
 # By argument of LoraConfig and value: what needs data before the first step.
 FROM_DATA = {
     "eva": "its ranks follow from the data's variance: with rho=1 they stay, and plain LoRA has "

@@ -65,6 +65,7 @@ class Ways:
 @contextlib.contextmanager
 def _as_4_48() -> Iterator[None]:
     with (
+        # Models look their loss up in this table, and call attention by its module's name.
         replaced(loss_utils.LOSS_MAPPING, "ForCausalLM", _shifted_loss),
         replaced(
             F,
@@ -96,6 +97,7 @@ def _as_5_16() -> Iterator[None]:
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     with contextlib.ExitStack() as stack:
+        # Each model's file has a copy of the function.
         for module in (modeling_qwen3_5, modeling_qwen3_next):
             stack.enter_context(replaced(module, "torch_chunk_gated_delta_rule", gated_delta_rule))
         yield
@@ -141,6 +143,7 @@ def simulate_as_run(
     ways = WAYS[as_run]
     _check(recipe, as_run, ways)
     reentrant = ways.reentrant if use_reentrant is None else use_reentrant
+    # What is replaced is so for the whole process, and no other simulation may run meanwhile.
     with lock, as_it_ran(as_run, reentrant):
         report = simulate(recipe, **options)
     words = ways.words
@@ -206,6 +209,7 @@ def as_it_ran(as_run: str, reentrant: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(WAYS[as_run].enter())
         if reentrant:
+            # What `gradient_checkpointing_enable` hands to the layers.
             stack.enter_context(replaced(modeling_utils, "checkpoint", _reentrant))
         yield
 

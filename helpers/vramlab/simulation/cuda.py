@@ -85,6 +85,8 @@ class CudaKernels(TorchFunctionMode):
         self.on_host: Callable[[list[torch.Tensor]], None] = lambda tensors: None
         self.is_on_host: Callable[[list[torch.Tensor]], bool] = lambda tensors: False
         self.notes: list[str] = []  # what is done otherwise than CUDA would
+        # called in the place of `torch.split` with it and its arguments (`windows.py`)
+        self.split: Callable | None = None
 
     def note(self, text: str) -> None:
         """Keep a note for the report, once."""
@@ -105,6 +107,8 @@ class CudaKernels(TorchFunctionMode):
             # a higher-order operator: it has no kernel for the rules' key
             with cuda_autocast.left():
                 return func(*args, **kwargs)
+        if func is torch.split and self.split:
+            return self.split(func, *args, **kwargs)
         # What follows decides whether the result is on the host; its bytes are settled by now.
         result = func(*args, **kwargs)
         if func in FACTORIES:
@@ -197,6 +201,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Run the kernel of `scaled_dot_product_attention` that CUDA would choose."""
+    joined = getattr(query, "windows", None)
+    if joined is not None:
+        return joined.attend(_flash, query, key, value, dropout, causal, scale)
     has_fewer_key_heads = query.shape[-3] != key.shape[-3]
     # flash aligns a causal mask to the other corner where lengths differ
     is_masked = mask is not None or (causal and query.shape[-2] != key.shape[-2])
@@ -231,6 +238,17 @@ def _attention(
     if mask is not None:
         mask = _padded_mask(mask, query, key)
     return _efficient(query, key, value, mask, dropout, causal, scale)
+
+
+def takes_windows(tensor: torch.Tensor) -> bool:
+    """Tell whether flash attention runs on such queries, as they are, and takes any batch."""
+    channels = tensor.shape[-1]
+    half = tensor.dtype in HALF and channels % FLASH_MULTIPLE == 0
+    cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != tensor.dtype
+    if not half or cast:
+        return False
+    capability = plain(_SIMULATED, "capability")
+    return attention_kernel(tensor.dtype, channels, channels, capability) == "flash"
 
 
 def _flash(

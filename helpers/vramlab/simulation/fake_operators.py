@@ -167,6 +167,7 @@ def _grouped_mm(
     `GroupedMMUtils.h`).
     """
     size: tuple[int, ...] = (a.shape[0], b.shape[-1])
+    # Groups along the dimension that both share: each has a product of its own.
     if b.dim() == 2:
         size = (offs.shape[0], a.shape[0], b.shape[1])
     return torch.empty(size, dtype=out_dtype or a.dtype, device=a.device)
@@ -276,5 +277,6 @@ def keep_storage(
         return
     size = elements * result.element_size()
     storage = result.untyped_storage()
+    # With reduction="none" the result is as large already.
     if size > storage.nbytes():
         storage.resize_(size)

@@ -123,9 +123,15 @@ def _kinds(layers: list[Description], config: Any) -> list[int]:
     """Return the kind of each layer: the number of the first one that is like it."""
     depth = len(layers)
     lists = []
-    for value in vars(config).values():
+    text = getattr(config, "text_config", config)
+    for value in vars(text).values():
         if isinstance(value, list) and len(value) == depth:
             lists.append(value)
+    # Qwen3-VL adds what some of its tower's layers see after the first layers of the text, and in
+    # backward that comes after the layer that follows
+    tower = getattr(config, "vision_config", None)
+    added = len(getattr(tower, "deepstack_visual_indexes", ()))
+    lists.append([added > 0 and layer <= added for layer in range(depth)])
     described = []
     for i, layer in enumerate(layers):
         described.append((layer, [values[i] for values in lists]))
@@ -166,7 +172,7 @@ def cut(shape: "Shape", kept: list[int]) -> "Shape":
     from ..recipe.shapes import read_shape
 
     config = shape.config
-    configuration.keep_layers(config, kept)
+    configuration.keep_layers(config.get("text_config") or config, kept)
     return read_shape(config, task=shape.task)
 
 
@@ -214,11 +220,14 @@ def _layers(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[Descr
 
     lists: list[str] = []
     layers: list[Description] = [{} for _ in range(depth)]
+    # a tower's layers have numbers too
+    names = [name for name, _ in model.named_modules()]
+    of_text = next((name for name in names if name.endswith("language_model")), "")
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == depth
         # a list inside a layer is the layer's
         is_inner = name.startswith(tuple(f"{outer}." for outer in lists))
-        if not is_list or is_inner:
+        if not is_list or is_inner or not name.startswith(of_text):
             continue
         lists.append(name)
         tops: Any = module

@@ -37,8 +37,6 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
-    if recipe.shape.family in READERS:
-        return False  # the tower's layers have numbers too
     if recipe.peft and recipe.peft.differs_by_layer:
         return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
@@ -52,6 +50,8 @@ def is_written_down(recipe: Recipe) -> bool:
     shape = recipe.shape
     if recipe.peft:
         return False
+    if shape.family in READERS:
+        return True
     # TRL asks for the router's logits
     if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
         return False

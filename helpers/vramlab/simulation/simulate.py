@@ -24,9 +24,9 @@ from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.rollouts import plan_of
-from ..report.report import Bytes, Phase, Report
+from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
-from ..tracking.history import History, Log, to_report
+from ..tracking.history import History, Log, bytes_of, to_report
 from ..tracking.tracked import run_tracked
 from ..tracking.tracker import ON_HOST, Event, Mark, Tracker
 from ..training import training as tr
@@ -51,6 +51,7 @@ from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
 from .values import Values, readable_values
+from .windows import joined_windows, unfold
 
 BLOCK = (
     32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
@@ -255,6 +256,7 @@ def _lengthened(
             return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
     if is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
+    log, marks = unfold(log, marks)
     return History(log, marks, target == "cuda", room, tracker.notes)
 
 
@@ -284,11 +286,6 @@ def _deeper(
             raise NotRegular(f"{depth} layers take something else than their repetition says")
     log, marks = deepen(tracker, layers, layers.more)
     return tracker, log, marks
-
-
-def bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
-    """Return phase, peak and end of each, without what led to the peak."""
-    return [(name, phase.peak, phase.end) for name, phase in moments]
 
 
 @needing("simulate_evaluation")
@@ -392,9 +389,11 @@ def _run(
                 way = compiled_step(training, tracker, card, kernels)
             elif recipe.rollouts and not full:
                 way = skipped(training, tracker, recipe.rollouts)
+            elif kernels and not full:
+                way = joined_windows(tracker, kernels, recipe)
             with way:
                 return run_tracked(training, tracker, steps, target, then=then)
-        except VramLabError:
+        except (VramLabError, NotRegular):
             raise
         # each model class has its own ways to fail, and to read values that a fake lacks
         except Exception as error:

@@ -19,7 +19,7 @@ from ..recipe.process_context import room_on
 from ..recipe.recipe import Recipe
 from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
-from ..tracking.history import History, Log, to_report
+from ..tracking.history import History, Log, bytes_of, to_report
 from ..tracking.tracked import run_tracked_generation
 from ..tracking.tracker import Event, Mark, Storage
 from ..training.fixed_generation import build_generation
@@ -31,7 +31,6 @@ from .quantized_caches import packed
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .simulate import (
-    bytes_of,
     check_target,
     is_written_down,
     load_libraries,

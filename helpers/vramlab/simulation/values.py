@@ -12,7 +12,7 @@ import linecache
 import os
 import traceback
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -306,19 +306,30 @@ class StandIns(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def readable_values() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def readable_values() -> Iterator[None]:
     """While entered, let `torch.tensor` take a list with fake tensors in it.
 
-    torch itself would read their storage, which has no content.
+    torch itself would read their storage, which has no content. What is known of a fake tensor is
+    read at once, not by element.
     """
     make = plain(torch, "tensor")
+    read = plain(FakeTensor, "tolist")
+
+    def tolist(fake: Any) -> Any:
+        real = getattr(fake, "vramlab_content", None)
+        if real is None or not real.untyped_storage().nbytes():
+            return read(fake)
+        with without_functions(), without_modes():
+            return real.tolist()
 
     def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(data, list):
             data = tree_map_only(FakeTensor, FakeTensor.tolist, data)
         return make(data, **kwargs)
 
-    return replaced(torch, "tensor", tensor)
+    with replaced(torch, "tensor", tensor), replaced(FakeTensor, "tolist", tolist):
+        yield
 
 
 def reason_at(error: Exception) -> str:

@@ -290,6 +290,11 @@ def merge(moments: Iterable[tuple[str, Phase]]) -> dict[str, Phase]:
     return phases
 
 
+def bytes_of(moments: list[tuple[str, Phase]]) -> list[tuple[str, Bytes, Bytes]]:
+    """Return phase, peak and end of each, without what led to the peak."""
+    return [(name, phase.peak, phase.end) for name, phase in moments]
+
+
 def to_report(
     history: History,
     source: str,

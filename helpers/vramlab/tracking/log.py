@@ -48,6 +48,7 @@ class Log:
 
     def __iter__(self) -> Iterator[Event]:
         alive: dict[int, Storage] = {}
+        # As Python's integers: indexing arrays one by one is slow over millions of events.
         pairs = zip(self.order.tolist(), self.keys.tolist(), strict=True)
         for at, (event, key) in enumerate(pairs):
             size, _, op = self.events[event]

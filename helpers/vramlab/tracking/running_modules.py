@@ -80,6 +80,10 @@ class RunningModules:
         """Give what is made from here on, outside of `modules`, a module's or parameter's name."""
         self._modules = [name]
 
+    def where_now(self) -> str:
+        """Return the name of the module that is running; "" outside."""
+        return self._modules[-1] if self._modules else ""
+
     def running_module(self) -> str:
         """Return the module that is running, for a sentence; "" outside."""
         return f"module {self._modules[-1]!r}" if self._modules else ""

@@ -52,6 +52,7 @@ class _Default(TorchFunctionMode):
         is_said = any(map(_says_dtype, tree_leaves((args, kwargs))))
         if result.dtype != self.of_process or is_said:
             return result
+        # `to` of a parameter is no parameter, which a module would not register.
         if isinstance(result, torch.nn.Parameter):
             return torch.nn.Parameter(result.to(self.dtype), result.requires_grad)
         return result.to(self.dtype)

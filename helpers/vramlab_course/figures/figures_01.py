@@ -74,7 +74,8 @@ def code_shares(tables: Mapping[str, Mapping[float, float]]):
     rows = [("codes", "least", "most")]
     reach = []
     for name, shares in tables.items():
-        least, most = min(shares.values()), max(shares.values())
+        least = min(shares.values())
+        most = max(shares.values())
         rows.append((name, f"{least:.1%}", f"{most:.1%}"))
         reach.append(f"{name}'s {100 * least:.0f} to {100 * most:.0f} %")
     title = f"A code's share of the numbers: {', '.join(reach)}"

@@ -24,7 +24,8 @@ class TiledRun:
 def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
     """Run a reader's `tiled` of a small block, forward and backward."""
     torch.manual_seed(0)
-    hidden, wide = 3, 64
+    hidden = 3
+    wide = 64
     up = torch.nn.Linear(hidden, wide)
     down = torch.nn.Linear(wide, hidden)
     got = []
@@ -137,7 +138,8 @@ def _as_given(step: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
 
 def _with_cache(step: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
     ids = prompt
-    newest, cache = prompt, None
+    newest = prompt
+    cache = None
     for _ in range(new):
         logits, cache = step(newest, cache)
         newest = logits[:, -1:].argmax(-1)

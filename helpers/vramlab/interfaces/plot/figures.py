@@ -57,11 +57,14 @@ def bars(
     for heights, look in layers(splits, unit):  # what is over-explained hangs below 0
         bottom = [top if height >= 0 else 0 for top, height in zip(tops, heights, strict=True)]
         ax.bar(range(len(names)), heights, 0.8, bottom=bottom, **look)
+        # A negative height is what the categories count too much; it must not lower the stack.
         tops = [top + max(height, 0) for top, height in zip(tops, heights, strict=True)]
     draw_limit(ax.axhline, limit, unit)
     _name_bars(ax, names)
+    # Or bars that hang below 0 alone would have an axis that does not show it.
     ax.update_datalim([(0, 0)])
     low, high = ax.dataLim.intervaly
+    # A tenth of room above for the totals, and an axis of length 1 where all is 0.
     ax.set(ylabel=ylabel or unit, ylim=(low * 1.1, (high or 1) * 1.12))
     if low < 0:
         ax.axhline(0, color=style.INK, linewidth=0.8)
@@ -87,6 +90,7 @@ def bars(
 
 def _name_bars(ax: Any, names: Sequence[str]) -> None:
     """Write names under the bars, upright where they would touch."""
+    # About 64 letters stand side by side under the axes.
     room = 64 // len(names)
     lines = [textwrap.fill(name, max(room, 6), break_long_words=False) for name in names]
     upright = max(map(len, "\n".join(lines).split("\n"))) > room
@@ -94,6 +98,7 @@ def _name_bars(ax: Any, names: Sequence[str]) -> None:
         lines = [textwrap.fill(name, 20) for name in names]
     ax.set_xticks(range(len(names)), lines, rotation=90 if upright else 0)
     ax.tick_params(axis="x", length=0)
+    # One bar alone would fill the figure, so it gets the width that two have.
     ax.set_xlim(-0.7, max(len(names) - 1, 1) + 0.7)
 
 
@@ -115,11 +120,13 @@ def fits(
     its label then names. Raises ValueError for no needs.
     """
     intervals = _intervals(needs)
+    # One card for all needs, or one for each.
     asked = limit if isinstance(limit, list | tuple) else [limit] * len(intervals)
     cards = [find_gpu(card) for card in asked]
     size = check_unit(unit)
     figure, ax = style.start(title, subtitle)
     rows: list[tuple[str, ...]] = [(unit, "at least", "likely", "at most", "card", "fits")]
+    # A dash for each card and not for each need, so that equal lines mean one card.
     dashes = dict(
         zip(
             dict.fromkeys(card.name for card in cards),
@@ -138,6 +145,7 @@ def fits(
     ]
     # a letter is 1/50 of the axes, about
     widths = [0.02 * (1 + max(map(len, words.split("\n")))) for words in said]
+    # The axis is so much longer than the largest bar as the longest words take.
     right = max(*(need.high for need in intervals.values()), *rooms) / (1 - max(widths))
     for y, ((name, need), card, room, tier) in enumerate(
         zip(intervals.items(), cards, rooms, tiers, strict=True)
@@ -152,6 +160,7 @@ def fits(
             unit,
             dashes[card.name],
         )
+        # Words that would stand across the card's line begin behind it.
         clear = room if need.high <= room <= need.high + widths[y] * right else need.high
         look = {
             "color": style.INK if tier in TIERS else style.ALARM,
@@ -205,6 +214,7 @@ def timeline(
     moments = report.timeline
     best: dict[str, Moment] = {}
     for moment in moments:
+        # The highest moment of each phase, for the table and for what is read aloud.
         best[moment.phase] = max(
             best.get(moment.phase, moment),
             moment,
@@ -221,12 +231,14 @@ def timeline(
         ax.fill_between(x, base, above, step="post", **look)
         base = above
     ax.set(
+        # A timeline of one event has an axis, too.
         xlim=(x[0], max(x[-1], x[0] + 1)),
         ylim=(min(0, ax.dataLim.y0), (top or 1) * 1.25),
         ylabel=unit,
     )
     _shade_phases(ax, moments)
     said = f"{amount(high.bytes.total, unit)} {unit} in {label_of(high.phase)}"
+    # Right of that the words would not fit into the axes.
     is_late = high.index - x[0] > 0.6 * (x[-1] - x[0])
     _mark_peak(ax, high.index, top, said, is_late)
 
@@ -274,6 +286,7 @@ def _shade_phases(ax: Any, moments: Sequence[Moment]) -> None:
         (phase, next(run).index)
         for phase, run in itertools.groupby(moments, key=lambda moment: moment.phase)
     ]
+    # Each run ends where the next one starts, and the last one at the axis's end.
     for i, ((phase, start), (_, end)) in enumerate(itertools.pairwise([*starts, ("", right)])):
         if i % 2:
             ax.axvspan(start, end, color=style.FAINT, zorder=0, linewidth=0)
@@ -291,6 +304,7 @@ def _shade_phases(ax: Any, moments: Sequence[Moment]) -> None:
 
 def _tensor(tensor: TensorGroup, unit: str) -> str:
     """Describe tensors of one kind: bytes of all, count, purpose, shape, place."""
+    # Of several only the first one's place was kept.
     count, first = (f"{tensor.count} × ", "first in ") if tensor.count > 1 else ("", "in ")
     where = f"{first}{tensor.where}" if tensor.where else f"by {tensor.op}"
     shape = "×".join(map(str, tensor.shape)) or "scalar"

@@ -41,9 +41,11 @@ def divided(mesh: Any, model: Model, batch: dict[str, Any]) -> Iterator[dict[str
     def around(**buffers: Any) -> Any:
         return context_parallel(mesh, **buffers)
 
+    # All that the Trainer's function asks of its accelerator.
     config = SimpleNamespace(cp_enabled=True, cp_backend="torch")
     accelerator = SimpleNamespace(parallelism_config=config, maybe_context_parallel=around)
     trainer: Any = SimpleNamespace(accelerator=accelerator)
+    # torch shortens the buffers in place, and the Trainer asks it not to restore those of a batch.
     shapes = {name: tensor.shape for name, tensor in batch.items()}
     context, part = of_transformers.divide_batch(Trainer, trainer, model, dict(batch))
     sent = _sent_held() if is_fake_group() else contextlib.nullcontext()
@@ -81,6 +83,7 @@ def _sent_held() -> Iterator[None]:
     def holding(exchange: Callable) -> Callable:
         def exchanged(buffer: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
             received = exchange(buffer, *args, **options)
+            # Alive as long as what is received, on which the wait is called.
             received.sent = buffer
             return received
 
@@ -88,9 +91,11 @@ def _sent_held() -> Iterator[None]:
 
     def waited(tensor: Any) -> torch.Tensor:
         received = wait(tensor)
+        # Results that no exchange made have nothing to let go of.
         vars(tensor).pop("sent", None)
         return received
 
+    # A copy of the module's names, so that other threads keep their own.
     collectives = SimpleNamespace(**vars(attention.ft_c))
     for name in EXCHANGES:
         if hasattr(collectives, name):

@@ -89,6 +89,7 @@ class DeepSpeed(ShardedEngine):
     @contextlib.contextmanager
     def follow(self, training: Training, tracker: Any) -> Iterator[None]:
         """Name what DeepSpeed holds, and its buffers as it fills them."""
+        # What was made before the tracker was there; the patches below see the rest.
         for category, where, tensors in held(training.model):
             tracker.claim(tensors, category, where)
 
@@ -136,6 +137,7 @@ class DeepSpeed(ShardedEngine):
 
 def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
     """Return patches of DeepSpeed's methods; after each call the tracker claims what they made."""
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import (
         AllGatherCoalescedHandle,
         AllGatherHandle,
@@ -145,6 +147,7 @@ def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
 
     def buckets(optimizer: Any) -> list[torch.Tensor]:
         tensors = []
+        # A bucket for each dtype; with `overlap_comm` it has two buffers, which take turns.
         for bucket in optimizer.ipg_buckets.values():
             tensors += bucket.buffer
         return tensors
@@ -167,6 +170,11 @@ def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
     def gathered_all(handle: Any, *unused: Any) -> list[torch.Tensor]:
         return [parameter.data for parameter in handle.params]
 
+    # On a CPU each call of it starts a process (numactl), once for each weight of each step. The
+    # count tells nodes apart where gradients are quantized, which no recipe has.
+    accelerator = get_accelerator()
+    count = accelerator.device_count()
+    yield replaced(type(accelerator), "device_count", lambda self: count)
     flat = ("gradients", FLAT_GRADIENTS)
     gathered = ("workspace", GATHERED)
     in_part = ("gradients", PART_OF_GRADIENTS)
@@ -202,6 +210,7 @@ def held(engine: Any) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
     yield "gradients", FLAT_GRADIENTS, gradients
     yield "gradients", PART_OF_GRADIENTS, _attribute(optimizer, "grad_partitions_flat_buffer")
     parameters = engine.module.parameters()
+    # At stage 3 a parameter is empty, and this rank's shard of it hangs on it.
     shards = [each.ds_tensor for each in parameters if hasattr(each, "ds_tensor")]
     shards += _attribute(optimizer, "param_groups_fp16_flat_cpu_memory")
     yield "parameters", "flat weights", shards
@@ -238,6 +247,7 @@ def _adapters_as_they_are() -> Iterator[None]:
     cast_all = getattr(DeepSpeedEngine, of_deepspeed.CAST_MODEL)
 
     def cast(engine: Any, *args: Any, **options: Any) -> None:
+        # DeepSpeed replaces a parameter's `data`, so the fp32 tensor is kept and put back.
         adapters = {}
         for name, parameter in engine.module.named_parameters():
             if "lora_" in name:
@@ -275,6 +285,7 @@ def choose_accelerator(device: str) -> None:
 
     if get_accelerator().device_name() == device:
         return
+    # "cuda" is `CUDA_Accelerator` in `cuda_accelerator`, and "cpu" likewise.
     home = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
     accelerator = getattr(home, f"{device.upper()}_Accelerator")
     assign(real_accelerator, "ds_accelerator", accelerator())

@@ -39,6 +39,7 @@ class FSDP(ShardedEngine):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
+        # With offloading the stand-in for the GPU must be another device than the host.
         self.fake_gpu = "cpu:0" if self.sharding.offload else "cpu"
         self.divide: Callable | None = None  # a micro-batch, among the ranks of a ring
 
@@ -135,6 +136,7 @@ def _layers(model: Model, shared: list[torch.nn.Module]) -> list[torch.nn.Module
             continue
         inner = set(module.modules())
         is_inside = {each in inner for each in shared}
+        # All of the shared ones are in the layer, or none of them.
         if len(is_inside) < 2:
             layers.append(module)
     return layers
@@ -148,6 +150,7 @@ def _ends(model: Model, shared: list[torch.nn.Module], taken: set[torch.nn.Modul
     # BERT's is in a unit already
     if embedding is not None and embedding not in {*shared, *taken}:
         ends.append(Unit((embedding,)))
+    # What shares the head's weight has to be gathered with it.
     tied = [module for module in shared if module is not head]
     tied.sort(key=lambda module: module is not embedding)  # the embedding first
     tail = [_last_norm(model), *tied, head]
@@ -192,10 +195,12 @@ def shard(
     device = next(model.parameters()).device
     dtype = getattr(torch, half) if half else None
     if mesh is None:
+        # A mesh keeps its ranks in a tensor, which must have values where the model's have none.
         with real_tensors():
             mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = OffloadPolicy()
     if offload:
+        # Only CUDA copies from pinned memory.
         policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -208,6 +213,7 @@ def shard(
     }
     with _of_fake_tensors(model, device) if makes_fakes() else contextlib.nullcontext():
         for modules, keep in parts:
+            # `fully_shard` makes one unit of a list of modules.
             unit: Any = modules[0] if len(modules) == 1 else list(modules)
             reshard = reshard_after_forward and not keep
             fully_shard(unit, reshard_after_forward=reshard, **options)
@@ -235,6 +241,7 @@ class _Chunks:
         self.tensor = tensor
         self.dim = dim
         self.total = tensor.size(dim)
+        # As `torch.chunk`: rounded up, so the last ranks may get less, or nothing.
         self.length = -(-self.total // parts)
 
     def __getitem__(self, rank: int) -> torch.Tensor:

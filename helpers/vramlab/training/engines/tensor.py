@@ -43,6 +43,7 @@ class TensorParallel(ShardedEngine):
             names = [name for name, module in model.named_modules() if module is embedding]
             plan[names[0]] = "embedding_rowwise"
         is_tied = model.get_output_embeddings().weight is embedding.weight
+        # A mesh keeps its ranks in a tensor, which must have values where the model's have none.
         with real_tensors():
             mesh = init_device_mesh(model.device.type, (torch.distributed.get_world_size(),))
         parallelize_module(model, mesh, styles(model, plan))

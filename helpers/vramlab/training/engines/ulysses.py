@@ -46,6 +46,7 @@ def attach(training: Training, recipe: Recipe) -> tuple[Any, Callable]:
     )
     # the process's own table keeps what it has
     attention = of_transformers.take_attention(name)
+    # TRL's trainers have brought a loss of their own.
     if training.compute_loss is None:
         _give_loss(training, parallelism_of(recipe))
 
@@ -78,12 +79,15 @@ def part_of_rows(batch: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     sharding = recipe.sharding
     assert sharding is not None  # who has the tokens together
     rows, width = batch["input_ids"].shape
+    # Shifted over the whole row: the last token of a part is labelled by the next part's first.
     labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=WITHOUT_LABEL)
     whole = {name: value for name, value in batch.items() if name != "labels"}
     whole["shift_labels"] = labels[:, 1:]
     whole.setdefault("position_ids", torch.arange(width).expand(rows, -1))
     length = width // sharding.sp_size
+    # Neighbouring ranks have one row's parts in order.
     start = sharding.rank % sharding.sp_size * length
+    # Copies, or each rank's view would hold the whole row.
     return {name: value[:, start : start + length].clone() for name, value in whole.items()}
 
 
@@ -95,6 +99,7 @@ def _answers() -> Iterator[None]:
 
     def gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
         exchange(parts, own, group=group)
+        # A fake group leaves in all parts what this rank gave.
         rank = torch.distributed.get_rank(group)
         for other, part in enumerate(parts):
             torch.add(own, (other - rank) * own.shape[1], out=part)
