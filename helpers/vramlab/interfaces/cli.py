@@ -74,7 +74,6 @@ app = typer.Typer(
     help="Predict, simulate and measure the GPU memory of training.",
 )
 
-
 DIFFERING = (
     "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 )
