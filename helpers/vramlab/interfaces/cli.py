@@ -26,7 +26,7 @@ from ..recipe.generation import Generation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..training.quiet import no_collection
-from . import cli_of_machines
+from . import cli_of_diffusion, cli_of_machines
 from .command_group import Commands
 from .command_options import JSON, number, option, takes
 from .command_output import (
@@ -74,7 +74,6 @@ app = typer.Typer(
     help="Predict, simulate and measure the GPU memory of training.",
 )
 
-
 DIFFERING = (
     "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 )
@@ -108,8 +107,6 @@ Expandable = option(
     "--expandable-segments",
 )
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
-
-
 takes_recipe = takes(OPTIONS, recipe_or_configuration)
 # plan's options come from the knobs of a `Question`, as the others' from those of a `Recipe`.
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
@@ -236,6 +233,9 @@ def generate(
     granted = granted_to(card, other_memory, expandable_segments)
     found = simulate_generation(recipe, **vars(generation), target=target, gpu=card, **granted)
     finish(found, card, as_json)
+
+
+cli_of_diffusion.add_to(app)
 
 
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
