@@ -19,6 +19,7 @@ _PUBLIC = {
     "recipe.recipe": "Recipe",
     "recipe.options": "Loop LoRA Quantization Rollouts Sharding",
     "recipe.evaluation": "Evaluation",
+    "recipe.diffusion": "Diffusion",
     "recipe.generation": "Generation",
     "recipe.shapes": "model_names read_shape",
     "base.errors": "MeasurementError RecipeError RecordError ReportError VramLabError",
@@ -26,6 +27,7 @@ _PUBLIC = {
     "report.compare": "compare diff",
     "formulas.predict": "predict",
     "formulas.whole_run": "predict_run",
+    "simulation.simulate_diffusion": "simulate_diffusion",
     "simulation.simulate_generation": "simulate_generation",
     "simulation.simulate": "simulate simulate_evaluation",
     "measurement.measure": "measure_generation",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .measurement.share import share
     from .planning.plan import Plan, plan
     from .planning.step_time import step_time
+    from .recipe.diffusion import Diffusion
     from .recipe.evaluation import Evaluation
     from .recipe.generation import Generation
     from .recipe.options import Loop, LoRA, Quantization, Rollouts, Sharding
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from .report.compare import compare, diff
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .simulation.simulate import simulate, simulate_evaluation
+    from .simulation.simulate_diffusion import simulate_diffusion
     from .simulation.simulate_generation import simulate_generation
     from .training.repeated_keys import repeat_shared_keys
 

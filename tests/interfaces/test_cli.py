@@ -19,7 +19,7 @@ import vramlab.formulas.whole_run
 import vramlab.planning.plan  # before a test puts something in the place of predict
 from tiny_models import config
 from typer.testing import CliRunner
-from vramlab.base.errors import MeasurementError, RecordError
+from vramlab.base.errors import MeasurementError, RecipeError, RecordError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.interfaces.cli import app
 from vramlab.interfaces.recipe_options import OPTIONS
@@ -408,6 +408,16 @@ def test_an_option_of_a_recipe_that_plan_does_not_take_is_said_to_be_anothers():
     result = run("plan", "gpt2", "--gpu", "T4", "--torch-compile")
     said = "no option --torch-compile: plan orders recipes by formulas, which do not know what"
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("words", ["", "--torch-compile"])
+def test_a_compiled_simulation_says_first_that_it_takes_long(words, monkeypatch):
+    def stopped(recipe, **granted):
+        raise RecipeError("model", recipe.model, "nothing is simulated here")
+
+    monkeypatch.setattr("vramlab.simulation.simulate.simulate", stopped)
+    result = run("simulate", "gpt2", *words.split())
+    assert ("Inductor" in result.stderr) == bool(words) and "nothing is" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from vramlab import GiB, plan
 from vramlab.base.errors import RecipeError
-from vramlab.planning import vllm_share
+from vramlab.planning import search, vllm_share
+from vramlab.planning.changes import advise
 from vramlab.planning.question import Question
 from vramlab.planning.vllm_share import STEP, about_share, search_of
 from vramlab.report.report import Interval
@@ -83,3 +84,27 @@ def test_the_plan_has_the_share_and_no_larger_one_of_use_fits():
     share = found.best.recipe.rollouts.vllm_gpu_memory_utilization
     assert found.best.tier == "safe" and share == 0.46
     assert found.best.report.process.high <= found.usable
+
+
+def test_on_a_larger_card_the_advice_has_the_share_of_that_card(monkeypatch):
+    """As many bytes are a smaller share of it; nothing is simulated where a bound says no."""
+    tried = []
+
+    def confirm(candidates: list[Any]) -> None:
+        for candidate in candidates:
+            vllm = colocated(candidate.recipe, candidate.question.gpu)
+            process = Interval.of(16 * GiB) + vllm.awake
+            candidate.simulated = dataclasses.replace(candidate.report, process=process)
+            candidate.tried = True
+            tried.append(candidate.question.gpu.name)
+
+    monkeypatch.setattr(vllm_share, "confirm", confirm)
+    monkeypatch.setattr(search, "confirm", confirm)
+    narrow = Question("qwen2.5-7b", "RTX 4090", rollouts=ROLLOUTS, **FIELDS)
+    found = search_of(narrow).question
+    assert tried == []
+    sentences = list(advise(found))
+    assert tried and len(tried) <= 2 * len(set(tried))
+    (larger,) = [line for line in sentences if line.startswith("gpu=")]
+    share = int(larger.split("vLLM in ")[1].split("%")[0]) / 100
+    assert share < share_of(found)

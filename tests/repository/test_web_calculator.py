@@ -662,3 +662,16 @@ def test_a_table_is_what_simulate_says(name, row):
     assert {line.count("|") for line in (head, *lines)} == {len(table.columns + table.cards) + 1}
     shown = f"{report.process.value / GiB:.1f} {report.verdict} ({report.peak_phase})"
     assert lines[row].startswith("| " + " | ".join([*rows[row].words, shown]) + " |")
+
+
+@pytest.mark.slow
+def test_the_largest_images_are_what_plan_finds():
+    table = simulated_tables.TABLES["largest"]
+    rows = list(table.rows())
+    found = simulated_tables.stored()["largest"]["rows"]
+    assert [tuple(each["words"]) for each in found] == [each.words for each in rows]
+    card = table.cards[0]
+    answer = found[0]["answers"][card]
+    assert answer == simulated_tables.largest(rows[0].recipe, card)
+    _, _, *lines = simulated_tables.answers("largest").partition("\n\n")[0].splitlines()
+    assert f"{answer[0]:,} pixels, {answer[1]:,} tokens: " in lines[0]

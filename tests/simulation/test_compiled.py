@@ -27,9 +27,6 @@ TINY = Recipe(
     32,
     torch_compile=True,
 )
-# Bytes of the first step's loss. The second step frees it, and torch's profiler does not count
-# what was made before it began.
-LOSS = 4
 # What Inductor generates for `x.sin() @ w`, shortened; what it imports to check since torch 2.14
 GENERATED = """
 from torch._inductor.async_compile import AsyncCompile
@@ -139,8 +136,10 @@ class Held:
 
 
 def real_phases(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """Return of each phase of a really compiled second step on the CPU what was asked for at its
+    """Return of each phase of a really compiled third step on the CPU what was asked for at its
     peak and at its end, above what was held before the step.
+
+    torch's profiler counts no free of what was made before it began, so it sees the second too.
     """
     training = tr.build(recipe, "cpu")
     training.model.compile()
@@ -154,6 +153,7 @@ def real_phases(recipe: Recipe) -> dict[str, tuple[int, int]]:
         running[0].__enter__()
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        tr.train_step(training)
         tr.train_step(training, begin)
         running.pop().__exit__(None, None, None)
     changes = []
@@ -166,6 +166,8 @@ def real_phases(recipe: Recipe) -> dict[str, tuple[int, int]]:
     held = 0
     name = ""
     for _, size, began in sorted(changes, key=lambda change: change[0]):
+        if began and not name:
+            held = 0
         name = began or name
         held += size
         if name:
@@ -195,7 +197,7 @@ def test_forward_and_backward_of_a_compiled_cpu_step_are_equal_to_the_byte(recip
         highest = history.split(history.highest(start, end)).total
         most, left = real[name]
         assert highest - before == most
-        assert abs(history.split(end).total - before - left) <= LOSS
+        assert history.split(end).total - before == left
 
 
 @pytest.mark.slow

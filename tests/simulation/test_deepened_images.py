@@ -94,7 +94,7 @@ def test_each_window_has_events_of_its_own(size):
     recipe = deep("qwen2_5_vl", 2, gradient_checkpointing=True, precision="bf16-true", **fields)
     joined = trace(recipe).log
     whole = trace(recipe, full=True).log
-    assert len(joined) == len(whole) and len(joined.events) < 0.6 * len(whole)
+    assert len(joined) == len(whole) and len(joined.events) < 0.75 * len(whole)
     assert np.array_equal(np.sort(joined.sizes), np.sort(whole.sizes))
     frees = joined.sizes < 0
     assert len(np.unique(joined.keys[frees])) == frees.sum()

@@ -283,3 +283,31 @@ def test_what_is_compiled_late_is_compiled_at_its_first_call():
     assert made == [{}] and isinstance(linear, torch.nn.Module), "a module is compiled at once"
     assert double(torch.ones(1)) == 2 and double(torch.ones(1)) == 2
     assert made == [{}, {"dynamic": True}]
+
+
+def of_one_image(strides: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Strides that operators give to a batch of one, by which norms tell the memory format."""
+    rows = torch.rand(1, 64, 8)
+    image = rows.transpose(-1, -2).reshape(1, 8, 8, 8)
+    other = torch.rand(4096).as_strided((1, 8, 8, 8), strides)
+    made = [image, image / 2.0, image * 3, other + 1.0, other - 2.0, image + other]
+    return [tensor.stride() for tensor in made]
+
+
+@pytest.mark.parametrize("strides", [(8, 1, 64, 8), (7, 1, 64, 8), (512, 64, 8, 1)])
+def test_a_batch_of_one_has_the_strides_of_a_real_one(strides):
+    with fake_world("cpu"):
+        found = of_one_image(strides)
+    assert found == of_one_image(strides)
+
+
+def test_a_gpus_group_norm_makes_its_input_contiguous():
+    """`at::group_norm`; a CPU's keeps channels last."""
+    norm = torch.nn.GroupNorm(2, 8)
+    image = torch.rand(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    with fake_world("cpu"):
+        on_cpu = norm(image).stride()
+    with fake_world("cuda"):
+        on_gpu = norm(image).stride()
+    assert on_cpu == norm(image).stride() == image.stride()
+    assert on_gpu == (128, 16, 4, 1)

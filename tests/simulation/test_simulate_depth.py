@@ -11,6 +11,7 @@ from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.report import CATEGORIES, GiB, Report
 from vramlab.simulation.repetition import GROUPS, NotRegular, Repetition, find, longest_pattern
+from vramlab.simulation.shallow import may_be_deepened
 from vramlab.simulation.simulate import simulate, trace
 
 EVERYWHERE = LoRA(r=4, target_modules="all-linear")
@@ -309,6 +310,21 @@ def test_states_that_a_rank_has_before_its_first_step_are_of_their_layers(taken)
 def test_a_rank_whose_layers_are_not_alike_is_run_whole(name, taken):
     simulate(Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, sharding=SHARDINGS[name]))
     assert taken == []
+
+
+def test_a_layer_that_is_named_has_none_like_it():
+    """One that is frozen, or that a 4-bit base leaves out."""
+    left_out = Quantization(skip_modules=("model.layers.5.mlp.down_proj",))
+    assert not may_be_deepened(tiny("gpt2", freeze=("5",)), "cuda")
+    assert not may_be_deepened(tiny("llama", lora=EVERYWHERE, quantization=left_out), "cuda")
+    assert may_be_deepened(tiny("gpt2", freeze=("wte",)), "cuda")
+
+
+@pytest.mark.slow
+def test_a_layer_that_is_named_is_run():
+    assert_same(tiny("gpt2", freeze=("5",)), "cuda")
+    left_out = Quantization(skip_modules=("model.layers.5.mlp.down_proj",))
+    assert_same(tiny("llama", lora=EVERYWHERE, quantization=left_out), "cuda")
 
 
 def test_norms_of_a_large_vocabulary_in_half_precision():

@@ -94,6 +94,7 @@ def assemble(
         "quick": web_calculator.quick_answers(),
         "grpo": simulated_tables.answers("grpo"),
         "images": simulated_tables.answers("images"),
+        "largest": simulated_tables.answers("largest"),
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),

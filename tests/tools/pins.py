@@ -24,7 +24,16 @@ fits.
 
 TESTED = ROOT / "data" / "tested_versions.json"
 # Extras whose libraries a user's figures depend on.
-OF_USERS = ("simulate", "quantization", "plot", "deepspeed", "schedulefree", "trl", "liger")
+OF_USERS = (
+    "simulate",
+    "quantization",
+    "plot",
+    "deepspeed",
+    "schedulefree",
+    "trl",
+    "liger",
+    "diffusion",
+)
 
 
 def direct() -> list[Requirement]:

@@ -116,7 +116,8 @@ def largest(recipe: Recipe, card: str) -> list[Any] | str:
         return "none"
     best = found.best.recipe
     need = found.best.needs
-    limit = best.max_pixels or images.most_pixels(best)
+    ((height, width),) = images.sides(best)
+    limit = min(height * width, best.max_pixels or images.most_pixels(best))
     return [limit, max(images.tokens(best)), need.low, need.value, need.high]
 
 

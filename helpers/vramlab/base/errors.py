@@ -83,6 +83,7 @@ EXTRAS = {
     "pynvml": "simulate",
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
+    "diffusers": "diffusion",
     "trl": "trl",
     "schedulefree": "schedulefree",
     "liger_kernel": "liger",

@@ -26,7 +26,7 @@ from ..recipe.generation import Generation
 from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..training.quiet import no_collection
-from . import cli_of_machines
+from . import cli_of_diffusion, cli_of_machines
 from .command_group import Commands
 from .command_options import JSON, number, option, takes
 from .command_output import (
@@ -63,7 +63,7 @@ from .recipe_options import (
     said_options,
     tokens_of,
 )
-from .words import said, sets_segments, words_of
+from .words import DIFFERING, EXPLAINED, said, sets_segments, words_of
 
 app = typer.Typer(
     cls=Commands,
@@ -75,15 +75,6 @@ app = typer.Typer(
 )
 
 
-DIFFERING = (
-    "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
-)
-EXPLAINED = (
-    "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
-    "then or alone MODEL "
-    "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
-    "LLaMA-Factory, TRL or ms-swift, or the script that trains."
-)
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: tight or worse.", "--gpu")
 Release = option(
     str | None,
@@ -91,6 +82,7 @@ Release = option(
     "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
+COMPILES = "note: Inductor writes the step's kernels for the card first, minutes for a large model"
 CONFIRM = "Simulate each answer; with --no-confirm only what no formula knows, as GRPO's sampling."
 Pretrained = option(
     bool,
@@ -108,8 +100,6 @@ Expandable = option(
     "--expandable-segments",
 )
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
-
-
 takes_recipe = takes(OPTIONS, recipe_or_configuration)
 # plan's options come from the knobs of a `Question`, as the others' from those of a `Recipe`.
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
@@ -185,6 +175,8 @@ def simulate(
         simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
     card = asked_card(gpu, recipe)
     granted = granted_to(card, other_memory, expandable_segments)
+    if recipe.torch_compile:
+        say(COMPILES, err=True)
     finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
@@ -236,6 +228,9 @@ def generate(
     granted = granted_to(card, other_memory, expandable_segments)
     found = simulate_generation(recipe, **vars(generation), target=target, gpu=card, **granted)
     finish(found, card, as_json)
+
+
+cli_of_diffusion.add_to(app)
 
 
 @app.command(help="Memory and time of the real training step on this machine, in a fresh process.")

@@ -59,6 +59,7 @@ PRINTED: dict[str, tuple[type, ...]] = {
     "simulate": (Report,),
     "evaluate": (Report,),
     "generate": (Report,),
+    "diffusion": (Report,),
     "measure": (Report,),
     "plan": (Plan,),
     "explain": (Explanation,),

@@ -18,6 +18,16 @@ from .configurations import is_configuration, read_configuration, recipe_in
 from .recipe_options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
+DIFFERING = (
+    "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
+)
+EXPLAINED = (
+    "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
+    "then or alone MODEL "
+    "with options, the JSON file of a recipe or of a TrainingArguments, the YAML of axolotl, "
+    "LLaMA-Factory, TRL or ms-swift, or the script that trains."
+)
+
 
 def words_of(text: str) -> list[str]:
     """Return the words of one argument of `diff`.

@@ -19,6 +19,7 @@ from .counted import counted_as
 from .question import LIGER_SINCE, RANK, Question
 from .search import Search
 from .step_time import estimate
+from .vllm_share import with_least_share
 
 Fields = dict[str, Any]  # of a recipe or a question: names and their new values
 
@@ -225,7 +226,9 @@ def advise(question: Question, offloaded: bool = False) -> Iterator[str]:
     that is no advice.
     """
     # The largest of (False, True): checkpointing where it may be used.
+    finds_share = question.finds_share
     question = dataclasses.replace(question, checkpointing=(max(question.checkpointing),))
+    question.finds_share = finds_share
     refused = not Search(question).candidates
     # Those of other rules come first: where they answer, more memory is no advice.
     fits_elsewhere = False
@@ -262,7 +265,11 @@ def _first_fit(
     """Yield the first of `changes` that makes something fit, and what fits."""
     for change in changes:
         with contextlib.suppress(RecipeError):
-            recipe = Search(dataclasses.replace(question, **change)).any_fit()
+            changed = dataclasses.replace(question, **change)
+            if question.finds_share:
+                # What of one card is a large share is a small one of a larger card.
+                changed = with_least_share(changed)
+            recipe = Search(changed).any_fit()
             if recipe:
                 if "rollouts" in change:
                     share = change["rollouts"].vllm_gpu_memory_utilization

@@ -28,6 +28,7 @@ from .search_space import (
 
 NEAR = 2 * GiB  # a better recipe is worth naming if it lacks at most so much,
 FASTER = 0.95  # and takes less of the time
+MOST_SIMULATED = 2  # to tell whether anything fits where formulas cannot
 
 
 class Search:
@@ -243,8 +244,13 @@ class Search:
         tier = self.question.tiers[0]
         usable = self.question.usable
         light = [one for one in self.ends if least_bytes(one.recipe) <= usable]
+        simulated = 0
         for candidate in sorted(light, key=self._lightness):
             if candidate.fits(tier) and candidate.must_be_simulated:
+                # They come lightest first, so what follows two that do not fit is no lighter.
+                if simulated == MOST_SIMULATED:
+                    return None
+                simulated += 1
                 confirm([candidate])
             if candidate.fits(tier):
                 return candidate.recipe

@@ -37,6 +37,8 @@ def search_of(question: Question) -> Search:
         search = Search(_asked_with(question, max(least, _less(search.question, over))))
         lightest = search.lightest()
         assert lightest  # the same recipes, with another share
+        if lightest.bound(question.tiers[-1]) > question.usable:
+            return search
     confirm([lightest])
     if lightest.simulated is None or lightest.fits(question.tiers[0]):
         return search
@@ -45,6 +47,11 @@ def search_of(question: Question) -> Search:
         if less >= least:
             return Search(_asked_with(question, less))
     return Search(_asked_with(question, least))
+
+
+def with_least_share(question: Question) -> Question:
+    """Return a question that finds its share with that of a cache for one completion."""
+    return _asked_with(question, least_share(question.plain, question.gpu, completions=1))
 
 
 def _less(question: Question, over: float) -> float:

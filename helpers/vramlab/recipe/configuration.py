@@ -37,6 +37,10 @@ MOST = {
 READERS: dict[str, dict[str, Any]] = json.loads(
     data_path("image_readers.json").read_text(encoding="utf-8"),
 )
+# Image models by name, whose training `diffusion.py` describes.
+DIFFUSION: dict[str, dict[str, Any]] = json.loads(
+    data_path("diffusion_models.json").read_text(encoding="utf-8"),
+)
 BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
 
 
@@ -181,7 +185,11 @@ def parse(name: str, text: str) -> dict[str, Any]:
     config = read_json("model", text, name)
     if isinstance(config, dict) and "_class_name" in config and "model_type" not in config:
         rest = f"it is the configuration of diffusers' {config['_class_name']}, and recipes train "
-        rest += "transformers' models: simulate(model=…, batch=…) takes the module, "
+        rest += "transformers' models: "
+        kinds = [record["config"]["_class_name"] for record in DIFFUSION.values()]
+        if config["_class_name"] in kinds:
+            rest += f"vramlab diffusion {name} simulates diffusers' own step, "
+        rest += "simulate(model=…, batch=…) takes the module, "
         rest += "vramlab run --gpu CARD -- python train.py its script"
         raise RecipeError("model", name, rest)
     if not isinstance(config, dict) or not config.get("model_type"):

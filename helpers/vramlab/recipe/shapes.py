@@ -196,6 +196,10 @@ def _read_file(model: str) -> tuple[Path, str]:
         rest = f"{reason}: it must be a name, or the path of a config.json"
         raise RecipeError("model", model, rest) from None
     except (OSError, ValueError):  # no such file, or a zero byte in a name
+        for name, record in configuration.DIFFUSION.items():
+            if model in (name, record["published"]):
+                rest = f"it makes images: vramlab diffusion {name} simulates its training"
+                raise RecipeError("model", model, rest) from None
         last_part = model.lower().rpartition("/")[2]
         near = difflib.get_close_matches(last_part, _spellings(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -34,8 +34,9 @@ from .json_form import decode, encode, field_error
 
 # Of a training step.
 PHASES = ("load", "forward", "backward", "step", "between_steps")
-# Every one that a report may have: of a trainer that samples, and those of `generate` too.
-ALL_PHASES = ("load", "generate", "score", *PHASES[1:], "prefill", "decode")
+# Every one that a report may have: of a trainer that samples, of a diffusion model whose latents
+# are made in the step, and those of `generate` too.
+ALL_PHASES = ("load", "generate", "score", "encode", *PHASES[1:], "prefill", "decode")
 # The weakest witness first.
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")
 STATUSES = ("ok", "oom", "error")

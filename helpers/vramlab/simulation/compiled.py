@@ -5,8 +5,6 @@ backward, what is computed again and which buffer takes another's place (`induct
 """
 
 import contextlib
-import gc
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +21,7 @@ from .inductor import compiler
 from .values import reason_at
 
 TRIED = "torch_compile: what compiling the first step tries out on the card (autotuning) "
-TRIED += "is not counted"
+TRIED += "is not counted, nor, where a graph breaks, that step's outputs until Python collects them"
 UNKNOWN = "the installed torch compiles in another way than this release knows: "
 UNKNOWN += "measure(recipe) runs it for real, torch_compile=False simulates the eager step"
 
@@ -89,13 +87,8 @@ def compiled_step(
     # tracker knows.
     model.compile(backend=compiler(chip, on_host), options={"guard_filter_fn": _kept})
     call = of_torch.compiled_call(model)
-    calls = itertools.count()
 
     def call_compiled(*args: Any, **options: Any) -> Any:
-        # Where a graph breaks, what dynamo noted of the first call's outputs holds them in a cycle.
-        # Compiling for real is long enough for Python to collect it.
-        if next(calls) == 1:
-            gc.collect()
         # what is compiled would be valid only inside the mode
         mode = of_fake_tensors.pop_function_mode() if kernels else None
         try:

@@ -66,7 +66,10 @@ class RuledFakeMode(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         # torch takes the mode off while it dispatches, and the rule's own operators need it.
         with self:
-            return rule(*args, **(kwargs or {}))
+            result = rule(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            return super().dispatch(func, types, args, kwargs)
+        return result
 
 
 class QuickFakeMode(RuledFakeMode):

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ..private.of_fake_tensors import suggest_memory_format
-from ..private.of_torch import OpOverload
+from ..private.of_torch import OpOverload, unset_fake_temporarily
 
 aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
 Pair = tuple[torch.Tensor, torch.Tensor]
+BY_NUMBER = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
 @cache
@@ -199,12 +200,41 @@ def _foreach_norm(
     return [tensor.new_empty((), dtype=dtype) for tensor in tensors]
 
 
+def _view(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a view with the strides that torch's own code gives it (`computeStride`).
+
+    Its fake one gives another to a dimension of size 1 where `tensor` is not contiguous, and from
+    that a norm or convolution tells the memory format.
+    """
+    with unset_fake_temporarily():
+        alike = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape)
+    return tensor.as_strided(alike.shape, alike.stride(), tensor.storage_offset())
+
+
+def _by_number(func: OpOverload) -> Callable:
+    """Return the rule of an operator of two, which may be a tensor and a number.
+
+    The result's strides are those beside another tensor (`TensorIterator`); torch's fake operators
+    give another to a dimension of size 1.
+    """
+
+    def by_number(tensor: torch.Tensor, other: Any, **options: Any) -> torch.Tensor:
+        is_alike = isinstance(other, torch.Tensor) or not tensor.is_floating_point()
+        if is_alike or 1 not in tensor.shape or tensor.is_contiguous():
+            return NotImplemented
+        return func(tensor, tensor.new_empty((1,) * tensor.dim()), **options)
+
+    return by_number
+
+
 def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself; torch's own rule gives another one."""
     return tensor
 
 
 RULES: dict[Any, Callable] = {
+    aten.view.default: _view,
+    **{func: _by_number(func) for func in BY_NUMBER},
     aten._grouped_mm.default: _grouped_mm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_batch_norm_backward.default: _batch_norm_backward,

@@ -78,6 +78,13 @@ def _cuda_branches(
         if "falling back" in text:
             kernels.note(text)
 
+    group_norm = plain(torch.nn.functional, "group_norm")
+
+    def of_contiguous(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # `at::group_norm` keeps the memory format on a CPU alone (`group_norm.cpp`)
+        return group_norm(input.contiguous(), *args, **kwargs)
+
+    yield replaced(torch.nn.functional, "group_norm", of_contiguous)
     yield flash_attention(capability)
     yield from fused_head()
     yield replaced(hub_kernels.logger, "warning_once", warn)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..hardware.overhead import UNIT, rounded
+from ..recipe.configuration import READERS
 from ..recipe.options import LoRA
 from ..recipe.process_context import loads_on_host, loads_whole
 from ..recipe.recipe import Recipe
@@ -31,6 +32,7 @@ from ..training.patched import replaced
 from .deepen import deepen
 from .fakes import fake_world
 from .repetition import NotRegular, Repetition, cut, find
+from .shallow import names_a_layer
 
 TRUE_PRECISION = {"float16": "fp16-true", "bfloat16": "bf16-true"}
 
@@ -103,6 +105,8 @@ def _highest(base: Recipe, target: str, stores_tied_head: bool) -> tuple[Bytes, 
     """Return the split at the highest moment of loading, and what its segments have free after."""
     log: Log | list[Event]
     try:
+        if names_a_layer(base) or base.shape.family in READERS:
+            raise NotRegular("a layer is named, or a tower is loaded between layers")
         layers = find(base.shape)
         shallow = cut(base.shape, layers.kept())
         recipe = base.replace(model=shallow.config, task=shallow.task)

@@ -39,7 +39,18 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if recipe.peft and recipe.peft.differs_by_layer:
         return False
+    if names_a_layer(recipe):
+        return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
+
+
+def names_a_layer(recipe: Recipe) -> bool:
+    """Tell whether something is frozen, or left out of the 4 bits, by a layer's number."""
+    skipped = recipe.quantization.skip_modules if recipe.quantization else None
+    for name in (*(recipe.freeze or ()), *(skipped or ())):
+        if any(map(str.isdigit, name.split("."))):
+            return True
+    return False
 
 
 def is_written_down(recipe: Recipe) -> bool:
@@ -50,10 +61,10 @@ def is_written_down(recipe: Recipe) -> bool:
     shape = recipe.shape
     if recipe.peft:
         return False
-    if shape.family in READERS:
-        return True
     # TRL asks for the router's logits
-    if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
+    if recipe.trainer in TRL and shape.experts_per_token:
+        return False
+    if shape.layout is None and shape.family not in READERS:
         return False
     return not any(shape.settings.get(name) for name in MORE_OUTPUTS)
 

@@ -451,7 +451,8 @@ def make_tracker(
         sizes = lasting_workspaces(chip)
         # a thread each
         forward = dict(sizes)
-        tracker.workspaces = dict.fromkeys(("generate", "score", "forward", "prefill"), forward)
+        phases = ("generate", "score", "encode", "forward", "prefill")
+        tracker.workspaces = dict.fromkeys(phases, forward)
         tracker.workspaces["backward"] = dict(sizes)
         tracker.notes = kernels.notes
     return tracker

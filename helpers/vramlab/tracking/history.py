@@ -36,7 +36,7 @@ INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 LEAST_SPARE = 64 * MiB  # of segments, above what the allocator's model says
 OF_MANY_TENSORS = ("_foreach_", "_fused_")  # operators whose results are of many parameters
 BEFORE_A_STEP = ("load", "between_steps")
-FIRST_OF_A_STEP = ("generate", "forward", "prefill")
+FIRST_OF_A_STEP = ("generate", "encode", "forward", "prefill")
 # What a process reserved over the replay of its log without expandable segments, where the log is
 # of the step alone: the median of 71 published runs on a T4 is 1.008, of 11 on an RTX 4080 1.005;
 # loading leaves segments, and versions differ.

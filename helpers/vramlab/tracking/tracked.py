@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -67,13 +68,22 @@ def run_tracked(
         contextlib.nullcontext() if training.is_compiled else named,
         tracker,
     ):
-        for _ in range(steps * training.cycle):
-            train_step(training, on_phase)
+        _train(training, steps * training.cycle, on_phase)
         if then:
             on_phase("forward")
             then()
             on_phase("between_steps")
     return tracker.finish()
+
+
+def _train(training: Training, steps: int, on_phase: Callable[[str], None]) -> None:
+    """Run so many steps of `training`."""
+    for step in range(steps):
+        # Where a graph breaks, what dynamo noted of the first step's outputs holds them in a cycle.
+        # Compiling for real is long enough for Python to collect it.
+        if step == 1 and training.is_compiled:
+            gc.collect()
+        train_step(training, on_phase)
 
 
 def run_tracked_generation(

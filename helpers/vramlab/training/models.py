@@ -248,7 +248,7 @@ def _adapted(model: Model, recipe: Recipe, lora: LoRA) -> Model:
             rest = f"PEFT makes no adapters here: {reason(error)}"
             raise RecipeError("lora", lora, rest) from error
     if not in_fp32:
-        _take_base_dtype(model)
+        take_base_dtype(model)
     if recipe.trainer != "transformers" and recipe.quantization:
         _train_in_bfloat16(model)
     return model
@@ -290,7 +290,7 @@ def _lora_arguments(recipe: Recipe, lora: LoRA) -> dict[str, Any]:
     return arguments
 
 
-def _take_base_dtype(model: Model) -> None:
+def take_base_dtype(model: Model) -> None:
     """Give each adapter its layer's dtype.
 
     PEFT does not where the adapter is on the meta device.
@@ -419,9 +419,12 @@ def _start_values(model: Model) -> None:
     """Compute the values of buffers (rotary frequencies, position ids, scales) and of adapters."""
     from transformers import PreTrainedModel
 
-    owner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    # diffusers' models have no such owner, and keep the zeros
+    own = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    owner = next(own, None)
+    modules = () if owner is None else owner.modules()
     with torch.no_grad():
-        for module in owner.modules():
+        for module in modules:
             # together with its weight: Gemma's embedding has its scale as a buffer
             if any(buffer is not None for buffer in buffers_of(module).values()):
                 of_transformers.start_values(owner, module)

@@ -1,0 +1,191 @@
+"""Training a diffusion model's denoiser as diffusers' own scripts do: what is trained, and how.
+
+`data/diffusion_models.json` says of each published model its denoiser's configuration, the script
+of diffusers that trains it, and what stays on the GPU besides: VAE and text encoders.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.errors import RecipeError
+from .configuration import DIFFUSION as MODELS
+from .configuration import read_json_file
+from .knobs import Refusals, check, documented, knob, knobs, refuse
+
+# accelerate's names to those of a recipe
+PRECISIONS = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
+WEIGHTS = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
+RESOLUTION = 1024  # pixels of a side, which all of these models are published for
+FACTOR = 8  # pixels of a latent's side: the VAEs have three halvings
+
+
+@documented
+@dataclass(frozen=True)
+class Diffusion:
+    """Training of an image model's denoiser on latents, with AdamW.
+
+    Names are those of diffusers' scripts where they have them. `model` is a name of
+    `data/diffusion_models.json`, a published one, or the path of a denoiser's config.json.
+    """
+
+    model: str
+    method: str = knob(
+        "lora",
+        choices=("lora", "full"),
+        help="Train adapters on a frozen denoiser, or all of it in fp32.",
+        option=True,
+        shown="{}",
+    )
+    resolution: int = knob(
+        RESOLUTION,
+        least=FACTOR,
+        most=2**13,
+        help="Pixels of an image's side.",
+        option=True,
+        shown="{0} × {0} pixels",
+    )
+    batch_size: int = knob(
+        1,
+        help="Images of a micro-batch.",
+        option=True,
+        shown="batch {}",
+    )
+    gradient_accumulation_steps: int = knob(
+        1,
+        help="Micro-batches of a step.",
+        option=True,
+        shown="{} micro-batches",
+        quiet=(1,),
+    )
+    mixed_precision: str = knob(
+        "bf16",
+        choices=tuple(PRECISIONS),
+        help="As in accelerate; what is frozen is stored so too.",
+        option=True,
+        shown="mixed_precision={}",
+    )
+    rank: int = knob(
+        4,
+        most=2**14,
+        help="Rank of the adapters.",
+        option=True,
+        shown="r={}",
+    )
+    gradient_checkpointing: bool = knob(
+        False,
+        help="Recompute the denoiser's blocks in the backward pass.",
+        option=True,
+        shown="checkpointing",
+    )
+    use_8bit_adam: bool = knob(
+        False,
+        help="bitsandbytes' AdamW with states of 8 bits.",
+        option=True,
+        shown="8-bit AdamW",
+    )
+    latents: str | None = knob(
+        None,
+        choices=("encoded", "cached"),
+        help="The VAE encodes each micro-batch, or did so before and is gone; as the script does.",
+        option=True,
+    )
+    text_encoders: str | None = knob(
+        None,
+        choices=("resident", "cached"),
+        help="They encode each micro-batch's prompts, or are gone; as the script does.",
+        option=True,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        _record(self.model)
+        refuse(self, self._refusals())
+
+    def _refusals(self) -> Refusals:
+        pixels = self.record["pixels"]
+        allowed = f"of {self.model} it must be a multiple of {pixels} pixels"
+        yield "resolution", self.resolution % pixels, allowed
+        most = self.config.get("pos_embed_max_size", 0) * pixels
+        allowed = f"{self.model} has positions for {most} pixels"
+        yield "resolution", most and self.resolution > most, allowed
+        lacks = self.has_text_encoders and not self.record["encoders"]
+        allowed = f"the script frees that of {self.model} before it trains: say 'cached'"
+        yield "text_encoders", lacks, allowed
+        is_unlike = self.config is not self.record["config"] and self.has_text_encoders
+        allowed = "those of another configuration are not known: say 'cached'"
+        yield "text_encoders", is_unlike, allowed
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is known of the model, or of the published one of its architecture."""
+        return _record(self.model)[0]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The denoiser's configuration."""
+        return _record(self.model)[1]
+
+    @property
+    def script(self) -> Mapping[str, Any]:
+        """What diffusers' script of this method does."""
+        return self.record[self.method]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the VAE is there and encodes each micro-batch."""
+        return (self.latents or self.script["latents"]) == "encoded"
+
+    @property
+    def has_text_encoders(self) -> bool:
+        """Whether the text encoders are there and encode each micro-batch's prompts."""
+        return (self.text_encoders or self.script["text_encoders"]) == "resident"
+
+    @property
+    def precision(self) -> str:
+        """The precision, as a recipe calls it."""
+        return PRECISIONS[self.mixed_precision]
+
+    @property
+    def frozen_dtype(self) -> str:
+        """The format of what is not trained: the scripts' `weight_dtype`."""
+        return WEIGHTS[self.mixed_precision]
+
+    @property
+    def latent_side(self) -> int:
+        """Elements of a latent's side."""
+        return self.resolution // FACTOR
+
+    def __str__(self) -> str:
+        return " · ".join(self._words())
+
+    def _words(self) -> Iterator[str]:
+        yield self.model
+        for name, said in knobs(Diffusion).items():
+            is_adapters = name != "rank" or self.method == "lora"
+            words = said.words(getattr(self, name)) if is_adapters else ""
+            if words:
+                yield words
+        yield "VAE encodes" if self.encodes else "latents cached"
+        yield "text encoders resident" if self.has_text_encoders else "prompts cached"
+
+
+def _record(model: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return what is known of a model, and its denoiser's configuration. Raises RecipeError."""
+    for name, record in MODELS.items():
+        if model in (name, record["published"]):
+            return record, record["config"]
+    known = ", ".join(MODELS)
+    if not str(model).endswith(".json"):
+        rest = f"known are {known}, and a config.json of their architectures; "
+        rest += "vramlab run --gpu CARD -- python train.py runs any script"
+        raise RecipeError("model", model, rest)
+    config = read_json_file("model", model)
+    kind = config.get("_class_name") if isinstance(config, dict) else None
+    for record in MODELS.values():
+        own = record["config"]
+        embeds_alike = kind and config.get("addition_embed_type") == own.get("addition_embed_type")
+        if kind == own["_class_name"] and embeds_alike:
+            return record, config
+    rest = f"it must be the configuration of a denoiser like that of {known}"
+    raise RecipeError("model", model, rest)
