@@ -10,6 +10,7 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # What is one for the whole process on purpose, and why.
 OF_THE_PROCESS = {
+    "vramlab/measurement/records.py: _last": "a file's content that this process wrote, by version",
     "vramlab/simulation/fake_mode.py: CACHED": "results of operators, the same for every thread",
     "vramlab/simulation/fakes.py: lock": "one simulation at a time: torch has one describer",
     "vramlab/training/patched.py: _catching": "a value for each thread",

@@ -220,8 +220,10 @@ class Question:
             self.rollouts = Rollouts(**self.rollouts)
             self.finds_share = self.rollouts.is_colocated and not says_share
         if self.rollouts and self.rollouts.is_colocated:
-            # The allocator of a vLLM that sleeps asserts that they are off
-            # (vllm/device_allocator/cumem.py, PyTorch issue 147851).
+            # The pool of a vLLM that sleeps can't have them (PyTorch issue 147851). Until its
+            # pull request 40812 (April 2026) vLLM refused them. Now it switches them off for
+            # its pool, but looks at PYTORCH_CUDA_ALLOC_CONF only: under the new name sleep may
+            # free nothing (vllm/device_allocator/cumem.py).
             self.expandable_segments = False
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))

@@ -143,8 +143,8 @@ def with_vllm(report: Report, vllm: Colocated) -> Report:
         usable=(report.usable or 0) + vllm.kept,
         reserved=_raised(reserved, sampling, vllm),
         process=_raised(process, sampling + context, vllm),
-        # The allocator of a vLLM that sleeps asserts that no expandable segments are set
-        # (vllm/device_allocator/cumem.py).
+        # No grade with expandable segments: a vLLM that sleeps can't have them in its pool
+        # (vllm/device_allocator/cumem.py; `Question` says more).
         otherwise=None,
         notes=[*report.notes, _note(vllm)],
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
@@ -229,7 +229,8 @@ class SdxlStep(LatentStep):
         from diffusers import DDPMScheduler
 
         with real_tensors():
-            self.scheduler: Any = DDPMScheduler()
+            # Its table is an attribute that the class does not declare.
+            self.scheduler = cast(Any, DDPMScheduler())
         table = torch.empty_like(self.scheduler.alphas_cumprod, device=self.device)
         self.scheduler.alphas_cumprod = table.fill_(0.5)
 

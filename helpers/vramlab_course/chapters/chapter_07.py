@@ -54,24 +54,29 @@ def draw_lengths(count: int = 24) -> list[int]:
 LENGTHS = draw_lengths()
 
 
-def room() -> int:
-    """Bytes that RECIPE's segments may take.
+def room(trainer: str = "transformers") -> int:
+    """Bytes that the segments of RECIPE may take with `trainer`.
 
     That is the card without CUDA's context and without WHOLE's other layers.
     """
     card = find_gpu(CARD)
-    others = predict(WHOLE, gpu=CARD).peak.total - predict(RECIPE, gpu=CARD).peak.total
+    whole, part = (predict(each.replace(trainer=trainer), gpu=CARD) for each in (WHOLE, RECIPE))
     # the head and its logits are whole in both, so the difference is the other layers
+    others = whole.peak.total - part.peak.total
     return card.total - context_on(card).value - others
 
 
-@cache
-def requests() -> Requests:
-    """Requests of RECIPE at every length of the chapter.
+def requests(trainer: str = "transformers") -> Requests:
+    """Requests of RECIPE with `trainer` at every length of the chapter.
 
     Its first step, which makes the states, has the shortest.
     """
-    return requests_of(RECIPE, sorted({*LENGTHS, *BUCKETS}))
+    return _requests(trainer)
+
+
+@cache
+def _requests(trainer: str) -> Requests:
+    return requests_of(RECIPE.replace(trainer=trainer), sorted({*LENGTHS, *BUCKETS}))
 
 
 def cured_lengths(cure: str) -> list[int]:
