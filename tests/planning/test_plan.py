@@ -584,6 +584,10 @@ def test_a_data_set_gives_lengths_and_an_epoch():
     assert packed.recipe.lengths is None and packed.epoch <= padded.epoch
     rows = sum(asked["lengths"]) / 700
     assert packed.epoch == pytest.approx(packed.time.seconds * rows / 4)
+    # Its program cuts rows of joined samples, so what is longer than a row is trained on too.
+    whole = plan("gpt2", "T4", packing=True, **{**asked, "seq_len": 350})
+    assert whole.best.epoch == pytest.approx(whole.best.time.seconds * rows * 2 / 4)
+    assert "10 are longer than a row and go on in the next" in str(whole).replace("\n    ", " ")
     assert plan("gpt2", "T4", **{**asked, "lengths": [4000, 20]}).best.recipe.seq_len == 1024
     assert "100 samples of 50 to 700 tokens" in str(plan("gpt2", "T4", **asked))
 

@@ -502,6 +502,33 @@ def test_of_a_chat_the_assistants_answers_count(trainer, template, answers, base
     assert all(label in (-100, token) for label, token in pairs)
 
 
+def test_samples_longer_than_a_row_are_joined_whole(base, tmp_path):
+    from transformers import AutoTokenizer
+
+    asked = {"method": "full", "precisions": "fp32", "packing": True}
+    recipe, _ = written(base, tmp_path, **asked)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = CHAT
+    path = tmp_path / "train.jsonl"
+    program = runpy.run_path(str(tmp_path / "train.py"))
+    parsed = SimpleNamespace(data=str(path), seed=0, model="base")
+
+    def made_of(sample: dict) -> list[dict]:
+        path.write_text("\n".join([json.dumps(sample)] * 2))
+        parts = program["samples"](parsed, tokenizer, program["read"](parsed, tokenizer))
+        return [row for part in parts.values() for row in part]
+
+    text = " ".join(WORDS * recipe.seq_len)
+    rows = made_of({"text": text})
+    joined = tokenizer([text + tokenizer.eos_token] * 2)["input_ids"]
+    assert len(rows) == sum(map(len, joined)) // recipe.seq_len
+    assert {len(row["input_ids"]) for row in rows} == {recipe.seq_len}
+    turns = [{"role": role, "content": text} for role in ("user", "assistant")]
+    of_chats = made_of({"messages": turns})
+    assert 0 < len(of_chats) < 2 * len(rows), "rows of the prompts alone are left out"
+    assert all(max(row["labels"]) >= 0 for row in of_chats), "the loss of others is 0/0"
+
+
 def test_of_texts_all_counts_and_chats_need_a_template(base, tmp_path):
     written(base, tmp_path, method="full", precisions="fp32")
     program = runpy.run_path(str(tmp_path / "train.py"))

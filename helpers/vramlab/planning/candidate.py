@@ -383,15 +383,15 @@ def epoch_of(
     """
     if not question.lengths:
         return None
-    by_trainer = question.packing and recipe.trainer == "transformers"
     # Packed and joined rows have no padding: each sample counts by its own length.
-    drawn = 1 if recipe.joins or by_trainer else recipe.batch_size
+    drawn = 1 if recipe.joins else recipe.batch_size
     share = question.data.mean_width(drawn) / question.plain.seq_len
     seconds = sum(parts.values())
     rows = len(question.lengths)
     in_step = recipe.batch_size * recipe.gradient_accumulation_steps * question.gpus
-    if by_trainer:
-        return rows * share / in_step * seconds
+    if question.packing and recipe.trainer == "transformers":
+        # The written program joins whole samples and cuts rows of them, so every token is in one.
+        return sum(question.lengths) / question.plain.seq_len / in_step * seconds
     if recipe.packing:
         # What the last sample leaves free in a row stays free.
         share *= rows / question.data.packed_rows

@@ -103,10 +103,12 @@ def _about_lengths(
     question: Question,
     lengths: tuple[int, ...],
 ) -> str:
-    """Return what the data set's lengths are, and how many samples are cut."""
+    """Return what the data set's lengths are, and how many samples are cut or divided."""
     longest = question.plain.seq_len
     cut = sum(length > longest for length in lengths)
     rest = f"; {cut:,} are cut to {longest:,}" if cut else ""
+    if cut and question.packing and question.plain.trainer == "transformers":
+        rest = f"; {cut:,} are longer than a row and go on in the next"
     middle = lengths[len(lengths) // 2]
     tokens = f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}"
     return f"data: {len(lengths):,} samples of {tokens}{rest}"

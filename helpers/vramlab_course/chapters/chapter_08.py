@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -25,10 +26,10 @@ SAMPLES = 8  # of an update of `chat`
 TOKENS = 256  # of a sample there
 
 
-def run(program: Path, *options: str) -> Report:
+def run(program: Path, *options: str, stop_in: int = 0) -> Report:
     """Run `python program options… --watch` in this process, without its output.
 
-    Return what it saw of its memory.
+    In the update `stop_in` it gets a Ctrl-C; 0 is none. Return what it saw of its memory.
     """
     from IPython.utils.capture import capture_output
     from transformers.utils import logging
@@ -41,6 +42,11 @@ def run(program: Path, *options: str) -> Report:
             super().__init__()
             seen.append(self)
 
+        def on_step_begin(self, args, state, control, **kwargs):
+            super().on_step_begin(args, state, control, **kwargs)
+            if state.global_step + 1 == stop_in:
+                signal.raise_signal(signal.SIGINT)
+
     logging.set_verbosity_error()
     # datasets would fill the reader's own cache with files of a folder that is soon gone.
     os.environ["HF_DATASETS_CACHE"] = str(program.parent / "cache")
@@ -51,6 +57,9 @@ def run(program: Path, *options: str) -> Report:
         with capture_output():
             # With its own globals, so that nothing of the notebook is seen by the program.
             runpy.run_path(str(program), run_name="__main__")
+    except SystemExit:
+        if not stop_in:
+            raise
     finally:
         sys.argv, vramlab.WatchCallback = own
     return seen[0].report
@@ -108,19 +117,6 @@ def package_texts(most: int) -> list[str]:
         left = most - sum(map(len, texts))
         texts.append(path.read_text(encoding="utf-8")[:left])
     return [text for text in texts if text]
-
-
-def pieces(text: str, most: int = 300) -> list[str]:
-    """The text in pieces of whole lines, of `most` characters or one line.
-
-    The program cuts a longer sample.
-    """
-    cut = [""]
-    for line in text.splitlines(keepends=True):
-        if cut[-1] and len(cut[-1]) + len(line) > most:
-            cut.append("")
-        cut[-1] += line
-    return cut
 
 
 def questions() -> list[list[dict[str, str]]]:
