@@ -177,3 +177,18 @@ def test_in_host_memory_weights_are_the_file_unless_they_are_converted(dtype, tm
             )
     made = {tracker.live[p.untyped_storage()._cdata].op for p in model.parameters()}
     assert made == ({"set_"} if dtype == "bfloat16" else {"_to_copy"})
+
+
+def test_each_rank_of_fsdp_reads_all_weights_though_one_alone_is_asked_to(tmp_path, monkeypatch):
+    """When this fails, transformers has mended its issue 43749, and `loaded_on_host` follows."""
+    recipe = Recipe(config("llama"), num_layers=1, sharding=Sharding(3, 8, "fsdp"))
+    build_model(recipe.replace(sharding=None)).save_pretrained(tmp_path)
+    # what the second rank of a run with `cpu_ram_efficient_loading` sees
+    monkeypatch.setattr("transformers.modeling_utils.is_fsdp_enabled", lambda: True)
+    monkeypatch.setattr("transformers.modeling_utils.is_local_dist_rank_0", lambda: False)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    read = sum(weight.nbytes for weight in model.parameters() if weight.count_nonzero())
+    assert read == sum(weight.nbytes for weight in model.parameters())
+    assert loaded_on_host(recipe) == 8 * read
+    half = recipe.replace(precision="bf16-true")
+    assert loaded_on_host(half) == read // 2

@@ -52,8 +52,10 @@ def loaded_on_host(recipe: Recipe) -> int:
     """Return the bytes of weights that all ranks together hold in host memory while they load.
 
     `from_pretrained` makes a model there and moves it. A quantized one goes to the device tensor by
-    tensor, or is packed there by each rank (`loads_on_host`). Of FSDP's ranks one reads other
-    weights (`cpu_ram_efficient_loading`, which `plan`'s programs set), of others each.
+    tensor, or is packed there by each rank (`loads_on_host`). Of FSDP's ranks each reads all
+    weights, with `cpu_ram_efficient_loading` too: transformers 5.23 asks for it only where it
+    makes what a file lacks (`modeling_utils.py`; its issue 43749). In 16 bits they are pages of the
+    file, which all ranks share; in fp32 each rank has a copy.
     """
     if recipe.quantization and recipe.sharding and loads_on_host(recipe):
         highest = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
@@ -63,7 +65,7 @@ def loaded_on_host(recipe: Recipe) -> int:
     numbers = sum(prod(weight.shape) for weight in recipe.shape.weights())
     weights = numbers * weight_width(recipe.weights_dtype)
     sharding = recipe.sharding
-    if sharding and sharding.engine != "fsdp":
+    if sharding and (sharding.engine != "fsdp" or recipe.weights_dtype == "float32"):
         return weights * sharding.world_size
     return weights
 

@@ -13,9 +13,9 @@ CARD_REMEDY = (
 HOST_REMEDY = (
     "this is the machine's memory, not the card's: ask for more of it (Slurm's --mem, a "
     "container's "
-    "memory limit), or need less: no CPU offload, fewer dataloader workers, one process that loads "
-    "weights instead of one a rank (safetensors, deepspeed's zero.Init, FSDP's "
-    "cpu_ram_efficient_loading)"
+    "memory limit), or need less: no CPU offload, fewer dataloader workers, weights in bf16, which "
+    "all ranks map from one safetensors file, or deepspeed's zero.Init (FSDP's "
+    "cpu_ram_efficient_loading spares nothing in transformers 5, issue 43749)"
 )
 APPLE_REMEDY = (
     "to make room: halve per_device_train_batch_size and double gradient_accumulation_steps, then "

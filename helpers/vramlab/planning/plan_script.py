@@ -321,7 +321,7 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
     if sharding and sharding.engine == "deepspeed" and sharding.stage == 3:  # else none is saved
         saves = {"stage3_gather_16bit_weights_on_model_save": True}
         config["zero_optimization"] = config["zero_optimization"] | saves
-    if "fsdp_config" in arguments:  # one rank reads the weights, the others get their shards
+    if "fsdp_config" in arguments:  # accelerate sends the first rank's weights to the others
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
     # Triton compiles for no CPU, and TRL offloads from an accelerator.
     for name in {"use_liger_kernel", "activation_offloading"} & arguments.keys():
