@@ -3,6 +3,7 @@ and a folder with a model's real layout is trained, merged and asked.
 """
 
 import json
+import os
 import sys
 
 import pytest
@@ -40,6 +41,21 @@ def test_a_program_that_fails_leaves_arguments_and_callback(tmp_path, capsys, mo
         run(program, "--data", "x")
     assert (sys.argv, vramlab.WatchCallback) == before
     assert capsys.readouterr().out == ""
+
+
+def test_a_program_counts_one_gpu_and_leaves_the_environment(tmp_path, monkeypatch):
+    """It hides others itself, which is too late where the notebook has used CUDA."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("HF_DATASETS_CACHE", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, torch; os.environ['CUDA_VISIBLE_DEVICES'] = '0'\n"
+        "raise SystemExit(f'sees {torch.cuda.device_count()}')"
+    )
+    with pytest.raises(SystemExit, match="sees 1"):
+        run(program)
+    assert torch.cuda.device_count() == 2 and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_a_small_card_refuses_in_words_that_explain_reads():

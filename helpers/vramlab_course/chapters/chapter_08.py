@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import vramlab
@@ -53,8 +54,12 @@ def run(program: Path, *options: str, stop_in: int = 0) -> Report:
     own = sys.argv, vramlab.WatchCallback
     sys.argv = [str(program), *options, "--watch"]
     vramlab.WatchCallback = Kept
+    # The program hides other GPUs by a variable, which comes too late where CUDA has begun here:
+    # the Trainer would copy the model to all that it counts (`nn.DataParallel`).
+    count = min(torch.cuda.device_count(), 1)
+    one_gpu = patch.object(torch.cuda, "device_count", lambda: count)
     try:
-        with capture_output():
+        with capture_output(), patch.dict(os.environ), one_gpu:
             # With its own globals, so that nothing of the notebook is seen by the program.
             runpy.run_path(str(program), run_name="__main__")
     except SystemExit:
