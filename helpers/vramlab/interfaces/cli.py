@@ -28,7 +28,16 @@ from ..recipe.recipe import Recipe
 from ..training.quiet import no_collection
 from . import cli_of_diffusion, cli_of_machines
 from .command_group import Commands
-from .command_options import JSON, number, option, takes
+from .command_options import (
+    JSON,
+    Expandable,
+    GpuName,
+    OtherMemory,
+    Target,
+    number,
+    option,
+    takes,
+)
 from .command_output import (
     DOES_NOT_FIT,
     InPlace,
@@ -75,7 +84,6 @@ app = typer.Typer(
 )
 
 
-GpuName = option(str | None, "A card by name, such as T4. Exit status 1: tight or worse.", "--gpu")
 Release = option(
     str | None,
     "An older version whose ways are known, such as 4.48.",
@@ -89,17 +97,6 @@ Pretrained = option(
     "Download the model's tokenizer for the text of --dataset.",
     "--pretrained",
 )
-OtherMemory = option(
-    str | None,
-    "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.",
-    "--other-memory",
-)
-Expandable = option(
-    bool,
-    "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.",
-    "--expandable-segments",
-)
-Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 takes_recipe = takes(OPTIONS, recipe_or_configuration)
 # plan's options come from the knobs of a `Question`, as the others' from those of a `Recipe`.
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}

@@ -8,7 +8,7 @@ from ..base.errors import RecipeError
 from ..recipe.diffusion import Diffusion
 from ..recipe.knobs import options
 from ..training.quiet import no_collection
-from .command_options import JSON, option, takes
+from .command_options import JSON, Expandable, GpuName, OtherMemory, Target, takes
 from .command_output import card_of, finish, granted_to
 from .recipe_options import Options, fields_of
 
@@ -23,20 +23,10 @@ def asked_of(model: str, given: dict[str, Any]) -> Diffusion:
 @takes(OPTIONS, asked_of)
 def diffusion(
     asked: Diffusion,
-    target: option(str, "Whose kernels and rounding: cuda or cpu.", "--target") = "cuda",
-    gpu: option(
-        str | None, "A card by name, such as T4. Exit status 1: tight or worse.", "--gpu"
-    ) = None,
-    other_memory: option(
-        str | None,
-        "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.",
-        "--other-memory",
-    ) = None,
-    expandable_segments: option(
-        bool,
-        "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.",
-        "--expandable-segments",
-    ) = False,
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
     as_json: JSON = False,
 ) -> None:
     with no_collection(before=False):

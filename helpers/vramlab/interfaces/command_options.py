@@ -27,6 +27,18 @@ def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
 
 
 JSON = option(bool, "Print JSON as `vramlab schema` describes it; bytes and seconds.", "--json")
+GpuName = option(str | None, "A card by name, such as T4. Exit status 1: tight or worse.", "--gpu")
+OtherMemory = option(
+    str | None,
+    "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.",
+    "--other-memory",
+)
+Expandable = option(
+    bool,
+    "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    "--expandable-segments",
+)
+Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
 def number(text: str) -> int | float | str:

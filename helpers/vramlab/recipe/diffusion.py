@@ -6,6 +6,7 @@ of diffusers that trains it, and what stays on the GPU besides: VAE and text enc
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..base.errors import RecipeError
@@ -99,7 +100,6 @@ class Diffusion:
 
     def __post_init__(self) -> None:
         check(self)
-        _record(self.model)
         refuse(self, self._refusals())
 
     def _refusals(self) -> Refusals:
@@ -116,15 +116,19 @@ class Diffusion:
         allowed = "those of another configuration are not known: say 'cached'"
         yield "text_encoders", is_unlike, allowed
 
+    @cached_property
+    def _known(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        return _record(self.model)  # once: it may read a file
+
     @property
     def record(self) -> dict[str, Any]:
         """What is known of the model, or of the published one of its architecture."""
-        return _record(self.model)[0]
+        return self._known[0]
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The denoiser's configuration."""
-        return _record(self.model)[1]
+        return self._known[1]
 
     @property
     def script(self) -> Mapping[str, Any]:
