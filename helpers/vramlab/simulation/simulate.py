@@ -49,7 +49,14 @@ from .fake_operators import keep_storage
 from .fakes import compiled_late, fake_world
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
-from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
+from .shallow import (
+    is_abridged,
+    is_written_down,
+    may_be_deepened,
+    shallow_recipe,
+    streamed,
+    streams_weights,
+)
 from .values import Values, readable_values
 from .windows import joined_windows, unfold
 
@@ -216,7 +223,7 @@ def trace(
         try:
             # with a fused loss the first product of backward is in the last layer, which then
             # differs from the others
-            may_be_alike = not recipe.use_liger_kernel
+            may_be_alike = not (recipe.use_liger_kernel or streams_weights(recipe))
             return _lengthened(recipe, target, card, steps, room, may_be_alike)
         except NotRegular as error:
             depth = recipe.shape.num_layers
@@ -241,6 +248,8 @@ def _lengthened(
     layers = None
     if may_be_deepened(recipe, target):
         layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
+        if streams_weights(recipe):
+            layers = layers.widened(*streamed(recipe))
     # another architecture's is run twice: `_deeper`
     runs = 1 if is_written_down(recipe) else 2
     if layers is None or layers.depth <= layers.shallow * runs:
@@ -251,7 +260,7 @@ def _lengthened(
         try:
             tracker, log, marks = _deeper(recipe, target, card, steps, layers)
         except NotRegular:
-            if layers.middle == 2:
+            if layers.middle > 1:
                 raise
             return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
     if is_abridged(recipe):
