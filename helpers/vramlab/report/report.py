@@ -184,9 +184,24 @@ class Report:
         with_it = SETTINGS[self.expandable_segments]
         return f"{verdict} {with_it}; {other} {SETTINGS[not self.expandable_segments]}"
 
+    @property
+    def beyond(self) -> int:
+        """Bytes that the tensors alone take more than the card has, 0 where they fit.
+
+        What the allocator would reserve for them without expandable segments is then another
+        card's, and no figure to choose one by. With these it is close to the tensors, and this is
+        0.
+        """
+        if self.usable is None or self.allocated is None or self.expandable_segments:
+            return 0
+        return max(0, self.allocated - self.usable)
+
     def answer(self, card: str, supposed: str = "") -> str:
         """Return in one sentence whether the process fits the card of that name, and `supposed`."""
         has = format_bytes(self.usable or 0)
+        if self.beyond:
+            takes = f"the tensors alone take {format_bytes(self.allocated or 0)}"
+            return f"{NO_TIER}: {card} has {has}, {takes}, {format_bytes(self.beyond)} more"
         this, _, other = self.grade.removeprefix(self.verdict).partition("; ")
         needs = f"the process needs {Interval.of(self.process or 0)}{this}{supposed}"
         if other:
@@ -308,7 +323,7 @@ class Report:
                 (name.replace("_", " "), in_unit(size, unit), html.bar(size, self.peak.total))
             )
         rows.append((f"peak, in {self.peak_phase}", in_unit(self.peak.total, unit), ""))
-        for name in ("reserved", "process", "rss"):
+        for name in ("rss",) if self.beyond else ("reserved", "process", "rss"):
             value = getattr(self, name)
             if value is not None:
                 rows.append((name, Interval.of(value).text(unit), ""))
@@ -331,7 +346,7 @@ class Report:
         if self.cause:
             yield f"why there: {self.why}"
         # In a unit of its own, for they may be far larger.
-        for name in ("reserved", "process", "rss"):
+        for name in ("rss",) if self.beyond else ("reserved", "process", "rss"):
             value = getattr(self, name)
             if value is not None:
                 yield f"{name} {Interval.of(value).text(unit_for(int(value)))}"
