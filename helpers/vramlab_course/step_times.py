@@ -26,6 +26,7 @@ from .published import runs
 
 AS_RUN = "repeated keys"  # which is a kernel of the recipe
 CARDS = ("T4", "H100 SXM", "H200")
+UNLIKE = CARDS[:2]  # each of which stands for a card without runs of its own
 OUTSIDE = 20  # one part in so many on either side is left out of an interval
 ROUNDS = 60  # of Levenberg and Marquardt's method
 DAMPING = 1e-2  # of Levenberg and Marquardt's method
@@ -162,8 +163,8 @@ def spread(found: Sequence[float]) -> tuple[float, float]:
 
 
 def elsewhere() -> list[float]:
-    """`ratios` of each card's runs by the constants of the other, as of an unseen card."""
-    one, other = CARDS
+    """`ratios` of each of `UNLIKE`'s runs by the constants of the other, as of an unseen card."""
+    one, other = UNLIKE
     found = []
     for card, rates in ((one, other), (other, one)):
         found += ratios(chosen(card), in_use(rates))
