@@ -23,7 +23,7 @@ from ..hardware.gpu import Chip
 from ..private.of_compiler import dynamo, inductor, triton_of_torch
 from ..private.of_fake_tensors import FakeTensor
 from ..private.of_torch import tree_map, without_modes
-from ..training.patched import replaced
+from ..private.patched import replaced
 from . import own_kernels
 from .cuda import AMPERE
 
