@@ -14,9 +14,9 @@ from tiny_models import config
 from vramlab import Quantization, Recipe, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.private.of_bitsandbytes import INT8_ON_CPU, int8_products
+from vramlab.private.patched import replaced
 from vramlab.recipe.lora_modules import KEPT_INPUTS, OUTLIERS
 from vramlab.simulation.cuda_scratch import kernel_scratch
-from vramlab.training.patched import replaced
 
 INT8 = Quantization("int8", prepare=False)
 BASE = Recipe(
