@@ -190,5 +190,8 @@ def test_each_rank_of_fsdp_reads_all_weights_though_one_alone_is_asked_to(tmp_pa
     read = sum(weight.nbytes for weight in model.parameters() if weight.count_nonzero())
     assert read == sum(weight.nbytes for weight in model.parameters())
     assert loaded_on_host(recipe) == 8 * read
+    # while accelerate sends a whole model, and shards that stay on the host
+    offloaded = Sharding(3, 8, "fsdp", offload="parameters")
+    assert loaded_on_host(recipe.replace(sharding=offloaded)) == 9 * read
     half = recipe.replace(precision="bf16-true")
     assert loaded_on_host(half) == read // 2

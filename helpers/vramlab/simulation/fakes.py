@@ -13,9 +13,9 @@ import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..private import of_compiler, of_distributed, of_transformers
+from ..private.patched import plain, replaced
 from ..training import models
 from ..training.models import restore_after_liger
-from ..training.patched import plain, replaced
 from ..training.quiet import unheard, unlogged
 from .adapters import adapters_on_fakes
 from .cuda import AMPERE, CudaKernels, cuda_kernels

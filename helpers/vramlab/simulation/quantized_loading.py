@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..hardware.overhead import UNIT, rounded
+from ..private.patched import replaced
 from ..recipe.configuration import READERS
 from ..recipe.options import LoRA
 from ..recipe.process_context import loads_on_host, loads_whole
@@ -28,7 +29,6 @@ from ..tracking.history import History, Log
 from ..tracking.tracked import claim_model
 from ..tracking.tracker import Event, Storage
 from ..training import models
-from ..training.patched import replaced
 from .deepen import deepen
 from .fakes import fake_world
 from .repetition import NotRegular, Repetition, cut, find

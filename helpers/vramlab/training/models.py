@@ -20,6 +20,7 @@ from ..base.errors import RecipeError, needing
 from ..private import of_transformers
 from ..private.of_bitsandbytes import quantized
 from ..private.of_torch import buffers_of, parameters_of, unset_fake_temporarily
+from ..private.patched import caught
 from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
@@ -31,7 +32,6 @@ from ..recipe.recipe import Recipe
 from . import trl_trainers
 from .default_dtype import own_default_dtype
 from .engine import Model, makes_fakes
-from .patched import caught, replaced
 from .quiet import unheard
 from .repeated_keys import repeat_shared_keys
 
@@ -111,14 +111,10 @@ def meta_model(recipe: Recipe) -> Model:
 
     It is neither quantized nor adapted.
     """
-    from transformers import modeling_utils
-
     dtype = weight_dtype(recipe)
     if recipe.attn_implementation == REPEATED:
         repeat_shared_keys()
-    # TrainingArguments with DeepSpeed's stage 3 make every model of the process a divided one
-    whole = replaced(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
-    with own_default_dtype(), whole:
+    with own_default_dtype():
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     if dtype == torch.float32:
         return model
