@@ -1,6 +1,11 @@
 """Private parts of transformers and accelerate."""
 
+import sys
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 # Of `GenerationMixin`.
@@ -17,6 +22,8 @@ CAN_GROUP_PRODUCTS = "_can_use_grouped_mm"
 MOVE_MODEL = "_move_model_to_device"
 # Of accelerate's states.
 SHARED_STATE = "_shared_state"
+# What processors change pixels with.
+RESIZES = "torchvision.transforms.v2.functional"
 
 
 def takes_sdpa(model: Any) -> bool:
@@ -96,3 +103,31 @@ def take_attention(name: str) -> Callable:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name)
+
+
+@cache
+def counting_module(name: str) -> ModuleType:
+    """Return a module of transformers for what it counts, also where torchvision is missing.
+
+    Some modules that process images or videos import torchvision for what they do to pixels. It
+    is empty then, as long as they are imported.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != RESIZES.partition(".")[0]:
+            raise
+    # these ask whether torchvision is there, and must not find what is empty
+    import_module("transformers.video_processing_utils")
+    empty: dict[str, ModuleType] = {}
+    for path in accumulate(RESIZES.split("."), "{}.{}".format):
+        empty[path] = ModuleType(path)
+        parent, _, last = path.rpartition(".")
+        if parent:
+            setattr(empty[parent], last, empty[path])
+    sys.modules.update(empty)
+    try:
+        return import_module(name)
+    finally:
+        for path in (*empty, name):  # whoever imports it later is told that torchvision is missing
+            sys.modules.pop(path, None)

@@ -23,7 +23,8 @@ def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, 
     shown = [number for ids in images.marked(recipe) for number in ids]
     size = (recipe.batch_size, recipe.seq_len - len(shown))
     # ids of images are the vocabulary's last; text has none of them
-    special = [settings[name] for name in (reader["image"], *reader["around"])]
+    names = {reader["image"], *reader["around"], *filter(None, reader.get("ids", {}).values())}
+    special = [settings[name] for name in names]
     text = torch.randint(min(special), size, generator=generator)
     before = torch.tensor(shown, dtype=torch.int64).expand(recipe.batch_size, -1)
     ids = torch.cat([before, text], dim=1)
@@ -32,9 +33,10 @@ def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, 
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        reader["types"]: marked.long(),
         **images.pixels(recipe),
     }
+    if reader["types"]:
+        batch[reader["types"]] = marked.long()
     if recipe.trainer == "sft":
         return _by_trl(batch)
     return batch | {"labels": ids.masked_fill(ids == image, NO_LABEL)}
