@@ -22,8 +22,6 @@ CAN_GROUP_PRODUCTS = "_can_use_grouped_mm"
 MOVE_MODEL = "_move_model_to_device"
 # Of accelerate's states.
 SHARED_STATE = "_shared_state"
-# What processors change pixels with.
-RESIZES = "torchvision.transforms.v2.functional"
 
 
 def takes_sdpa(model: Any) -> bool:
@@ -115,12 +113,13 @@ def counting_module(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != RESIZES.partition(".")[0]:
+        if error.name != "torchvision":
             raise
     # these ask whether torchvision is there, and must not find what is empty
     import_module("transformers.video_processing_utils")
+    used = ("torchvision", "transforms", "v2", "functional")
     empty: dict[str, ModuleType] = {}
-    for path in accumulate(RESIZES.split("."), "{}.{}".format):
+    for path in accumulate(used, "{}.{}".format):
         empty[path] = ModuleType(path)
         parent, _, last = path.rpartition(".")
         if parent:

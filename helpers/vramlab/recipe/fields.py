@@ -296,6 +296,19 @@ class RecipeFields:
         option=True,
         shown="at most {:,} pixels",
     )
+    video_frames: int | None = knob(
+        None,
+        most=2**14,
+        help="Frames of the video in each sample, as many as the processor samples of it.",
+        option=True,
+        shown="a video of {} frames a sample",
+    )
+    video_size: str | None = knob(
+        None,
+        shown="{}",
+        help="Its width and height in pixels, as 640x360.",
+        option=True,
+    )
     freeze: tuple[str, ...] | None = knob(
         None,
         shown=_frozen_in_words,

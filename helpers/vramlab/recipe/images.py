@@ -1,9 +1,10 @@
-"""Images of a sample: from pixels to patches and tokens, by the processor's own code.
+"""Images and videos of a sample: from pixels to patches and tokens, by the processor's own code.
 
-A processor is built from its class and the model's sizes, so nothing is downloaded.
+A processor is built from its class and the model's sizes, so nothing is downloaded (`processors`).
 `data/image_readers.json` says of each architecture which class that is, and how a sample shows an
 image: the placeholder that is repeated, what stands before and after it, the mask's name, and the
-published preprocessor_config.json's least and most pixels.
+published preprocessor_config.json's least and most pixels. Where a processor writes more than that,
+it says which class writes (`writer`) and whose ids the special tokens have that it may write.
 """
 
 import re
@@ -17,7 +18,7 @@ from .configuration import READERS, reason
 from .fields import RecipeFields
 from .knobs import Refusals
 from .model_sizes import Sizes
-from .processors import processed, processor, written
+from .processors import filmed, processed, processor, written
 
 MOST_SIDE = 2**14  # pixels
 
@@ -44,8 +45,8 @@ def sides(recipe: RecipeFields) -> list[tuple[int, int]]:
     return sizes
 
 
-def read_sizes(value: Any) -> tuple[str, ...] | None:
-    """Return "width x height" of images, of a side alone too. Raises RecipeError."""
+def read_sizes(value: Any, field: str = "image_size") -> tuple[str, ...] | None:
+    """Return "width x height" of images, of a side alone too. Raises RecipeError about `field`."""
     if value is None:
         return None
     values = value if isinstance(value, list | tuple) else (value,)
@@ -56,7 +57,7 @@ def read_sizes(value: Any) -> tuple[str, ...] | None:
         height = int(found[2] or found[1]) if found else 0
         if not (0 < width <= MOST_SIDE and 0 < height <= MOST_SIDE):
             rest = f"it must be width and height, such as '1024x768', of up to {MOST_SIDE:,} pixels"
-            raise RecipeError("image_size", one, rest)
+            raise RecipeError(field, one, rest)
         sizes.append(f"{width}x{height}")
     return tuple(sizes)
 
@@ -121,9 +122,14 @@ def _tokens(
     return patches // own.merge_size**2
 
 
-def _refused(height: int, width: int, error: ValueError) -> RecipeError:
+def _refused(
+    height: int,
+    width: int,
+    error: ValueError,
+    field: str = "image_size",
+) -> RecipeError:
     rest = f"the processor refuses it: {reason(error)}"
-    return RecipeError("image_size", f"{width}x{height}", rest)
+    return RecipeError(field, f"{width}x{height}", rest)
 
 
 def tokens(recipe: RecipeFields) -> list[int]:
@@ -158,6 +164,56 @@ def marked(recipe: RecipeFields) -> list[list[int]]:
     return [[*around[:1], *[image] * count, *around[1:]] for count in counts]
 
 
+def shown(recipe: RecipeFields) -> list[int]:
+    """Return the ids that stand for a sample's images and its video."""
+    if not reads(recipe):
+        return []
+    ids = []
+    for of_image in marked(recipe):
+        ids += of_image
+    if recipe.video_frames:
+        reader = READERS[recipe.shape.family]
+        around = [recipe.shape.settings[name] for name in reader["around"]]
+        _, of_video = _filmed(recipe)
+        ids += [*around[:1], *of_video, *around[1:]]
+    return ids
+
+
+def sft_reads(recipe: RecipeFields) -> bool:
+    """Tell whether TRL's SFTTrainer trains on a recipe's samples with images."""
+    reader = reader_of(recipe.shape)
+    return reader is not None and "without_sft" not in reader and not recipe.video_frames
+
+
+def special(shape: Sizes) -> list[int]:
+    """Return the ids of which a tokenizer makes no text."""
+    reader = READERS[shape.family]
+    names = {reader["image"], *reader["around"]}
+    for record in (reader, reader.get("video", {})):
+        names |= set(record.get("ids", {}).values())
+    return [shape.settings[name] for name in names if name]
+
+
+def reads(recipe: RecipeFields) -> bool:
+    """Tell whether a sample has images or a video, of which all is said that a model asks."""
+    reader = reader_of(recipe.shape)
+    if reader is None or (recipe.video_frames and "video" not in reader):
+        return False
+    is_said = recipe.images is None or recipe.image_size is not None
+    is_film_said = recipe.video_frames is None or recipe.video_size is not None
+    return is_said and is_film_said
+
+
+def _filmed(recipe: RecipeFields) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return what the processor makes of a sample's video. Raises RecipeError if it refuses."""
+    width, height = map(int, (recipe.video_size or "").split("x"))
+    frames = recipe.video_frames or 0
+    try:
+        return filmed(recipe.shape, frames, height, width)
+    except ValueError as error:
+        raise _refused(height, width, error, "video_size") from None
+
+
 def _processed(recipe: RecipeFields, sizes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
     """Return what the processor makes of a sample's images. Raises RecipeError if it refuses."""
     try:
@@ -179,22 +235,25 @@ def most_read(recipe: RecipeFields) -> int:
 
 
 def pixels(recipe: RecipeFields) -> dict[str, Any]:
-    """Return what the processor makes of a micro-batch's images, real tensors on the CPU.
+    """Return what the processor makes of a micro-batch's images and videos, on the CPU.
 
-    They are black, and pixels are zeros then.
+    They are real tensors. Images are black, and pixels are zeros then.
     """
-    if not recipe.images:
-        return {}
     import torch
 
+    of_sample: dict[str, Any] = {}
+    if recipe.images:
+        of_sample |= _processed(recipe, tuple(sides(recipe)))
+    if recipe.video_frames:
+        of_sample |= _filmed(recipe)[0]
     made = {}
     samples = recipe.batch_size
     # what only the processor itself reads
     own = (READERS[recipe.shape.family].get("counts"), "aspect_ratios")
-    for name, value in _processed(recipe, tuple(sides(recipe))).items():
+    for name, value in of_sample.items():
         if name in own:
             continue
-        if value.is_floating_point():
+        if value.is_meta:
             made[name] = torch.zeros(samples * value.shape[0], *value.shape[1:], dtype=value.dtype)
         else:
             made[name] = torch.cat([value] * samples)
@@ -205,12 +264,13 @@ def refusals(recipe: Any) -> Refusals:
     """Return images that a model does not read, or not so."""
     shape = recipe.shape
     reader = reader_of(shape)
-    for name in ("images", "image_size", "max_pixels"):
+    for name in ("images", "image_size", "max_pixels", "video_frames", "video_size"):
         known = ", ".join(READERS)
         allowed = f"{shape.name} reads no images in a recipe: {known} do"
         yield name, reader is None and getattr(recipe, name), allowed
     if reader is None:
         return
+    yield from _video_refusals(recipe, reader)
     yield "image_size", recipe.image_size and not recipe.images, "say images, how many a sample has"
     allowed = "the processor's tokens depend on it: say width and height, such as '1024x768'"
     yield "image_size", recipe.images and not recipe.image_size, allowed
@@ -221,16 +281,36 @@ def refusals(recipe: Any) -> Refusals:
     least = reader["size"].get("shortest_edge", 1) if cuts(shape) else 1
     is_less = recipe.max_pixels and recipe.max_pixels < least
     yield "max_pixels", is_less, f"the processor makes smaller images {least:,} pixels large"
-    yield "trainer", recipe.trainer == "sft" and reader.get("without_sft"), reader.get("without_sft")
+    yield (
+        "trainer",
+        recipe.trainer == "sft" and reader.get("without_sft"),
+        reader.get("without_sft"),
+    )
     yield from _dtype_refusals(recipe, reader)
     yield "sharding", recipe.sharding, "samples with images are modelled on one device"
     # SFTTrainer itself refuses packing and padding_free for images
     for name in ("lengths", "completion_lengths", "pad_to_multiple_of", "packing", "padding_free"):
         allowed = "samples with images have one length here, and rows of their own"
         yield name, getattr(recipe, name), allowed
-    needed = sum(map(len, marked(recipe))) if recipe.images else 0
-    allowed = f"the images of a sample are {needed:,} tokens, and text needs some more"
+    needed = len(shown(recipe))
+    what = "images and video" if recipe.video_frames else "images"
+    allowed = f"the {what} of a sample are {needed:,} tokens, and text needs some more"
     yield "seq_len", recipe.seq_len <= needed, allowed
+
+
+def _video_refusals(recipe: Any, reader: Mapping[str, Any]) -> Refusals:
+    """Return videos that a model does not read, or not so."""
+    frames = recipe.video_frames
+    knows = [family for family, each in READERS.items() if "video" in each]
+    allowed = f"{recipe.shape.name} reads no video in a recipe: {', '.join(knows)} do"
+    for name in ("video_frames", "video_size"):
+        yield name, "video" not in reader and getattr(recipe, name), allowed
+    allowed = "say video_frames, how many of a video a sample has"
+    yield "video_size", recipe.video_size and not frames, allowed
+    allowed = "the processor's tokens depend on it: say width and height, such as '640x360'"
+    yield "video_size", frames and not recipe.video_size, allowed
+    allowed = "SFTTrainer's collator hands on images alone: say 'transformers'"
+    yield "trainer", frames and recipe.trainer == "sft", allowed
 
 
 def _dtype_refusals(recipe: Any, reader: Mapping[str, Any]) -> Refusals:
