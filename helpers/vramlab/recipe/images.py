@@ -281,11 +281,8 @@ def refusals(recipe: Any) -> Refusals:
     least = reader["size"].get("shortest_edge", 1) if cuts(shape) else 1
     is_less = recipe.max_pixels and recipe.max_pixels < least
     yield "max_pixels", is_less, f"the processor makes smaller images {least:,} pixels large"
-    yield (
-        "trainer",
-        recipe.trainer == "sft" and reader.get("without_sft"),
-        reader.get("without_sft"),
-    )
+    fails = reader.get("without_sft", "")
+    yield "trainer", fails and recipe.trainer == "sft", fails
     yield from _dtype_refusals(recipe, reader)
     yield "sharding", recipe.sharding, "samples with images are modelled on one device"
     # SFTTrainer itself refuses packing and padding_free for images
