@@ -318,10 +318,7 @@ class RecipeFields:
     freeze: tuple[str, ...] | None = knob(
         None,
         shown=_frozen_in_words,
-        help=(
-            "Modules that are not trained, by a part of their names, such as visual or "
-            "vision_tower."
-        ),
+        help="Modules that are not trained, by a part of their names: visual, vision_tower.",
         option=True,
     )
     rollouts: Rollouts | None = knob(
