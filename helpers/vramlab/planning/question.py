@@ -85,6 +85,7 @@ class Question:
     precisions: tuple[str, ...] | None = knob(
         None,
         choices=PRECISIONS,
+        instead=knobs(Recipe)["precision"].instead,
         many=True,
         help="To try; None for those that the card computes in and that are safe.",
         option="precision",

@@ -16,6 +16,7 @@ from .options import (
     ATTENTION,
     DTYPES,
     HALF,
+    IN_FEWER_BITS,
     LOOPS,
     PRECISIONS,
     TRL,
@@ -71,6 +72,7 @@ class RecipeFields:
     precision: str = knob(
         "fp32",
         choices=PRECISIONS,
+        instead=dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), IN_FEWER_BITS),
         help="Number format of weights and computation.",
         option=True,
         label="Precision",
