@@ -16,9 +16,8 @@ from .options import (
     ATTENTION,
     DTYPES,
     HALF,
-    IN_FEWER_BITS,
     LOOPS,
-    PRECISIONS,
+    PRECISION_RULES,
     TRL,
     Loop,
     LoRA,
@@ -71,8 +70,7 @@ class RecipeFields:
     )
     precision: str = knob(
         "fp32",
-        choices=PRECISIONS,
-        instead=dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), IN_FEWER_BITS),
+        **PRECISION_RULES,
         help="Number format of weights and computation.",
         option=True,
         label="Precision",

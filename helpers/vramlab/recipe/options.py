@@ -15,6 +15,10 @@ IN_FEWER_BITS = (
     "and keeps weights, gradients and states as 'bf16-mixed' does: take that, and WatchCallback() "
     "in its Trainer measures what differs"
 )
+PRECISION_RULES: dict[str, Any] = {  # of `knob`
+    "choices": PRECISIONS,
+    "instead": dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), IN_FEWER_BITS),
+}
 MXFP4 = (
     "transformers trains nothing over weights in MXFP4 (gpt-oss's): leave it out, say dtype "
     "'bfloat16', and load them with Mxfp4Config(dequantize=True)"
