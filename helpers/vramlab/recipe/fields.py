@@ -208,6 +208,12 @@ class RecipeFields:
         elsewhere=True,
         shown="activations offloaded",
     )
+    use_reentrant: bool = knob(
+        False,
+        help="Checkpoint re-entrantly: the first pass of each layer is made without a graph.",
+        option=True,
+        shown="re-entrant",
+    )
     packing: bool = knob(
         False,
         help="Fill samples of seq_len tokens with short ones (SFTTrainer).",

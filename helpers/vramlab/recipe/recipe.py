@@ -34,6 +34,7 @@ from .options import (
     ATTENTION,
     GENERATING,
     HALF,
+    INT8,
     PRECISIONS,
     REPEATED,
     TRL,
@@ -203,6 +204,11 @@ class Recipe(RecipeFields):
         known = ", ".join(able)
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
+        whole = self.gradient_checkpointing and not (self.sharding or self.rollouts)
+        allowed = (
+            "it says how gradient_checkpointing recomputes, on one device and without rollouts"
+        )
+        yield "use_reentrant", self.use_reentrant and not whole, allowed
         yield from liger.refusals(self)
         yield from method_limits.refusals(self)
         yield from images.refusals(self)
@@ -224,6 +230,10 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
+        engine = self.sharding and self.sharding.engine
+        in_int8 = quantization and quantization.quant_type == INT8
+        allowed = "bases in int8 are modelled on one device, and on ranks of 'ddp'"
+        yield "quantization.quant_type", in_int8 and engine not in (None, "ddp"), allowed
         if quantization and quantization.experts:
             yield from self._expert_refusals()
         if quantization and quantization.skip_modules:

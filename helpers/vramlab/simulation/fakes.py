@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
-from ..private import of_compiler, of_distributed, of_transformers
+from ..private import of_bitsandbytes, of_compiler, of_distributed, of_transformers
+from ..private.patched import plain, replaced
 from ..training import models
 from ..training.models import restore_after_liger
-from ..training.patched import plain, replaced
 from ..training.quiet import unheard, unlogged
 from .adapters import adapters_on_fakes
 from .cuda import AMPERE, CudaKernels, cuda_kernels
@@ -85,6 +85,11 @@ def _cuda_branches(
         return group_norm(input.contiguous(), *args, **kwargs)
 
     yield replaced(torch.nn.functional, "group_norm", of_contiguous)
+    if sys.modules.get("bitsandbytes"):
+        owner, product = of_bitsandbytes.int8_products()
+        yield replaced(owner, of_bitsandbytes.INT8_ON_CPU, product)
+        # it says at every product that the input is cast to fp16
+        yield unlogged(owner.__name__)
     yield flash_attention(capability)
     yield from fused_head()
     yield replaced(hub_kernels.logger, "warning_once", warn)
