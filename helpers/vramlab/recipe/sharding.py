@@ -136,8 +136,8 @@ class Sharding:
         allowed += "at least"
         is_uneven = self.world_size % copies or self.world_size == copies
         yield "dp_replicate_size", copies > 1 and is_uneven, allowed
-        allowed = "as many ranks have one sample's tokens together, so it must divide "
-        allowed += "world_size, " if copies == 1 else "the ranks of a copy, "
+        of_copy = "world_size" if copies == 1 else "the ranks of a copy"
+        allowed = f"as many ranks have one sample's tokens together, so it must divide {of_copy}, "
         allowed += str(self.shards)
         yield "cp_size", self.shards % self.cp_size, allowed
         allowed = "accelerate divides each of several copies among 2 groups of so many at least"
