@@ -13,20 +13,20 @@ from vramlab.planning.step_time import (
     RATES,
     TRANSFERS,
     USUAL,
-    WAITING_TENSOR,
     attention_operations,
     form_of,
     operations,
     timed_records,
     walk,
 )
-from vramlab.planning.step_traffic import optimizer_traffic, waiting_tensors
+from vramlab.planning.step_traffic import optimizer_traffic, updating_calls, waiting_tensors
 from vramlab.recipe.options import REPEATED
 
 from .published import runs
 
 AS_RUN = "repeated keys"  # which is a kernel of the recipe
-CARDS = ("T4", "H100 SXM")
+CARDS = ("T4", "H100 SXM", "H200")
+UNLIKE = CARDS[:2]  # each of which stands for a card without runs of its own
 OUTSIDE = 20  # one part in so many on either side is left out of an interval
 ROUNDS = 60  # of Levenberg and Marquardt's method
 DAMPING = 1e-2  # of Levenberg and Marquardt's method
@@ -62,8 +62,8 @@ def chosen(card: str) -> tuple[Timed, ...]:
 def features(run: Timed) -> tuple[float, ...]:
     """What the time of a run's step is made of, before the fit.
 
-    Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
-    tensors waited for.
+    Seconds at the whole peak, in fused attention too, and at the whole bandwidth, of the passes and
+    of the update; calls of both; tensors waited for.
     """
     card = find_gpu(run.card)
     recipe = run.recipe
@@ -74,12 +74,13 @@ def features(run: Timed) -> tuple[float, ...]:
     fused = 0.0
     if walked.fused:
         fused = times * attention_operations(recipe, walked) / card.flops(form_of(recipe))
-    moved = times * TRANSFERS * walked.written + optimizer_traffic(recipe)
     return (
         computing - fused,
         fused,
-        moved / card.bandwidth,
-        times * walked.kernels,
+        times * TRANSFERS * walked.written / card.bandwidth,
+        optimizer_traffic(recipe) / card.bandwidth,
+        times * walked.calls,
+        updating_calls(recipe),
         waiting_tensors(recipe),
     )
 
@@ -88,14 +89,16 @@ def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
     """Seconds by (U, W, V, τ, σ): the longer of computing and issuing, and what is waited for."""
     *shares, issue, waiting = constants
     # Three parts that follow one another, each at its share of the peak.
-    computing = (x[:, :3] / np.array(shares)).sum(axis=1)
-    issuing = x[:, 3] * issue
-    return np.maximum(computing, issuing) + x[:, 4] * waiting
+    passes = (x[:, :3] / np.array(shares)).sum(axis=1)
+    update = x[:, 3] / shares[-1]
+    issuing = x[:, 4] * issue
+    computing = np.maximum(passes, issuing) + update
+    return np.maximum(computing, issuing + x[:, 5] * issue) + x[:, 6] * waiting
 
 
 def in_use(card: str) -> tuple[float, ...]:
     """The constants that `step_time` has for a card."""
-    return (*RATES.get(card, USUAL), WAITING_TENSOR)
+    return RATES.get(card, USUAL)
 
 
 def fit(found: Sequence[Timed]) -> tuple[float, ...]:
@@ -160,8 +163,8 @@ def spread(found: Sequence[float]) -> tuple[float, float]:
 
 
 def elsewhere() -> list[float]:
-    """`ratios` of each card's runs by the constants of the other, as of an unseen card."""
-    one, other = CARDS
+    """`ratios` of each of `UNLIKE`'s runs by the constants of the other, as of an unseen card."""
+    one, other = UNLIKE
     found = []
     for card, rates in ((one, other), (other, one)):
         found += ratios(chosen(card), in_use(rates))

@@ -158,7 +158,7 @@ def test_speeds_are_measured_over_estimated():
     assert figure.axes[0].lines[0].get_xydata().tolist() == [[2.0, 1.5], [1.0, 0.8]]
     assert figure.rows[1] == ("T4, held out", "2", "0.80", "1.50", "1.50")
     timed = figures_08.timed()
-    assert len(timed["T4, held out"]) == 61 and len(timed["H200, recorded"]) == 4
+    assert len(timed["T4, held out"]) == 61 and len(timed["H200, held out"]) == 4
 
 
 def test_a_step_is_judged_by_a_fit_that_has_not_seen_its_model():

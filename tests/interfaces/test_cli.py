@@ -327,7 +327,7 @@ WRONG = [
     ("gpt2", "--lora-r 0", "--lora-r is 0"),
     ("gpt2", "--lora-target nothing", "nothing"),
     ("gpt2", "--quantization nf4", "lora=LoRA"),
-    ("gpt2", "--quantization int8 --lora-r 8", "'nf4', 'fp4'"),
+    ("gpt2", "--quantization int3 --lora-r 8", "'nf4', 'fp4', 'int8'"),
     ("gpt2", "--stage 4", "--stage is 4"),
     ("gpt2", "--stage 1 --engine fsdp", "has stage 2 or 3"),
     ("gpt2", "--world-size 2 --engine horovod", "'ddp'"),

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from vramlab.base.errors import RecipeError
 from vramlab.interfaces.axolotl_file import RING, SEGMENTS
 from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
-from vramlab.interfaces.configuration_file import known_settings
+from vramlab.interfaces.configuration_file import REENTRANT, known_settings
 from vramlab.interfaces.configurations import question_of, read_configuration
 from vramlab.interfaces.swift_file import ULYSSES
 from vramlab.recipe.options import LoRA, Quantization, Sharding
@@ -34,6 +34,8 @@ AXOLOTL = {
     "attn_implementation": "flash_attention_2",
     "learning_rate": 0.0002,
 }
+IN_8_BITS = {"adapter": "lora", "load_in_4bit": None, "load_in_8bit": True}
+OF_SWIFT = {"model": "Qwen/Qwen3-4B", "tuner_type": "lora", "max_length": 512}
 FACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507",
     "stage": "sft",
@@ -88,7 +90,28 @@ def test_axolotls_qlora(tmp_path):
         lora=LoRA(r=32, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"),
         quantization=Quantization("nf4", double=True, prepare=False),
     )
-    assert notes == [SEGMENTS, "2 settings move no memory of a step"]
+    assert notes == [SEGMENTS, REENTRANT, "2 settings move no memory of a step"]
+    _, notes = read(tmp_path, AXOLOTL, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert REENTRANT not in notes
+
+
+@pytest.mark.parametrize(
+    "values, changes, reentrant",
+    [
+        (AXOLOTL, IN_8_BITS, True),
+        (AXOLOTL, IN_8_BITS | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}, False),
+        (AXOLOTL, IN_8_BITS | {"sample_packing": None, "rl": "dpo"}, False),
+        (FACTORY, {"quantization_bit": 8}, True),
+        (FACTORY, {"quantization_bit": 8, "use_reentrant_gc": False}, False),
+        (OF_SWIFT, {"quant_method": "bnb", "quant_bits": 8}, True),
+        (TRL, {"load_in_8bit": True}, False),
+    ],
+)
+def test_bases_in_8_bits_and_how_layers_are_checkpointed(values, changes, reentrant, tmp_path):
+    """It is decisive for them alone, so that others are only told of it."""
+    recipe, notes = read(tmp_path, values, **changes)
+    assert recipe.quantization == Quantization("int8", prepare=False)
+    assert recipe.use_reentrant == reentrant and REENTRANT not in notes
 
 
 def test_axolotl_packs_experts_as_they_are_loaded(tmp_path):
@@ -202,14 +225,13 @@ def test_trls_sft(tmp_path):
         (AXOLOTL, {"tensor_parallel_size": 2}, "or say --engine tensor for that alone"),
         (AXOLOTL, {"attn_implementation": "sdpa"}, "a mask of tokens × tokens"),
         (AXOLOTL, {"plugins": ["a.CutCrossEntropyPlugin"]}, "leave the others out"),
-        (AXOLOTL, {"load_in_4bit": None, "load_in_8bit": True, "adapter": "lora"}, "in 4 bits"),
+        (AXOLOTL, IN_8_BITS | {"quantize_moe_experts": True}, "packs linear layers alone"),
         (AXOLOTL, {"rl": "orpo"}, "recipes train as dpo"),
         (AXOLOTL, {"gradient_checkpointing": "offload"}, "take true or false"),
         (FACTORY, {"stage": "dpo"}, "take sft or pt"),
         (FACTORY, {"finetuning_type": "freeze"}, "take full or lora"),
         (FACTORY, {"use_galore": True}, "use_galore"),
-        (FACTORY, {"quantization_bit": 8}, "in 4 bits"),
-        (TRL, {"load_in_8bit": True}, "in 4 bits"),
+        (FACTORY, {"quantization_bit": 3}, "in 4 and 8 bits"),
         ({"compute_environment": "LOCAL_MACHINE"}, {}, "accelerate's file"),
         ({"model": {"_component_": "torchtune.models.llama3.llama3_8b"}}, {}, "torchtune"),
         ({"lr": 1}, {}, "a YAML must be axolotl's"),

@@ -26,7 +26,8 @@ ROLLOUT_ENGINES = ("colocate", "server")  # where vLLM runs: in this process, or
 # Of a precision's name before "-true" or "-mixed".
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 DTYPES = ("float32", "float16", "bfloat16")
-QUANT_TYPES = ("nf4", "fp4")
+INT8 = "int8"  # LLM.int8(), which `load_in_8bit` asks for
+QUANT_TYPES = ("nf4", "fp4", INT8)
 # When fused experts are packed: as each one is loaded (axolotl's `quantize_moe_experts`), or once
 # all are on the device (bitsandbytes' `replace_parameter_4bit`).
 PACKED_EXPERTS = ("loading", "loaded")
@@ -127,7 +128,7 @@ class LoRA:
 @documented
 @dataclass(frozen=True)
 class Quantization:
-    """A frozen base in few bits (Dettmers et al. 2023).
+    """A frozen base in few bits (Dettmers et al. 2023; int8: Dettmers et al. 2022).
 
     `transformers.BitsAndBytesConfig` makes it so.
     """
@@ -180,6 +181,11 @@ class Quantization:
             names = said.split(",") if isinstance(said, str) else said
             object.__setattr__(self, "skip_modules", tuple(names))
         check(self, "quantization.")
+        for name in ("double", "compute_dtype", "experts"):
+            value = getattr(self, name)
+            if value and self.quant_type == INT8:
+                rest = "an int8 base has one scale a row, computes in its input's format and packs "
+                raise RecipeError(f"quantization.{name}", value, rest + "linear layers alone")
 
     def words(self) -> str:
         """Return its part of `str(recipe)`."""

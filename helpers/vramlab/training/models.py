@@ -20,18 +20,19 @@ from ..base.errors import RecipeError, needing
 from ..private import of_transformers
 from ..private.of_bitsandbytes import quantized
 from ..private.of_torch import buffers_of, parameters_of, unset_fake_temporarily
+from ..private.patched import caught
 from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
 from ..recipe.liger import kernels
-from ..recipe.options import REPEATED, LoRA, Quantization
+from ..recipe.options import INT8, REPEATED, LoRA, Quantization
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import Recipe
 from . import trl_trainers
 from .default_dtype import own_default_dtype
 from .engine import Model, makes_fakes
-from .patched import caught, replaced
+from .int8 import INT8_CLASS, int8_parameter, mark_int8
 from .quiet import unheard
 from .repeated_keys import repeat_shared_keys
 
@@ -74,6 +75,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
         model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
         quantize_layers(model, recipe)
+        mark_int8(model)
         pack_experts(model, recipe.quantization)
         if recipe.quantization.prepare:
             from peft import prepare_model_for_kbit_training
@@ -81,7 +83,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
             # Checkpointing is the recipe's own field, which is read below.
             prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if recipe.gradient_checkpointing:
-        _checkpoint(model)
+        _checkpoint(model, recipe.use_reentrant)
         if recipe.adapters:
             # Frozen embeddings give hidden states without a gradient, through which no checkpoint
             # would go back.
@@ -94,7 +96,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
     return _adapted(model, recipe, recipe.lora) if recipe.lora else model
 
 
-def _checkpoint(model: Model) -> None:
+def _checkpoint(model: Model, use_reentrant: bool) -> None:
     """Let `model` recompute its layers in the backward pass."""
     # the Trainer and every model's forward do the same
     model.config.use_cache = False
@@ -103,7 +105,7 @@ def _checkpoint(model: Model) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         enable = model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": use_reentrant})
 
 
 def meta_model(recipe: Recipe) -> Model:
@@ -111,14 +113,10 @@ def meta_model(recipe: Recipe) -> Model:
 
     It is neither quantized nor adapted.
     """
-    from transformers import modeling_utils
-
     dtype = weight_dtype(recipe)
     if recipe.attn_implementation == REPEATED:
         repeat_shared_keys()
-    # TrainingArguments with DeepSpeed's stage 3 make every model of the process a divided one
-    whole = replaced(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
-    with own_default_dtype(), whole:
+    with own_default_dtype():
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     if dtype == torch.float32:
         return model
@@ -145,13 +143,16 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
     quantization = recipe.quantization
     assert quantization is not None  # the caller has asked
     skipped = list(quantization.skip_modules) if quantization.skip_modules else None
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantization.quant_type,
-        bnb_4bit_use_double_quant=quantization.double,
-        bnb_4bit_compute_dtype=recipe.implied_dtype,
-        llm_int8_skip_modules=skipped,
-    )
+    if quantization.quant_type == INT8:
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    else:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.quant_type,
+            bnb_4bit_use_double_quant=quantization.double,
+            bnb_4bit_compute_dtype=recipe.implied_dtype,
+            llm_int8_skip_modules=skipped,
+        )
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
     loading_dtype = local_torch_dtype(weight_dtype(recipe))
     with own_default_dtype(), torch.device("meta"), loading_dtype:
@@ -164,7 +165,8 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     # What the Trainer and PEFT look at.
-    model.is_loaded_in_4bit = True
+    model.is_loaded_in_4bit = config.load_in_4bit
+    model.is_loaded_in_8bit = config.load_in_8bit
     model.is_quantized = True
     model.quantization_method = "bitsandbytes"
     model.config.quantization_config = config
@@ -362,16 +364,21 @@ def _made(name: str, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if not isinstance(meta, torch.nn.Parameter):
         return torch.zeros_like(meta, device=device)
+    kind = type(meta).__name__
+    # what a weight is rounded to before it is int8 (`Int8Params._quantize`)
+    dtype = torch.float16 if kind == INT8_CLASS else meta.dtype
     # fake modes of torch 2.11 take no subclass's .data
-    data = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    data = torch.empty(meta.shape, dtype=dtype, device=device)
     # Fake tensors have no values to fill in.
     if not makes_fakes() and data.is_floating_point():
         if data.dim() > 1:
             data.normal_(0, INITIAL_DEVIATION)
         else:
             data.fill_(0.0 if "bias" in name else 1.0)
-    if type(meta).__name__ == "Params4bit":
+    if kind == "Params4bit":
         return quantized_parameter(meta, data)
+    if kind == INT8_CLASS:
+        return int8_parameter(data)
     return torch.nn.Parameter(data, requires_grad=meta.requires_grad)
 
 
