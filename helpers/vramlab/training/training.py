@@ -21,7 +21,8 @@ from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
 from .engines import engine_of
 from .image_batch import image_batch
 from .make_optimizer import make_optimizer
-from .models import build_model, real_tensors, train_what_moves
+from .models import build_model, real_tensors
+from .moved_adapters import train_what_moves
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
