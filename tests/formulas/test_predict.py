@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -720,6 +721,6 @@ def test_patches_of_an_image_are_free_once_they_are_joined():
         if name == "vit.embeddings":
             moves.append(size)
     live = [int(size) for size in account.Account(recipe).live[:20]]
-    found = [after - before for before, after in zip(live, live[1:], strict=False)]
+    found = [after - before for before, after in pairwise(live)]
     large = [size for size in found if abs(size) > MiB]
     assert large[:5] == moves[:5] and sum(moves[:5]) == moves[1]
