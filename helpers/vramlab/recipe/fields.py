@@ -208,6 +208,12 @@ class RecipeFields:
         elsewhere=True,
         shown="activations offloaded",
     )
+    cut_cross_entropy: bool = knob(
+        False,
+        help="Compute the loss without logits, by cut cross-entropy, as axolotl's plugin does.",
+        option=True,
+        shown="cut cross-entropy",
+    )
     use_reentrant: bool = knob(
         False,
         help="Checkpoint re-entrantly: the first pass of each layer is made without a graph.",
