@@ -20,6 +20,7 @@ from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
 from ..recipe import liger, lora_modules, parallel_limits, peft_methods
 from ..recipe.evaluation import Evaluation
+from ..recipe.images import most_read
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
@@ -376,7 +377,7 @@ def _run(
                 # elements keep their values.
                 tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
             if recipe.reads_values:
-                values = Values(mode, 8 * math.prod(recipe.rows))
+                values = Values(mode, max(8 * math.prod(recipe.rows), most_read(recipe)))
                 tracker.values = values
                 fake = partial(values.faked, device)
                 batches = [training.batch, *training.further]
