@@ -82,7 +82,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return losses.add_(sums).mean()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         hidden, weight, _, _, valid, averages = ctx.saved_tensors
         order = torch.argsort(averages).to(torch.int32)  # held until the kernel is done
         made = []
