@@ -17,7 +17,7 @@ from .options import (
     DTYPES,
     HALF,
     LOOPS,
-    PRECISIONS,
+    PRECISION_RULES,
     TRL,
     Loop,
     LoRA,
@@ -70,7 +70,7 @@ class RecipeFields:
     )
     precision: str = knob(
         "fp32",
-        choices=PRECISIONS,
+        **PRECISION_RULES,
         help="Number format of weights and computation.",
         option=True,
         label="Precision",
