@@ -157,10 +157,7 @@ class RecipeFields:
     dtype: str | None = knob(
         None,
         choices=DTYPES,
-        help=(
-            "The weights' format as loaded, as in from_pretrained; what the precision implies "
-            "when left out."
-        ),
+        help="The weights' format as loaded; what the precision implies when left out.",
         option=True,
         label="Weights",
         shown="{} weights",
@@ -184,10 +181,7 @@ class RecipeFields:
         "transformers",
         choices=("transformers", *TRL),
         shown=TRL.get,
-        help=(
-            "Whose Trainer computes the loss: transformers' own, or TRL's, whose heads make no "
-            "logits."
-        ),
+        help="Whose Trainer computes the loss: transformers', or TRL's, which make no logits.",
         option=True,
         label="Trainer",
     )
