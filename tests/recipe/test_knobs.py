@@ -41,7 +41,7 @@ UNREAD = {
         "the estimate is of text, all of whose modules run": f"freeze {IMAGES}",
         "only the update is timed, not what is sampled": f"rollouts beta {SAMPLING} {VLLM} {DRAWS}",
         "products of matrices are the same": "lora_alpha lora_dropout use_rslora bias lora_bias "
-        "use_dora target_parameters modules_to_save quant_type double experts skip_modules",
+        "target_parameters modules_to_save quant_type double experts skip_modules",
         "elementwise work, which its bytes in memory say": "use_liger_kernel dtype "
         "label_smoothing_factor neftune_noise_alpha outputs_to_fp32",
         "adapters of other methods are far smaller than the base": "peft",
