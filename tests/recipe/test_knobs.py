@@ -23,7 +23,7 @@ SIDES = {
         f"planning/{name}.py" for name in ("question", "search_space", "candidate", "changes")
     ],
 }
-IMAGES = "images image_size max_pixels"
+IMAGES = "images image_size max_pixels video_frames video_size"
 SAMPLING = "num_generations prompt_length max_completion_length num_iterations steps_per_generation"
 VLLM = "use_vllm vllm_mode vllm_gpu_memory_utilization vllm_enable_sleep_mode"
 DRAWS = "temperature top_p top_k"

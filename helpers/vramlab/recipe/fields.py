@@ -17,7 +17,7 @@ from .options import (
     DTYPES,
     HALF,
     LOOPS,
-    PRECISIONS,
+    PRECISION_RULES,
     TRL,
     Loop,
     LoRA,
@@ -70,7 +70,7 @@ class RecipeFields:
     )
     precision: str = knob(
         "fp32",
-        choices=PRECISIONS,
+        **PRECISION_RULES,
         help="Number format of weights and computation.",
         option=True,
         label="Precision",
@@ -302,13 +302,23 @@ class RecipeFields:
         option=True,
         shown="at most {:,} pixels",
     )
+    video_frames: int | None = knob(
+        None,
+        most=2**14,
+        help="Frames of the video in each sample, as many as the processor samples of it.",
+        option=True,
+        shown="a video of {} frames a sample",
+    )
+    video_size: str | None = knob(
+        None,
+        shown="{}",
+        help="Its width and height in pixels, as 640x360.",
+        option=True,
+    )
     freeze: tuple[str, ...] | None = knob(
         None,
         shown=_frozen_in_words,
-        help=(
-            "Modules that are not trained, by a part of their names, such as visual or "
-            "vision_tower."
-        ),
+        help="Modules that are not trained, by a part of their names: visual, vision_tower.",
         option=True,
     )
     rollouts: Rollouts | None = knob(

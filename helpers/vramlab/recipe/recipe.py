@@ -136,6 +136,8 @@ class Recipe(RecipeFields):
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
         self._set("image_size", images.read_sizes(self.image_size))
+        of_video = images.read_sizes(self.video_size, "video_size")
+        self._set("video_size", of_video[0] if of_video else None)
         if isinstance(self.freeze, str | list):
             names = self.freeze.split(",") if isinstance(self.freeze, str) else self.freeze
             self._set("freeze", tuple(name.strip() for name in names))
@@ -166,9 +168,7 @@ class Recipe(RecipeFields):
             rest = f"an image is {shape.image_tokens} tokens to {shape.name}"
             raise RecipeError("seq_len", self.seq_len, rest)
         if self.seq_len is None:
-            shown = 0
-            if self.images and self.image_size and images.reader_of(shape):
-                shown = sum(map(len, images.marked(self)))
+            shown = len(images.shown(self))
             self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH + shown, longest))
         if self.seq_len > longest:
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")

@@ -50,7 +50,7 @@ def fake_world(
     """
     with lock, contextlib.ExitStack() as stack:
         stack.callback(restore_after_liger)
-        for context in _real_branches():
+        for context in _real_branches(target):
             stack.enter_context(context)
         mode = stack.enter_context(fake_mode(target))
         kernels = None
@@ -98,10 +98,12 @@ def _cuda_branches(
         yield replaced(moe, of_transformers.CAN_GROUP_PRODUCTS, lambda *args: False)
 
 
-def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
+def _real_branches(target: str) -> Iterator[contextlib.AbstractContextManager]:
     """Return contexts in which libraries do with fake tensors what they do with real ones."""
     from torch.nn.parallel import distributed
     from transformers.utils import import_utils
+
+    yield replaced(torch.nn.functional, "one_hot", functools.partial(_one_hot, target))
 
     # transformers takes a fake tensor for a sign of tracing and then builds causal masks that it
     # skips otherwise (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel
@@ -126,6 +128,17 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
     yield unheard("Paged optimizers are not supported on CPU")
     # TRL calls it by its old name
     yield unheard("`gradient_checkpointing_", category=FutureWarning)
+
+
+def _one_hot(target: str, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Return what `one_hot` does of real tensors, where it compares fake ones (`Onehot.cpp`)."""
+    if num_classes < 0:  # it reads how many there are
+        num_classes = int(tensor.max()) + 1
+    elif target == "cpu":
+        torch.aminmax(tensor)
+    shape = (*tensor.shape, num_classes)
+    made = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _eager() -> contextlib.AbstractContextManager:
