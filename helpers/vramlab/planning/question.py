@@ -14,13 +14,12 @@ from ..hardware.gpu import Gpu, current_device, find_gpu, usable_memory
 from ..hardware.nvml import held_by_others
 from ..recipe import images, liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
-from ..recipe.options import GENERATING, LoRA, Rollouts, Sharding
+from ..recipe.options import GENERATING, PRECISION_RULES, LoRA, Rollouts, Sharding
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
     ATTENTION,
     LEAST_BATCH,
     OPTIMIZERS,
-    PRECISIONS,
     Recipe,
     refuse_generating,
 )
@@ -84,7 +83,7 @@ class Question:
     )
     precisions: tuple[str, ...] | None = knob(
         None,
-        choices=PRECISIONS,
+        **PRECISION_RULES,
         many=True,
         help="To try; None for those that the card computes in and that are safe.",
         option="precision",

@@ -9,6 +9,20 @@ from .knobs import check, documented, knob
 from .sharding import AT_STAGE_3, OFFLOADS, STAGES, Sharding  # noqa: F401 — with the other parts
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
+# What is said of formats that others train in.
+IN_FEWER_BITS = (
+    "training in 8 or 4 bits (accelerate's fp8, Transformer Engine's formats) multiplies in them, "
+    "and keeps weights, gradients and states as 'bf16-mixed' does: take that, and WatchCallback() "
+    "in its Trainer measures what differs"
+)
+PRECISION_RULES: dict[str, Any] = {  # of `knob`
+    "choices": PRECISIONS,
+    "instead": dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), IN_FEWER_BITS),
+}
+MXFP4 = (
+    "transformers trains nothing over weights in MXFP4 (gpt-oss's): leave it out, say dtype "
+    "'bfloat16', and load them with Mxfp4Config(dequantize=True)"
+)
 REPEATED = "sdpa_repeated"  # sdpa on keys that are repeated for the query heads which share them
 ATTENTION = ("eager", "sdpa", REPEATED, "flash_attention_2")
 # TRL's, by the name of their Recipe; of dpo and reward a sample is a pair of sequences
@@ -136,6 +150,7 @@ class Quantization:
     quant_type: str = knob(
         "nf4",
         choices=QUANT_TYPES,
+        instead={"mxfp4": MXFP4},
         help="Format of the frozen base.",
         option="quantization",
         label="Frozen base",
