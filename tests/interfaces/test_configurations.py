@@ -114,6 +114,19 @@ def test_bases_in_8_bits_and_how_layers_are_checkpointed(values, changes, reentr
     assert recipe.use_reentrant == reentrant and REENTRANT not in notes
 
 
+def test_axolotls_cut_cross_entropy_is_a_head_of_its_own(tmp_path):
+    """Its plugin turns it on unless the file turns it off; Liger's other kernels go with it."""
+    plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
+    recipe, _ = read(tmp_path, AXOLOTL, plugins=plugins)
+    assert recipe.cut_cross_entropy and not recipe.use_liger_kernel
+    assert not read(tmp_path, AXOLOTL, plugins=plugins, cut_cross_entropy=False)[
+        0
+    ].cut_cross_entropy
+    parts = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True}
+    recipe, _ = read(tmp_path, AXOLOTL, plugins=[*plugins, "a.LigerPlugin"], **parts)
+    assert recipe.cut_cross_entropy and recipe.use_liger_kernel
+
+
 def test_axolotl_packs_experts_as_they_are_loaded(tmp_path):
     mixture = {"base_model": "Qwen/Qwen3-30B-A3B", "quantize_moe_experts": True}
     attention = {"lora_target_linear": None, "lora_target_modules": ["q_proj", "v_proj"]}
@@ -224,7 +237,7 @@ def test_trls_sft(tmp_path):
         ),
         (AXOLOTL, {"tensor_parallel_size": 2}, "or say --engine tensor for that alone"),
         (AXOLOTL, {"attn_implementation": "sdpa"}, "a mask of tokens × tokens"),
-        (AXOLOTL, {"plugins": ["a.CutCrossEntropyPlugin"]}, "leave the others out"),
+        (AXOLOTL, {"plugins": ["a.KDPlugin"]}, "leave the others out"),
         (AXOLOTL, IN_8_BITS | {"quantize_moe_experts": True}, "packs linear layers alone"),
         (AXOLOTL, {"rl": "orpo"}, "recipes train as dpo"),
         (AXOLOTL, {"gradient_checkpointing": "offload"}, "take true or false"),

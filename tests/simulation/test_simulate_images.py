@@ -10,6 +10,7 @@ from vramlab import LoRA, Quantization, Recipe, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.recipe import images
 from vramlab.recipe.from_transformers import build
+from vramlab.recipe.processors import processed, processor, video_processor
 from vramlab.recipe.shapes import read_shape
 from vramlab.training.models import meta_model
 from vramlab.training.training import make_batch
@@ -240,3 +241,67 @@ def test_refusals(fields, words):
 def test_predict_names_simulate():
     with pytest.raises(RecipeError, match="predict does not know qwen3_vl: ask simulate"):
         predict(recipe_of("qwen3_vl"))
+
+
+@pytest.mark.parametrize("size", ["640x480", "40x24", "1500x300", "336x336", "16x90"])
+def test_tiles_are_those_that_the_processor_cuts(size):
+    """Llama 4's processor resizes with torchvision, without which its tiles are only counted."""
+    pytest.importorskip("torchvision")
+    import torch
+    from PIL import Image
+
+    recipe = Recipe(SMALL["llama4"], images=1, image_size=size, precision="bf16-true", seq_len=999)
+    (sides,) = images.sides(recipe)
+    own = processor(recipe.shape, None)
+    made = own(images=[Image.new("RGB", (sides[1], sides[0]))], return_tensors="pt")
+    counted = processed(recipe.shape, None, (sides,))
+    assert made["pixel_values"].shape == counted["pixel_values"].shape
+    assert made["pixel_values"].dtype == counted["pixel_values"].dtype
+    assert torch.equal(torch.as_tensor(made["aspect_ratios"]), counted["aspect_ratios"])
+
+
+@pytest.mark.parametrize("size", ["640x360", "100x300", "30x30"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+def test_frames_are_those_that_the_processor_cuts(family, size):
+    """Processors of videos resize with torchvision, without which their patches are counted."""
+    pytest.importorskip("torchvision")
+    import torch
+
+    film = {"video_frames": 7, "video_size": size, "images": None, "image_size": None}
+    recipe = recipe_of(family, **film, seq_len=16000)
+    counted = images.pixels(recipe.replace(batch_size=1))
+    width, height = map(int, size.split("x"))
+    frames = torch.zeros(7, 3, height, width, dtype=torch.uint8)
+    own = video_processor(recipe.shape)
+    made = own(videos=[frames], do_sample_frames=False, return_tensors="pt")
+    for name in ("pixel_values_videos", "video_grid_thw"):
+        if name in counted:
+            assert made[name].shape == counted[name].shape
+    assert str(made.get("video_grid_thw")) == str(counted.get("video_grid_thw"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"precision": "bf16-true"}, AttributeError, "last_hidden_state"),
+        ({"precision": "fp32", "images": None, "image_size": None}, RuntimeError, "same dtype"),
+    ],
+)
+def test_what_llama_4_is_refused_for_fails_in_the_libraries(fields, error, words):
+    """TRL's head asks for hidden states; weights in fp32 are given pixels in bfloat16."""
+    from trl.trainer.utils import add_fused_lm_head
+    from vramlab.training.models import build_model
+
+    recipe = recipe_of("llama4", **fields)
+    pixels = images.pixels(recipe_of("llama4", precision="bf16-true"))
+    model = build_model(recipe)
+    batch = make_batch(recipe) | pixels
+    if not recipe.images:
+        batch["input_ids"] = make_batch(recipe_of("llama4", precision="bf16-true"))["input_ids"]
+    with pytest.raises(error, match=words):
+        if words == "last_hidden_state":
+            add_fused_lm_head(model)
+            model(**batch, fused_lm_head=True)
+        else:
+            model(**batch)

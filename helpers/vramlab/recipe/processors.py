@@ -140,6 +140,16 @@ def _writer(
     return own(tokenizer=tokenizer, **parts, **said), read
 
 
+@lru_cache(maxsize=8)
+def video_processor(shape: Sizes) -> Any:
+    """Return the video processor of a model."""
+    reader = READERS[shape.family]
+    record = reader["video"]
+    size = _values(shape, record["size"])
+    arguments = _values(shape, reader["arguments"])
+    return _class(record["processor"])(**arguments, size=size)
+
+
 @lru_cache(maxsize=32)
 def filmed(
     shape: Sizes,
@@ -155,14 +165,13 @@ def filmed(
 
     reader = READERS[shape.family]
     record = reader["video"]
-    if "processor" not in record:  # every frame becomes one of the tower's side
+    if "fps" not in record:  # every frame becomes one of the tower's side
         side = shape.settings["vision_config"]["image_size"]
         pixels = torch.empty((1, frames, 3, side, side), device="meta")
         made = {"pixel_values_videos": pixels}
         writer, read = _writer(shape, reader)
         return made, read(writer.replace_video_token(made, 0))
-    arguments = _values(shape, reader["arguments"])
-    own = _class(record["processor"])(**arguments, size=record["size"])
+    own = video_processor(shape)
     made = _patched(own, frames, height, width)
     times = VideoTimes(fps=record["fps"], frames_indices=list(range(frames)))
     writer, read = _writer(shape, record, video_processor=own)
