@@ -101,3 +101,92 @@ SMALL["qwen3_vl_moe"] = SMALL["qwen3_vl"] | {
     "model_type": "qwen3_vl_moe",
     "text_config": SMALL["qwen3_vl"]["text_config"] | EXPERTS,
 }
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "projection_dim": 16,
+}
+LLAMA = TEXT | {"model_type": "llama"}
+SMALL["llava"] = {
+    "model_type": "llava",
+    "text_config": LLAMA,
+    "vision_config": CLIP,
+    "image_seq_length": 16,
+    "image_token_index": 290,
+}
+SMALL["llava_next"] = {
+    "model_type": "llava_next",
+    "text_config": LLAMA,
+    "vision_config": CLIP,
+    "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]],
+    "image_token_index": 290,
+}
+SMALL["llava_onevision"] = {
+    "model_type": "llava_onevision",
+    "text_config": TEXT | {"model_type": "qwen2"},
+    "vision_config": SMALL["gemma3"]["vision_config"]
+    | {"model_type": "siglip_vision_model", "image_size": 16},
+    "image_grid_pinpoints": [[16 * i, 16 * j] for i in range(1, 5) for j in range(1, 5)],
+    "image_token_index": 290,
+    "video_token_index": 291,
+}
+SMALL["gemma4"] = {
+    "model_type": "gemma4",
+    "text_config": {
+        **TEXT,
+        "global_head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 2,
+        "position_embedding_size": 640,
+    },
+    "boi_token_id": 290,
+    "eoi_token_id": 291,
+    "image_token_id": 292,
+    "video_token_id": 293,
+    "audio_token_id": 294,
+    "boa_token_id": 295,
+    "eoa_token_index": 296,
+}
+SMALL["llama4"] = {
+    "model_type": "llama4",
+    "text_config": {
+        **TEXT,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "moe_layers": [1],
+        "attention_chunk_size": 4096,
+        "no_rope_layers": [1, 0],
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        "vision_output_dim": 48,
+        "projector_input_dim": 48,
+        "projector_output_dim": 48,
+    },
+    "boi_token_index": 290,
+    "eoi_token_index": 291,
+    "image_token_index": 292,
+}

@@ -3,6 +3,7 @@
 `benchmarks/step_times.py` prints both and says where the runs and the constants are from.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,20 +14,20 @@ from vramlab.planning.step_time import (
     RATES,
     TRANSFERS,
     USUAL,
-    WAITING_TENSOR,
     attention_operations,
     form_of,
     operations,
     timed_records,
     walk,
 )
-from vramlab.planning.step_traffic import optimizer_traffic, waiting_tensors
+from vramlab.planning.step_traffic import optimizer_traffic, updating_calls, waiting_tensors
 from vramlab.recipe.options import REPEATED
 
 from .published import runs
 
 AS_RUN = "repeated keys"  # which is a kernel of the recipe
-CARDS = ("T4", "H100 SXM")
+CARDS = ("T4", "H100 SXM", "H200")
+UNLIKE = CARDS[:2]  # each of which stands for a card without runs of its own
 OUTSIDE = 20  # one part in so many on either side is left out of an interval
 ROUNDS = 60  # of Levenberg and Marquardt's method
 DAMPING = 1e-2  # of Levenberg and Marquardt's method
@@ -62,8 +63,8 @@ def chosen(card: str) -> tuple[Timed, ...]:
 def features(run: Timed) -> tuple[float, ...]:
     """What the time of a run's step is made of, before the fit.
 
-    Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators;
-    tensors waited for.
+    Seconds at the whole peak, in fused attention too, and at the whole bandwidth, of the passes and
+    of the update; calls of both; tensors waited for.
     """
     card = find_gpu(run.card)
     recipe = run.recipe
@@ -74,12 +75,13 @@ def features(run: Timed) -> tuple[float, ...]:
     fused = 0.0
     if walked.fused:
         fused = times * attention_operations(recipe, walked) / card.flops(form_of(recipe))
-    moved = times * TRANSFERS * walked.written + optimizer_traffic(recipe)
     return (
         computing - fused,
         fused,
-        moved / card.bandwidth,
-        times * walked.kernels,
+        times * TRANSFERS * walked.written / card.bandwidth,
+        optimizer_traffic(recipe) / card.bandwidth,
+        times * walked.calls,
+        updating_calls(recipe),
         waiting_tensors(recipe),
     )
 
@@ -88,14 +90,16 @@ def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
     """Seconds by (U, W, V, τ, σ): the longer of computing and issuing, and what is waited for."""
     *shares, issue, waiting = constants
     # Three parts that follow one another, each at its share of the peak.
-    computing = (x[:, :3] / np.array(shares)).sum(axis=1)
-    issuing = x[:, 3] * issue
-    return np.maximum(computing, issuing) + x[:, 4] * waiting
+    passes = (x[:, :3] / np.array(shares)).sum(axis=1)
+    update = x[:, 3] / shares[-1]
+    issuing = x[:, 4] * issue
+    computing = np.maximum(passes, issuing) + update
+    return np.maximum(computing, issuing + x[:, 5] * issue) + x[:, 6] * waiting
 
 
 def in_use(card: str) -> tuple[float, ...]:
     """The constants that `step_time` has for a card."""
-    return (*RATES.get(card, USUAL), WAITING_TENSOR)
+    return RATES.get(card, USUAL)
 
 
 def fit(found: Sequence[Timed]) -> tuple[float, ...]:
@@ -159,9 +163,29 @@ def spread(found: Sequence[float]) -> tuple[float, float]:
     return ordered[out], ordered[-1 - out]
 
 
+def in_pairs(card: str, switch: Sequence[str]) -> list[tuple[float, float]]:
+    """(measured, estimated) ratio of the seconds of runs that differ in the fields `switch` alone.
+
+    The estimates are by the rates in use.
+    """
+    alike: dict[str, dict[str, tuple[float, float]]] = {}
+    found = chosen(card)
+    for run, ratio in zip(found, ratios(found, in_use(card)), strict=True):
+        fields = {name: str(value) for name, value in run.recipe.to_dict().items()}
+        turned = str([fields.pop(name, "") for name in switch])
+        alike.setdefault(str(fields), {})[turned] = (run.seconds, run.seconds / ratio)
+    pairs = []
+    for group in alike.values():
+        # In the order of the words, so that a switch is turned the same way in each.
+        steps = [group[turned] for turned in sorted(group)]
+        for (took, said), (its, other) in itertools.combinations(steps, 2):
+            pairs.append((its / took, other / said))
+    return pairs
+
+
 def elsewhere() -> list[float]:
-    """`ratios` of each card's runs by the constants of the other, as of an unseen card."""
-    one, other = CARDS
+    """`ratios` of each of `UNLIKE`'s runs by the constants of the other, as of an unseen card."""
+    one, other = UNLIKE
     found = []
     for card, rates in ((one, other), (other, one)):
         found += ratios(chosen(card), in_use(rates))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vramlab import LoRA, Quantization, Recipe
 from vramlab_course import exercises
-from vramlab_course.chapters.chapter_10 import nbytes, saved_for_backward
+from vramlab_course.chapters.chapter_10 import largest_made, nbytes, saved_for_backward
 from vramlab_course.exercises import judge
 from vramlab_course.judges.judges_10 import LOOPS, sampled
 
@@ -101,3 +101,10 @@ def test_what_is_saved_is_counted_once_and_without_the_weights():
     with saved_for_backward() as saved:
         layer(x)
     assert nbytes(saved.values()) == 4 * (16 * 4 + 8 * 4)
+
+
+def test_the_largest_tensor_that_a_call_makes_is_what_it_takes_in_memory():
+    x = torch.randn(4, 8)
+    assert largest_made(lambda: (x @ x.T).sum()) == 4 * 4 * 4 * 2  # the transposed view of x
+    assert largest_made(lambda: x.sum(0).expand(100, 8)) == 4 * 8  # 100 rows, one in memory
+    assert largest_made(lambda: x.repeat(3, 1)[:2]) == 4 * 3 * 32

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -707,3 +708,19 @@ def test_a_written_out_stack_equals_the_multiplied_one():
         )
         assert sum(split.values()) == sum(other.values())
         assert {k: n for k, n in split.items() if n} == {k: n for k, n in other.items() if n}
+
+
+def test_patches_of_an_image_are_free_once_they_are_joined():
+    """As in the real forward pass: the class token is joined, then positions are added."""
+    from vramlab.simulation.simulate import trace
+
+    recipe = Recipe("vit-base", batch_size=8, num_layers=1)
+    moves = []
+    for size, storage, _ in trace(recipe, "cpu", full=True).log.events:
+        name = storage.where.removesuffix(".patch_embeddings.projection")
+        if name == "vit.embeddings":
+            moves.append(size)
+    live = [int(size) for size in account.Account(recipe).live[:20]]
+    found = [after - before for before, after in pairwise(live)]
+    large = [size for size in found if abs(size) > MiB]
+    assert large[:5] == moves[:5] and sum(moves[:5]) == moves[1]

@@ -327,7 +327,7 @@ WRONG = [
     ("gpt2", "--lora-r 0", "--lora-r is 0"),
     ("gpt2", "--lora-target nothing", "nothing"),
     ("gpt2", "--quantization nf4", "lora=LoRA"),
-    ("gpt2", "--quantization int8 --lora-r 8", "'nf4', 'fp4'"),
+    ("gpt2", "--quantization int3 --lora-r 8", "'nf4', 'fp4', 'int8'"),
     ("gpt2", "--stage 4", "--stage is 4"),
     ("gpt2", "--stage 1 --engine fsdp", "has stage 2 or 3"),
     ("gpt2", "--world-size 2 --engine horovod", "'ddp'"),
@@ -392,6 +392,8 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
         ("simulate gpt2 --tiled-mlp", "put it there yourself, and simulate(model=…) runs it"),
         ("simulate gpt2 --ep-size 2", "a rank holds the tokens that the router sends it"),
         ("predict gpt2 --context-parallel-size 2", "say --cp-size"),
+        ("plan gpt2 --gpu T4 --sp-size 2", "MODEL --sp-size N --world-size M --stage 3 --engine d"),
+        ("generate gpt2 --cache-backend fp8", "and only 'quantized' has a backend"),
     ],
 )
 def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkeypatch):
@@ -780,6 +782,16 @@ def test_a_shared_architecture_is_said_and_leaves_json_alone():
             "--trainer is 'ppo', but it generates while it trains",
         ),
         ("predict gpt2 --trainer ppo", "--trainer is 'ppo', but it generates while it trains"),
+        ("predict gpt2 --num-generations 8", "--num-generations: only trainer 'grpo' and 'rloo'"),
+        ("predict gpt2 --precision fp8", "--precision is 'fp8', but training in 8 or 4 bits"),
+        ("predict gpt2 --quantization mxfp4", "--quantization is 'mxfp4', but transformers trains"),
+        (
+            "plan gpt2 --gpu T4 --precision fp8",
+            "--precision is 'fp8', but training in 8 or 4 bits (accelerate's fp8, Transformer "
+            "Engine's formats) multiplies in them, and keeps weights, gradients and states as "
+            "'bf16-mixed' does: take that, and WatchCallback() in its Trainer measures what "
+            "differs.",
+        ),
         ("predict gpt2 --trainer grpo", "--trainer is 'grpo', but the formulas do not know what"),
         (
             "simulate gpt2 --trainer grpo --num-generations 3 --batch-size 4",

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from vramlab.base.errors import RecipeError
 from vramlab.interfaces.axolotl_file import RING, SEGMENTS
 from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
-from vramlab.interfaces.configuration_file import known_settings
+from vramlab.interfaces.configuration_file import REENTRANT, known_settings
 from vramlab.interfaces.configurations import question_of, read_configuration
 from vramlab.interfaces.swift_file import ULYSSES
 from vramlab.recipe.options import LoRA, Quantization, Sharding
@@ -34,6 +34,8 @@ AXOLOTL = {
     "attn_implementation": "flash_attention_2",
     "learning_rate": 0.0002,
 }
+IN_8_BITS = {"adapter": "lora", "load_in_4bit": None, "load_in_8bit": True}
+OF_SWIFT = {"model": "Qwen/Qwen3-4B", "tuner_type": "lora", "max_length": 512}
 FACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507",
     "stage": "sft",
@@ -88,7 +90,41 @@ def test_axolotls_qlora(tmp_path):
         lora=LoRA(r=32, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"),
         quantization=Quantization("nf4", double=True, prepare=False),
     )
-    assert notes == [SEGMENTS, "2 settings move no memory of a step"]
+    assert notes == [SEGMENTS, REENTRANT, "2 settings move no memory of a step"]
+    _, notes = read(tmp_path, AXOLOTL, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert REENTRANT not in notes
+
+
+@pytest.mark.parametrize(
+    "values, changes, reentrant",
+    [
+        (AXOLOTL, IN_8_BITS, True),
+        (AXOLOTL, IN_8_BITS | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}, False),
+        (AXOLOTL, IN_8_BITS | {"sample_packing": None, "rl": "dpo"}, False),
+        (FACTORY, {"quantization_bit": 8}, True),
+        (FACTORY, {"quantization_bit": 8, "use_reentrant_gc": False}, False),
+        (OF_SWIFT, {"quant_method": "bnb", "quant_bits": 8}, True),
+        (TRL, {"load_in_8bit": True}, False),
+    ],
+)
+def test_bases_in_8_bits_and_how_layers_are_checkpointed(values, changes, reentrant, tmp_path):
+    """It is decisive for them alone, so that others are only told of it."""
+    recipe, notes = read(tmp_path, values, **changes)
+    assert recipe.quantization == Quantization("int8", prepare=False)
+    assert recipe.use_reentrant == reentrant and REENTRANT not in notes
+
+
+def test_axolotls_cut_cross_entropy_is_a_head_of_its_own(tmp_path):
+    """Its plugin turns it on unless the file turns it off; Liger's other kernels go with it."""
+    plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
+    recipe, _ = read(tmp_path, AXOLOTL, plugins=plugins)
+    assert recipe.cut_cross_entropy and not recipe.use_liger_kernel
+    assert not read(tmp_path, AXOLOTL, plugins=plugins, cut_cross_entropy=False)[
+        0
+    ].cut_cross_entropy
+    parts = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True}
+    recipe, _ = read(tmp_path, AXOLOTL, plugins=[*plugins, "a.LigerPlugin"], **parts)
+    assert recipe.cut_cross_entropy and recipe.use_liger_kernel
 
 
 def test_axolotl_packs_experts_as_they_are_loaded(tmp_path):
@@ -201,15 +237,14 @@ def test_trls_sft(tmp_path):
         ),
         (AXOLOTL, {"tensor_parallel_size": 2}, "or say --engine tensor for that alone"),
         (AXOLOTL, {"attn_implementation": "sdpa"}, "a mask of tokens × tokens"),
-        (AXOLOTL, {"plugins": ["a.CutCrossEntropyPlugin"]}, "leave the others out"),
-        (AXOLOTL, {"load_in_4bit": None, "load_in_8bit": True, "adapter": "lora"}, "in 4 bits"),
+        (AXOLOTL, {"plugins": ["a.KDPlugin"]}, "leave the others out"),
+        (AXOLOTL, IN_8_BITS | {"quantize_moe_experts": True}, "packs linear layers alone"),
         (AXOLOTL, {"rl": "orpo"}, "recipes train as dpo"),
         (AXOLOTL, {"gradient_checkpointing": "offload"}, "take true or false"),
         (FACTORY, {"stage": "dpo"}, "take sft or pt"),
         (FACTORY, {"finetuning_type": "freeze"}, "take full or lora"),
         (FACTORY, {"use_galore": True}, "use_galore"),
-        (FACTORY, {"quantization_bit": 8}, "in 4 bits"),
-        (TRL, {"load_in_8bit": True}, "in 4 bits"),
+        (FACTORY, {"quantization_bit": 3}, "in 4 and 8 bits"),
         ({"compute_environment": "LOCAL_MACHINE"}, {}, "accelerate's file"),
         ({"model": {"_component_": "torchtune.models.llama3.llama3_8b"}}, {}, "torchtune"),
         ({"lr": 1}, {}, "a YAML must be axolotl's"),
@@ -240,6 +275,15 @@ def test_axolotls_mesh_is_copies_and_rings_over_fsdp(tmp_path):
     del sizes["dp_shard_size"]
     recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 32}, **changes, **sizes)
     assert recipe.sharding.world_size == 32
+
+
+def test_plan_says_that_it_leaves_a_files_mesh_out(tmp_path, capsys):
+    ring = {"context_parallel_size": 2, "fsdp_version": 2}
+    ring |= {"fsdp_config": {"reshard_after_forward": True}}
+    changes = {"adapter": None, "load_in_4bit": None, "optimizer": "adamw_torch_fused"}
+    for sizes, is_mesh in (({}, False), (ring, True)):
+        question_of(written(tmp_path, AXOLOTL | changes | sizes), {"gpus": 2})
+        assert ("plan tries no meshes of ranks" in capsys.readouterr().err) is is_mesh
 
 
 def test_ms_swifts_sequence_parallel_is_ulysses_over_deepspeed(tmp_path):

@@ -151,6 +151,10 @@ FIELDS = {  # what is read: changes, and the recipe's fields
         ],
         {"quantization.quant_type": "nf4", "quantization.prepare": False},
     ),
+    "8 bits": (
+        [*loaded("quantization_config=BitsAndBytesConfig(load_in_8bit=True)"), *at("model", LORA)],
+        {"quantization.quant_type": "int8", "quantization.prepare": False},
+    ),
     "kw": (
         [
             (
@@ -490,7 +494,6 @@ REFUSED = {  # changes, and words of the sentence
         "requires_grad",
     ),
     "requires_grad_": (at("model", "model.model.requires_grad_(False)"), "requires_grad_"),
-    "8 bits": (loaded("quantization_config=BitsAndBytesConfig(load_in_8bit=True)"), "load_in_8bit"),
     "8 bits, short": (loaded("load_in_8bit=True"), "load_in_8bit"),
     "GPTQ": (loaded("quantization_config=GPTQConfig(bits=4)"), "in a way that no recipe says"),
     "AWQ": (loaded("quantization_config=AwqConfig(bits=4)"), "in a way that no recipe says"),

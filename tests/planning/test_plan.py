@@ -936,7 +936,7 @@ def test_preferences_are_planned_on_several_gpus(trainer, tmp_path):
         program, *_ = found.write(tmp_path / f"{choice.method}.py", choice)
         assert "torchrun --nproc-per-node 4" in program.read_text(encoding="utf-8")
     # Adapters need no reference model, so their base may be divided.
-    cut = plan("llama-3.1-8b", "A100 40GB", 2, method="lora", **asked).best.recipe.sharding
+    cut = plan("llama-3.1-8b", "RTX 4090", 2, method="lora", **asked).best.recipe.sharding
     assert cut.engine == "fsdp" or trainer != "dpo"
 
 

@@ -305,10 +305,6 @@ def test_every_field_of_adapters_and_quantization_is_classified():
         ({"torch_compile_backend": "eager"}, "torch_compile_backend"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
         (
-            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-            "checkpointing_kwargs.use_reentrant",
-        ),
-        (
             {"gradient_checkpointing_kwargs": {"every_n_layers": 2}},
             "checkpointing_kwargs.every_n_layers",
         ),

@@ -23,7 +23,7 @@ SIDES = {
         f"planning/{name}.py" for name in ("question", "search_space", "candidate", "changes")
     ],
 }
-IMAGES = "images image_size max_pixels"
+IMAGES = "images image_size max_pixels video_frames video_size"
 SAMPLING = "num_generations prompt_length max_completion_length num_iterations steps_per_generation"
 VLLM = "use_vllm vllm_mode vllm_gpu_memory_utilization vllm_enable_sleep_mode"
 DRAWS = "temperature top_p top_k"
@@ -41,17 +41,20 @@ UNREAD = {
         "the estimate is of text, all of whose modules run": f"freeze {IMAGES}",
         "only the update is timed, not what is sampled": f"rollouts beta {SAMPLING} {VLLM} {DRAWS}",
         "products of matrices are the same": "lora_alpha lora_dropout use_rslora bias lora_bias "
-        "use_dora target_parameters modules_to_save quant_type double experts skip_modules",
+        "target_parameters modules_to_save quant_type double experts skip_modules",
         "elementwise work, which its bytes in memory say": "use_liger_kernel dtype "
+        "cut_cross_entropy "
         "label_smoothing_factor neftune_noise_alpha outputs_to_fp32",
         "adapters of other methods are far smaller than the base": "peft",
         "the optimizer's own name says what it reads and writes": "optim_args foreach",
-        "when memory is freed, not what is computed": "zero_grad set_to_none keep_outputs "
+        "when memory is freed, not what is computed": "use_reentrant "
+        "zero_grad set_to_none keep_outputs "
         "use_cache optimizer_in_backward empty_cache_steps",
         "what is sent is the same": "rank wrap reshard_root memory_efficient_linear",
         "plan proposes no pipeline": "schedule micro_batches",
     },
     "plan": {
+        "plan's checkpointing and fused heads are others": "use_reentrant cut_cross_entropy",
         "taken over as it is asked": "optim_args torch_compile "
         "precompute_ref_log_probs completion_lengths label_smoothing_factor neftune_noise_alpha",
         "all modules of a plan's model are trained": "freeze",

@@ -2,6 +2,7 @@
 anything is built.
 """
 
+import dataclasses
 import json
 
 import numpy
@@ -10,7 +11,9 @@ import torch
 from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, Sharding, measure, predict, simulate
 from vramlab.base.errors import RecipeError
+from vramlab.recipe import rollouts
 from vramlab.recipe.optimizers import BESIDE_TRAINER, MODELLED, REFUSED
+from vramlab.recipe.options import Rollouts
 from vramlab.recipe.recipe import OPTIMIZERS
 
 SIZES = {
@@ -62,7 +65,8 @@ def test_optimizer_arguments(optim, text, words):
         ({"dp_replicate_size": 3}, {}, "divide the 8 ranks into equal groups"),
         ({"dp_replicate_size": 8}, {}, "groups of 2 at least"),
         ({"dp_replicate_size": 2, "engine": "ddp", "stage": 0}, {}, "only engine 'fsdp' knows it"),
-        ({"cp_size": 3}, {}, "must divide the 8 ranks"),
+        ({"cp_size": 3}, {}, "must divide world_size, 8"),
+        ({"cp_size": 3, "dp_replicate_size": 2}, {}, "must divide the ranks of a copy, 4"),
         ({"cp_size": 4, "dp_replicate_size": 2}, {}, "among 2 groups of so many at least"),
         ({"cp_size": 2}, {"attn_implementation": "eager"}, "computes attention by 'sdpa' only"),
         ({"cp_size": 2}, {"seq_len": 30}, "do not divide into two equal pieces"),
@@ -85,7 +89,7 @@ def test_copies_and_rings(sharding, fields, words):
 @pytest.mark.parametrize(
     ("sharding", "fields", "words"),
     [
-        ({"sp_size": 3}, {}, "must divide the 8 ranks"),
+        ({"sp_size": 3}, {}, "must divide world_size, 8"),
         ({"engine": "fsdp"}, {}, "only engine 'deepspeed' knows it"),
         ({}, {"attn_implementation": "eager"}, "the heads of 'sdpa' and 'flash_attention_2'"),
         ({}, {"seq_len": 31}, "an equal part for each of 2 ranks"),
@@ -505,3 +509,11 @@ def test_the_words_for_a_base_that_is_not_prepared():
     assert "prepared" not in str(recipe.replace(trainer="sft")) + str(
         recipe.replace(quantization=Quantization())
     )
+
+
+def test_vllms_arguments_without_vllm_are_named():
+    idle = Rollouts(vllm_gpu_memory_utilization=0.5, vllm_enable_sleep_mode=True)
+    said = "vllm_gpu_memory_utilization and vllm_enable_sleep_mode: vLLM samples only with use_vllm"
+    assert rollouts.notes(idle) == [said]
+    assert rollouts.notes(dataclasses.replace(idle, use_vllm=True)) == []
+    assert rollouts.notes(Rollouts()) == rollouts.notes(None) == []

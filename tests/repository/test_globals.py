@@ -13,8 +13,8 @@ OF_THE_PROCESS = {
     "vramlab/measurement/records.py: _last": "a file's content that this process wrote, by version",
     "vramlab/simulation/fake_mode.py: CACHED": "results of operators, the same for every thread",
     "vramlab/simulation/fakes.py: lock": "one simulation at a time: torch has one describer",
-    "vramlab/training/patched.py: _catching": "a value for each thread",
-    "vramlab/training/patched.py: _shared": "what any thread has replaced, under a lock",
+    "vramlab/private/patched.py: _catching": "a value for each thread",
+    "vramlab/private/patched.py: _shared": "what any thread has replaced, under a lock",
     "vramlab_course/session.py: SESSION": "a kernel is a session",
 }
 CHANGES = {

@@ -10,6 +10,7 @@ from settings import ROOT
 
 PACKAGE = ROOT / "helpers" / "vramlab"
 PRIVATE = PACKAGE / "private"
+OF_LIBRARIES = {*PRIVATE.glob("of_*.py")}
 # Functions of ours, and Python's own, that take an attribute's name as text.
 BY_NAME = {"replaced", "afterwards", "plain", "_healthy", "getattr", "hasattr", "setattr"}
 # Of Python: its documentation describes them.
@@ -95,7 +96,7 @@ def test_private_parts_are_reached_in_one_place():
     found = {}
     for path in PACKAGE.rglob("*.py"):
         names = reached(path.read_text(encoding="utf-8"))
-        if names and path.parent != PRIVATE:
+        if names and path not in OF_LIBRARIES:
             found[path.relative_to(PACKAGE).as_posix()] = names
     assert found == {}
 
@@ -149,7 +150,7 @@ def handed_out(text: str) -> set[str]:
 
 
 def test_the_page_lists_what_each_module_hands_out():
-    said = {path.name: set() for path in PRIVATE.glob("of_*.py")}
+    said = {path.name: set() for path in OF_LIBRARIES}
     for module, names, *_ in rows():
         said[module.strip(" `")].update(re.findall(r"`([^`]+)`", names))
     for module, names in said.items():
@@ -158,9 +159,11 @@ def test_the_page_lists_what_each_module_hands_out():
 
 def test_each_name_is_used():
     text = "".join(
-        path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path.parent != PRIVATE
+        path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+        if path not in OF_LIBRARIES
     )
-    for module in PRIVATE.glob("of_*.py"):
+    for module in OF_LIBRARIES:
         for name in handed_out(module.read_text(encoding="utf-8")):
             assert re.search(rf"\b{name}\b", text), name
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from quick import params
 from test_simulate_depth import assert_same
+from test_simulate_images import LENGTHS, TOWERS, as_llama_4_takes_it
 from tiny_image_models import SMALL
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.simulation.repetition import find
@@ -23,7 +24,7 @@ RECIPES = {
         "gradient_checkpointing": True,
         "optim": "adafactor",
     },
-    "tower frozen": {"precision": "fp32", "freeze": ("visual", "vision_tower")},
+    "tower frozen": {"precision": "fp32", "freeze": ("the tower",)},
     "LoRA on all, accumulating": {
         "precision": "bf16-mixed",
         "dtype": "bfloat16",
@@ -41,6 +42,7 @@ RECIPES = {
 }
 CASES = [(family, name, 10) for family in SMALL for name in RECIPES]
 CASES += [(family, "all of it", 7) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")]
+FEW_TOKENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "paligemma")
 QUICK = [("qwen3_vl", "recomputed, factored", 10)]
 
 
@@ -51,12 +53,19 @@ def deep(family: str, layers: int, tower: int = 2, **fields) -> Recipe:
     text["num_hidden_layers"] = layers
     if "layer_types" in text:
         text["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+    if family == "gemma4":  # as in 26B-A4B and 31B: what stands outside has no part for each layer
+        text["hidden_size_per_layer_input"] = 0
+    if family == "llama4":
+        text["no_rope_layers"] = [1, 0] * (layers // 2)
+        text["moe_layers"] = list(range(1, layers, 2))
+        fields = as_llama_4_takes_it(dict(fields))
     name = "depth" if "depth" in config["vision_config"] else "num_hidden_layers"
     config["vision_config"][name] = tower
-    usual = {"batch_size": 1, "images": 1, "image_size": "40x24", "seq_len": 90}
+    usual = {"batch_size": 1, "images": 1, "image_size": "40x24"}
+    usual["seq_len"] = LENGTHS.get(family, 90 if family in FEW_TOKENS else 330)
     freeze = fields.pop("freeze", None)
     if freeze:  # the name that this tower has
-        fields["freeze"] = freeze[:1] if "depth" in config["vision_config"] else freeze[1:]
+        fields["freeze"] = (TOWERS[family],)
     return Recipe(**{"model": config, **usual, **fields})
 
 

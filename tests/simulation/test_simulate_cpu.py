@@ -41,6 +41,7 @@ ADAPTERS = {
     "nf4": {"lora": EVERYWHERE, "quantization": Quantization("nf4")},
     "nf4 double": {"lora": EVERYWHERE, "quantization": Quantization("nf4", double=True)},
     "fp4 unprepared": {"lora": EVERYWHERE, "quantization": Quantization("fp4", prepare=False)},
+    "int8": {"lora": EVERYWHERE, "quantization": Quantization("int8")},
 }
 LOOPS = {
     "trainer": {},
@@ -308,6 +309,8 @@ SLOW = (
         "DoRA on Conv1D",
         "saved modules",
         "4 bits computed in fp32",
+        "4 bits quantized from fp32",
+        "TRL's mixture in 4 bits",
     ),
 )
 

@@ -90,9 +90,21 @@ TINY["flux2-klein-4b"] = {
         "num_single_layers": 2,
         "timestep_guidance_channels": 16,
     },
-    "vae": {"latent_channels": 4},
+    "vae": TINY_VAE | {"latent_channels": 4},
     "encoders": [],
 }
+TINY["wan2.1-t2v-1.3b"] = {
+    "config": {
+        "attention_head_dim": 16,
+        "ffn_dim": 64,
+        "num_attention_heads": 2,
+        "num_layers": 2,
+        "text_dim": 32,
+    },
+    "vae": {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "encoders": [TINY["sd3-medium"]["encoders"][2]],
+}
+SIZE = {"wan2.1-t2v-1.3b": {"frames": 5, "height": 32, "width": 48}}
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +114,7 @@ def tiny_models(monkeypatch):
         record = copy.deepcopy(MODELS[name])
         record["published"] = f"tiny/{name}"
         record["config"].update(sizes["config"])
-        record["vae"]["config"].update(TINY_VAE | sizes.get("vae", {}))
+        record["vae"]["config"].update(sizes.get("vae", TINY_VAE))
         for encoder, config in zip(record["encoders"], sizes["encoders"], strict=True):
             encoder["config"].update(config)
         monkeypatch.setitem(diffusion.MODELS, f"tiny-{name}", record)
@@ -127,8 +139,18 @@ CASES = {
 }
 
 
+WAN_CASES = [
+    ("lora", True, 2),
+    ("lora", False, 1),
+    ("full", False, 2),
+    ("full", True, 1),
+]
 EVERY = [(model, case) for model in TINY for case in CASES]
-QUICK = [("sdxl", "as the script"), ("sd3-medium", "all resident"), ("flux2-klein-4b", "full")]
+QUICK = [  # SDXL's step is held by the loop below
+    ("sd3-medium", "all resident"),
+    ("flux2-klein-4b", "full"),
+    ("wan2.1-t2v-1.3b", "as the script"),
+]
 
 
 @pytest.mark.parametrize(("model", "case"), params(EVERY, quick=QUICK))
@@ -136,7 +158,8 @@ def test_fake_tensors_take_what_real_ones_take(model, case):
     said = dict(CASES[case])
     if not TINY[model]["encoders"]:
         said.pop("text_encoders", None)
-    asked = Diffusion(f"tiny-{model}", resolution=64, **said)
+    said |= SIZE.get(model, {"resolution": 64})
+    asked = Diffusion(f"tiny-{model}", **said)
     simulated = trace_diffusion(asked, "cpu")
     measured = real(asked)
     assert births(simulated) == births(measured)
@@ -156,7 +179,7 @@ def test_the_step_is_that_of_the_script():
     unet, vae, loaded = parts.model, parts.reference.vae, parts.batch
     encoders = [parts.reference.text_encoder_1, parts.reference.text_encoder_2]
     scheduler = diffusers.DDPMScheduler()
-    scheduler.alphas_cumprod = scheduler.alphas_cumprod.clone()
+    scheduler.alphas_cumprod = loaded["alphas_cumprod"]
     trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=False)
     # what `accelerator.prepare` does to a model; making an Accelerator sets the process's state
@@ -208,7 +231,124 @@ def test_the_step_is_that_of_the_script():
     assert peaks == by_script
 
 
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize(
+    ("method", "resident", "rows"), params(WAN_CASES, quick=[("lora", True, 2)])
+)
+def test_the_step_of_wan_is_that_of_finetrainers(method, resident, rows):
+    """The loop of finetrainers' SFT trainer, with diffusers' own pipeline parts and variables of
+    its own: `precomputation.py`, `modeling_utils.py`, `models/wan/base_specification.py`.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+    said = {"latents": "encoded", "text_encoders": "resident"} if resident else {}
+    said |= SIZE["wan2.1-t2v-1.3b"] | {"method": method, "batch_size": rows}
+    asked = Diffusion("tiny-wan2.1-t2v-1.3b", **said)
+    parts = build_diffusion(asked)
+    transformer = parts.model
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler_sigmas = scheduler.sigmas.clone()
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=False)
+    dtype = torch.bfloat16
+
+    def encode_text(encoder):
+        ids = torch.ones(1, 512, dtype=torch.int64)
+        mask = torch.ones(1, 512).bool()
+        embeds = encoder(ids)[0].to(dtype=dtype)
+        return embeds, mask
+
+    def encode_video(vae):
+        video = torch.rand(1, 5, 3, 32, 48, dtype=dtype)
+        video = video.permute(0, 2, 1, 3, 4).contiguous()
+        return vae._encode(video).to(dtype)
+
+    @torch.no_grad()
+    def item():
+        if not resident:  # as `torch.load` brings them onto the device
+            text = torch.rand(1, 512, 32, dtype=dtype)
+            latents = torch.rand(1, 32, 2, 4, 6, dtype=dtype)
+            return text, latents, torch.rand(16), torch.rand(16)
+        config = parts.reference.vae.config
+        text = encode_text(parts.reference.text_encoder_1)[0]
+        latents = encode_video(parts.reference.vae)
+        # on the host until they are aligned: as numbers, so that no tensor is counted
+        return text, latents, config.latents_mean, config.latents_std
+
+    def normalize(latents, mean, std):
+        mean = mean.view(1, -1, 1, 1, 1)
+        std = std.view(1, -1, 1, 1, 1)
+        return ((latents.float() - mean) * std).to(latents)
+
+    def specification_forward(conditions, latent_conditions, sigmas):
+        latents = latent_conditions.pop("latents")
+        mean = latent_conditions.pop("mean")
+        std = latent_conditions.pop("std")
+        mu, logvar = torch.chunk(latents, 2, dim=1)
+        mu = normalize(mu, mean, std)
+        logvar = normalize(logvar, mean, std)
+        latents = torch.cat([mu, logvar], dim=1)
+        posterior = DiagonalGaussianDistribution(latents)
+        latents = posterior.sample(generator=None)
+        del posterior
+        noise = torch.zeros_like(latents).normal_()
+        noisy_latents = (1.0 - sigmas) * latents + sigmas * noise
+        timesteps = (sigmas.flatten() * 1000.0).long()
+        latent_conditions["hidden_states"] = noisy_latents.to(latents)
+        tracker.begin("forward")
+        pred = transformer(
+            **latent_conditions, **conditions, timestep=timesteps, return_dict=False
+        )[0]
+        target = noise - latents
+        return pred, target, sigmas
+
+    tracker = Tracker("cpu")
+    claim_model(tracker, transformer)
+    if resident:
+        claim_model(tracker, parts.reference)
+    tracker.claim([scheduler_sigmas], "inputs")
+    kept = []  # timesteps, which nothing reads
+    with tracker:
+        for _ in range(2):
+            tracker.begin("encode")
+            items = []
+            for _ in range(rows):
+                items.append(item())
+            batch = items
+            del items
+            conditions = {"encoder_hidden_states": torch.cat([each[0] for each in batch])}
+            latents = torch.cat([each[1] for each in batch])
+            mean = torch.as_tensor(batch[0][2]).to(dtype)
+            std = torch.as_tensor(batch[0][3]).to(dtype)
+            latent_conditions = {"latents": latents, "mean": mean, "std": std}
+            del latents, mean, std
+            weights_of_draw = torch.rand(rows)
+            indices = (weights_of_draw * 1000).long()
+            sigmas = scheduler_sigmas[indices]
+            sigmas = sigmas.reshape(rows, 1, 1, 1, 1)
+            del weights_of_draw, indices
+            pred, target, sigmas = specification_forward(conditions, latent_conditions, sigmas)
+            kept[:] = [(sigmas * 1000.0).long()]
+            weights = compute_loss_weighting_for_sd3("none", sigmas)
+            loss = weights.float() * (pred.float() - target.float()).pow(2)
+            loss = loss.mean(list(range(1, loss.ndim)))
+            loss = loss.mean()
+            tracker.begin("backward")
+            loss.backward()
+            tracker.begin("step")
+            torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0, foreach=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.begin("between_steps")
+    scripted = History(tracker.finish().log, tracker.marks)
+    simulated = trace_diffusion(asked, "cpu")
+    peaks = {name: phase.peak.total for name, phase in simulated.phases().items()}
+    by_script = {name: phase.peak.total for name, phase in scripted.phases().items()}
+    assert peaks == by_script
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_the_sizes_are_those_that_are_published(model):
     record = MODELS[model]
     vae = record["vae"]
@@ -219,6 +359,29 @@ def test_the_sizes_are_those_that_are_published(model):
     for library, kind, said in parts:
         made = on_meta(library, kind, said["config"], "float32")
         assert sum(parameter.numel() for parameter in made.parameters()) == said["parameters"], kind
+
+
+def test_wan_is_loaded_as_from_pretrained_loads_it(tmp_path):
+    """`_keep_in_fp32_modules` stay in fp32, and adapters are trained in it."""
+    import diffusers
+    from diffusers.training_utils import cast_training_params
+    from peft import LoraConfig
+
+    asked = Diffusion("tiny-wan2.1-t2v-1.3b")
+    diffusers.WanTransformer3DModel.from_config(dict(asked.config)).save_pretrained(tmp_path)
+    real = diffusers.WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    real.requires_grad_(False)
+    target = asked.script["target_modules"]
+    real.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=target))
+    cast_training_params([real], dtype=torch.float32)
+    found = denoiser(asked, torch.device("cpu"))
+
+    def described(model):
+        parts = [*model.named_parameters(), *model.named_buffers()]
+        return [(name, p.shape, p.dtype, p.requires_grad) for name, p in parts]
+
+    assert described(found) == described(real)
+    assert len({dtype for _, _, dtype, _ in described(found)}) == 2
 
 
 @pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
@@ -263,6 +426,10 @@ def test_the_adapters_of_sdxl_are_those_of_the_script():
         ("sd3-medium", {"resolution": 4096}, "positions for 3072 pixels"),
         ("sdxl", {"method": "dora"}, "allowed are 'lora', 'full'"),
         ("flux2-klein-4b", {"text_encoders": "resident"}, "frees that of flux2-klein-4b"),
+        ("sdxl", {"frames": 9}, "sdxl has none: say resolution"),
+        ("wan2.1-t2v-14b", {"resolution": 512}, "has none: say frames, height and width"),
+        ("wan2.1-t2v-14b", {"frames": 16}, "a multiple of 4, and one more"),
+        ("wan2.2-ti2v-5b", {"height": 720}, "a multiple of 32 pixels"),
         ("CONFIG", {"text_encoders": "resident"}, "say 'cached'"),
     ],
 )

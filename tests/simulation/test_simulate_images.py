@@ -10,6 +10,7 @@ from vramlab import LoRA, Quantization, Recipe, predict, simulate
 from vramlab.base.errors import RecipeError
 from vramlab.recipe import images
 from vramlab.recipe.from_transformers import build
+from vramlab.recipe.processors import processed, processor, video_processor
 from vramlab.recipe.shapes import read_shape
 from vramlab.training.models import meta_model
 from vramlab.training.training import make_batch
@@ -21,7 +22,13 @@ TOWERS = {
     "qwen3_vl": "visual",
     "gemma3": "vision_tower",
     "paligemma": "vision_tower",
+    "llava": "vision_tower",
+    "llava_next": "vision_tower",
+    "llava_onevision": "vision_tower",
+    "gemma4": "vision_tower",
+    "llama4": "vision_model",
 }
+LENGTHS = {"gemma4": 540}  # each of its images is some 250 tokens
 LANGUAGE = LoRA(r=4, target_modules=r".*language_model.*(q|v)_proj")
 WAYS = {
     "all of it": {"precision": "bf16-true"},
@@ -59,19 +66,66 @@ QUICK = [
 
 
 def recipe_of(family: str, **fields) -> Recipe:
-    usual = {"batch_size": 2, "images": 2, "image_size": "40x24", "seq_len": 170}
+    usual = {"batch_size": 2, "images": 2, "image_size": "40x24"}
+    usual["seq_len"] = LENGTHS.get(family, 170)
     return Recipe(**{"model": SMALL[family], **usual, **fields})
+
+
+def as_llama_4_takes_it(fields: dict) -> dict:
+    """Its pixels are in bfloat16, PEFT's all-linear takes its router, SFTTrainer fails on it."""
+    if fields.get("lora") and fields["lora"].target_modules == "all-linear":
+        fields["lora"] = LoRA(r=4, target_modules=r".*(q|v)_proj")
+    fields.pop("trainer", None)
+    if fields.get("precision") == "fp32":
+        del fields["precision"]
+    return {"precision": "bf16-true"} | fields
 
 
 @pytest.mark.parametrize(("family", "way"), params(CASES, QUICK))
 def test_equals_real_tensors(family, way):
     fields = dict(WAYS[way])
+    if family == "llama4":
+        fields = as_llama_4_takes_it(fields)
     if "frozen" in way:
         fields["freeze"] = (TOWERS[family],)
     if "left alone" in way:
         skipped = (f"model.{TOWERS[family]}", "lm_head")
         fields["quantization"] = Quantization("nf4", skip_modules=skipped)
     assert_equal(recipe_of(family, **fields))
+
+
+FILMS = [family for family in SMALL if "video" in images.READERS[family]]
+FILMED = {
+    "all of it": {"precision": "bf16-true"},
+    "fp32, images too": {"images": 2, "image_size": "40x24"},
+    "tower frozen, recomputed": {"precision": "bf16-mixed", "gradient_checkpointing": True},
+    "LoRA in 4 bits": WAYS["LoRA on language in 4 bits"],
+}
+FILM_CASES = [(family, way) for family in FILMS for way in FILMED]
+
+
+@pytest.mark.parametrize(("family", "way"), params(FILM_CASES, [("qwen2_5_vl", "all of it")]))
+def test_a_video_equals_real_tensors(family, way):
+    fields = {"images": None, "image_size": None, "video_frames": 5, "video_size": "40x24"}
+    fields |= {"seq_len": 330} | FILMED[way]
+    if "frozen" in way:
+        fields["freeze"] = (TOWERS[family],)
+    assert_equal(recipe_of(family, **fields))
+
+
+def test_published_tokens_of_a_video():
+    """LLaVA-OneVision: 196 a frame and one. Qwen2.5-VL: two frames are one of 28 × 28 pixels each.
+    Qwen3-VL writes a time before every two frames: "<0.2 seconds>" is 6 tokens, and 7 from ten on.
+    """
+    film = {"video_frames": 32, "video_size": "640x360"}
+    assert len(images.shown(Recipe("llava-onevision-7b", **film))) == 32 * 196 + 1
+    rows, columns = 13, 23
+    two_and_a_half = Recipe("qwen2.5-vl-7b", **film)
+    assert len(images.shown(two_and_a_half)) == 2 + 16 * rows * columns
+    assert two_and_a_half.seq_len == 512 + 2 + 16 * rows * columns
+    three = Recipe("qwen3-vl-2b", **film)
+    assert len(images.shown(three)) == 2 + 16 * (11 * 20 + 2 + 6) + 6
+    assert "a video of 32 frames a sample" in str(three) and Recipe(**three.to_dict()) == three
 
 
 @pytest.mark.parametrize("family", params(list(SMALL), ["gemma3"]))
@@ -103,6 +157,13 @@ def test_published_tokens():
     assert images.tokens(Recipe("qwen3-vl-2b", images=1, image_size="1024x512")) == [32 * 16]
     gemma = Recipe("gemma-3-4b-vision", images=2, image_size="4000x300")
     assert images.tokens(gemma) == [256, 256] and gemma.seq_len == 512 + 2 * 258
+    # public programs count 27 × 27 + 27 × 28 for LLaVA-OneVision; 144 a tile is Llama 4's card
+    assert images.tokens(Recipe("llava-onevision-7b", images=1, image_size="300x300")) == [1485]
+    assert images.tokens(Recipe("llava-1.5-7b", images=1, image_size="640x480")) == [576]
+    tiled = Recipe("llama-4-scout-vision", images=1, image_size="640x480", precision="bf16-true")
+    assert images.tokens(tiled) == [5 * 144] and len(images.marked(tiled)[0]) == 5 * 144 + 2 + 5
+    budget = Recipe("gemma-4-31b-vision", images=2, image_size=("960x672", "768x768"))
+    assert images.tokens(budget) == [280, 256]
     smaller = Recipe("qwen3-vl-2b", images=1, image_size="1024x512", max_pixels=256 * 1024)
     assert sum(images.tokens(smaller)) <= 256
     assert Recipe(**smaller.to_dict()) == smaller and "at most 262,144 pixels" in str(smaller)
@@ -152,6 +213,23 @@ def test_a_frozen_tower_has_no_gradients():
         ({"max_pixels": 1000}, "makes smaller images 3,136 pixels large"),
         ({"lora": LANGUAGE, "freeze": "visual"}, "adapters leave the whole base frozen"),
         ({"model": SMALL["gemma3"], "max_pixels": 1000}, "makes every image the same size"),
+        ({"model": SMALL["gemma4"], "max_pixels": 1000}, "cuts an image into pieces by sizes of"),
+        ({"model": SMALL["llama4"]}, "pixels come in bfloat16: say 'bf16-mixed'"),
+        (
+            {"model": SMALL["llama4"], "precision": "bf16-mixed", "trainer": "sft"},
+            "SFTTrainer asks",
+        ),
+        ({"model": SMALL["gemma3"], "video_frames": 8}, "reads no video in a recipe: qwen2_vl"),
+        ({"model": "gpt2", "images": None, "video_frames": 8}, "gpt2 reads no images in a recipe"),
+        ({"video_frames": 8}, "say width and height, such as '640x360'"),
+        ({"video_frames": 0, "video_size": "64x64"}, "must be a whole number from 1 to 16,384"),
+        ({"video_size": "64x64"}, "say video_frames"),
+        (
+            {"video_frames": 8, "video_size": "10000x20"},
+            "the processor refuses it: absolute aspect",
+        ),
+        ({"video_frames": 80, "video_size": "64x64"}, "the images and video of a sample are 2,"),
+        ({"video_frames": 2, "video_size": "24x24", "trainer": "sft"}, "hands on images alone"),
     ],
 )
 def test_refusals(fields, words):
@@ -163,3 +241,67 @@ def test_refusals(fields, words):
 def test_predict_names_simulate():
     with pytest.raises(RecipeError, match="predict does not know qwen3_vl: ask simulate"):
         predict(recipe_of("qwen3_vl"))
+
+
+@pytest.mark.parametrize("size", ["640x480", "40x24", "1500x300", "336x336", "16x90"])
+def test_tiles_are_those_that_the_processor_cuts(size):
+    """Llama 4's processor resizes with torchvision, without which its tiles are only counted."""
+    pytest.importorskip("torchvision")
+    import torch
+    from PIL import Image
+
+    recipe = Recipe(SMALL["llama4"], images=1, image_size=size, precision="bf16-true", seq_len=999)
+    (sides,) = images.sides(recipe)
+    own = processor(recipe.shape, None)
+    made = own(images=[Image.new("RGB", (sides[1], sides[0]))], return_tensors="pt")
+    counted = processed(recipe.shape, None, (sides,))
+    assert made["pixel_values"].shape == counted["pixel_values"].shape
+    assert made["pixel_values"].dtype == counted["pixel_values"].dtype
+    assert torch.equal(torch.as_tensor(made["aspect_ratios"]), counted["aspect_ratios"])
+
+
+@pytest.mark.parametrize("size", ["640x360", "100x300", "30x30"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+def test_frames_are_those_that_the_processor_cuts(family, size):
+    """Processors of videos resize with torchvision, without which their patches are counted."""
+    pytest.importorskip("torchvision")
+    import torch
+
+    film = {"video_frames": 7, "video_size": size, "images": None, "image_size": None}
+    recipe = recipe_of(family, **film, seq_len=16000)
+    counted = images.pixels(recipe.replace(batch_size=1))
+    width, height = map(int, size.split("x"))
+    frames = torch.zeros(7, 3, height, width, dtype=torch.uint8)
+    own = video_processor(recipe.shape)
+    made = own(videos=[frames], do_sample_frames=False, return_tensors="pt")
+    for name in ("pixel_values_videos", "video_grid_thw"):
+        if name in counted:
+            assert made[name].shape == counted[name].shape
+    assert str(made.get("video_grid_thw")) == str(counted.get("video_grid_thw"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"precision": "bf16-true"}, AttributeError, "last_hidden_state"),
+        ({"precision": "fp32", "images": None, "image_size": None}, RuntimeError, "same dtype"),
+    ],
+)
+def test_what_llama_4_is_refused_for_fails_in_the_libraries(fields, error, words):
+    """TRL's head asks for hidden states; weights in fp32 are given pixels in bfloat16."""
+    from trl.trainer.utils import add_fused_lm_head
+    from vramlab.training.models import build_model
+
+    recipe = recipe_of("llama4", **fields)
+    pixels = images.pixels(recipe_of("llama4", precision="bf16-true"))
+    model = build_model(recipe)
+    batch = make_batch(recipe) | pixels
+    if not recipe.images:
+        batch["input_ids"] = make_batch(recipe_of("llama4", precision="bf16-true"))["input_ids"]
+    with pytest.raises(error, match=words):
+        if words == "last_hidden_state":
+            add_fused_lm_head(model)
+            model(**batch, fused_lm_head=True)
+        else:
+            model(**batch)

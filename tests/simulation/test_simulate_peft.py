@@ -10,8 +10,10 @@ from vramlab import simulate
 from vramlab.base.errors import RecipeError
 from vramlab.recipe import peft_methods
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
+from vramlab.simulation.fakes import fake_world
 from vramlab.simulation.simulate import trace
 from vramlab.tracking.history import to_report
+from vramlab.training.training import build
 
 METHODS = {  # what a tiny model needs besides the method's defaults
     "ADALORA": {"total_step": 100},
@@ -70,6 +72,7 @@ CORNERS = {
     "IA³ over 4 bits": ("IA3", NF4 | {"gradient_checkpointing": True}),
     "VeRA over 4 bits": ("VERA", NF4),
     "OFT over 4 bits": ("OFT", NF4),
+    "HiRA over 4 bits": ("HIRA", NF4),
     "AdaLoRA over 4 bits": ("ADALORA", NF4),
     "RandLoRA over 4 bits": ("RANDLORA", NF4),
     "IA³ in fp32": ("IA3", {"precision": "fp32"}),
@@ -204,3 +207,16 @@ def test_what_peft_itself_refuses_is_a_sentence():
     recipe = recipe_of({"peft_type": "HRA"}, model=config("gpt2"))
     with pytest.raises(RecipeError, match="PEFT refuses HRA for gpt2"):
         simulate(recipe, target="cpu")
+
+
+@pytest.mark.parametrize(("target", "is_trained"), [("cuda", True), ("cpu", False)])
+def test_what_peft_moves_to_the_card_is_trained(target, is_trained):
+    """A `ParameterDict` makes a trained parameter of AdaLoRA's `ranknum`, which PEFT makes on the
+    host, once it was moved: so it is on PyTorch's CUDA build (`data/stand_in/README.md`).
+    """
+    method = {"peft_type": "ADALORA", "total_step": 100}
+    recipe = Recipe(config("llama"), 1, 16, peft=method, num_layers=1)
+    with fake_world(target, None):
+        model = build(recipe, "cpu", target).model
+    ranks = [each for name, each in model.named_parameters() if "ranknum" in name]
+    assert ranks and {each.requires_grad for each in ranks} == {is_trained}

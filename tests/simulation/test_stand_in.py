@@ -10,7 +10,9 @@ from quick import params
 from vramlab import Recipe, predict, simulate, simulate_evaluation
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.kernels import efficient_scratch, reduction_scratch
+from vramlab.recipe.diffusion import Diffusion
 from vramlab.recipe.evaluation import Evaluation
+from vramlab.simulation.simulate_diffusion import simulate_diffusion
 
 FOLDER = Path(__file__).parent.parent / "stand_in"
 CARDS = {
@@ -133,6 +135,9 @@ ROWS = (
     "liger",
     "rollouts",
     "compiled",
+    "images",
+    "peft",
+    "packed experts",
 )
 
 
@@ -151,3 +156,13 @@ def test_what_came_later(row):
                 held, asked = report.allocated, report.requested
             assert abs(held / run["allocated"] - 1) < 0.003, run["recipe"]
             assert asked is None or abs(asked / run["requested"] - 1) < 2e-5, run["recipe"]
+
+
+@pytest.mark.parametrize("number", params(range(6), []))
+def test_diffusion(number):
+    pytest.importorskip("diffusers", reason="the extra vramlab[diffusion] is not installed")
+    content = read("diffusion")
+    run = content["runs"][number]
+    report = simulate_diffusion(Diffusion(**run["diffusion"]), gpu=content["card"])
+    assert report.requested == run["requested"]
+    assert abs(report.allocated / run["allocated"] - 1) < 0.003

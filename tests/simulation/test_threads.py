@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from tiny_models import config
 from torch.utils.checkpoint import checkpoint
 from vramlab.interfaces.watch import watch
+from vramlab.private import patched
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation import fakes
 from vramlab.simulation.simulate import simulate
 from vramlab.tracking.tracker import Tracker
-from vramlab.training import models, patched
+from vramlab.training import models
 
 SIZES = {"num_layers": 2, "batch_size": 2, "seq_len": 16}
 EVERYWHERE = LoRA(r=4, target_modules="all-linear")
@@ -303,7 +304,7 @@ def test_a_process_forked_by_another_thread_trains_and_simulates(alone, monkeypa
             same = plain() == alone["plain torch"] and simulate(recipe) == report
             status = (
                 0
-                if same and gc.isenabled() and torch.tensor.__module__ != "vramlab.training.patched"
+                if same and gc.isenabled() and torch.tensor.__module__ != "vramlab.private.patched"
                 else 2
             )
         except BaseException:

@@ -26,6 +26,8 @@ CASES = {
     "gpt2 transposes": ("gpt2", Quantization("fp4")),
     "t5 keeps fp32": ("t5", Quantization("nf4")),
     "bert ties a bias": ("bert", Quantization("nf4")),
+    "llama int8": ("llama", Quantization("int8")),
+    "gpt2 int8 transposes": ("gpt2", Quantization("int8", prepare=False)),
 }
 
 
@@ -53,6 +55,8 @@ def loaded(recipe: Recipe, folder) -> Tracker:
         bnb_4bit_use_double_quant=quantization.double,
         bnb_4bit_compute_dtype=getattr(torch, recipe.weights_dtype),
     )
+    if quantization.quant_type == "int8":
+        said = transformers.BitsAndBytesConfig(load_in_8bit=True)
     kind = getattr(transformers, type(build_model(base)).__name__)
     with Tracker("cpu") as tracker:
         model = kind.from_pretrained(
@@ -71,7 +75,7 @@ def highest(tracker: Tracker) -> int:
     return peak
 
 
-@pytest.mark.parametrize("name", params(CASES, ["llama nf4 double", "mixtral merges experts"]))
+@pytest.mark.parametrize("name", params(CASES, ["llama int8", "mixtral merges experts"]))
 def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path, monkeypatch):
     family, quantization = CASES[name]
     monkeypatch.setattr(Shape, "stores_tied_head", "stored too" in name)
@@ -190,5 +194,8 @@ def test_each_rank_of_fsdp_reads_all_weights_though_one_alone_is_asked_to(tmp_pa
     read = sum(weight.nbytes for weight in model.parameters() if weight.count_nonzero())
     assert read == sum(weight.nbytes for weight in model.parameters())
     assert loaded_on_host(recipe) == 8 * read
+    # while accelerate sends a whole model, and shards that stay on the host
+    offloaded = Sharding(3, 8, "fsdp", offload="parameters")
+    assert loaded_on_host(recipe.replace(sharding=offloaded)) == 9 * read
     half = recipe.replace(precision="bf16-true")
     assert loaded_on_host(half) == read // 2

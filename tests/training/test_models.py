@@ -10,6 +10,7 @@ from tiny_models import TINY, config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from vramlab.base.errors import RecipeError
 from vramlab.formulas.model_states import parameter_bytes, parameter_table
+from vramlab.recipe.from_transformers import make
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
 from vramlab.training.models import build_model, meta_model, real_tensors, weight_dtype
 from vramlab.training.training import build, train_step
@@ -326,8 +327,10 @@ def test_a_model_is_whole_where_arguments_ask_deepspeed_for_divided_ones():
     recipe = Recipe(config("llama"), attn_implementation="sdpa")
     asks = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     try:
-        model = meta_model(recipe)
+        # to train, and to read an architecture's shapes off
+        models = (meta_model(recipe), make(recipe.shape))
     finally:
         unset_hf_deepspeed_config()
-    assert asks.is_zero3() and sum(map(torch.numel, model.parameters())) > 0
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    for model in models:
+        assert asks.is_zero3() and sum(map(torch.numel, model.parameters())) > 0
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

@@ -7,6 +7,7 @@ import pytest
 from quick import params
 from real_ranks import assert_learned_alike, differing, run
 from tiny_models import config
+from vramlab.recipe import parallel_limits
 from vramlab.recipe.recipe import LoRA, Recipe, Sharding
 from vramlab.simulation.simulate import simulate
 
@@ -74,6 +75,8 @@ def test_ranks_learn_what_one_process_does_of_whole_samples(real, name):
             if key.startswith("gradient"):
                 rank["tensors"][key] = tensor / times
     assert_learned_alike(recipe, found)
+    said = parallel_limits.notes(recipe.sharding)
+    assert [f"gradients {times} times" in note for note in said] == [True] * (times > 1)
 
 
 @pytest.mark.slow

@@ -297,6 +297,17 @@ class Account:
         self.at_peaks[phase] = groups
         return groups
 
+    def calls(self) -> int:
+        """Return the calls of the host for the micro-batch, with all layers (`calls.py`)."""
+        total = 0
+        models = [self.model]
+        models += [model for model, _ in self.passes]
+        for model in models:
+            total += model.ledger.calls
+            for section in model.sections:
+                total += section.more * section.calls
+        return total
+
     def births(self) -> Iterator[tuple[int, Entry]]:
         """List (how many, entry) of all blocks of the micro-batch, with all layers."""
         models = [self.model]

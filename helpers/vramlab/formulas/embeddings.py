@@ -105,9 +105,11 @@ class Embeddings:
             view=token,
             grads=(FULL,),
         )
+        # ViTEmbeddings gives each result the name of the one before, which is free then.
         x = m.cat([token, patches], (batch, tokens, hidden))
-        placed = m.add(x, m.parameters[f"{prefix}.position_embeddings"])
-        return m.dropout(placed, self.shape.hidden_dropout)
+        del patches
+        x = m.add(x, m.parameters[f"{prefix}.position_embeddings"])
+        return m.dropout(x, self.shape.hidden_dropout)
 
     def _require_gradient(self, x: Tensor) -> None:
         """Make the embedding a leaf with LoRA and checkpointing (`enable_input_require_grads`)."""

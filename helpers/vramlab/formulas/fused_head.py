@@ -7,7 +7,7 @@ w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is tra
 
 import dataclasses
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 from ..base.errors import RecipeError
@@ -16,6 +16,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
+from .calls import FUSED_TILE
 from .graph import CAST, Tensor
 from .numerics import BOOL, INT64
 from .operators import Operators
@@ -117,6 +118,8 @@ def log_probabilities(
     copies = _Copies.of(m, x, weight, labelled)
     workspace = m.ledger.workspaces[:1]
 
+    tiles = ceil(labelled / TILE_TOKENS) * ceil(weight.shape[0] / TILE_COLUMNS)
+    m.ledger.calls += FUSED_TILE * tiles
     statistics = STATISTICS * [labelled * FP32]
     m.ledger.scratch((*statistics, tile, *copies.forward, *workspace), "fused_head")
     saved = [

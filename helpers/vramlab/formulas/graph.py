@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+from .calls import ONE
 from .memory import Block, Memory
 
 # How an operator's backward formula makes the gradient for an input. A number instead of one of
@@ -131,6 +132,8 @@ class Node:
             self.gradient = [*(self.gradient or ()), gradient]
         elif self.gradient is None:
             self.gradient = gradient
+        else:
+            ledger.calls += 1
 
     def run(
         self,
@@ -145,6 +148,8 @@ class Node:
             recomputed: what was saved comes from a checkpoint, and goes when the formula has run.
         """
         ledger.where = self.where
+        once, each = ledger.backward_calls.get(self.op, ONE)
+        ledger.calls += once + each * len(self.edges)
         # It comes and goes before the gradients are made.
         if self.spike:
             ledger.scratch(self.spike, self.op)
@@ -213,9 +218,11 @@ class Node:
             elif (how is PASS or how is FULL) and prod(shape) != prod(self.shape):
                 ledger.column_sum_scratch(self.shape, shape, width)
                 made[place] = ledger.block("sum", shape, width)
+                ledger.calls += 1
             # A cast comes last: the sum is in the incoming gradient's dtype.
             if width != own_width:
                 made[place] = ledger.block("to", shape, own_width)
+                ledger.calls += 1
 
 
 class Leaf:

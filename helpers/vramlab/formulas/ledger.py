@@ -126,6 +126,7 @@ class Ledger(Memory):
             # Autograd saves a product's inputs, and the checkpoint ends, before it is made.
             refilled.append([None if isinstance(x, bool) else x.block for x in saves])
             raise Stop
+        self.calls += self.forward_calls.get(name, 1)
         # The result is allocated while all inputs live. A view is one more reference to its base's
         # block, which lives as long as the longer of the two.
         block = self.block(name, shape, width) if view is None else view.block
@@ -185,6 +186,7 @@ class Ledger(Memory):
         out.needs = not self.no_grad and any(x.needs for x in inputs)
         if saves and out.needs:
             assert self.refilled is not None and self.replay is not None
+            self.calls += len(saves)  # each is detached (torch.utils.checkpoint, pack_hook)
             self.refilled.append([out.block if isinstance(x, bool) else x.block for x in saves])
             # That was the last operator whose inputs backward needs.
             if len(self.refilled) == self.replay.count:
@@ -233,6 +235,7 @@ class Ledger(Memory):
         block = parameter.partial
         assert block is not None
         parameter.partial = None
+        self.calls += 1  # it is taken over, or added
         # Else it is added in place to the one that is there, and freed.
         if parameter.gradient is None:
             block.entry.category = "gradients"

@@ -9,6 +9,7 @@ power of two from T / ⌈V/h⌉ up.
 from math import ceil, prod
 
 from ..recipe.liger import FAMILIES
+from .calls import LIGER_CHUNK
 from .graph import OWN, PASS, Leaf, Parameter, Tensor
 from .numerics import BOOL, INT64
 from .operators import Operators
@@ -124,6 +125,7 @@ def _chunks(
     # Tensor cores add the product where the gradient is; others need room for it.
     tensor_cores = width == HALF and ledger.chip.capability >= (8, 0)
     chunks = ceil(prod(x.shape[:-1]) / chunk)
+    ledger.calls += LIGER_CHUNK * chunks
     if weight.needs:  # each chunk's share is added to its gradient in place
         ledger.rewritten += chunks * hidden * vocabulary * weight.width
     for number in range(min(chunks, 2)):

@@ -55,7 +55,8 @@ def loaded_on_host(recipe: Recipe) -> int:
     tensor, or is packed there by each rank (`loads_on_host`). Of FSDP's ranks each reads all
     weights, with `cpu_ram_efficient_loading` too: transformers 5.23 asks for it only where it
     makes what a file lacks (`modeling_utils.py`; its issue 43749). In 16 bits they are pages of the
-    file, which all ranks share; in fp32 each rank has a copy.
+    file, which all ranks share; in fp32, to which accelerate casts what mixed precision trains,
+    each rank has a copy.
     """
     if recipe.quantization and recipe.sharding and loads_on_host(recipe):
         highest = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
@@ -65,9 +66,14 @@ def loaded_on_host(recipe: Recipe) -> int:
     numbers = sum(prod(weight.shape) for weight in recipe.shape.weights())
     weights = numbers * weight_width(recipe.weights_dtype)
     sharding = recipe.sharding
-    if sharding and (sharding.engine != "fsdp" or recipe.weights_dtype == "float32"):
-        return weights * sharding.world_size
-    return weights
+    if sharding is None or (sharding.engine == "fsdp" and recipe.weights_dtype != "float32"):
+        return weights
+    copies = sharding.world_size
+    if sharding.engine == "fsdp" and sharding.offload == "parameters":
+        # Each rank has the whole weights until all shards are there (accelerate 1.15,
+        # `fsdp2_prepare_model`: `original_sd`).
+        copies += 1
+    return weights * copies
 
 
 @lru_cache(maxsize=256)

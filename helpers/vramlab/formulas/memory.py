@@ -14,6 +14,7 @@ from weakref import ref
 from ..hardware.gpu import Chip
 from ..hardware.kernels import column_sums
 from ..hardware.overhead import CUBLASLT_WORKSPACE, cublas_workspace, frees_workspaces, rounded
+from . import calls
 from .reserved import internal_fragmentation
 
 NEVER = 1 << 60  # death of a block that is still alive
@@ -80,6 +81,7 @@ class Memory:
         adds_linear_in_place: linear layers' gradients are no views where DeepSpeed puts in its own.
         rewritten: bytes that operators write over what is there, for which there is no event.
         repeats: (first event, last event, how many more are like these) of what is entered once.
+        calls: that the host has made (`calls.py`), by `forward_calls` and `backward_calls`.
     """
 
     def __init__(self, chip: Chip, events: list[Entry] | None = None):
@@ -92,6 +94,9 @@ class Memory:
         self.adds_linear_in_place = False
         self.rewritten = 0
         self.repeats: list[tuple[int, int, int]] = []
+        self.calls = 0
+        self.forward_calls = calls.FORWARD
+        self.backward_calls = calls.BACKWARD
 
     def block(
         self,

@@ -13,6 +13,7 @@ from ..base.errors import RecipeError
 from ..recipe.families import Stack, family_of
 from ..recipe.recipe import Recipe
 from .attention import AttentionKernels
+from .calls import NESTED_BACKWARD, NESTED_FORWARD
 from .embeddings import Embeddings
 from .engine_memory import EMBEDDING, ROOT, TAIL, Engine
 from .feed_forward import FeedForward
@@ -31,10 +32,14 @@ SLIDING = "sliding_attention"  # the kind of layers that look back `sliding_wind
 
 @dataclass(slots=True)
 class Section:
-    """The events of a layer that stands for `more` others, as it runs forward and backward."""
+    """The events of a layer that stands for `more` others, as it runs forward and backward.
+
+    `calls`: of the host in both.
+    """
 
     more: int
     begin: int
+    calls: int
     end: int = 0
     top: int = 0
     bottom: int = 0
@@ -58,6 +63,9 @@ class Model:
         shape = recipe.shape
         rows = Rows.of(recipe)
         numerics = Numerics.of(recipe, parameters, ledger.chip)
+        if numerics.nested:
+            ledger.forward_calls = NESTED_FORWARD
+            ledger.backward_calls = NESTED_BACKWARD
         operators = Operators(ledger, numerics, parameters)
         norms = Norms(operators, shape)
         kernels = AttentionKernels(operators, shape, rows)
@@ -247,7 +255,11 @@ class Model:
             ledger.where = inner
             # Events from `begin` to `end` are one layer forward, from `top` to `bottom` the same
             # layer backward; the account multiplies both by `more`.
-            section = Section(more=count - written, begin=len(ledger.events))
+            section = Section(
+                more=count - written,
+                begin=len(ledger.events),
+                calls=-ledger.calls,
+            )
             # Backward runs nodes in reverse: this one comes when the layer is done.
             ledger.nodes.append(partial(self._note_bottom, section))
             engine.enter(inner, x.needs)
@@ -259,6 +271,7 @@ class Model:
             # the one after it in what comes next.
             if number == min(typical, written - 1):
                 section.end = len(ledger.events)
+                section.calls += ledger.calls
                 if section.more and checkpoints:  # the next layer's checkpoint holds it
                     assert x.block is not None
                     x.block.entry.category = "activations"
@@ -269,10 +282,12 @@ class Model:
     def _note_bottom(self, section: Section) -> None:
         """Note where the backward pass of a layer ends."""
         section.bottom = len(self.ledger.events)
+        section.calls += self.ledger.calls
 
     def _note_top(self, section: Section) -> None:
         """Note where the backward pass of a layer begins."""
         section.top = len(self.ledger.events)
+        section.calls -= self.ledger.calls
 
     def _come_back(self, x: Tensor) -> None:
         """Let the first layer's input go with that layer, as others' do, and then come back."""

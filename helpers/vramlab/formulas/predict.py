@@ -19,7 +19,7 @@ from ..hardware.overhead import expandable
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse, unchecked
 from ..recipe.optimizers import BESIDE_TRAINER
-from ..recipe.options import HALF
+from ..recipe.options import HALF, INT8
 from ..recipe.process_context import context_of, room_on
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..report.report import Report
@@ -120,6 +120,10 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = f"the formulas multiply one layer, so {same}: ask simulate"
     yield "lora.target_modules", unlike, allowed
 
+    in_int8 = recipe.quantization and recipe.quantization.quant_type == INT8
+    allowed = "the formulas know bases in 4 bits: ask simulate"
+    yield "quantization.quant_type", in_int8, allowed
+
     skips = recipe.quantization and recipe.quantization.skip_modules
     allowed = "the formulas know the loader's own choice: ask simulate"
     yield "quantization.skip_modules", skips, allowed
@@ -134,6 +138,8 @@ def _refusals(recipe: Recipe) -> Refusals:
 
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
+    yield "use_reentrant", recipe.use_reentrant, allowed
+    yield "cut_cross_entropy", recipe.cut_cross_entropy, allowed
 
     allowed = "Inductor decides what a compiled step keeps: ask simulate, which lets it compile"
     yield "torch_compile", recipe.torch_compile, allowed

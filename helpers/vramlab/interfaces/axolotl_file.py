@@ -9,13 +9,14 @@ from typing import Any
 
 from ..recipe.options import ATTENTION, Loop
 from .configuration_file import (
+    IN_INT8,
     MIXED,
-    REENTRANT,
     RUN_IT,
     TRUE,
     Configuration,
     names_in,
     note_others,
+    take_reentrant,
     take_sharding,
 )
 
@@ -30,8 +31,9 @@ LIGER_PARTS = (
 # Without it queries and keys are turned by PyTorch's own operators, whose results die in the layer:
 # `predict` has the same peak either way, which a test holds.
 MOVES_NOTHING = "liger_rope"
+CUT = "CutCrossEntropyPlugin"
 # The last two only log and evaluate, so they move no bytes of a step.
-PLUGINS = ("LigerPlugin", "SwanLabPlugin", "LMEvalPlugin")
+PLUGINS = ("LigerPlugin", CUT, "SwanLabPlugin", "LMEvalPlugin")
 KERNELS = "not modelled: the fused LoRA kernels that axolotl turns on; these are PEFT's layers"
 RING = (
     "not modelled: ring-flash-attn's ring; these figures are of accelerate's, by sdpa, whose ranks "
@@ -79,9 +81,9 @@ def read_axolotl(configuration: Configuration) -> None:
     # have filled in.
     _take_loop(configuration)
     _take_attention(configuration)
-    _take_checkpointing(configuration)
     _take_trainer(configuration)
     _take_adapter(configuration)
+    _take_checkpointing(configuration)
     _take_liger(configuration)
     take_sharding(configuration)
     _take_mesh(configuration)
@@ -144,9 +146,10 @@ def _take_checkpointing(configuration: Configuration) -> None:
         rest = "it keeps or offloads in its own way, which no recipe models: take true or false"
         raise configuration.refuse("gradient_checkpointing", rest)
     configuration.fields["gradient_checkpointing"] = value
-    said = configuration.get("gradient_checkpointing_kwargs", {})
-    if value and said.get("use_reentrant"):
-        configuration.notes.append(REENTRANT)
+    # `utils/config/__init__.py`, `normalize_config`; its builder's default is the other kind
+    usual = {"use_reentrant": not configuration.get("rl")}
+    if value and configuration.get("gradient_checkpointing_kwargs", usual).get("use_reentrant"):
+        take_reentrant(configuration)
 
 
 def _take_trainer(configuration: Configuration) -> None:
@@ -169,7 +172,7 @@ def _take_trainer(configuration: Configuration) -> None:
 
 
 def _take_adapter(configuration: Configuration) -> None:
-    """Take LoRA, and its base in 4 bits (`loaders/adapter.py`, `_set_quantization_config`)."""
+    """Take LoRA, and its base in few bits (`loaders/adapter.py`, `_set_quantization_config`)."""
     get = configuration.get
     adapter = get("adapter")
     if adapter is None:
@@ -193,13 +196,16 @@ def _take_adapter(configuration: Configuration) -> None:
         "autocast_adapter_dtype": get("peft_autocast_adapter_dtype", True),
     }
     configuration.fields["lora"] = lora
+    in_int8 = adapter == "lora" and get("load_in_8bit")
+    if in_int8:
+        # Prepared and cast back, as the bases in 4 bits below.
+        packed = {"experts": "loading"} if get("quantize_moe_experts") else {}
+        configuration.fields["quantization"] = IN_INT8 | packed
     # axolotl turns its kernels on by itself, but not where the file names one, trains by
-    # preferences or runs a model's own code.
+    # preferences, has a base in 8 bits or runs a model's own code.
     kernels = [name for name in configuration.values if name.endswith("_kernel")]
-    if not kernels and not get("rl") and not get("trust_remote_code"):
+    if not (kernels or get("rl") or get("trust_remote_code") or in_int8):
         configuration.notes.append(KERNELS)  # `check_auto_enable_lora_kernels`
-    if adapter == "lora" and get("load_in_8bit"):
-        raise configuration.refuse("load_in_8bit", "recipes have bases in 4 bits")
     if adapter == "qlora" and get("load_in_4bit"):
         said = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         said |= get("bnb_config_kwargs", {})
@@ -221,6 +227,11 @@ def _take_liger(configuration: Configuration) -> None:
         rest = f"recipes know {', '.join(PLUGINS)}: leave the others out, {RUN_IT}"
         raise configuration.refuse("plugins", rest)
     said = {part: bool(get(part)) for part in LIGER_PARTS}
+    # `integrations/cut_cross_entropy/args.py`: on unless it is switched off; both heads are refused
+    # by `utils/schemas/validation.py`
+    if get("cut_cross_entropy", True) and any(name.endswith(CUT) for name in plugins):
+        configuration.fields["cut_cross_entropy"] = True
+        said["liger_fused_linear_cross_entropy"] = any(said.values())
     # An older name of the same switch.
     said["liger_glu_activation"] |= bool(get("liger_swiglu"))
     # Without the plugin the switches stand in the file and nobody reads them.
@@ -248,9 +259,9 @@ def _take_precision(configuration: Configuration) -> None:
     dtype = "float32"
     if bf16 or get("bfloat16"):
         dtype = "bfloat16"
-    elif get("fp16") or get("float16"):
+    elif get("fp16") or get("float16") or get("load_in_8bit"):
         dtype = "float16"
-    # `float16` without `fp16` loads in 16 bits and turns no autocast on.
+    # `float16` or a base in 8 bits without `fp16` loads in 16 bits and turns no autocast on.
     is_true = bf16 == "full" or (dtype == "float16" and not get("fp16"))
     if is_true:
         fields["precision"] = TRUE[dtype]

@@ -45,6 +45,7 @@ def diffusion(
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
-        help="Memory of diffusers' training step on fake tensors: LoRA or full training of an "
-        "image model's denoiser, with VAE and text encoders where they stay.",
+        help="Memory of diffusers' training step (for Wan of finetrainers') on fake tensors: LoRA "
+        "or full training of an image or video model's denoiser, with VAE and text encoders where "
+        "they stay.",
     )(diffusion)

@@ -13,8 +13,9 @@ import typer
 
 from ..base.errors import RecipeError
 from ..base.text import printable
+from ..planning.question import Question
 from ..recipe import hub_names, lora_modules
-from ..recipe.knobs import Knob
+from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from .configurations import sets_expandable_segments
@@ -84,6 +85,8 @@ def flag_of(field: str, command: typer.core.TyperCommand) -> str:
     # A field of a part, such as sharding.world_size, has an option whose name is not its path.
     known = OPTIONS | GENERATION
     named = [option for option, (path, _) in known.items() if ".".join(path) == plain]
+    # a plan's values to try, such as precisions
+    named += [knob.option for path, knob in options(Question) if path == (plain,)]
     for parameter in command.params:
         if parameter.name in (*named, plain) and parameter.opts[0].startswith("--"):
             return parameter.opts[0]
@@ -111,6 +114,12 @@ def subject_of(error: RecipeError, command: typer.core.TyperCommand) -> str:
             value = getattr(error.value, path[1])
             if value != knob.default:
                 said.append(f"--{option.replace('_', '-')} {value}")
+    if not said:  # all are as when left out
+        said = [
+            f"--{option.replace('_', '-')}"
+            for option, (path, _) in OPTIONS.items()
+            if path[0] == error.field and len(path) > 1
+        ][:1]
     return f"{' '.join(said)}: {error.allowed}." if said else ""
 
 

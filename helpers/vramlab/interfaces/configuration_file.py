@@ -11,8 +11,10 @@ from ..base.data import data_path
 from ..base.errors import RecipeError
 from ..base.files import read_text
 from ..recipe.configuration import read_json_file
+from ..recipe.options import INT8
 
 RUN_IT = "or run the trainer itself: vramlab run --gpu CARD -- COMMAND"
+IN_INT8 = {"quant_type": INT8, "prepare": False}
 REENTRANT = "checkpointing is re-entrant in it; these figures are of the other kind"
 # Of a program's weights under autocast, and without it: names of torch's dtypes to a recipe's
 # precision.
@@ -74,6 +76,18 @@ def note_others(configuration: Configuration, read: Iterable[str] = ()) -> None:
     if others:
         version = f"{configuration.program} {known['version']}"
         configuration.notes.append(f"no settings of {version}: {', '.join(others)}")
+
+
+def take_reentrant(configuration: Configuration) -> None:
+    """Take over that layers are checkpointed re-entrantly, once the base is taken.
+
+    It moves the memory of int8 layers alone: others keep the same, which a test holds.
+    """
+    fields = configuration.fields
+    if fields.get("quantization", {}).get("quant_type") == INT8:
+        fields["use_reentrant"] = True
+    else:
+        configuration.notes.append(REENTRANT)
 
 
 def names_in(value: Any) -> list[str] | None:

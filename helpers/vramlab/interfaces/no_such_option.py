@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..recipe.arguments import CLASSIFIED
+from ..recipe.sharding import OF_ENGINE
 from .recipe_options import OPTIONS
 
 # What the command line says of a Trainer's argument that is no option.
@@ -33,6 +34,8 @@ COMPILED = (
     "--torch-compile says what its answer takes compiled, and torch_compile=True in its "
     "TrainingArguments trains so"
 )
+MESH = "plan tries no meshes of ranks: vramlab simulate MODEL {} N --world-size M --stage 3 "
+MESH += "--engine {} says what a rank of one holds"
 SAY = {
     name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
 }
@@ -61,4 +64,6 @@ def instead(error: Any, command: str | None) -> str:
     if not why and name in OPTIONS and command in ("plan", "generate"):
         others = "simulate does" if name == "torch_compile" else "predict and simulate do"
         why = f"{command} does not take it, {others}"
+        if command == "plan" and name in ("cp_size", "sp_size", "dp_replicate_size"):
+            why = MESH.format(option, OF_ENGINE[name])
     return f"There is no option {option}: {why}." if why and command else ""

@@ -9,7 +9,7 @@ from ..base.errors import RecipeError
 from ..recipe import peft_methods
 from ..recipe.arguments import CLASSIFIED, check_table
 from ..recipe.families import TASKS
-from ..recipe.options import DTYPES, TRL
+from ..recipe.options import DTYPES, INT8, TRL
 from .script_lines import CASTS
 from .script_names import WORDS
 from .script_reading import CallReader
@@ -158,7 +158,7 @@ class LoadingReader(CallReader):
         elif name in ("load_in_8bit", "load_in_4bit") and value is not False:
             self.lines.refuse(
                 node,
-                f"asks for {name}, which a recipe reads in a BitsAndBytesConfig of 4 bits only",
+                f"asks for {name}, which a recipe reads in a BitsAndBytesConfig only",
             )
         elif not quiet and not self._is_usual(name, value):
             self._note(name, node)
@@ -190,14 +190,14 @@ class LoadingReader(CallReader):
             self._loading_word(name, value)
 
     def _quantize(self, node: ast.expr) -> None:
-        """Take the 4 bits of a BitsAndBytesConfig."""
+        """Take the bits of a BitsAndBytesConfig."""
         call = self._only(node, "the quantization")
         if isinstance(call, ast.Constant) and call.value is None:
             return
         if not isinstance(call, ast.Call) or self.tree.name(call) != "BitsAndBytesConfig":
             self.lines.refuse(
                 node,
-                "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits",
+                "stores weights in a way that no recipe says, but BitsAndBytesConfig's bits",
             )
         own = "bnb_4bit_"
         refused = CLASSIFIED["refused_in"]["BitsAndBytesConfig"]
@@ -206,11 +206,14 @@ class LoadingReader(CallReader):
             f"{own}use_double_quant",
             f"{own}compute_dtype",
             "load_in_4bit",
+            "load_in_8bit",
             *refused,
         }
         said = self._values(call, names, ("bnb_4bit_quant_storage",))
         check_table(said, refused)
-        if said.get("load_in_4bit"):
+        if said.get("load_in_8bit"):
+            self.fields["quantization"] = {"quant_type": INT8, "prepare": False}
+        elif said.get("load_in_4bit"):
             in_four_bits = {
                 # transformers' own defaults: fp4, without double quantization, computing in
                 # float32.

@@ -13,11 +13,12 @@ from ..base.errors import RecipeError
 from ..base.files import read_text
 from ..recipe.argument_classes import COMMON
 from .configuration_file import (
-    REENTRANT,
+    IN_INT8,
     RUN_IT,
     Configuration,
     names_in,
     note_others,
+    take_reentrant,
     take_sharding,
 )
 
@@ -143,10 +144,10 @@ def read_swift(configuration: Configuration) -> None:
     arguments["gradient_checkpointing"] = get("gradient_checkpointing", True)
     arguments.pop("gradient_checkpointing_kwargs", None)
     _take_ranks(configuration)
-    if arguments["gradient_checkpointing"]:
-        # `_fix_gradient_checkpointing`: data parallel alone is not
-        configuration.notes.append(REENTRANT)
     _take_method(configuration)
+    engine = fields.get("sharding", {}).get("engine")
+    if arguments["gradient_checkpointing"] and engine != "ddp":
+        take_reentrant(configuration)  # `_fix_gradient_checkpointing`
     note_others(configuration, COMMON)
     configuration.notes.append(
         "each sample is taken as long as max_length, and each of its tokens as one with a label: "
@@ -228,8 +229,11 @@ def _take_method(configuration: Configuration) -> None:
     configuration.fields["lora"] = lora
     if get("quant_method") is None:
         return
-    if get("quant_method") != "bnb" or get("quant_bits") != 4:
-        raise configuration.refuse("quant_method", "recipes have bnb's bases in 4 bits")
+    if get("quant_method") != "bnb" or get("quant_bits") not in (4, 8):
+        raise configuration.refuse("quant_method", "recipes have bnb's bases in 4 and 8 bits")
+    if get("quant_bits") == 8:
+        configuration.fields["quantization"] = dict(IN_INT8)
+        return
     configuration.fields["quantization"] = {
         "quant_type": get("bnb_4bit_quant_type", "nf4"),
         "double": get("bnb_4bit_use_double_quant", True),

@@ -9,12 +9,13 @@ from typing import Any
 from ..base.errors import RecipeError
 from ..recipe.argument_classes import COMMON, TRAINERS, class_of
 from .configuration_file import (
-    REENTRANT,
+    IN_INT8,
     RUN_IT,
     TRUE,
     Configuration,
     names_in,
     note_others,
+    take_reentrant,
     take_sharding,
 )
 
@@ -75,11 +76,11 @@ def read_llama_factory(configuration: Configuration) -> None:
     _take_attention(configuration)
     # LLaMA-Factory says it the other way round, and checkpoints unless told not to.
     arguments["gradient_checkpointing"] = not get("disable_gradient_checkpointing", False)
-    if arguments["gradient_checkpointing"] and get("use_reentrant_gc", True):
-        configuration.notes.append(REENTRANT)
     arguments.pop("gradient_checkpointing_kwargs", None)
     take_sharding(configuration)
     _take_method(configuration)
+    if arguments["gradient_checkpointing"] and get("use_reentrant_gc", True):
+        take_reentrant(configuration)
     note_others(configuration, COMMON)
     configuration.notes.append("each sample is taken as long as cutoff_len")
 
@@ -136,8 +137,13 @@ def _take_method(configuration: Configuration) -> None:
     bits = get("quantization_bit")
     if bits is None:
         return
-    if bits != 4 or get("quantization_method", "bnb") not in ("bnb", "bitsandbytes"):
-        raise configuration.refuse("quantization_bit", "recipes have bitsandbytes' bases in 4 bits")
+    is_bitsandbytes = get("quantization_method", "bnb") in ("bnb", "bitsandbytes")
+    if bits not in (4, 8) or not is_bitsandbytes:
+        rest = "recipes have bitsandbytes' bases in 4 and 8 bits"
+        raise configuration.refuse("quantization_bit", rest)
+    if bits == 8:
+        fields["quantization"] = dict(IN_INT8)
+        return
     fields["quantization"] = {
         "quant_type": get("quantization_type", "nf4"),
         "double": get("double_quantization", True),
@@ -169,8 +175,8 @@ def read_trl(configuration: Configuration) -> None:
         fields["attn_implementation"] = get("attn_implementation")
     if get("use_peft"):
         fields["lora"] = _lora_of_trl(configuration)
-    if get("load_in_8bit"):
-        raise configuration.refuse("load_in_8bit", "recipes have bases in 4 bits")
+    if get("load_in_8bit") and not get("load_in_4bit"):
+        fields["quantization"] = dict(IN_INT8)
     if get("load_in_4bit"):
         fields["quantization"] = {
             "quant_type": get("bnb_4bit_quant_type", "nf4"),

@@ -25,13 +25,13 @@ from ..base.errors import VramLabError
 from ..hardware.gpu import source_of
 from ..hardware.overhead import UNIT
 from ..private.of_torch import address_of
+from ..private.patched import plain, replaced
 from ..report.report import KiB, Report, format_bytes, unit_for
 from ..simulation.any_module import SCRIPTED, is_compiled, lazy_parameter
 from ..tracking.history import History, to_report
 from ..tracking.tensors import plain_tensors, tensors_in
 from ..tracking.tracked import claim_model, claim_states, fsdp_units_named, gradients_named
 from ..tracking.tracker import Tracker
-from ..training.patched import plain, replaced
 
 LEAST = 64 * KiB  # a step: less is no growth to note
 LEAST_STEPS = 3  # between the first and the last one that is followed

@@ -241,6 +241,8 @@ def run_card(
         if run.source != "measured" and piece.recipe and piece.recipe.rollouts:
             # `_calculate_rewards` of TRL then looks for the completion without one
             reason = "a stand-in computes no values, so TRL finds rewards to be missing"
+        if run.source != "measured" and piece.recipe and piece.recipe.images:
+            reason = "a stand-in computes no values, which say where images are among the tokens"
         if reason or not (here.gpu and estimate and piece.recipe and piece.kind == "recipe"):
             return reason
         is_larger = estimate(piece.recipe) > here.gpu.total

@@ -401,7 +401,7 @@ def epoch_of(
     # not.
     by_width = share * (parts["matmuls"] + parts["attention"] + parts["memory"])
     # Kernels of narrow rows run sooner, and are issued no sooner.
-    issued = issuing(recipe, question.gpu) - by_width - parts["optimizer"]
+    issued = issuing(recipe, question.gpu) - by_width
     others = sum(parts.get(name, 0.0) for name in ("optimizer", *WAITS))
     return steps * (by_width + others + max(parts["launches"], issued))
 

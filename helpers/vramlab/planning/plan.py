@@ -218,6 +218,8 @@ class Plan:
         rows = f"{asked['seq_len']:,} tokens"
         if asked["images"]:
             rows = f"{asked['images']} × {', '.join(asked['image_size'])} a sample"
+        if asked["video_frames"]:
+            rows += f", a video of {asked['video_frames']} frames of {asked['video_size']}"
         batch = f"{rows}, global batch {asked['global_batch']}"
         return f"{asked['model']}, {batch}, on {self._cards}, {room}"
 
@@ -412,7 +414,8 @@ def _said(question: Question) -> dict[str, Any]:
         "seq_len": question.plain.seq_len,
     }
     names = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
-    for name in (*names, "other_memory", "images", "image_size"):
+    of_samples = ("images", "image_size", "video_frames", "video_size")
+    for name in (*names, "other_memory", *of_samples):
         said[name] = getattr(question, name)
     return said
 

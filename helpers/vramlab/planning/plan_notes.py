@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from ..hardware.gpu import cards_of, is_also
+from ..recipe import rollouts
 from ..recipe.families import family_of
 from ..recipe.knobs import unchecked
 from ..recipe.options import REPEATED
@@ -27,6 +28,7 @@ def notes_on_question(
     if question.plain.rollouts:
         yield "tokens/s are of training alone: what sampling the completions takes is not in them"
         yield from about_share(question)
+        yield from rollouts.notes(question.plain.rollouts)
     yield from _about_the_card(question)
     yield from _about_kernels(question, [choice.recipe for choice in choices])
     if question.packing and any(choice.recipe.trainer == "transformers" for choice in choices):

@@ -66,6 +66,8 @@ def scripts(
     task = recipe.shape.task
     if task == "image-text" and recipe.trainer != "sft":
         rest = "programs for samples with images are SFTTrainer's: say trainer='sft'"
+        if not images.sft_reads(recipe):
+            rest = "programs for samples with images are SFTTrainer's, which does not train these"
         raise RecipeError("trainer", recipe.trainer, rest)
     if task == "image-text" and not recipe.images:
         rest = "programs for a model that reads images train it on samples with some: say how many"
@@ -384,6 +386,8 @@ def _unseen(recipe: Recipe) -> Arguments:
         "images",
         "image_size",
         "max_pixels",
+        "video_frames",
+        "video_size",
     ):
         if name in sources:
             unseen[name] = Code(sources[name])

@@ -14,13 +14,12 @@ from ..hardware.gpu import Gpu, current_device, find_gpu, usable_memory
 from ..hardware.nvml import held_by_others
 from ..recipe import images, liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
-from ..recipe.options import GENERATING, LoRA, Rollouts, Sharding
+from ..recipe.options import GENERATING, PRECISION_RULES, LoRA, Rollouts, Sharding
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
     ATTENTION,
     LEAST_BATCH,
     OPTIMIZERS,
-    PRECISIONS,
     Recipe,
     refuse_generating,
 )
@@ -84,7 +83,7 @@ class Question:
     )
     precisions: tuple[str, ...] | None = knob(
         None,
-        choices=PRECISIONS,
+        **PRECISION_RULES,
         many=True,
         help="To try; None for those that the card computes in and that are safe.",
         option="precision",
@@ -197,6 +196,8 @@ class Question:
     images: int | None = same_knob(Recipe, "images")
     image_size: FilledIn[Any, tuple[str, ...] | None] = same_knob(Recipe, "image_size")
     max_pixels: int | None = same_knob(Recipe, "max_pixels")
+    video_frames: int | None = same_knob(Recipe, "video_frames")
+    video_size: str | None = same_knob(Recipe, "video_size")
 
     def __post_init__(self) -> None:
         # Sizes first, for the card may be found by its memory.
@@ -343,6 +344,8 @@ class Question:
             images=self.images,
             image_size=size,
             max_pixels=self.max_pixels,
+            video_frames=self.video_frames,
+            video_size=self.video_size,
         )
 
     @property
@@ -391,7 +394,7 @@ class Question:
             return True
         is_text = self.plain.shape.task == "causal-lm" and not self.plain.shape.image_tokens
         runs = self.gpu.compute_capability >= LIGER_SINCE
-        is_known = is_text or self.reads_images
+        is_known = is_text or images.sft_reads(self.plain)
         return is_known and runs and self.plain.trainer == "transformers"
 
     def liger_replaces_trl(self, sharding: Sharding | None) -> bool:

@@ -9,21 +9,25 @@ class Rates(NamedTuple):
     matmuls: float  # share of the peak, U
     attention: float  # share of the peak in a fused kernel, W
     memory: float  # share of the bandwidth, V
-    issue: float  # seconds that the host takes for an operator, τ
+    issue: float  # seconds that the host takes for a call, τ
+    waiting: float  # seconds that bitsandbytes' optimizers wait for the GPU after a tensor, σ
 
 
 RATES = {
-    "T4": Rates(0.417, 0.0574, 0.884, 47.7e-6),
-    "H100 SXM": Rates(0.849, 0.164, 0.651, 42e-6),
+    "T4": Rates(0.417, 0.0574, 0.884, 19.6e-6, 163e-6),
+    "H100 SXM": Rates(0.831, 0.2, 0.678, 17.5e-6, 163e-6),
+    "H200": Rates(0.859, 0.151, 0.602, 15.4e-6, 63e-6),
 }
-USUAL = Rates(0.595, 0.0971, 0.759, 44.8e-6)  # the geometric mean of both, for other cards
+# For other cards, the geometric mean of what a T4 and an H100 reach.
+USUAL = Rates(0.589, 0.107, 0.774, 18.5e-6, 163e-6)
 # Measured over estimated seconds of nine tenths of the runs, (least, most): each model left out of
 # the fit in turn; for other cards each of the two cards by the other's rates.
-SPREAD = {"T4": (0.79, 1.19), "H100 SXM": (0.72, 1.42)}
-SPREAD_ELSEWHERE = (0.55, 1.36)
+SPREAD = {"T4": (0.79, 1.19), "H100 SXM": (0.78, 1.34), "H200": (0.74, 1.44)}
+SPREAD_ELSEWHERE = (0.56, 1.35)
 BASIS = {
     "T4": "fitted to 61 published runs on a T4",
     "H100 SXM": "fitted to our records of an H100",
+    "H200": "fitted to our records of an H200",
 }
 _MIDDLE = "the middle of what a T4 and an H100 reach"
 ASSUMED = f"uncalibrated: {_MIDDLE}; the interval is that of each by the other"

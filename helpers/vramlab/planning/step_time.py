@@ -1,24 +1,27 @@
 """How long a training step takes, by roofline: what is computed, moved or issued, over its rate.
 
-    computing = A × (operations / (U × peak) + attention's / (W × peak)
-                     + 3 × bytes written / (V × bandwidth))
-              + bytes of the optimizer / (V × bandwidth)
-    seconds   = max(computing, A × operators × τ) + tensors × σ
-              + links + host                                       (`step_traffic.py`)
+    passes  = A × (operations / (U × peak) + attention's / (W × peak)
+                   + 3 × bytes written / (V × bandwidth))
+    update  = bytes of the optimizer / (V × bandwidth)
+    issuing = A × calls × τ
+    seconds = max(max(passes, issuing) + update, issuing + calls of the update × τ) + tensors × σ
+            + links + host                                       (`step_traffic.py`)
 
 for A micro-batches. Kernels run one after the other, so their times add up (within one kernel it is
 the larger of two, Williams et al. 2009), while the host issues the next ones: the longer of both
-counts. The bytes written and the operators are those of `predict`'s ledger. bitsandbytes'
-optimizers wait for the GPU after each tensor (`optim/optimizer.py`, `sync_gpu`), which takes σ. A
-fused kernel of attention has a share W of its own: the memory-efficient one reaches little on a T4.
+counts, and no update runs before the last gradient has been issued. The bytes written and the calls
+(`formulas/calls.py`) are those of `predict`'s ledger. bitsandbytes' optimizers wait for the GPU
+after each tensor (`optim/optimizer.py`, `sync_gpu`), which takes σ. A fused kernel of attention has
+a share W of its own: the memory-efficient one reaches little on a T4.
 
 U, W, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4
 with step times (`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion
-parameters, 26 with repeated keys) and to our records of an H100 (`data/measurements`). How far off
-the estimate is of a model that the fit has not seen is its interval. For another card the middle of
-both is an assumption, and the interval is that of each card's runs by the other's rates: whole
-training steps reach 38 to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1;
-Chowdhery et al. 2022, table 3; Dubey et al. 2024, table 4).
+parameters, 26 with repeated keys) and to our records of an H100 and of an H200
+(`data/measurements`). How far off the estimate is of a model that the fit has not seen is its
+interval. For another card the middle of a T4 and an H100 is an assumption, and the interval is that
+of each of these cards' runs by the other's rates: whole training steps reach 38 to 52 % of the peak
+on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al.
+2024, table 4).
 """
 
 import contextlib
@@ -35,14 +38,12 @@ from ..recipe.options import FUSED, LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .rates import ASSUMED, BASIS, RATES, SPREAD, SPREAD_ELSEWHERE, USUAL
-from .step_traffic import optimizer_traffic, waiting_tensors, waits
+from .step_traffic import optimizer_traffic, updating_calls, waiting_tensors, waits
 from .step_walk import Walk, walk
 
 Range = tuple[float, float, float]  # likely, least, most
 
 TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
-WAITING_TENSOR = 160e-6  # seconds, σ
-
 
 # The part of the computing time that hides communication, for the likely, the least and the most.
 HIDDEN = (0.5, 1.0, 0.0)
@@ -164,8 +165,12 @@ def _computed(
         "optimizer": optimizer_traffic(recipe) / bandwidth,
     }
     # The host issues kernels while others run, so only what takes it longer counts.
-    parts["launches"] = max(0.0, issuing(recipe, card) - sum(parts.values()))
-    parts["optimizer"] += WAITING_TENSOR * waiting_tensors(recipe)
+    update = parts["optimizer"]
+    computing = sum(parts.values())
+    issued = issuing(recipe, card)
+    updating = max(update, rates.issue * updating_calls(recipe))
+    parts["launches"] = max(0.0, issued + updating - computing, updating - update)
+    parts["optimizer"] += rates.waiting * waiting_tensors(recipe)
     return parts
 
 
@@ -190,10 +195,9 @@ def _waited(
 
 
 def issuing(recipe: Recipe, card: Gpu) -> float:
-    """Return the seconds in which the host issues the kernels of a step, however wide rows are."""
+    """Return the seconds in which the host issues a step's passes, however wide rows are."""
     rates = RATES.get(card.name, USUAL)
-    kernels = walk(recipe, card.chip).kernels
-    return recipe.gradient_accumulation_steps * kernels * rates.issue
+    return recipe.gradient_accumulation_steps * walk(recipe, card.chip).calls * rates.issue
 
 
 def _with_waits(
@@ -258,6 +262,8 @@ def operations(
         is_wide = not is_mixed and (lora.autocast_adapter_dtype or quantization)
         adapters_form = "fp32" if is_wide else form
         counts[adapters_form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
+        if lora.use_dora:
+            counts[adapters_form] += 2 * _products_of_adapters(shape, lora) * (1 + again)
     counts[attention_form] += attention_operations(recipe, walked)
     return {name: count for name, count in counts.items() if count}
 
@@ -323,6 +329,13 @@ def _adapters(shape: Shape, lora: LoRA) -> int:
     return sum(lora.r * (inside + outside) for _, inside, outside in targets)
 
 
+@lru_cache(maxsize=512)
+def _products_of_adapters(shape: Shape, lora: LoRA) -> int:
+    """Return the pairs of numbers that DoRA multiplies for B A, a unit matrix through both."""
+    targets = shape.lora_targets(lora.target_modules)
+    return sum(lora.r * inside * (inside + outside) for _, inside, outside in targets)
+
+
 def _known(
     card: Gpu,
     name: str,
@@ -369,7 +382,7 @@ def _ratios(name: str) -> list[float]:
 def timed_records(name: str) -> list[tuple[Recipe, float]]:
     """Return (recipe, seconds of a step) of each record of a card that can be held against it.
 
-    It ran on one card and was not compiled, and `predict` knows its recipe.
+    It ran on one card, was not compiled and offloaded nothing, and `predict` knows its recipe.
     """
     card = find_gpu(name)
     timed = []
@@ -381,7 +394,7 @@ def timed_records(name: str) -> list[tuple[Recipe, float]]:
                 if report.recipe is None or report.speed is None:
                     continue
                 recipe = Recipe(**report.recipe)
-                if recipe.torch_compile or recipe.sharding:
+                if recipe.torch_compile or recipe.sharding or recipe.activation_offloading:
                     continue
                 with contextlib.suppress(RecipeError):  # predict does not know its model
                     walk(recipe, card.chip)

@@ -51,6 +51,8 @@ Range = tuple[float, float, float]  # likely, least, most
 FUSED = 3
 FOREACH = {"adamw_torch": 12, "rmsprop": 9, "adagrad": 12, "adafactor": 14}
 CLIPPING = 3
+# Operators for each tensor (transformers/optimization.py, `Adafactor.step`).
+ADAFACTOR_CALLS = 20
 # Bytes a second of the host's memory: two channels of DDR4-3200 have 51 GB/s.
 HOST_BANDWIDTH = 40e9
 HOST_RANGE = (200e9, 15e9)
@@ -84,6 +86,16 @@ def waiting_tensors(recipe: Recipe) -> int:
     if MODELLED[recipe.optim].library != "bitsandbytes" or (sharding and sharding.offload):
         return 0
     return sum(row.count for row in _trained(recipe))
+
+
+def updating_calls(recipe: Recipe) -> int:
+    """Return the calls of the host for an update of one tensor after the other.
+
+    Those of several tensors at once are few, and bitsandbytes' are in what it waits.
+    """
+    if recipe.optim != "adafactor":
+        return 0
+    return ADAFACTOR_CALLS * sum(row.count for row in _trained(recipe))
 
 
 def sent(recipe: Recipe) -> float:

@@ -1,6 +1,11 @@
 """Private parts of transformers and accelerate."""
 
+import sys
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 # Of `GenerationMixin`.
@@ -96,3 +101,32 @@ def take_attention(name: str) -> Callable:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name)
+
+
+@cache
+def counting_module(name: str) -> ModuleType:
+    """Return a module of transformers for what it counts, also where torchvision is missing.
+
+    Some modules that process images or videos import torchvision for what they do to pixels. It
+    is empty then, as long as they are imported.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+    # these ask whether torchvision is there, and must not find what is empty
+    import_module("transformers.video_processing_utils")
+    used = ("torchvision", "transforms", "v2", "functional")
+    empty: dict[str, ModuleType] = {}
+    for path in accumulate(used, "{}.{}".format):
+        empty[path] = ModuleType(path)
+        parent, _, last = path.rpartition(".")
+        if parent:
+            setattr(empty[parent], last, empty[path])
+    sys.modules.update(empty)
+    try:
+        return import_module(name)
+    finally:
+        for path in (*empty, name):  # whoever imports it later is told that torchvision is missing
+            sys.modules.pop(path, None)

@@ -109,10 +109,9 @@ def settings(recipe: RecipeFields) -> dict[str, Any]:
         values[name] = form == name
     values["report_to"] = "none"
     values |= _sharding_arguments(recipe.sharding)
-    # Recipes describe checkpointing that is not re-entrant, whatever a release has for its
-    # default.
+    # The recipe says which kind it is, whatever a release has for its default.
     if recipe.gradient_checkpointing:
-        values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+        values[f"{checkpointing}_kwargs"] = {"use_reentrant": recipe.use_reentrant}
     if recipe.rollouts:
         values |= _values(recipe.rollouts, _same_names(Rollouts))
     elif recipe.trainer != "transformers":
@@ -172,6 +171,7 @@ def to_recipe(kind: Any, args: Any, model: Any, **fields: Any) -> Any:
         "model": model,
         **_values_of(args, _same_names(kind, dir(args))),
         "gradient_checkpointing": _recomputes(args),
+        "use_reentrant": _recomputes(args) and _is_reentrant(args),
         "optim": getattr(args.optim, "value", args.optim),
         "optim_args": _optim_args(args),
         "loop": Loop(**loop),
@@ -222,6 +222,13 @@ def _recomputes(args: Any) -> bool:
     """Tell whether layers are recomputed, by the argument's new name or the old one."""
     names = ("activation_checkpointing", "gradient_checkpointing")
     return any(getattr(args, name, None) for name in names)
+
+
+def _is_reentrant(args: Any) -> bool:
+    """Tell whether checkpointing is asked to be re-entrant, by either name of its arguments."""
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    said = [getattr(args, name, None) or {} for name in names]
+    return any(options.get("use_reentrant") for options in said)
 
 
 def _same_names(part: Any, known: Iterable[str] | None = None) -> dict[str, str]:

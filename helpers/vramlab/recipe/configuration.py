@@ -33,6 +33,7 @@ MOST = {
     "max_positions": 2**31,
     "sliding_window": 2**31,
 }
+MAY_BE_ZERO = ("sliding_window", "num_experts", "experts_per_token")  # where there is none
 # By `model_type`: how an architecture reads images (`images.py`).
 READERS: dict[str, dict[str, Any]] = json.loads(
     data_path("image_readers.json").read_text(encoding="utf-8"),
@@ -330,7 +331,7 @@ def _size(
     if value is None and size in family.required:
         rest = f"the configuration of {name} must say it{otherwise}"
         raise RecipeError(f"model.{key}", None, rest)
-    if value is None or (size == "sliding_window" and not value):
+    if value is None or (size in MAY_BE_ZERO and not value):
         return None if key in config else family.defaults.get(size)
     most = MOST.get(size, MOST_SIZE)
     if not _is_size(value, 1, most):

@@ -1,7 +1,8 @@
-"""Training a diffusion model's denoiser as diffusers' own scripts do: what is trained, and how.
+"""Training a diffusion model's denoiser as diffusers' scripts do: what is trained, and how.
 
 `data/diffusion_models.json` says of each published model its denoiser's configuration, the script
-of diffusers that trains it, and what stays on the GPU besides: VAE and text encoders.
+that trains it (of diffusers, for Wan of finetrainers), and what stays on the GPU besides: VAE and
+text encoders.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,14 @@ PRECISIONS = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
 WEIGHTS = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 RESOLUTION = 1024  # pixels of a side, which all of these models are published for
 FACTOR = 8  # pixels of a latent's side: the VAEs have three halvings
+MOST_PIXELS = 2**13
+VIDEO = ("frames", "height", "width")
 
 
 @documented
 @dataclass(frozen=True)
 class Diffusion:
-    """Training of an image model's denoiser on latents, with AdamW.
+    """Training of an image or video model's denoiser on latents, with AdamW.
 
     Names are those of diffusers' scripts where they have them. `model` is a name of
     `data/diffusion_models.json`, a published one, or the path of a denoiser's config.json.
@@ -34,21 +37,40 @@ class Diffusion:
     method: str = knob(
         "lora",
         choices=("lora", "full"),
-        help="Train adapters on a frozen denoiser, or all of it in fp32.",
+        help="Train adapters on a frozen denoiser, or all of it (in fp32; Wan as it is stored).",
         option=True,
         shown="{}",
     )
-    resolution: int = knob(
-        RESOLUTION,
+    resolution: int | None = knob(
+        None,
         least=FACTOR,
-        most=2**13,
-        help="Pixels of an image's side.",
+        most=MOST_PIXELS,
+        help="Pixels of an image's side, 1,024 unless said.",
         option=True,
-        shown="{0} × {0} pixels",
+    )
+    frames: int | None = knob(
+        None,
+        most=2**12,
+        help="Frames of a video, 4 n + 1; those it is published for.",
+        option=True,
+    )
+    height: int | None = knob(
+        None,
+        least=FACTOR,
+        most=MOST_PIXELS,
+        help="Pixels of a video's height; those it is published for.",
+        option=True,
+    )
+    width: int | None = knob(
+        None,
+        least=FACTOR,
+        most=MOST_PIXELS,
+        help="Pixels of a video's width; those it is published for.",
+        option=True,
     )
     batch_size: int = knob(
         1,
-        help="Images of a micro-batch.",
+        help="Images or videos of a micro-batch.",
         option=True,
         shown="batch {}",
     )
@@ -104,11 +126,19 @@ class Diffusion:
 
     def _refusals(self) -> Refusals:
         pixels = self.record["pixels"]
+        others = ("resolution",) if self.is_video else VIDEO
+        for name in others:
+            rest = "say frames, height and width" if self.is_video else "say resolution"
+            yield name, getattr(self, name) is not None, f"{self.model} has none: {rest}"
         allowed = f"of {self.model} it must be a multiple of {pixels} pixels"
-        yield "resolution", self.resolution % pixels, allowed
+        for name, value in self.sides.items():
+            yield name, value % pixels, allowed
+        step = self.record.get("frames_step", 1)
+        allowed = f"of {self.model} it must be a multiple of {step}, and one more"
+        yield "frames", (self.number_of_frames - 1) % step, allowed
         most = self.config.get("pos_embed_max_size", 0) * pixels
         allowed = f"{self.model} has positions for {most} pixels"
-        yield "resolution", most and self.resolution > most, allowed
+        yield "resolution", most and self.sides.get("resolution", 0) > most, allowed
         lacks = self.has_text_encoders and not self.record["encoders"]
         allowed = f"the script frees that of {self.model} before it trains: say 'cached'"
         yield "text_encoders", lacks, allowed
@@ -146,9 +176,15 @@ class Diffusion:
         return (self.text_encoders or self.script["text_encoders"]) == "resident"
 
     @property
+    def autocasts(self) -> bool:
+        """Whether the step runs under autocast, and what is trained whole is fp32."""
+        return self.record.get("autocasts", True)
+
+    @property
     def precision(self) -> str:
         """The precision, as a recipe calls it."""
-        return PRECISIONS[self.mixed_precision]
+        named = PRECISIONS[self.mixed_precision]
+        return named if self.autocasts else named.replace("mixed", "true")
 
     @property
     def frozen_dtype(self) -> str:
@@ -156,15 +192,43 @@ class Diffusion:
         return WEIGHTS[self.mixed_precision]
 
     @property
+    def weights_dtype(self) -> str:
+        """The format in which the denoiser is loaded."""
+        is_frozen = self.method == "lora"
+        return self.frozen_dtype if is_frozen or not self.autocasts else "float32"
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the model makes videos."""
+        return "frames" in self.record
+
+    @property
+    def number_of_frames(self) -> int:
+        """Frames of a sample: 1 of an image."""
+        return self.frames or self.record.get("frames", 1)
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """Pixels of a sample by the name of the field: of an image's side, or height and width."""
+        if not self.is_video:
+            return {"resolution": self.resolution or RESOLUTION}
+        names = VIDEO[1:]
+        return {name: getattr(self, name) or self.record[name] for name in names}
+
+    @property
     def latent_side(self) -> int:
-        """Elements of a latent's side."""
-        return self.resolution // FACTOR
+        """Elements of the side of an image's latents."""
+        return self.sides["resolution"] // FACTOR
 
     def __str__(self) -> str:
         return " · ".join(self._words())
 
     def _words(self) -> Iterator[str]:
         yield self.model
+        pixels = tuple(self.sides.values())
+        yield f"{pixels[0]} × {pixels[-1]} pixels"
+        if self.is_video:
+            yield f"{self.number_of_frames} frames"
         for name, said in knobs(Diffusion).items():
             is_adapters = name != "rank" or self.method == "lora"
             words = said.words(getattr(self, name)) if is_adapters else ""
@@ -189,7 +253,9 @@ def _record(model: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
     for record in MODELS.values():
         own = record["config"]
         embeds_alike = kind and config.get("addition_embed_type") == own.get("addition_embed_type")
-        if kind == own["_class_name"] and embeds_alike:
+        # the VAE's; of Wan's those that continue an image have more
+        reads_alike = kind and own.get("in_channels") in (None, config.get("in_channels"))
+        if kind == own["_class_name"] and embeds_alike and reads_alike:
             return record, config
     rest = f"it must be the configuration of a denoiser like that of {known}"
     raise RecipeError("model", model, rest)

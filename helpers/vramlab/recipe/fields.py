@@ -17,7 +17,7 @@ from .options import (
     DTYPES,
     HALF,
     LOOPS,
-    PRECISIONS,
+    PRECISION_RULES,
     TRL,
     Loop,
     LoRA,
@@ -70,7 +70,7 @@ class RecipeFields:
     )
     precision: str = knob(
         "fp32",
-        choices=PRECISIONS,
+        **PRECISION_RULES,
         help="Number format of weights and computation.",
         option=True,
         label="Precision",
@@ -157,10 +157,7 @@ class RecipeFields:
     dtype: str | None = knob(
         None,
         choices=DTYPES,
-        help=(
-            "The weights' format as loaded, as in from_pretrained; what the precision implies "
-            "when left out."
-        ),
+        help="The weights' format as loaded; what the precision implies when left out.",
         option=True,
         label="Weights",
         shown="{} weights",
@@ -184,10 +181,7 @@ class RecipeFields:
         "transformers",
         choices=("transformers", *TRL),
         shown=TRL.get,
-        help=(
-            "Whose Trainer computes the loss: transformers' own, or TRL's, whose heads make no "
-            "logits."
-        ),
+        help="Whose Trainer computes the loss: transformers', or TRL's, which make no logits.",
         option=True,
         label="Trainer",
     )
@@ -207,6 +201,18 @@ class RecipeFields:
         option=True,
         elsewhere=True,
         shown="activations offloaded",
+    )
+    cut_cross_entropy: bool = knob(
+        False,
+        help="Compute the loss without logits, by cut cross-entropy, as axolotl's plugin does.",
+        option=True,
+        shown="cut cross-entropy",
+    )
+    use_reentrant: bool = knob(
+        False,
+        help="Checkpoint re-entrantly: the first pass of each layer is made without a graph.",
+        option=True,
+        shown="re-entrant",
     )
     packing: bool = knob(
         False,
@@ -296,13 +302,23 @@ class RecipeFields:
         option=True,
         shown="at most {:,} pixels",
     )
+    video_frames: int | None = knob(
+        None,
+        most=2**14,
+        help="Frames of the video in each sample, as many as the processor samples of it.",
+        option=True,
+        shown="a video of {} frames a sample",
+    )
+    video_size: str | None = knob(
+        None,
+        shown="{}",
+        help="Its width and height in pixels, as 640x360.",
+        option=True,
+    )
     freeze: tuple[str, ...] | None = knob(
         None,
         shown=_frozen_in_words,
-        help=(
-            "Modules that are not trained, by a part of their names, such as visual or "
-            "vision_tower."
-        ),
+        help="Modules that are not trained, by a part of their names: visual, vision_tower.",
         option=True,
     )
     rollouts: Rollouts | None = knob(

@@ -111,6 +111,9 @@ def make(sizes: Sizes, **options: Any) -> Any:
     """
     import torch
     import transformers
+    from transformers import modeling_utils
+
+    from ..private.patched import replaced  # which needs torch
 
     try:
         config = transformers.AutoConfig.for_model(**sizes.config)
@@ -120,8 +123,10 @@ def make(sizes: Sizes, **options: Any) -> Any:
         if options.get("attn_implementation") == "sdpa":
             options["attn_implementation"] = _fused(sizes)
         auto_class = getattr(transformers, TASKS[sizes.task].auto_class)
+        # TrainingArguments with DeepSpeed's stage 3 make every model of the process a divided one.
+        whole = replaced(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
         # Parameters have shapes and no storage, so the largest model is built in seconds.
-        with torch.device("meta"):
+        with torch.device("meta"), whole:
             return auto_class.from_config(config, **options)
     except RecipeError:  # ours, of the attention that the model cannot have
         raise

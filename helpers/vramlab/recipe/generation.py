@@ -89,8 +89,13 @@ class Generation:
     def _refusals(self) -> Refusals:
         package = PACKAGES[self.cache_backend]
         lacks = self.cache_implementation == "quantized" and not installed(package)
-        allowed = f"a quantized cache needs its package here: pip install {package}"
+        allowed = (
+            f"a quantized cache needs its package here: pip install {package}; 'fp8' needs none"
+        )
         yield "cache_backend", lacks, allowed
+        is_idle = self.cache_implementation != "quantized" and self.cache_backend != "quanto"
+        allowed = f"the cache is {self.cache_implementation!r}, and only 'quantized' has a backend"
+        yield "cache_backend", is_idle, allowed
         is_more = self.num_return_sequences > self.num_beams and not self.do_sample
         allowed = "without do_sample there are as many at most as num_beams"
         yield "num_return_sequences", is_more, allowed

@@ -67,6 +67,8 @@ class Knob:
     least: int = 1  # of a whole number, as is `most`
     most: int = 2**24
     share: bool = False  # another number is a share, and not just over 0
+    # what is said, in place of the choices, of a value that others use and that is none of them
+    instead: dict[str, str] = dataclasses.field(default_factory=dict)
     # its words in `str(recipe)`, with {} for the value, or what gives them
     shown: str | Callable[[Any], Any] = ""
     quiet: tuple = ()  # values that it has no words for
@@ -92,7 +94,8 @@ class Knob:
         for one in values:
             allowed = self._wrong(one)
             if allowed:
-                raise RecipeError(name, one, allowed + (" or None" if self.optional else ""))
+                is_one = self.optional and allowed not in self.instead.values()
+                raise RecipeError(name, one, allowed + (" or None" if is_one else ""))
 
     def _wrong(self, value: Any) -> str:
         """Return what would be allowed in place of `value`, "" if it is."""
@@ -102,6 +105,8 @@ class Knob:
         if kind is Callable and callable(value):
             return ""
         if self.choices:
+            if isinstance(value, str) and value in self.instead:
+                return self.instead[value]
             is_allowed = any(_is_same(value, choice) for choice in self.choices)
             others = " and functions, which only Python can give" if kind is Callable else ""
             names = ", ".join(map(repr, self.choices))

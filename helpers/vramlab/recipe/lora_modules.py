@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..base.errors import RecipeError, needing
 from .families import FAMILIES
-from .options import LoRA, Quantization, Sharding
+from .options import INT8, LoRA, Quantization, Sharding
 from .weights import ModelWeights, Weight
 
 Module = tuple[str, int, int]  # name, inputs, outputs
@@ -24,6 +24,16 @@ FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 KEPT_EXPERTS = (
     "packed experts are unpacked whole in each forward pass and kept for the backward one: "
     "gradient_checkpointing keeps one layer's at a time"
+)
+# `MatMul8bitLt` of bitsandbytes 0.50 (autograd/_functions.py): its `ctx.tensors` are no saved
+# tensors, so no hook of checkpointing sees them, and autograd frees them with the graph.
+OUTLIERS = (
+    "an int8 layer keeps a copy of each column of its input in which some token reaches 6.0: these "
+    "figures are without, as random weights have none; at most what int8 layers keep doubles"
+)
+KEPT_INPUTS = (
+    "int8 layers keep their inputs past gradient_checkpointing until the backward pass is over "
+    "(bitsandbytes 0.50); re-entrant checkpointing keeps none"
 )
 ON_HOST = (
     "4-bit parameters that FSDP offloads are loaded in host memory, by each rank all of them: "
@@ -44,6 +54,8 @@ class WithAdapters(Protocol):
     def quantization(self) -> Quantization | None: ...
     @property
     def gradient_checkpointing(self) -> bool: ...
+    @property
+    def use_reentrant(self) -> bool: ...
     @property
     def sharding(self) -> Sharding | None: ...
 
@@ -235,14 +247,15 @@ def _without_number(name: str) -> str:
 
 
 def unquantized(recipe: WithAdapters) -> list[str]:
-    """Return notes on matrices that a 4-bit base keeps in 16 or 32 bits, and on sharding it.
+    """Return notes on what a quantized base keeps in 16 or 32 bits, and on sharding it.
 
     `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is
     `nn.Linear` or `Conv1D`.
     """
     if not recipe.quantization:
         return []
-    notes = []
+    in_int8 = recipe.quantization.quant_type == INT8
+    notes = _of_int8(recipe) if in_int8 else []
     if recipe.sharding and recipe.sharding.engine == "fsdp":
         # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
         stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
@@ -266,9 +279,15 @@ def unquantized(recipe: WithAdapters) -> list[str]:
     sizes = _share(kept, shape.num_parameters)
     note = f"{sizes} weights are not quantized: "
     note += f"transformers' loader takes nn.Linear layers, {what}"
-    if has_experts(shape):
+    if has_experts(shape) and not in_int8:
         note += "; quantization.experts says how to pack them too"
     return [*notes, note]
+
+
+def _of_int8(recipe: WithAdapters) -> list[str]:
+    """Return notes on what layers of an int8 base keep."""
+    keeps_past = recipe.gradient_checkpointing and not recipe.use_reentrant
+    return [OUTLIERS, KEPT_INPUTS] if keeps_past else [OUTLIERS]
 
 
 def _is_left(weight: Weight, has_own_class: bool) -> bool:

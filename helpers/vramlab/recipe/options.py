@@ -9,6 +9,20 @@ from .knobs import check, documented, knob
 from .sharding import AT_STAGE_3, OFFLOADS, STAGES, Sharding  # noqa: F401 — with the other parts
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
+# What is said of formats that others train in.
+IN_FEWER_BITS = (
+    "training in 8 or 4 bits (accelerate's fp8, Transformer Engine's formats) multiplies in them, "
+    "and keeps weights, gradients and states as 'bf16-mixed' does: take that, and WatchCallback() "
+    "in its Trainer measures what differs"
+)
+PRECISION_RULES: dict[str, Any] = {  # of `knob`
+    "choices": PRECISIONS,
+    "instead": dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), IN_FEWER_BITS),
+}
+MXFP4 = (
+    "transformers trains nothing over weights in MXFP4 (gpt-oss's): leave it out, say dtype "
+    "'bfloat16', and load them with Mxfp4Config(dequantize=True)"
+)
 REPEATED = "sdpa_repeated"  # sdpa on keys that are repeated for the query heads which share them
 ATTENTION = ("eager", "sdpa", REPEATED, "flash_attention_2")
 # TRL's, by the name of their Recipe; of dpo and reward a sample is a pair of sequences
@@ -26,7 +40,8 @@ ROLLOUT_ENGINES = ("colocate", "server")  # where vLLM runs: in this process, or
 # Of a precision's name before "-true" or "-mixed".
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
 DTYPES = ("float32", "float16", "bfloat16")
-QUANT_TYPES = ("nf4", "fp4")
+INT8 = "int8"  # LLM.int8(), which `load_in_8bit` asks for
+QUANT_TYPES = ("nf4", "fp4", INT8)
 # When fused experts are packed: as each one is loaded (axolotl's `quantize_moe_experts`), or once
 # all are on the device (bitsandbytes' `replace_parameter_4bit`).
 PACKED_EXPERTS = ("loading", "loaded")
@@ -127,7 +142,7 @@ class LoRA:
 @documented
 @dataclass(frozen=True)
 class Quantization:
-    """A frozen base in few bits (Dettmers et al. 2023).
+    """A frozen base in few bits (Dettmers et al. 2023; int8: Dettmers et al. 2022).
 
     `transformers.BitsAndBytesConfig` makes it so.
     """
@@ -135,6 +150,7 @@ class Quantization:
     quant_type: str = knob(
         "nf4",
         choices=QUANT_TYPES,
+        instead={"mxfp4": MXFP4},
         help="Format of the frozen base.",
         option="quantization",
         label="Frozen base",
@@ -180,6 +196,11 @@ class Quantization:
             names = said.split(",") if isinstance(said, str) else said
             object.__setattr__(self, "skip_modules", tuple(names))
         check(self, "quantization.")
+        for name in ("double", "compute_dtype", "experts"):
+            value = getattr(self, name)
+            if value and self.quant_type == INT8:
+                rest = "an int8 base has one scale a row, computes in its input's format and packs "
+                raise RecipeError(f"quantization.{name}", value, rest + "linear layers alone")
 
     def words(self) -> str:
         """Return its part of `str(recipe)`."""

@@ -52,6 +52,18 @@ def refusals(recipe: RecipeFields) -> Refusals:
         yield from _in_ulysses(recipe, sharding.sp_size)
 
 
+def notes(sharding: Sharding | None) -> list[str]:
+    """Return what a library computes in another way than one would think; no byte shows it."""
+    if sharding is None or sharding.sp_size == 1 or sharding.stage == 3:
+        return []
+    # Each rank's loss is that of all, and stages 1 and 2 divide the sum of the ranks' gradients by
+    # the number of groups (stage_1_and_2.py, dp_world_size / sequence_parallel_size), stage 3 by
+    # that of ranks.
+    text = f"the Trainer's Ulysses over DeepSpeed's stage {sharding.stage} makes gradients "
+    text += f"{sharding.sp_size} times as large as over stage 3; AdamW divides that out, SGD and "
+    return [text + "max_grad_norm do not: take stage 3"]
+
+
 def check_division(division: Any) -> None:
     """Raise RecipeError where transformers itself has divided a model (its `DistributedConfig`)."""
     if division is None:

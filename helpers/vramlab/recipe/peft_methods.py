@@ -249,7 +249,8 @@ def notes(method: Peft | None) -> list[str]:
     said = []
     if method and method.peft_type == "ADALORA":
         said.append(
-            "AdaLoRA's update_and_allocate, which the Trainer does not call, is not in the step",
+            "AdaLoRA's update_and_allocate, which the Trainer does not call, is not in the step; "
+            "PEFT trains its ranknum where the base is on the GPU first, as here",
         )
     if method and method.peft_type == "BOFT":
         said.append("BOFT's own CUDA kernel, which PEFT compiles where it can, is not simulated")

@@ -16,6 +16,7 @@ from typing import Any
 from ..base import html
 from ..base.errors import RecipeError
 from . import (
+    cut_head,
     images,
     liger,
     lora_modules,
@@ -34,6 +35,7 @@ from .options import (
     ATTENTION,
     GENERATING,
     HALF,
+    INT8,
     PRECISIONS,
     REPEATED,
     TRL,
@@ -135,6 +137,8 @@ class Recipe(RecipeFields):
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
         self._set("image_size", images.read_sizes(self.image_size))
+        of_video = images.read_sizes(self.video_size, "video_size")
+        self._set("video_size", of_video[0] if of_video else None)
         if isinstance(self.freeze, str | list):
             names = self.freeze.split(",") if isinstance(self.freeze, str) else self.freeze
             self._set("freeze", tuple(name.strip() for name in names))
@@ -165,9 +169,7 @@ class Recipe(RecipeFields):
             rest = f"an image is {shape.image_tokens} tokens to {shape.name}"
             raise RecipeError("seq_len", self.seq_len, rest)
         if self.seq_len is None:
-            shown = 0
-            if self.images and self.image_size and images.reader_of(shape):
-                shown = sum(map(len, images.marked(self)))
+            shown = len(images.shown(self))
             self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH + shown, longest))
         if self.seq_len > longest:
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
@@ -203,7 +205,13 @@ class Recipe(RecipeFields):
         known = ", ".join(able)
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
+        whole = self.gradient_checkpointing and not (self.sharding or self.rollouts)
+        allowed = (
+            "it says how gradient_checkpointing recomputes, on one device and without rollouts"
+        )
+        yield "use_reentrant", self.use_reentrant and not whole, allowed
         yield from liger.refusals(self)
+        yield from cut_head.refusals(self)
         yield from method_limits.refusals(self)
         yield from images.refusals(self)
         yield from parallel_limits.refusals(self)
@@ -224,6 +232,10 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
+        engine = self.sharding and self.sharding.engine
+        in_int8 = quantization and quantization.quant_type == INT8
+        allowed = "bases in int8 are modelled on one device, and on ranks of 'ddp'"
+        yield "quantization.quant_type", in_int8 and engine not in (None, "ddp"), allowed
         if quantization and quantization.experts:
             yield from self._expert_refusals()
         if quantization and quantization.skip_modules:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..base.errors import RecipeError
 from .fields import RecipeFields
-from .knobs import Refusals
+from .knobs import Refusals, knobs
 from .options import GENERATING, TRL, Rollouts, Sharding
 
 
@@ -71,6 +71,17 @@ def _on_ranks(sharding: Sharding, rollouts: Rollouts, name: str) -> Refusals:
     yield "sharding.stage", is_third, allowed + "or engine 'fsdp'"
     allowed = "what vLLM is given of divided weights is not modelled: take engine 'ddp'"
     yield "rollouts.use_vllm", rollouts.use_vllm and sharding.engine != "ddp", allowed
+
+
+def notes(rollouts: Rollouts | None) -> list[str]:
+    """Return what is said of vLLM's arguments where transformers samples."""
+    if rollouts is None or rollouts.use_vllm:
+        return []
+    idle = []
+    for name, said in knobs(Rollouts).items():
+        if name.startswith("vllm_") and getattr(rollouts, name) != said.default:
+            idle.append(name)
+    return [f"{' and '.join(idle)}: vLLM samples only with use_vllm"] if idle else []
 
 
 def refusals(recipe: RecipeFields) -> Refusals:

@@ -136,11 +136,14 @@ class Sharding:
         allowed += "at least"
         is_uneven = self.world_size % copies or self.world_size == copies
         yield "dp_replicate_size", copies > 1 and is_uneven, allowed
-        allowed = f"as many have one sample's tokens: it must divide the {self.shards} ranks that "
-        yield "cp_size", self.shards % self.cp_size, allowed + "divide the model"
+        of_copy = "world_size" if copies == 1 else "the ranks of a copy"
+        allowed = f"as many ranks have one sample's tokens together, so it must divide {of_copy}, "
+        allowed += str(self.shards)
+        yield "cp_size", self.shards % self.cp_size, allowed
         allowed = "accelerate divides each of several copies among 2 groups of so many at least"
         yield "cp_size", copies > 1 and self.shards == self.cp_size > 1, allowed
-        allowed = f"as many have one sample's tokens: it must divide the {self.world_size} ranks"
+        allowed = "as many ranks have one sample's tokens together, so it must divide world_size, "
+        allowed += str(self.world_size)
         yield "sp_size", self.world_size % self.sp_size, allowed
         stages = STAGES[self.engine]
         known = " or ".join(map(str, stages))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..private import of_torch
+from ..private.patched import replaced
 from ..tracking.fake_tracker import ASSUMED, unmasked
 from ..training.engine import makes_fakes
-from ..training.patched import replaced
 
 aten = torch.ops.aten
 

@@ -32,9 +32,9 @@ from transformers import masking_utils, modeling_utils
 from transformers.loss import loss_utils
 
 from ..base.errors import RecipeError
+from ..private.patched import plain, replaced
 from ..recipe.recipe import Recipe
 from ..report.report import Report
-from ..training.patched import plain, replaced
 from .delta_rule import gated_delta_rule
 from .fakes import lock
 from .simulate import simulate

@@ -12,10 +12,10 @@ from unittest.mock import patch
 from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..private import of_compiler, of_fake_tensors, of_torch
+from ..private.patched import is_replaced, put_back, replaced
 from ..recipe.recipe import Recipe
 from ..tracking.fake_tracker import FakeTracker
 from ..training.engine import Training
-from ..training.patched import is_replaced, put_back, replaced
 from .cuda import CudaKernels
 from .inductor import compiler
 from .values import reason_at

@@ -8,10 +8,10 @@ import torch
 
 from ..private import of_transformers
 from ..private.of_fake_tensors import FakeTensor
+from ..private.patched import afterwards, plain, replaced
 from ..recipe.options import Rollouts
 from ..tracking.tracker import Tracker
 from ..training.engine import Training
-from ..training.patched import afterwards, plain, replaced
 
 FIRST = 2  # tokens that are sampled before some are skipped
 LAST = 2  # and after

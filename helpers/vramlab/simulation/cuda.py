@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..hardware.kernels import sdp_backend
 from ..hardware.overhead import efficient_takes_groups
 from ..private import of_fake_tensors
-from ..training.patched import plain, replaced
+from ..private.patched import plain, replaced
 from . import cuda_autocast, own_kernels
 
 # What makes a tensor of Python numbers: on the host, unless a device is named.

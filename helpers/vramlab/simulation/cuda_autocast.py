@@ -15,7 +15,7 @@ from torch.library import Library
 from ..base.data import data_path
 from ..private import of_fake_tensors
 from ..private.of_torch import tree_leaves, tree_map
-from ..training.patched import plain, replaced
+from ..private.patched import plain, replaced
 from . import own_kernels
 from .own_kernels import operator_of
 

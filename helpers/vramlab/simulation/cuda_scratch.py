@@ -24,6 +24,7 @@ CONVOLUTIONS = (
     "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
 )
 FP32 = 4  # bytes
+FP16 = 2
 FLASH_ROWS = 128  # rows of queries that flash attention's backward takes at once
 FLASH_CHANNELS = 32
 MOST_UNSORTED = 3072  # indices of an embedding's backward that one kernel takes as they are
@@ -226,6 +227,28 @@ def _dequantized(args: Sequence, chip: Chip) -> list[int]:
     return [size * activation.element_size(), scales, scales]
 
 
+def _int8_quant(args: Sequence, chip: Chip) -> list[int]:
+    """Return the blocks in which outliers are looked for (bitsandbytes 0.50, backends/cuda/ops.py).
+
+    They are the absolute values and whether each is one.
+    """
+    tensor = args[0]
+    has_threshold = _argument(args, 1, 0.0) > 0
+    return [tensor.nbytes, tensor.numel()] if has_threshold else []
+
+
+def _int8_product(args: Sequence, chip: Chip) -> list[int]:
+    """Return the blocks of sums in int32, and in fp16 where the result has another format.
+
+    bitsandbytes 0.50, backends/cuda/ops.py, int8_mm_dequant; cublasLt is given no workspace
+    (csrc/ops.cu, igemmlt).
+    """
+    activation, codes, weight, *_ = args
+    count = codes.numel() // codes.shape[-1] * weight.shape[0]
+    rounded_sums = 0 if activation.dtype == torch.float16 else FP16 * count
+    return [FP32 * count, rounded_sums]
+
+
 BLOCKS: dict[str, Blocks] = {
     "sum": _reduction,
     "mean": _reduction,
@@ -241,6 +264,8 @@ BLOCKS: dict[str, Blocks] = {
     "embedding_dense_backward": _embedding_backward,
     "gemm_4bit": _dequantized,
     "bitsandbytes::gemm_4bit": _dequantized,
+    "int8_vectorwise_quant": _int8_quant,
+    "int8_mixed_scaled_mm": _int8_product,
 }
 
 

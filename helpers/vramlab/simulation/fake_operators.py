@@ -1,5 +1,6 @@
 """Fake operators that allocate what real ones do, where torch's own rules do not: one table."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -15,9 +16,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 BY_NUMBER = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
-@cache
 def rules_of(target: str) -> dict[Any, Callable]:
     """Return the rules that fake tensors follow for `target`, by operator."""
+    if "bitsandbytes" not in sys.modules:  # which defines its operators as it is imported
+        return _rules_of(target)
+    operators = torch.ops.bitsandbytes
+    quantize = operators.int8_vectorwise_quant.default
+    multiply = operators.int8_mixed_scaled_mm.default
+    return _rules_of(target) | {quantize: _int8_quant, multiply: _int8_product}
+
+
+@cache
+def _rules_of(target: str) -> dict[Any, Callable]:
     norms = _Norms(is_cuda=target == "cuda")
     rules: dict[Any, Callable] = {
         aten.native_layer_norm.default: norms.layer_norm,
@@ -198,6 +208,25 @@ def _foreach_norm(
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     return [tensor.new_empty((), dtype=dtype) for tensor in tensors]
+
+
+def _int8_quant(tensor: torch.Tensor, threshold: float = 0.0) -> tuple:
+    """Return int8 codes, a scale for each row, and the columns with outliers: none.
+
+    Which columns have some depends on values, of which `lora_modules.OUTLIERS` says the most.
+    """
+    codes = tensor.new_empty(tensor.shape, dtype=torch.int8)
+    rows = tensor.numel() // tensor.shape[-1]
+    scales = tensor.new_empty(rows, dtype=torch.float32)
+    return codes, scales, tensor.new_empty(0, dtype=torch.int64) if threshold else None
+
+
+def _int8_product(
+    tensor: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor, *others: Any
+) -> tuple:
+    """Return a product of codes in the input's format, and the columns with outliers: none."""
+    shape = (*codes.shape[:-1], weight.shape[0])
+    return tensor.new_empty(shape), tensor.new_empty(0)
 
 
 def _view(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

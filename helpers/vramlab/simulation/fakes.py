@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
-from ..private import of_compiler, of_distributed, of_transformers
+from ..private import of_bitsandbytes, of_compiler, of_distributed, of_transformers
+from ..private.patched import plain, replaced
 from ..training import models
 from ..training.models import restore_after_liger
-from ..training.patched import plain, replaced
 from ..training.quiet import unheard, unlogged
 from .adapters import adapters_on_fakes
 from .cuda import AMPERE, CudaKernels, cuda_kernels
@@ -50,7 +51,7 @@ def fake_world(
     """
     with lock, contextlib.ExitStack() as stack:
         stack.callback(restore_after_liger)
-        for context in _real_branches():
+        for context in _real_branches(target):
             stack.enter_context(context)
         mode = stack.enter_context(fake_mode(target))
         kernels = None
@@ -85,6 +86,11 @@ def _cuda_branches(
         return group_norm(input.contiguous(), *args, **kwargs)
 
     yield replaced(torch.nn.functional, "group_norm", of_contiguous)
+    if sys.modules.get("bitsandbytes"):
+        owner, product = of_bitsandbytes.int8_products()
+        yield replaced(owner, of_bitsandbytes.INT8_ON_CPU, product)
+        # it says at every product that the input is cast to fp16
+        yield unlogged(owner.__name__)
     yield flash_attention(capability)
     yield from fused_head()
     yield replaced(hub_kernels.logger, "warning_once", warn)
@@ -93,10 +99,12 @@ def _cuda_branches(
         yield replaced(moe, of_transformers.CAN_GROUP_PRODUCTS, lambda *args: False)
 
 
-def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
+def _real_branches(target: str) -> Iterator[contextlib.AbstractContextManager]:
     """Return contexts in which libraries do with fake tensors what they do with real ones."""
     from torch.nn.parallel import distributed
     from transformers.utils import import_utils
+
+    yield replaced(torch.nn.functional, "one_hot", functools.partial(_one_hot, target))
 
     # transformers takes a fake tensor for a sign of tracing and then builds causal masks that it
     # skips otherwise (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel
@@ -111,6 +119,12 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
 
         fix = "fix_4bit_weight_quant_state_from_module"
         yield replaced(modules, fix, _give_statistics_back)
+    if sys.modules.get("peft"):
+        # HiRA multiplies the base's own weights, and knows packed ones by their class
+        with contextlib.suppress(ImportError):  # PEFT has it, and bitsandbytes is there
+            hira = importlib.import_module("peft.tuners.hira.bnb")
+            own = functools.partial(_unpacked, hira.dequantize_bnb_weight)
+            yield replaced(hira, "dequantize_bnb_weight", own)
     yield _eager()
     yield replaced(models, "making_adapters", adapters_on_fakes)
     # a recomputation begins with the generator of its forward pass: the generator is the process's
@@ -123,6 +137,17 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
     yield unheard("`gradient_checkpointing_", category=FutureWarning)
 
 
+def _one_hot(target: str, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Return what `one_hot` does of real tensors, where it compares fake ones (`Onehot.cpp`)."""
+    if num_classes < 0:  # it reads how many there are
+        num_classes = int(tensor.max()) + 1
+    elif target == "cpu":
+        torch.aminmax(tensor)
+    shape = (*tensor.shape, num_classes)
+    made = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
 def _eager() -> contextlib.AbstractContextManager:
     """While entered, functions that a module has compiled run as they are written."""
     frames = of_compiler.loaded_frames()
@@ -131,6 +156,15 @@ def _eager() -> contextlib.AbstractContextManager:
     if not hasattr(frames, of_compiler.CALLBACK):  # in the whole process then
         return torch.compiler.set_stance("force_eager")
     return replaced(frames, of_compiler.CALLBACK, lambda callback: None)
+
+
+def _unpacked(of_int8: Callable, weight: Any, state: Any) -> torch.Tensor:
+    """Return what PEFT's `dequantize_bnb_weight` does, which `of_int8` does of 8 bits."""
+    if getattr(weight, "quant_state", None) is None:
+        return of_int8(weight, state=state)
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state)
 
 
 def _give_statistics_back(module: Any) -> None:

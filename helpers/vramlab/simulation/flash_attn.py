@@ -14,7 +14,7 @@ import torch
 
 from ..base.errors import RecipeError
 from ..private import of_transformers
-from ..training.patched import plain, replaced
+from ..private.patched import plain, replaced
 from .cuda import AMPERE, FLASH_MULTIPLE, HALF, pad_last
 
 NAME = "flash_attention_2"

@@ -9,6 +9,7 @@ graphs are given that device before Inductor schedules them.
 import ast
 import contextlib
 import ctypes
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..hardware.gpu import Chip
 from ..private.of_compiler import dynamo, inductor, triton_of_torch
 from ..private.of_fake_tensors import FakeTensor
 from ..private.of_torch import tree_map, without_modes
-from ..training.patched import replaced
+from ..private.patched import replaced
 from . import own_kernels
 from .cuda import AMPERE
 
@@ -94,7 +95,12 @@ def compiler(chip: Chip | None, on_host: Callable[[list[torch.Tensor]], None]) -
             stack.enter_context(replaced(compile_fx, "CompiledFxGraph", Compiled))
             # what others compiled would be found there, with its kernels
             stack.enter_context(config.patch(force_disable_caches=True))
-            return compile_fx.compile_fx_inner(module, inputs, **options)
+            compiled = compile_fx.compile_fx_inner(module, inputs, **options)
+        # What its pattern matcher raised holds the frames of all callers in a cycle, and one of
+        # those has the gradients (torch 2.15). Compiling for real is long enough for Python to
+        # collect it; here nothing is collected by itself.
+        gc.collect(1)
+        return compiled
 
     def backend(module: Any, inputs: Sequence, **options: Any) -> Any:
         return compile_fx.compile_fx(module, inputs, inner_compile=compile_graph)

@@ -9,8 +9,8 @@ import importlib
 from typing import Any
 
 from ..private.of_fake_tensors import FakeTensor
+from ..private.patched import plain, replaced
 from ..recipe.generation import Generation
-from ..training.patched import plain, replaced
 
 
 def packed(generation: Generation) -> contextlib.AbstractContextManager:

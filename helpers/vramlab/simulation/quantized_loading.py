@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..hardware.overhead import UNIT, rounded
+from ..private.patched import replaced
 from ..recipe.configuration import READERS
 from ..recipe.options import LoRA
 from ..recipe.process_context import loads_on_host, loads_whole
@@ -28,7 +29,7 @@ from ..tracking.history import History, Log
 from ..tracking.tracked import claim_model
 from ..tracking.tracker import Event, Storage
 from ..training import models
-from ..training.patched import replaced
+from ..training.int8 import INT8_CLASS, int8_parameter
 from .deepen import deepen
 from .fakes import fake_world
 from .repetition import NotRegular, Repetition, cut, find
@@ -207,7 +208,7 @@ def _files(model: Any, tracker: FakeTracker, absent: Any) -> dict[str, FileSlice
 
 
 def _quantized_state(model: Any, base: Recipe) -> tuple[dict[str, torch.Tensor], Any]:
-    """Give `model` its 4-bit layers; return its state and the options of transformers' loader."""
+    """Quantize `model`'s layers; return its state and the options of transformers' loader."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -285,7 +286,13 @@ def _quantizing(loader: Any, target: str) -> Iterator[None]:
             module = model.get_submodule(name.rpartition(".")[0])
             if issubclass(module.source_cls, Conv1D):
                 value = value.T
-            quantized[name] = models.quantized_parameter(meta, value.contiguous())
+            value = value.contiguous()
+            if type(meta).__name__ == INT8_CLASS:
+                # through the host, and back in fp16 (`Bnb8bitQuantize`, `Int8Params._quantize`)
+                half = value.to(torch.float16, copy=target == "cuda")
+                quantized[name] = int8_parameter(half)
+            else:
+                quantized[name] = models.quantized_parameter(meta, value)
         return quantized
 
     def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -297,6 +304,7 @@ def _quantizing(loader: Any, target: str) -> Iterator[None]:
     with (
         replaced(torch, "equal", equal),
         replaced(bnb.Bnb4bitQuantize, "convert", convert),
+        replaced(bnb.Bnb8bitQuantize, "convert", convert),
         replaced(loader, "tqdm", lambda items, **_: items),
     ):
         yield

@@ -18,12 +18,12 @@ from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
-from ..recipe import liger, lora_modules, parallel_limits, peft_methods
+from ..recipe import liger, lora_modules, parallel_limits, peft_methods, rollouts
 from ..recipe.evaluation import Evaluation
+from ..recipe.images import most_read
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
-from ..recipe.rollouts import plan_of
 from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, bytes_of, to_report
@@ -157,6 +157,7 @@ def _of_recipe(
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
+    notes += parallel_limits.notes(recipe.sharding) + rollouts.notes(recipe.rollouts)
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
     notes += peft_methods.notes(recipe.peft)
     if card and (why := card.why_not(recipe.precision)):
@@ -382,9 +383,9 @@ def _run(
             if recipe.rollouts:
                 # TRL reads masks over all sampled completions, so tensors of up to that many
                 # elements keep their values.
-                tracker.values = Values(mode, plan_of(recipe).completions * recipe.seq_len)
+                tracker.values = Values(mode, rollouts.plan_of(recipe).completions * recipe.seq_len)
             if recipe.reads_values:
-                values = Values(mode, 8 * math.prod(recipe.rows))
+                values = Values(mode, max(8 * math.prod(recipe.rows), most_read(recipe)))
                 tracker.values = values
                 fake = partial(values.faked, device)
                 batches = [training.batch, *training.further]

@@ -1,4 +1,4 @@
-"""A training step of diffusers' scripts on fake tensors."""
+"""A training step of diffusers' or finetrainers' scripts on fake tensors."""
 
 from typing import Any
 
@@ -46,7 +46,8 @@ def simulate_diffusion(
     card = find_gpu(gpu) if gpu else None
     room = room_on(None, card, other_memory, expandable_segments)
     history = trace_diffusion(asked, target, card, steps, room)
-    notes = [f"the step is that of diffusers' {asked.script['script']}", *history.notes]
+    library = asked.record.get("library", "diffusers")
+    notes = [f"the step is that of {library}' {asked.script['script']}", *history.notes]
     if card and (why := card.why_not(asked.precision)):
         notes.append(why)
     return to_report(history, "simulated", None, target, title=str(asked), notes=notes)

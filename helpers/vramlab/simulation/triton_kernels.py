@@ -14,7 +14,7 @@ import torch
 
 from ..hardware.gpu import Chip
 from ..private import of_trl
-from ..training.patched import plain, replaced
+from ..private.patched import plain, replaced
 from .cuda import AMPERE
 
 

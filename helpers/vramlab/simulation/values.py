@@ -34,7 +34,7 @@ from ..private.of_fake_tensors import (
     without_functions,
 )
 from ..private.of_torch import accumulation_hooks, tree_leaves, tree_map_only, without_modes
-from ..training.patched import plain, replaced
+from ..private.patched import plain, replaced
 from .fake_mode import RuledFakeMode
 
 LIMIT = 2**16  # elements of a tensor whose content is kept

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..training.patched import only_here
+from ..private.patched import only_here
 
 REFERENCE = "reference"  # before the names of a reference model's modules and parameters
 

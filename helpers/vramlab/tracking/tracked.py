@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..private import of_distributed, of_torch
+from ..private.patched import afterwards, replaced
 from ..training.engine import Training, makes_fakes
 from ..training.fixed_generation import Started, layers_of
-from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step
 from .tensors import plain_tensors, tensors_in

@@ -15,7 +15,7 @@ import torch
 
 from ..private import of_distributed, of_torch
 from ..private.of_torch import address_of
-from ..training.patched import afterwards, replaced
+from ..private.patched import afterwards, replaced
 from .events import ON_HOST, Call, Event, EventLog, Mark, Storage
 from .gloo import LastCollective, gloo_scratch
 from .running_modules import REFERENCE, RunningModules

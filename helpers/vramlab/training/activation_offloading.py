@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from ..private.of_torch import address_of
-from .patched import replaced
+from ..private.patched import replaced
 
 DEVICE = "cpu:0"  # fake tensors of this device are the GPU's, those of "cpu" the host's
 

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..private.of_torch import tree_leaves
-from .patched import replaced
+from ..private.patched import replaced
 
 # Functions whose result has the dtype that they were asked for.
 CASTS = {

@@ -11,11 +11,11 @@ import torch
 
 from ..private.of_torch import tree_leaves, tree_map
 from ..private.of_transformers import MOVE_MODEL, SHARED_STATE, prepare_evaluation
+from ..private.patched import replaced
 from ..recipe.evaluation import Evaluation
 from .engine import AUTOCAST, Training, autocast_inside
 from .evaluation_host import Kept, host_peak, kept
 from .fixed_generation import fixed_length
-from .patched import replaced
 from .training import forward
 
 # Fields of `Evaluation` that are no arguments of `TrainingArguments`.

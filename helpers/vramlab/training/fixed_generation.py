@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..private import of_transformers
+from ..private.patched import afterwards, replaced
 from ..recipe.generation import Generation
 from ..recipe.recipe import Recipe
 from .engine import Model, makes_fakes
 from .models import build_model, weight_dtype
-from .patched import afterwards, replaced
 from .quiet import unlogged
 
 # Names under which models hand on their cache (`transformers.generation.utils.ALL_CACHE_NAMES`).

@@ -1,4 +1,4 @@
-"""One micro-batch of random samples with images, as a processor and its collator make it."""
+"""One micro-batch of random samples with images or videos, as a processor makes it."""
 
 from typing import Any
 
@@ -9,21 +9,22 @@ from ..recipe import images
 from ..recipe.recipe import Recipe
 
 NO_LABEL = -100  # images have none
+VIDEO = 2  # the type of its tokens, where those of images are 1
 
 
 def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, Any]:
     """Return ids, masks, labels and pixels, real tensors on the CPU.
 
-    A sample begins with its images; the text after them is random.
+    A sample begins with its images and its video; the text after them is random.
     """
     reader = images.READERS[recipe.shape.family]
     settings = recipe.shape.settings
     image = settings[reader["image"]]
-    # Ids that stand for the images, with those around them, in the order of the images.
-    shown = [number for ids in images.marked(recipe) for number in ids]
+    # Ids that stand for the images, with those around them, then those of a video.
+    shown = images.shown(recipe)
     size = (recipe.batch_size, recipe.seq_len - len(shown))
     # ids of images are the vocabulary's last; text has none of them
-    special = [settings[name] for name in (reader["image"], *reader["around"])]
+    special = images.special(recipe.shape)
     text = torch.randint(min(special), size, generator=generator)
     before = torch.tensor(shown, dtype=torch.int64).expand(recipe.batch_size, -1)
     ids = torch.cat([before, text], dim=1)
@@ -32,12 +33,19 @@ def image_batch(recipe: Recipe, generator: torch.Generator | None) -> dict[str, 
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        reader["types"]: marked.long(),
         **images.pixels(recipe),
     }
+    labels = ids.masked_fill(ids == image, NO_LABEL)
+    types = marked.long()
+    if recipe.video_frames:
+        is_film = ids == settings[reader["video"]["token"]]
+        labels = labels.masked_fill(is_film, NO_LABEL)
+        types = types.masked_fill(is_film, VIDEO)
+    if reader["types"]:
+        batch[reader["types"]] = types
     if recipe.trainer == "sft":
         return _by_trl(batch)
-    return batch | {"labels": ids.masked_fill(ids == image, NO_LABEL)}
+    return batch | {"labels": labels}
 
 
 @needing("trainer='sft'")

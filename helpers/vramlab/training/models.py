@@ -20,18 +20,20 @@ from ..base.errors import RecipeError, needing
 from ..private import of_transformers
 from ..private.of_bitsandbytes import quantized
 from ..private.of_torch import buffers_of, parameters_of, unset_fake_temporarily
+from ..private.patched import caught
 from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
-from ..recipe.liger import kernels
-from ..recipe.options import REPEATED, LoRA, Quantization
+from ..recipe.liger import HEAD, kernels
+from ..recipe.options import INT8, REPEATED, LoRA, Quantization
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import Recipe
 from . import trl_trainers
+from .cut_cross_entropy import cut_cross_entropy
 from .default_dtype import own_default_dtype
 from .engine import Model, makes_fakes
-from .patched import caught, replaced
+from .int8 import INT8_CLASS, int8_parameter, mark_int8
 from .quiet import unheard
 from .repeated_keys import repeat_shared_keys
 
@@ -62,6 +64,8 @@ def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> Model:
         model = _with_method(model, recipe, recipe.peft)
     if kernels(recipe):
         apply_liger(model, recipe)
+    if recipe.cut_cross_entropy:
+        cut_cross_entropy(model)
     return model.train()
 
 
@@ -74,6 +78,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
         model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
         quantize_layers(model, recipe)
+        mark_int8(model)
         pack_experts(model, recipe.quantization)
         if recipe.quantization.prepare:
             from peft import prepare_model_for_kbit_training
@@ -81,7 +86,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
             # Checkpointing is the recipe's own field, which is read below.
             prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if recipe.gradient_checkpointing:
-        _checkpoint(model)
+        _checkpoint(model, recipe.use_reentrant)
         if recipe.adapters:
             # Frozen embeddings give hidden states without a gradient, through which no checkpoint
             # would go back.
@@ -94,7 +99,7 @@ def _prepared(model: Model, recipe: Recipe) -> Model:
     return _adapted(model, recipe, recipe.lora) if recipe.lora else model
 
 
-def _checkpoint(model: Model) -> None:
+def _checkpoint(model: Model, use_reentrant: bool) -> None:
     """Let `model` recompute its layers in the backward pass."""
     # the Trainer and every model's forward do the same
     model.config.use_cache = False
@@ -103,7 +108,7 @@ def _checkpoint(model: Model) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         enable = model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": use_reentrant})
 
 
 def meta_model(recipe: Recipe) -> Model:
@@ -111,14 +116,10 @@ def meta_model(recipe: Recipe) -> Model:
 
     It is neither quantized nor adapted.
     """
-    from transformers import modeling_utils
-
     dtype = weight_dtype(recipe)
     if recipe.attn_implementation == REPEATED:
         repeat_shared_keys()
-    # TrainingArguments with DeepSpeed's stage 3 make every model of the process a divided one
-    whole = replaced(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
-    with own_default_dtype(), whole:
+    with own_default_dtype():
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     if dtype == torch.float32:
         return model
@@ -145,13 +146,16 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
     quantization = recipe.quantization
     assert quantization is not None  # the caller has asked
     skipped = list(quantization.skip_modules) if quantization.skip_modules else None
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantization.quant_type,
-        bnb_4bit_use_double_quant=quantization.double,
-        bnb_4bit_compute_dtype=recipe.implied_dtype,
-        llm_int8_skip_modules=skipped,
-    )
+    if quantization.quant_type == INT8:
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    else:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.quant_type,
+            bnb_4bit_use_double_quant=quantization.double,
+            bnb_4bit_compute_dtype=recipe.implied_dtype,
+            llm_int8_skip_modules=skipped,
+        )
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
     loading_dtype = local_torch_dtype(weight_dtype(recipe))
     with own_default_dtype(), torch.device("meta"), loading_dtype:
@@ -164,7 +168,8 @@ def quantize_layers(model: Model, recipe: Recipe) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     # What the Trainer and PEFT look at.
-    model.is_loaded_in_4bit = True
+    model.is_loaded_in_4bit = config.load_in_4bit
+    model.is_loaded_in_8bit = config.load_in_8bit
     model.is_quantized = True
     model.quantization_method = "bitsandbytes"
     model.config.quantization_config = config
@@ -346,16 +351,21 @@ def _made(name: str, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if not isinstance(meta, torch.nn.Parameter):
         return torch.zeros_like(meta, device=device)
+    kind = type(meta).__name__
+    # what a weight is rounded to before it is int8 (`Int8Params._quantize`)
+    dtype = torch.float16 if kind == INT8_CLASS else meta.dtype
     # fake modes of torch 2.11 take no subclass's .data
-    data = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    data = torch.empty(meta.shape, dtype=dtype, device=device)
     # Fake tensors have no values to fill in.
     if not makes_fakes() and data.is_floating_point():
         if data.dim() > 1:
             data.normal_(0, INITIAL_DEVIATION)
         else:
             data.fill_(0.0 if "bias" in name else 1.0)
-    if type(meta).__name__ == "Params4bit":
+    if kind == "Params4bit":
         return quantized_parameter(meta, data)
+    if kind == INT8_CLASS:
+        return int8_parameter(data)
     return torch.nn.Parameter(data, requires_grad=meta.requires_grad)
 
 
@@ -438,7 +448,7 @@ def _start_values(model: Model) -> None:
 
 @needing("use_liger_kernel")
 def apply_liger(model: Model, recipe: Recipe) -> None:
-    """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone.
+    """Do what `Trainer.train` does to `model`; where another has the head Liger leaves it alone.
 
     What Liger replaces in modules (classes, rotary positions, the loss) is so for this thread,
     until `restore_after_liger`.
@@ -448,7 +458,7 @@ def apply_liger(model: Model, recipe: Recipe) -> None:
 
     # Liger replaces classes in the module that defines the model's.
     home = sys.modules[type(unwrap_peft_model(model)).__module__]
-    config = {"fused_linear_cross_entropy": False} if recipe.trainer == "sft" else {}
+    config = {} if HEAD in kernels(recipe) else {HEAD: False}
     # transformers says in other words that it is missing
     import liger_kernel.transformers  # noqa: F401
 

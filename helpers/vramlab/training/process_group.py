@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..private import of_distributed
+from ..private.patched import plain, replaced
 from ..recipe.recipe import Sharding
-from .patched import plain, replaced
 
 # Groups are named by number, in one table for the whole process: those of other threads count
 # from 0.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from ..private import of_trl
+from ..private.patched import replaced
 from ..recipe.options import TRL, Rollouts
 from ..recipe.recipe import Recipe
 from ..recipe.rollouts import plan_of
 from .engine import AUTOCAST, Model, Training, autocast, autocast_inside
 from .fixed_generation import fixed_length
-from .patched import replaced
 from .trl_trainers import argument_defaults, balances, reference_model, trl_class
 
 # Arguments of the trainer that are generate's.

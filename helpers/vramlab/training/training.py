@@ -22,6 +22,7 @@ from .engines import engine_of
 from .image_batch import image_batch
 from .make_optimizer import make_optimizer
 from .models import build_model, real_tensors
+from .moved_adapters import train_what_moves
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -41,6 +42,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
     loop = recipe.loop
     # Engines wrap it; what changes or asks the model itself needs it without the wrapper.
     bare = build_model(recipe, device)
+    if recipe.peft and target == "cuda" and makes_fakes():
+        train_what_moves(bare)
     model = engine.wrap(bare)
     training = Training(
         model=model,

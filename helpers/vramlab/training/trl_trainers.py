@@ -149,7 +149,9 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
         gather_for_metrics=lambda value: value,
         unwrap_model=lambda wrapped: model,
     )
-    arguments = defaults | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    arguments = defaults | {
+        "gradient_checkpointing_kwargs": {"use_reentrant": recipe.use_reentrant}
+    }
     return defaults | {
         "model": model,
         "ref_model": training.reference,

@@ -1,11 +1,13 @@
-"""What chapter 10's cells share: what autograd saves, and bytes of tensors."""
+"""What chapter 10's cells share: what autograd saves, what a call makes, and bytes of tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -38,3 +40,33 @@ def nbytes(tensors: Any) -> int:
         storage = tensor.untyped_storage()
         storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+class _Largest(TorchDispatchMode):
+    """While entered, notes the bytes of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                # An expanded view has more numbers than memory, a slice's memory more than numbers.
+                size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+                self.bytes = max(self.bytes, size)
+        return result
+
+
+def largest_made(call: Callable[[], Any]) -> int:
+    """Return the bytes of the largest tensor that some operator of a call makes."""
+    with _Largest() as largest:
+        call()
+    return largest.bytes

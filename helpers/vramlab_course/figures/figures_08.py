@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-from vramlab import Recipe, step_time
+from vramlab import Recipe
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
@@ -99,18 +99,26 @@ def cloud(
 def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
     """By card: recipe, estimated and measured seconds of a step.
 
-    The T4's are published ones by others, estimated by a fit without any run of their model; the
-    others are the course's records of the 8B, which are in no fit.
+    The T4's are published ones by others, the H200's the course's records of the 8B. All are
+    estimated by a fit to their card's runs of other models.
     """
-    held = []
-    for run, ratio in held_out("T4"):
-        estimated = run.seconds / ratio
-        held.append((run.recipe, estimated, run.seconds))
-    by_card = {"T4, held out": held}
-    for recipe, seconds in recorded_8b("H200"):
-        estimated = step_time(recipe, "H200").seconds
-        by_card.setdefault("H200, recorded", []).append((recipe, estimated, seconds))
+    eight = [recipe for recipe, _ in recorded_8b("H200")]
+    by_card = {}
+    for card in ("T4", "H200"):
+        steps = by_card.setdefault(f"{card}, held out", [])
+        for run, ratio in held_out(card):
+            if card == "T4" or run.recipe in eight:
+                steps.append((run.recipe, run.seconds / ratio, run.seconds))
     return by_card
+
+
+def in_order(steps: Sequence[tuple[Recipe, float, float]]) -> str:
+    """Of pairs of one model that took at least 10 % longer or shorter, how many estimates tell."""
+    right = []
+    for (one, mine, took), (two, other, its) in itertools.combinations(steps, 2):
+        if one.model == two.model and max(took, its) > 1.1 * min(took, its):
+            right.append((mine > other) == (took > its))
+    return f"{sum(right)} of {len(right)} pairs of one model in the right order"
 
 
 def speeds(

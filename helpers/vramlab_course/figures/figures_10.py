@@ -15,7 +15,7 @@ LENGTHS = tuple(2**power for power in range(11, 18))  # tokens of a text
 def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
     """Return a figure of each recipe's predicted peak over the text's length, and a card's line."""
     first = next(iter(ladder.values()))
-    about = f"predicted: {first.name}, LoRA, {first.precision}, one text; both axes are logarithmic"
+    about = f"predicted: {first.name}, LoRA, {first.precision}, one text"
     figure, ax = style.start(title, about)
     rows = [("peak, GiB, at tokens", *(f"{length:,}" for length in LENGTHS))]
     highest = 0.0
@@ -36,14 +36,11 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
         )
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
     draw_limit(ax.axhline, limit, "GiB")
-    # Twice the highest peak, which leaves room above the lines on a logarithmic axis.
-    top = 2 * highest
-    ticks = [size for size in (10, 20, 50, 100, 200, 500, 1000, 2000) if size < top]
-    ax.set(xscale="log", yscale="log", ylim=(10, top))
-    ax.set(xlabel="tokens of a text", ylabel="peak, GiB")
-    ax.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
-    ax.set_yticks(ticks, [f"{size:,}" for size in ticks])
-    ax.minorticks_off()
+    ax.set(xlabel="tokens of a text", ylabel="peak, GiB", xlim=(0, None))
+    ax.set_ylim(0, 1.1 * highest)
+    # The shorter lengths would touch each other on a linear axis.
+    shown = LENGTHS[-4:]
+    ax.set_xticks(shown, [f"{length // 1024}k" for length in shown])
     room = usable_memory(find_gpu(limit)) / GiB
     alt = f"Lines over the length of a text. {title}. {about}. The card has {room:.1f} GiB. "
     return style.finish(figure, rows, alt, say_rows=True)

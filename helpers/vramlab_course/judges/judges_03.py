@@ -264,12 +264,12 @@ def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def fused(answer: Any) -> dict[str, Any]:
     """A reader's FusedLoss: its loss, how far gradients are off, the most rows of logits."""
-    x, weight, words = _problem()
-    exact = F.cross_entropy(x @ weight.T, words, reduction="sum")
+    x, weight, targets = _problem()
+    exact = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     # Three times the loss: a backward pass that ignores what comes from above is found out.
     wanted = torch.autograd.grad(3 * exact, (x, weight))
     with Rows() as seen:
-        loss = answer.apply(x, weight, words, 4)
+        loss = answer.apply(x, weight, targets, 4)
         found = torch.autograd.grad(3 * loss, (x, weight))
     off = [float((mine - right).abs().max()) for mine, right in zip(found, wanted, strict=True)]
     return {
@@ -358,27 +358,27 @@ def again(answer: Any) -> dict[str, Any]:
 def in_chunks(
     x: torch.Tensor,
     weight: torch.Tensor,
-    words: torch.Tensor,
+    targets: torch.Tensor,
     rows: int,
 ) -> Any:
     """A right answer to 03.5."""
 
     scores = []
-    for few, right in zip(x.split(rows), words.split(rows), strict=True):
+    for few, right in zip(x.split(rows), targets.split(rows), strict=True):
         scores.append(checkpoint(_scores, few, weight, right, use_reentrant=False))
     return torch.cat(scores)
 
 
-def _scores(x: torch.Tensor, weight: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def _scores(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The log-probability of each row's word, from all logits of all rows."""
     logits = x @ weight.T
-    return logits.log_softmax(-1).gather(1, words[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def one_by_one(answer: Any) -> Feedback:
-    """Whether `answer(x, weight, words, rows)` gives log-probabilities from few logits."""
-    x, weight, words = _problem()
-    exact = _scores(x, weight, words)
+    """Whether `answer(x, weight, targets, rows)` gives log-probabilities from few logits."""
+    x, weight, targets = _problem()
+    exact = _scores(x, weight, targets)
     # Different weights for rows, so that rows which are mixed up are found.
     scale = torch.arange(1.0, 11, dtype=torch.float64)
     wanted = torch.autograd.grad((scale * exact).sum(), (x, weight))
@@ -391,7 +391,7 @@ def one_by_one(answer: Any) -> Feedback:
         return tensor
 
     with Rows() as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        returned = answer(x, weight, words, 4)
+        returned = answer(x, weight, targets, 4)
     if returned is None or returned is ...:
         return NOT_ANSWERED
     said = _wrong_scores(returned, exact, seen.most, saved)

@@ -17,8 +17,8 @@ from torch.nn import functional
 from transformers import Trainer  # before a step: what it imports makes tensors
 
 from ...private import of_distributed, of_transformers
+from ...private.patched import plain, replaced
 from ..engine import Model
-from ..patched import plain, replaced
 from ..process_group import is_fake_group
 
 # The ring's, the first by its name before torch 2.13.

@@ -16,10 +16,10 @@ import torch
 
 from ...base.errors import needing
 from ...private import of_deepspeed
+from ...private.patched import afterwards, assign, replaced
 from ...recipe.deepspeed_config import filled_in
 from ...recipe.recipe import Recipe
 from ..engine import ShardedEngine, Training
-from ..patched import afterwards, assign, replaced
 
 FLAT_GRADIENTS = "flat gradients"
 PART_OF_GRADIENTS = "gradients in the part"

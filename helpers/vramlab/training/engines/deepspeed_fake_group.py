@@ -17,7 +17,7 @@ from torch.distributed.nn import functional as collectives
 from ...base.errors import RecipeError
 from ...private import of_deepspeed
 from ...private.of_torch import TorchDispatchMode
-from ..patched import afterwards, caught, replaced
+from ...private.patched import afterwards, caught, replaced
 from ..quiet import unheard
 
 

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
 from ...private import of_distributed
 from ...private.of_torch import parameters_of
 from ...private.of_transformers import undivided_kinds
+from ...private.patched import replaced
 from ...recipe.options import Sharding
 from ...recipe.recipe import Recipe
 from ..engine import AUTOCAST, Model, ShardedEngine, Training, makes_fakes
 from ..models import real_tensors
-from ..patched import replaced
 
 
 class FSDP(ShardedEngine):

@@ -19,10 +19,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ...private.of_distributed import static_inference
 from ...private.of_torch import submodules_of
+from ...private.patched import plain, replaced
 from ...recipe.recipe import Recipe
 from ..engine import Model, ShardedEngine, Training, autocast
 from ..models import real_tensors
-from ..patched import plain, replaced
 from ..process_group import is_fake_group
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm")  # names of the final norm

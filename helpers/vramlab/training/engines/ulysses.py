@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ...private import of_transformers
+from ...private.patched import replaced
 from ...recipe.recipe import Recipe
 from ..engine import Model, Training
-from ..patched import replaced
 from ..process_group import is_fake_group
 from ..quiet import unheard
 from ..trl_trainers import parallelism_of

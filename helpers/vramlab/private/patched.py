@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..private import of_torch
+from . import of_torch
 
 TLS_KEY = "vramlab: replaced attributes"
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
