@@ -62,6 +62,15 @@ def read_sizes(value: Any, field: str = "image_size") -> tuple[str, ...] | None:
     return tuple(sizes)
 
 
+def frees_late_in_backward(shape: Sizes) -> bool:
+    """Tell whether a layer's last gradient is freed by the layer before it.
+
+    Gemma 4's layers end with a product in place.
+    """
+    reader = reader_of(shape)
+    return bool(reader and reader.get("frees_late"))
+
+
 def largest(shape: Sizes) -> tuple[str, ...] | None:
     """Return the size of an image that becomes as many tokens as an image can."""
     reader = reader_of(shape)
