@@ -234,13 +234,15 @@ def _processed(recipe: RecipeFields, sizes: tuple[tuple[int, int], ...]) -> dict
 def most_read(recipe: RecipeFields) -> int:
     """Return the elements of the largest tensor whose values a tower reads, as far as known.
 
-    Gemma 4's compares each patch with each token, and drops the tokens that have none.
+    Gemma 4's compares each patch with each token, and drops the tokens that have none; then it
+    looks for each channel of them among the embedded text.
     """
     if not recipe.images or "counts" not in READERS[recipe.shape.family]:
         return 0
     own = processor(recipe.shape, None)
     patches = own.max_soft_tokens * own.pooling_kernel_size**2
-    return recipe.batch_size * recipe.images * patches * own.max_soft_tokens
+    compared = recipe.images * patches * own.max_soft_tokens
+    return recipe.batch_size * max(compared, recipe.seq_len * recipe.shape.hidden_size)
 
 
 def pixels(recipe: RecipeFields) -> dict[str, Any]:
