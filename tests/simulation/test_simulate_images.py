@@ -220,7 +220,10 @@ def test_a_frozen_tower_has_no_gradients():
             "SFTTrainer asks",
         ),
         ({"model": SMALL["gemma3"], "video_frames": 8}, "reads no video in a recipe: qwen2_vl"),
-        ({"model": "gpt2", "images": None, "video_frames": 8}, "gpt2 reads no images in a recipe"),
+        (
+            {"model": "gpt2", "images": None, "image_size": None, "video_frames": 8},
+            "gpt2 reads no video in a recipe",
+        ),
         ({"video_frames": 8}, "say width and height, such as '640x360'"),
         ({"video_frames": 0, "video_size": "64x64"}, "must be a whole number from 1 to 16,384"),
         ({"video_size": "64x64"}, "say video_frames"),

@@ -188,6 +188,12 @@ def shown(recipe: RecipeFields) -> list[int]:
     return ids
 
 
+def with_pixels(shape: Sizes, precision: str) -> str:
+    """Return `precision`, or one whose weights multiply pixels as the processor hands them on."""
+    reader = reader_of(shape)
+    return "bf16-mixed" if reader and "pixels" in reader else precision
+
+
 def sft_reads(recipe: RecipeFields) -> bool:
     """Tell whether TRL's SFTTrainer trains on a recipe's samples with images."""
     reader = reader_of(recipe.shape)
@@ -275,13 +281,13 @@ def refusals(recipe: Any) -> Refusals:
     """Return images that a model does not read, or not so."""
     shape = recipe.shape
     reader = reader_of(shape)
-    for name in ("images", "image_size", "max_pixels", "video_frames", "video_size"):
+    for name in ("images", "image_size", "max_pixels"):
         known = ", ".join(READERS)
         allowed = f"{shape.name} reads no images in a recipe: {known} do"
         yield name, reader is None and getattr(recipe, name), allowed
+    yield from _video_refusals(recipe, reader or {})
     if reader is None:
         return
-    yield from _video_refusals(recipe, reader)
     yield "image_size", recipe.image_size and not recipe.images, "say images, how many a sample has"
     allowed = "the processor's tokens depend on it: say width and height, such as '1024x768'"
     yield "image_size", recipe.images and not recipe.image_size, allowed
