@@ -3,12 +3,13 @@
     python benchmarks/step_times.py
 
 61 published runs on a T4 (those of `data/published_runs.json` that state seconds and ran as
-`predict` describes them, 26 of them with repeated keys) and our records of an H100
-(`data/measurements`: on one card, not compiled) give for each card U, the share of the peak that
-matrix products reach, W, that in a fused kernel of attention, V, that of the bandwidth, and τ, the
-seconds that the host takes for an operator; the H100 also σ, what bitsandbytes' optimizers wait for
-each tensor: least squares of the logarithm of estimated over measured seconds. To see what a fit is
-worth on a model that it has not seen, it is repeated without each model in turn.
+`predict` describes them, 26 of them with repeated keys) and our records of an H100 and an H200
+(`data/measurements`: on one card, not compiled, nothing offloaded) give for each card U, the share
+of the peak that matrix products reach, W, that in a fused kernel of attention, V, that of the
+bandwidth, τ, the seconds that the host takes for a call, and (but for the T4) σ, what bitsandbytes'
+optimizers wait for each tensor: least squares of the logarithm of estimated over measured seconds.
+To see what a fit is worth on a model that it has not seen, it is repeated without each model in
+turn. Runs that differ in one switch say what an estimate of that switch is worth.
 """
 
 import statistics
@@ -20,25 +21,47 @@ from vramlab_course.step_times import (
     elsewhere,
     fit,
     held_out,
+    in_pairs,
     in_use,
     ratios,
     spread,
 )
 
+# A switch to the fields of a recipe that it turns.
+SWITCHES = {
+    "4 bits": ("quantization", "dtype"),
+    "checkpointing": ("gradient_checkpointing",),
+    "optimizer": ("optim",),
+    "precision": ("precision", "dtype"),
+    "attention": ("attn_implementation",),
+}
+
 
 def summary(found: Sequence[float]) -> str:
-    """Mean and worst error of the estimate, relative to the measured seconds.
+    """Median, mean and worst error of the estimate, relative to the measured seconds.
 
-    With them comes the spread of nine tenths.
+    With them come what nine tenths do not exceed, and the spread of nine tenths.
     """
     # Ratios are measured over estimated, and the error is the estimate's.
-    off = [abs(1 / ratio - 1) for ratio in found]
+    off = sorted(abs(1 / ratio - 1) for ratio in found)
     least, most = spread(found)
     return (
-        f"{len(found)} runs, off by {statistics.mean(off):.1%} on average, {max(off):.0%} at "
-        f"worst; "
+        f"{len(off)} runs, off by {statistics.median(off):.1%} (median), "
+        f"{statistics.mean(off):.1%} on average, {off[9 * len(off) // 10]:.0%} (nine tenths), "
+        f"{off[-1]:.0%} at worst; "
         f"nine tenths measured {least:.2f} to {most:.2f} times the estimate"
     )
+
+
+def about_pairs(card: str, switch: str) -> str:
+    """How far off the estimated ratio of pairs is that differ in `switch`; "" without pairs."""
+    pairs = in_pairs(card, SWITCHES[switch])
+    if not pairs:
+        return ""
+    off = [abs(estimated / measured - 1) for measured, estimated in pairs]
+    told = [(measured > 1) == (estimated > 1) for measured, estimated in pairs]
+    right = f"{sum(told)} of {len(told)} pairs in the right order"
+    return f"{card}, {switch}: {right}, their ratio off by {statistics.median(off):.0%} (median)"
 
 
 def main() -> None:
@@ -54,7 +77,10 @@ def main() -> None:
             )
         print(f"{card}, fitted: {summary(ratios(chosen(card), fit(chosen(card))))}")
         print(f"{card}, model held out: {summary([ratio for _, ratio in held_out(card)])}")
-    print(f"card held out: {summary(elsewhere())}")
+        for switch in SWITCHES:
+            if line := about_pairs(card, switch):
+                print(line)
+    print(f"T4 and H100, each by the other's: {summary(elsewhere())}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 `benchmarks/step_times.py` prints both and says where the runs and the constants are from.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -160,6 +161,26 @@ def spread(found: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(found)
     out = len(found) // OUTSIDE
     return ordered[out], ordered[-1 - out]
+
+
+def in_pairs(card: str, switch: Sequence[str]) -> list[tuple[float, float]]:
+    """(measured, estimated) ratio of the seconds of runs that differ in the fields `switch` alone.
+
+    The estimates are by the rates in use.
+    """
+    alike: dict[str, dict[str, tuple[float, float]]] = {}
+    found = chosen(card)
+    for run, ratio in zip(found, ratios(found, in_use(card)), strict=True):
+        fields = {name: str(value) for name, value in run.recipe.to_dict().items()}
+        turned = str([fields.pop(name, "") for name in switch])
+        alike.setdefault(str(fields), {})[turned] = (run.seconds, run.seconds / ratio)
+    pairs = []
+    for group in alike.values():
+        # In the order of the words, so that a switch is turned the same way in each.
+        steps = [group[turned] for turned in sorted(group)]
+        for (took, said), (its, other) in itertools.combinations(steps, 2):
+            pairs.append((its / took, other / said))
+    return pairs
 
 
 def elsewhere() -> list[float]:

@@ -4,23 +4,20 @@ and a folder with a model's real layout is trained, merged and asked.
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import vramlab
 from vramlab import GiB, MiB, Recipe, step_time
 from vramlab.interfaces.messages import read_message
-from vramlab_course.chapters import chapter_08
-from vramlab_course.chapters.chapter_08 import (
-    answers,
-    chat,
-    package_texts,
-    questions,
-    run,
-    small_card,
-)
+from vramlab_course.chapters.chapter_08 import package_texts, questions, run, small_card
 from vramlab_course.figures import figures_08
+from vramlab_course.guesses import guess
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_make_it_fit.ipynb"
 
 TEMPLATE = (
     "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}<|endoftext|>{% endfor %}"
@@ -103,33 +100,50 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, monkeypatch):
+def cells_of_section_5() -> str:
+    """The code with which the chapter trains a model and asks it."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    begin = next(i for i, text in enumerate(texts) if "## 5 · " in text)
+    end = next(i for i, text in enumerate(texts) if "## Exercises" in text)
+    code = [cell for cell in cells[begin:end] if cell["cell_type"] == "code"]
+    return "\n".join("".join(cell["source"]) for cell in code)
+
+
+def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, monkeypatch, capsys):
+    """By the very lines that the notebook has."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(chapter_08, "TOKENS", 64)
-    monkeypatch.setattr(chapter_08, "SAMPLES", 2)
-    monkeypatch.setattr(chapter_08, "questions", lambda: questions()[:40])
+    shorter = {'"Qwen/Qwen3-0.6B"': repr(str(folder)), '"80"': '"3"', ": 256,": ": 64,"}
+    shorter |= {'"global_batch": 8': '"global_batch": 2', "in questions()]": "in questions()[:40]]"}
+    shorter |= {'rate, on = "2e-4", None': 'rate, on = "2e-4", "T4"'}
+    lines = cells_of_section_5()
+    for old, new in shorter.items():
+        assert lines.count(old) == 1, old
+        lines = lines.replace(old, new)
+    names = {"folder": tmp_path, "Path": Path, "json": json, "plan": vramlab.plan, "torch": torch}
+    names |= {"device": "cpu", "live": print, "guess": guess, "subprocess": subprocess, "sys": sys}
+    names |= {"MiB": MiB, "simulate": vramlab.simulate}
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert (folder / "model.safetensors.index.json").exists()
-    found = chat(str(folder), ASKED, tmp_path, steps=3)
+    exec(lines, names)
 
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    assert "adapter_model.safetensors" in {path.name for path in (tmp_path / "chat").iterdir()}
+    adapter = load_file(tmp_path / "mine" / "adapter_model.safetensors")
     base, trained = (
-        AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (folder, found.folder)
+        AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        for path in (folder, tmp_path / "merged")
     )
     assert trained.dtype == base.dtype == torch.bfloat16
-    adapter = load_file(tmp_path / "chat" / "adapter_model.safetensors")
     for name, weight in base.named_parameters():
         after = trained.get_parameter(name)
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"
         assert torch.equal(weight, after) == (key not in adapter), name
-    tokenizer = AutoTokenizer.from_pretrained(found.folder)
-    assert answers(base, tokenizer, ASKED) == found.before
-    assert answers(trained, tokenizer, ASKED) == found.after
-    assert "eval_loss" in found.said and found.peak == ""
-    config = json.loads((found.folder / "config.json").read_text())
+    said = capsys.readouterr().out
+    assert said.count("  before: ") == said.count("  after:  ") == 3
+    assert "printed: peak" in said
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 
 

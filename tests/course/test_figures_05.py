@@ -27,11 +27,13 @@ def test_marks_are_simulated_and_lines_predicted():
     assert lines[3] == [(2048, 0), (32768, 6)] and figure.rows[2] == ("LoRA", "0.0", "6.0")
 
 
-def test_every_seed_is_a_point_and_every_setting_a_row():
+def test_every_seed_is_a_point_of_what_was_forgotten_and_learned():
     sweep = recorded_sweep()
-    figure = figures_05.compared(sweep, "A title")
-    dots = {bits for line in figure.axes[0].lines for bits in line.get_xdata()}
-    assert dots >= {bits for run in sweep.runs for bits in run.seeds["documentation"]}
+    figure = figures_05.frontier(sweep, "A title")
+    dots = {point for line in figure.axes[0].lines for point in map(tuple, line.get_xydata())}
+    for run in sweep.runs:
+        assert dots >= set(zip(run.seeds["programs"], run.seeds["documentation"], strict=True))
+    assert {(run["programs"], run["documentation"]) for run in sweep.where["longer"]} <= dots
     assert len(figure.rows) == 2 + len(sweep.runs) and "all weights" in [
         row[0] for row in figure.rows
     ]

@@ -45,10 +45,6 @@ def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
     }
     assert (found.seconds, found.share("waiting for data"), found.total("update")) == (6, 0.5, 2)
     assert (found.computing("waiting for data"), found.computing("forward")) == (0, 1)
-    assert table(figures_07.loops({"a loop": found}, "title", "about")).split()[-2:] == [
-        "6.0",
-        "50%",
-    ]
 
 
 def test_operators_that_overlap_are_one_span_and_kernels_have_a_row():

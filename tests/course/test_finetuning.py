@@ -10,7 +10,7 @@ import torch
 from vramlab.base.data import data_path
 from vramlab.base.errors import RecordError
 from vramlab_course import finetuning
-from vramlab_course.base_model import bits_per_byte, finetuning_texts
+from vramlab_course.base_model import bits_per_byte, finetuning_texts, load_base_model
 from vramlab_course.finetuning import (
     adapted,
     batches,
@@ -157,3 +157,23 @@ def test_a_missing_record_of_quality_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(finetuning, "base_model_path", lambda *parts: tmp_path.joinpath(*parts))
     with pytest.raises(RecordError, match=r"quality_4bit\.py"):
         recorded_quality()
+
+
+def test_merged_numbers_are_the_trained_model_and_the_published_base_is_not():
+    script = script_of("merge_4bit")
+    torch.manual_seed(0)
+    trained = finetuning.adapted(load_base_model(quantization=script.BASE), 8)
+    for name, part in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(part, std=0.1)
+    ids = torch.arange(32).reshape(1, 32)
+    logits = {name: model.train()(ids).logits for name, model in script.merged(trained).items()}
+    wanted = logits.pop("adapters next to the codes")
+    off = {name: (each - wanted).abs().mean().item() for name, each in logits.items()}
+    assert off["codes as numbers"] < 1e-3 < 10 * 1e-3 < min(off["published base"], off["codes"])
+
+
+def test_the_record_of_merges_is_of_its_scripts_recipe():
+    script, record = script_of("merge_4bit"), finetuning.recorded_merges()
+    assert record["recipe"].startswith(f"{script.STEPS} steps")
+    assert {len(seeds) for seeds in record["runs"].values()} == {script.SEEDS}

@@ -114,6 +114,19 @@ def test_bases_in_8_bits_and_how_layers_are_checkpointed(values, changes, reentr
     assert recipe.use_reentrant == reentrant and REENTRANT not in notes
 
 
+def test_axolotls_cut_cross_entropy_is_a_head_of_its_own(tmp_path):
+    """Its plugin turns it on unless the file turns it off; Liger's other kernels go with it."""
+    plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
+    recipe, _ = read(tmp_path, AXOLOTL, plugins=plugins)
+    assert recipe.cut_cross_entropy and not recipe.use_liger_kernel
+    assert not read(tmp_path, AXOLOTL, plugins=plugins, cut_cross_entropy=False)[
+        0
+    ].cut_cross_entropy
+    parts = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True}
+    recipe, _ = read(tmp_path, AXOLOTL, plugins=[*plugins, "a.LigerPlugin"], **parts)
+    assert recipe.cut_cross_entropy and recipe.use_liger_kernel
+
+
 def test_axolotl_packs_experts_as_they_are_loaded(tmp_path):
     mixture = {"base_model": "Qwen/Qwen3-30B-A3B", "quantize_moe_experts": True}
     attention = {"lora_target_linear": None, "lora_target_modules": ["q_proj", "v_proj"]}
@@ -224,7 +237,7 @@ def test_trls_sft(tmp_path):
         ),
         (AXOLOTL, {"tensor_parallel_size": 2}, "or say --engine tensor for that alone"),
         (AXOLOTL, {"attn_implementation": "sdpa"}, "a mask of tokens × tokens"),
-        (AXOLOTL, {"plugins": ["a.CutCrossEntropyPlugin"]}, "leave the others out"),
+        (AXOLOTL, {"plugins": ["a.KDPlugin"]}, "leave the others out"),
         (AXOLOTL, IN_8_BITS | {"quantize_moe_experts": True}, "packs linear layers alone"),
         (AXOLOTL, {"rl": "orpo"}, "recipes train as dpo"),
         (AXOLOTL, {"gradient_checkpointing": "offload"}, "take true or false"),
@@ -262,6 +275,15 @@ def test_axolotls_mesh_is_copies_and_rings_over_fsdp(tmp_path):
     del sizes["dp_shard_size"]
     recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 32}, **changes, **sizes)
     assert recipe.sharding.world_size == 32
+
+
+def test_plan_says_that_it_leaves_a_files_mesh_out(tmp_path, capsys):
+    ring = {"context_parallel_size": 2, "fsdp_version": 2}
+    ring |= {"fsdp_config": {"reshard_after_forward": True}}
+    changes = {"adapter": None, "load_in_4bit": None, "optimizer": "adamw_torch_fused"}
+    for sizes, is_mesh in (({}, False), (ring, True)):
+        question_of(written(tmp_path, AXOLOTL | changes | sizes), {"gpus": 2})
+        assert ("plan tries no meshes of ranks" in capsys.readouterr().err) is is_mesh
 
 
 def test_ms_swifts_sequence_parallel_is_ulysses_over_deepspeed(tmp_path):

@@ -41,8 +41,9 @@ UNREAD = {
         "the estimate is of text, all of whose modules run": f"freeze {IMAGES}",
         "only the update is timed, not what is sampled": f"rollouts beta {SAMPLING} {VLLM} {DRAWS}",
         "products of matrices are the same": "lora_alpha lora_dropout use_rslora bias lora_bias "
-        "use_dora target_parameters modules_to_save quant_type double experts skip_modules",
+        "target_parameters modules_to_save quant_type double experts skip_modules",
         "elementwise work, which its bytes in memory say": "use_liger_kernel dtype "
+        "cut_cross_entropy "
         "label_smoothing_factor neftune_noise_alpha outputs_to_fp32",
         "adapters of other methods are far smaller than the base": "peft",
         "the optimizer's own name says what it reads and writes": "optim_args foreach",
@@ -53,7 +54,7 @@ UNREAD = {
         "plan proposes no pipeline": "schedule micro_batches",
     },
     "plan": {
-        "plan's checkpointing is of the other kind": "use_reentrant",
+        "plan's checkpointing and fused heads are others": "use_reentrant cut_cross_entropy",
         "taken over as it is asked": "optim_args torch_compile "
         "precompute_ref_log_probs completion_lengths label_smoothing_factor neftune_noise_alpha",
         "all modules of a plan's model are trained": "freeze",

@@ -72,6 +72,7 @@ CORNERS = {
     "IA³ over 4 bits": ("IA3", NF4 | {"gradient_checkpointing": True}),
     "VeRA over 4 bits": ("VERA", NF4),
     "OFT over 4 bits": ("OFT", NF4),
+    "HiRA over 4 bits": ("HIRA", NF4),
     "AdaLoRA over 4 bits": ("ADALORA", NF4),
     "RandLoRA over 4 bits": ("RANDLORA", NF4),
     "IA³ in fp32": ("IA3", {"precision": "fp32"}),

@@ -148,11 +148,11 @@ def speed_page(path: Path, link: str) -> str:
     for card, pairs_of in found.items():
         # Held out: the constants come from runs of other models.
         rows.append(_speed_row(card, [ratio for _, ratio in pairs_of]))
-    rows.append(_speed_row("either card by the other's constants", bench.elsewhere()))
+    rows.append(_speed_row("T4 and H100, each by the other's constants", bench.elsewhere()))
     count = sum(map(len, found.values()))
     alt = (
         f"Measured against estimated seconds of {count} training steps on "
-        f"{' and '.join(found)}, by constants fitted "
+        f"{', '.join(found)}, by constants fitted "
     )
     alt += (
         "without the step's own model: the points lie about the diagonal over two orders of "

@@ -139,6 +139,7 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas do not know it: ask simulate"
     yield "activation_offloading", recipe.activation_offloading, allowed
     yield "use_reentrant", recipe.use_reentrant, allowed
+    yield "cut_cross_entropy", recipe.cut_cross_entropy, allowed
 
     allowed = "Inductor decides what a compiled step keeps: ask simulate, which lets it compile"
     yield "torch_compile", recipe.torch_compile, allowed

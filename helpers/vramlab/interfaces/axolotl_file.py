@@ -31,8 +31,9 @@ LIGER_PARTS = (
 # Without it queries and keys are turned by PyTorch's own operators, whose results die in the layer:
 # `predict` has the same peak either way, which a test holds.
 MOVES_NOTHING = "liger_rope"
+CUT = "CutCrossEntropyPlugin"
 # The last two only log and evaluate, so they move no bytes of a step.
-PLUGINS = ("LigerPlugin", "SwanLabPlugin", "LMEvalPlugin")
+PLUGINS = ("LigerPlugin", CUT, "SwanLabPlugin", "LMEvalPlugin")
 KERNELS = "not modelled: the fused LoRA kernels that axolotl turns on; these are PEFT's layers"
 RING = (
     "not modelled: ring-flash-attn's ring; these figures are of accelerate's, by sdpa, whose ranks "
@@ -226,6 +227,11 @@ def _take_liger(configuration: Configuration) -> None:
         rest = f"recipes know {', '.join(PLUGINS)}: leave the others out, {RUN_IT}"
         raise configuration.refuse("plugins", rest)
     said = {part: bool(get(part)) for part in LIGER_PARTS}
+    # `integrations/cut_cross_entropy/args.py`: on unless it is switched off; both heads are refused
+    # by `utils/schemas/validation.py`
+    if get("cut_cross_entropy", True) and any(name.endswith(CUT) for name in plugins):
+        configuration.fields["cut_cross_entropy"] = True
+        said["liger_fused_linear_cross_entropy"] = any(said.values())
     # An older name of the same switch.
     said["liger_glu_activation"] |= bool(get("liger_swiglu"))
     # Without the plugin the switches stand in the file and nobody reads them.

@@ -223,8 +223,9 @@ def advise(question: Question, offloaded: bool = False) -> Iterator[str]:
     The kinds are method, trainer, offload, sequences, GPUs and card. Of recipes that differ in
     checkpointing alone, only the lighter is tried. Where a rule refused all recipes, no memory is
     missing, and what is under another rule comes alone. Activations were `offloaded` already where
-    that is no advice.
+    that is no advice. Of another method it is what `plan` answers.
     """
+    asked = question
     # The largest of (False, True): checkpointing where it may be used.
     finds_share = question.finds_share
     question = dataclasses.replace(question, checkpointing=(max(question.checkpointing),))
@@ -233,7 +234,9 @@ def advise(question: Question, offloaded: bool = False) -> Iterator[str]:
     # Those of other rules come first: where they answer, more memory is no advice.
     fits_elsewhere = False
     for changes in _under_other_rules(question):
-        for sentence in _first_fit(question, changes):
+        # The lightest LoRA has every switch on, which others beat in memory and in speed.
+        by_method = changes and "method" in changes[0]
+        for sentence in _first_fit(asked if by_method else question, changes):
             fits_elsewhere = True
             yield sentence
     if refused and fits_elsewhere:
@@ -269,7 +272,12 @@ def _first_fit(
             if question.finds_share:
                 # What of one card is a large share is a small one of a larger card.
                 changed = with_least_share(changed)
-            recipe = Search(changed).any_fit()
+            search = Search(changed)
+            if "method" in change:
+                best, _ = search.answer(change["method"])
+                recipe = best.recipe if best else None
+            else:
+                recipe = search.any_fit()
             if recipe:
                 if "rollouts" in change:
                     share = change["rollouts"].vllm_gpu_memory_utilization

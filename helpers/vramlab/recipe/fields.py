@@ -157,10 +157,7 @@ class RecipeFields:
     dtype: str | None = knob(
         None,
         choices=DTYPES,
-        help=(
-            "The weights' format as loaded, as in from_pretrained; what the precision implies "
-            "when left out."
-        ),
+        help="The weights' format as loaded; what the precision implies when left out.",
         option=True,
         label="Weights",
         shown="{} weights",
@@ -184,10 +181,7 @@ class RecipeFields:
         "transformers",
         choices=("transformers", *TRL),
         shown=TRL.get,
-        help=(
-            "Whose Trainer computes the loss: transformers' own, or TRL's, whose heads make no "
-            "logits."
-        ),
+        help="Whose Trainer computes the loss: transformers', or TRL's, which make no logits.",
         option=True,
         label="Trainer",
     )
@@ -207,6 +201,12 @@ class RecipeFields:
         option=True,
         elsewhere=True,
         shown="activations offloaded",
+    )
+    cut_cross_entropy: bool = knob(
+        False,
+        help="Compute the loss without logits, by cut cross-entropy, as axolotl's plugin does.",
+        option=True,
+        shown="cut cross-entropy",
     )
     use_reentrant: bool = knob(
         False,

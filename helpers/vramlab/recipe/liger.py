@@ -17,10 +17,11 @@ FIELD = "use_liger_kernel"
 
 
 def kernels(recipe: RecipeFields) -> frozenset[str]:
-    """Return the switches that are on; SFTTrainer has a fused head of its own."""
+    """Return the switches that are on; SFTTrainer and cut cross-entropy have heads of their own."""
     if not recipe.use_liger_kernel or recipe.shape.family not in FAMILIES:
         return frozenset()
-    return SWITCHES - {HEAD} if recipe.trainer == "sft" else SWITCHES
+    has_head = recipe.trainer == "sft" or recipe.cut_cross_entropy
+    return SWITCHES - {HEAD} if has_head else SWITCHES
 
 
 def refusals(recipe: RecipeFields) -> Refusals:

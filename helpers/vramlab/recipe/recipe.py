@@ -16,6 +16,7 @@ from typing import Any
 from ..base import html
 from ..base.errors import RecipeError
 from . import (
+    cut_head,
     images,
     liger,
     lora_modules,
@@ -210,6 +211,7 @@ class Recipe(RecipeFields):
         )
         yield "use_reentrant", self.use_reentrant and not whole, allowed
         yield from liger.refusals(self)
+        yield from cut_head.refusals(self)
         yield from method_limits.refusals(self)
         yield from images.refusals(self)
         yield from parallel_limits.refusals(self)

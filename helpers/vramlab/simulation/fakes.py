@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -118,6 +119,12 @@ def _real_branches(target: str) -> Iterator[contextlib.AbstractContextManager]:
 
         fix = "fix_4bit_weight_quant_state_from_module"
         yield replaced(modules, fix, _give_statistics_back)
+    if sys.modules.get("peft"):
+        # HiRA multiplies the base's own weights, and knows packed ones by their class
+        with contextlib.suppress(ImportError):  # PEFT has it, and bitsandbytes is there
+            hira = importlib.import_module("peft.tuners.hira.bnb")
+            own = functools.partial(_unpacked, hira.dequantize_bnb_weight)
+            yield replaced(hira, "dequantize_bnb_weight", own)
     yield _eager()
     yield replaced(models, "making_adapters", adapters_on_fakes)
     # a recomputation begins with the generator of its forward pass: the generator is the process's
@@ -149,6 +156,15 @@ def _eager() -> contextlib.AbstractContextManager:
     if not hasattr(frames, of_compiler.CALLBACK):  # in the whole process then
         return torch.compiler.set_stance("force_eager")
     return replaced(frames, of_compiler.CALLBACK, lambda callback: None)
+
+
+def _unpacked(of_int8: Callable, weight: Any, state: Any) -> torch.Tensor:
+    """Return what PEFT's `dequantize_bnb_weight` does, which `of_int8` does of 8 bits."""
+    if getattr(weight, "quant_state", None) is None:
+        return of_int8(weight, state=state)
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state)
 
 
 def _give_statistics_back(module: Any) -> None:

@@ -25,11 +25,12 @@ from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
-from ..recipe.liger import kernels
+from ..recipe.liger import HEAD, kernels
 from ..recipe.options import INT8, REPEATED, LoRA, Quantization
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import Recipe
 from . import trl_trainers
+from .cut_cross_entropy import cut_cross_entropy
 from .default_dtype import own_default_dtype
 from .engine import Model, makes_fakes
 from .int8 import INT8_CLASS, int8_parameter, mark_int8
@@ -63,6 +64,8 @@ def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> Model:
         model = _with_method(model, recipe, recipe.peft)
     if kernels(recipe):
         apply_liger(model, recipe)
+    if recipe.cut_cross_entropy:
+        cut_cross_entropy(model)
     return model.train()
 
 
@@ -445,7 +448,7 @@ def _start_values(model: Model) -> None:
 
 @needing("use_liger_kernel")
 def apply_liger(model: Model, recipe: Recipe) -> None:
-    """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone.
+    """Do what `Trainer.train` does to `model`; where another has the head Liger leaves it alone.
 
     What Liger replaces in modules (classes, rotary positions, the loss) is so for this thread,
     until `restore_after_liger`.
@@ -455,7 +458,7 @@ def apply_liger(model: Model, recipe: Recipe) -> None:
 
     # Liger replaces classes in the module that defines the model's.
     home = sys.modules[type(unwrap_peft_model(model)).__module__]
-    config = {"fused_linear_cross_entropy": False} if recipe.trainer == "sft" else {}
+    config = {} if HEAD in kernels(recipe) else {HEAD: False}
     # transformers says in other words that it is missing
     import liger_kernel.transformers  # noqa: F401
 

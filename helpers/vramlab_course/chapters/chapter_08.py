@@ -1,30 +1,24 @@
-"""Chapter 08: run a written program in the notebook, on a small card too; use what it trained."""
+"""Chapter 08: run a written program in the notebook, on a small card too; what it learns from."""
 
 import ast
-import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import vramlab
-from vramlab import plan
 from vramlab.report.report import MiB, Report
 
 from .small_card import Card
 
 HUB = "https://huggingface.co"
-SAMPLES = 8  # of an update of `chat`
-TOKENS = 256  # of a sample there
 
 
 def run(program: Path, *options: str, stop_in: int = 0) -> Report:
@@ -71,7 +65,10 @@ def run(program: Path, *options: str, stop_in: int = 0) -> Report:
 
 
 class _Small(Card):
-    """A card made of this machine's memory, which refuses in PyTorch's words."""
+    """A card made of this machine's memory, which refuses in PyTorch's words.
+
+    It has no allocator, so its message does not end with what is reserved but unallocated.
+    """
 
     def __init__(self, limit: int):
         super().__init__(limit, torch.nn.Identity())
@@ -87,9 +84,7 @@ class _Small(Card):
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate {:.2f} MiB. GPU 0 has a total capacity of "
                 "{:.2f} MiB of which {:.2f} MiB is free. Of the allocated memory {:.2f} MiB is "
-                "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.".format(
-                    *sizes
-                )
+                "allocated by PyTorch.".format(*sizes)
             ) from None
 
 
@@ -143,124 +138,16 @@ def questions() -> list[list[dict[str, str]]]:
     return chats
 
 
-def answers(
-    model: torch.nn.Module,
-    tokenizer: Any,
-    asked: Sequence[str],
-    tokens: int = 48,
-) -> list[str]:
-    """What a chat model answers to each question, its likeliest `tokens` tokens."""
-    said = []
-    for question in asked:
-        ids = tokenizer.apply_chat_template(
-            [_turn("user", question)],
-            add_generation_prompt=True,
-            # Qwen3's template would let the model think aloud first, beyond the tokens that it may
-            # write.
-            enable_thinking=False,
-            return_tensors="pt",
-            return_dict=True,
-        ).to(model.device)
-        written = model.generate(**ids, max_new_tokens=tokens, do_sample=False)
-        new = written[0, ids["input_ids"].shape[1] :]
-        said.append(tokenizer.decode(new, skip_special_tokens=True).strip())
-    return said
-
-
-def merged(adapter: Path, target: Path) -> torch.nn.Module:
-    """Save base and adapter as one in `target`, with the tokenizer.
-
-    It has the dtype that the base has on disk. Return the model as it is loaded from there.
-    """
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto").merge_and_unload()
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
-    return AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A chat model before and after a program trained it.
-
-    That is its answers, the plan, the program's output, and the merged model's folder.
-    """
-
-    before: list[str]
-    after: list[str]
-    plan: vramlab.planning.plan.Plan
-    said: str
-    folder: Path
-
-    @property
-    def peak(self) -> str:
-        """The line with the card's own peak; "" without a card."""
-        return next((line for line in self.said.splitlines() if line.startswith("peak on")), "")
-
-
 def reachable(model: str) -> bool:
-    """Whether `chat` can run here: there is a GPU, and the model is a folder or the hub answers."""
+    """Whether a model can be had here: it is a folder, or there is a GPU and the hub answers."""
+    if Path(model).is_dir():
+        return True
     if not torch.cuda.is_available():
         return False
     try:
-        return Path(model).is_dir() or bool(urllib.request.urlopen(HUB, timeout=5))
+        return bool(urllib.request.urlopen(HUB, timeout=5))
     except OSError:
         return False
-
-
-def chat(
-    model: str,
-    asked: Sequence[str],
-    folder: Path,
-    method: str = "lora",
-    steps: int = 120,
-) -> Chat:
-    """Train `model` on `questions` by a written program; ask it before and after.
-
-    `model` is a chat model's name on the hub, or its folder.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    on_card = torch.cuda.is_available()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    untrained = AutoModelForCausalLM.from_pretrained(
-        model,
-        dtype="auto",
-        device_map="cuda" if on_card else "cpu",
-    )
-    before = answers(untrained, tokenizer, asked)
-    # the program is another process, which needs the card's memory
-    del untrained
-    torch.cuda.empty_cache()
-    card = None if on_card else "T4"  # None: this machine's
-    planned = plan(
-        model,
-        card,
-        seq_len=TOKENS,
-        global_batch=SAMPLES,
-        method=method,
-        liger=False,
-    )
-    (program,) = planned.write(folder / "train_chat.py")
-    data = folder / "chats.jsonl"
-    data.write_text("\n".join(json.dumps({"messages": turns}) for turns in questions()))
-    words = ["--model", model, "--data", data, "--output", folder / "chat", "--max-steps", steps]
-    done = subprocess.run(
-        # As a reader would start it, in a process of its own.
-        [sys.executable, program, *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{program.name} failed:\n{done.stderr[-2000:]}")
-    trained = merged(folder / "chat", folder / "merged")
-    after = answers(trained.to("cuda" if on_card else "cpu"), tokenizer, asked)
-    return Chat(before, after, planned, done.stdout, folder / "merged")
 
 
 def _turn(role: str, content: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ RED = "#D55E00"
 GREEN = "#009E73"
 GREY = "#DDDDDD"
 PALE = "#CFE8F7"
+CROWDED = ("gate_proj, up_proj, down_proj",)  # another setting lies to the right of it
 TARGETS = {
     "all-linear": "all linear",
     "gate_proj, up_proj, down_proj": "feed-forward",
@@ -126,64 +127,51 @@ def label(run: SimpleNamespace) -> str:
     return f"{TARGETS[run.targets]}, r={run.r}" if run.r else "all weights"
 
 
-def compared(sweep: SimpleNamespace, title: str):
-    """Draw what `finetuning.recorded_sweep` holds.
+def frontier(sweep: SimpleNamespace, title: str):
+    """Draw what `finetuning.recorded_sweep` holds: what was learned over what was forgotten.
 
-    That is bits per byte of unseen prose, a dot for each seed, by setting.
+    That is bits per byte of unseen prose over those of programs, a dot for each seed, a larger one
+    for each setting; squares are its longer runs.
     """
     rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
     base = sweep.base
-    prose = f"{base['documentation']:.3f}"
-    programs = f"{base['programs']:.3f}"
-    rows.append(("untuned", "0", "", prose, "", programs))
+    rows.append(("untuned", "0", "", f"{base['documentation']:.3f}", "", f"{base['programs']:.3f}"))
     runs = sorted(sweep.runs, key=lambda run: run.documentation)
     for run in runs:
-        rows.append(
-            (
-                label(run),
-                f"{run.trained:,}",
-                f"{run.learning_rate:g}",
-                f"{run.documentation:.3f}",
-                f"{run.deviation:.3f}",
-                f"{run.programs:.3f}",
-            )
-        )
-    bits = "; ".join(f"{row[0]} {row[3]}" for row in rows[1:])
-    said = f"Five dots for each setting. {bits}."
+        numbers = (f"{run.trained:,}", f"{run.learning_rate:g}", f"{run.documentation:.3f}")
+        rows.append((label(run), *numbers, f"{run.deviation:.3f}", f"{run.programs:.3f}"))
+    points = "; ".join(f"{row[0]} {row[5]}, {row[3]}" for row in rows[1:])
+    said = (
+        "Points, to the right what was forgotten, down what was learned: programs, prose. "
+        f"{points}. A front leads from rank 1 over feed-forward and rank 64 to all weights."
+    )
     about = (
         f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, "
         f"{len(runs[0].seeds['documentation'])} seeds"
     )
     with canvas(title, said, about, rows) as ax:
-        for row, run in enumerate(runs):
-            bits = run.seeds["documentation"]
-            ax.plot(
-                bits,
-                [row] * len(bits),
-                "o",
-                color=BLUE if run.r else RED,
-                markersize=6,
-                alpha=0.6,
-            )
-            ax.plot(
-                [run.documentation],
-                [row],
-                "|",
-                color=style.INK,
-                markersize=20,
-                markeredgewidth=2,
-            )
-        ax.axvline(base["documentation"], color=style.INK, linestyle=":")
-        ax.text(
-            base["documentation"],
-            len(runs) - 0.4,
-            "untuned ",
-            ha="right",
-            va="center",
-        )
-        ax.set_yticks(range(len(runs)), [label(run) for run in runs])
-        ax.set(xlabel="bits per byte of unseen prose", ylim=(len(runs) - 0.2, -0.6))
-        ax.grid(visible=False, axis="y")
-        # Settings are on a row each, so lines for the numbers help and lines for rows do not.
-        ax.grid(visible=True, axis="x", color="#DDDDDD", linewidth=0.6)
+        for run in runs:
+            colour = BLUE if run.r else RED
+            ax.plot(*_both(run.seeds), "o", color=colour, markersize=4, alpha=0.35)
+            place = run.programs, run.documentation
+            ax.plot(*place, "o", color=colour, markersize=9)
+            beside = {"xytext": (8, 4)}
+            if run.targets in CROWDED:
+                beside = {"xytext": (-8, -14), "ha": "right"}
+            ax.annotate(label(run), place, textcoords="offset points", fontsize=9, **beside)
+        for run in sweep.where["longer"]:
+            place = run["programs"], run["documentation"]
+            name = f"all linear, r={run['r']}" if run["r"] else "all weights"
+            ax.plot(*place, "s", color=BLUE if run["r"] else RED, markersize=8, fillstyle="none")
+            words = f"{name},\n{run['steps']} steps"
+            ax.annotate(words, place, (-6, 8), textcoords="offset points", fontsize=9, ha="right")
+        place = base["programs"], base["documentation"]
+        ax.plot(*place, "*", color=style.INK, markersize=12)
+        ax.annotate("untuned", place, (8, 2), textcoords="offset points", fontsize=9)
+        ax.set(xlabel="forgotten: bits per byte of programs")
+        ax.set(ylabel="learned: bits per byte of unseen prose")
     return ax.figure
+
+
+def _both(seeds: Mapping[str, list[float]]) -> tuple[list[float], list[float]]:
+    return seeds["programs"], seeds["documentation"]

@@ -137,38 +137,6 @@ def trace(seen: Trace, title: str, subtitle: str):
     return ax.figure
 
 
-def loops(runs: Mapping[str, Trace], title: str, subtitle: str):
-    """Return a figure of the labels of each run over time, the first run on top.
-
-    Each has its length and its share of waiting.
-    """
-    rows = [("loop", "seconds", "waiting")]
-    alt = (
-        f"Labels over time, one bar for each loop: {', '.join(runs)}. The first waits before "
-        f"each step, the last never."
-    )
-    with canvas(title, alt, subtitle, rows) as ax:
-        for y, (name, seen) in enumerate(runs.items()):
-            for label, colour in COLOURS.items():
-                bars = [(start - seen.start, length) for start, length in seen.labels[label]]
-                ax.broken_barh(
-                    bars,
-                    (y - 0.25, 0.5),
-                    facecolor=colour,
-                    label=label,
-                )
-            waiting = f"{seen.share(WAITING):.0%}"
-            ax.text(
-                0,
-                y - 0.3,
-                f"{name}: {seen.seconds:.1f} s, {waiting} waiting",
-                va="bottom",
-            )
-            rows.append((name, f"{seen.seconds:.1f}", waiting))
-        ax.set(yticks=[], xlabel="seconds", ylim=(len(runs) - 0.6, -0.7))
-    return ax.figure
-
-
 def layer_times(
     line: Mapping[int, float],
     measured: Mapping[int, float],

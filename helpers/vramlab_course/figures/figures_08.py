@@ -112,6 +112,15 @@ def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
     return by_card
 
 
+def in_order(steps: Sequence[tuple[Recipe, float, float]]) -> str:
+    """Of pairs of one model that took at least 10 % longer or shorter, how many estimates tell."""
+    right = []
+    for (one, mine, took), (two, other, its) in itertools.combinations(steps, 2):
+        if one.model == two.model and max(took, its) > 1.1 * min(took, its):
+            right.append((mine > other) == (took > its))
+    return f"{sum(right)} of {len(right)} pairs of one model in the right order"
+
+
 def speeds(
     by_card: Mapping[str, list[tuple[Recipe, float, float]]],
     title: str,

@@ -1,4 +1,4 @@
-"""Judges of chapter 07's pieces that ask an allocator for memory."""
+"""Judges of chapter 07's pieces that ask what a graph keeps, and an allocator for memory."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,32 +14,25 @@ from .judges_07 import judged
 MOST_PADDING = 1.2  # tokens computed for each real one
 
 
-def seen_by(kind: type, work: Callable[[Any], Any]) -> tuple[Any, dict[int, int], Any]:
-    """What `work` returns inside of a leak finder of this kind.
+def names_kept(answer: Callable[[Any, Any], Any]) -> set[str] | None:
+    """Names of a small graph's tensors whose storage is in what `answer(loss, model)` returns.
 
-    With it come the finder's bytes by batch then, and the finder.
+    None where that is no set of storages.
     """
-    finder = kind()
-    with finder:
-        kept = work(finder)
-    sizes: dict[int, int] = {}
-    # A copy, since storages may be freed while it is walked.
-    for storage, batch in list(finder.born.items()):
-        sizes[batch] = sizes.get(batch, 0) + storage.nbytes()
-    return kept, sizes, finder
-
-
-def in_batch(number: int, size: int) -> Callable[[Any], torch.Tensor]:
-    """Work that makes a tensor of `size` bytes in a batch."""
-
-    def work(finder: Any) -> torch.Tensor:
-        finder.batch = number
-        made = torch.ones(size // 4)
-        # The batch in which a tensor was made counts, not the one in which it is changed.
-        finder.batch = number + 1
-        return made.add_(1)
-
-    return work
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    x = torch.ones(5, 4)
+    hidden = model[0](x)
+    bent = hidden.tanh()
+    out = model[1](bent)
+    raised = out.exp()
+    loss = raised.sum()
+    found = answer(loss, model)
+    if not isinstance(found, set):
+        return None
+    # A product keeps its inputs, tanh and exp their results; the rest nobody needs again.
+    tensors = dict(x=x, hidden=hidden, bent=bent, out=out, raised=raised, loss=loss)
+    tensors["weight"] = model[1].weight
+    return {name for name, tensor in tensors.items() if tensor.untyped_storage() in found}
 
 
 def served(kind: type, requests: Sequence[Any]) -> Any:

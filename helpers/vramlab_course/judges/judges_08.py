@@ -1,22 +1,8 @@
-"""Judges of chapter 08: points that no other beats, and planners of the readers' own."""
+"""What chapter 08's checks hold answers against: points that no other beats, and a peak."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
-from vramlab import Recipe, find_gpu, format_bytes, predict, step_time
-from vramlab.planning.question import METHODS, RANK, Question, usable_memory
-from vramlab.planning.search import Search
-
-from ..answers import NOT_ANSWERED, Feedback, kind_of
-
-ASKED = [  # model, gpu, tokens, global batch
-    ("llama-3.2-1b", "RTX 4070", 1024, 32),
-    ("qwen2.5-7b", "RTX 4090", 2048, 8),
-    ("llama-3.1-8b", "T4", 1024, 16),
-    ("llama-3.1-70b", "T4", 1024, 8),
-]
-SLOWER = 1.25  # times the plan's seconds
+from vramlab import Recipe, predict, simulate
 
 
 def front(points: Sequence[tuple]) -> list[tuple]:
@@ -36,89 +22,10 @@ def front(points: Sequence[tuple]) -> list[tuple]:
     return unbeaten
 
 
-@cache
-def best_seconds(
-    model: str,
-    gpu: str,
-    seq_len: int,
-    global_batch: int,
-) -> float | None:
-    """Seconds of a step of the fastest recipe that is safe; None where none is."""
-    # What the exercise lets the reader use, so that the plan has no other means.
-    question = Question(
-        model,
-        gpu,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        tier="safe",
-        expandable_segments=False,
-        offload=False,
-        packing=True,
-        liger=False,
-        attention=("sdpa", "eager"),
-    )
-    search = Search(question)
-    seconds = []
-    for method in METHODS:
-        best, *_ = search.answer(method)
-        if best:
-            seconds.append(best.choice().time.seconds)
-    return min(seconds, default=None)
-
-
-def planned(answer: Callable[..., Any]) -> Feedback:
-    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest.
-
-    Where nothing is safe it has to be None.
-    """
-    for asked in ASKED:
-        model, gpu, *_ = asked
-        returned = answer(*asked)
-        # The first has an answer, so None there means that nothing was written.
-        if returned is ... or (returned is None and asked is ASKED[0]):
-            return NOT_ANSWERED
-        best = best_seconds(*asked)
-        what = f"{model}, {gpu}: "
-        if returned:
-            wrong = _wrong(returned, asked, best)
-        elif best:
-            wrong = "there is a recipe that is safe."
-        else:
-            wrong = ""
-        if wrong:
-            return Feedback(False, what + wrong)
-    return Feedback(True, "Right: a planner. Ask it for your own model and card.")
-
-
-def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
-    model, gpu, seq_len, batch = asked
-    if not isinstance(recipe, Recipe):
-        return f"a Recipe or None was expected, not {kind_of(recipe)}."
-    step = recipe.batch_size * recipe.gradient_accumulation_steps
-    given = (recipe.name, recipe.num_layers, recipe.seq_len, step)
-    if given != (model, None, seq_len, batch):
-        return f"it has to be the whole model, {seq_len} tokens, and {batch} samples a step."
-    adapters = recipe.lora
-    # A weaker adapter would fit more easily and is another training.
-    if recipe.sharding or (
-        adapters and (adapters.r < RANK.r or adapters.target_modules != RANK.target_modules)
-    ):
-        return (
-            "one card, nothing offloaded; adapters of rank 16 or more on all linear layers, "
-            "or none."
-        )
-    card = find_gpu(gpu)
-    why = card.why_not(recipe.precision)
-    if why:
-        return f"{why}."
-    # "safe" is the upper end of the interval.
-    over = predict(recipe, gpu=card).process.high - usable_memory(card)
-    if over > 0:
-        return (
-            f"your recipe is not safe: its process may take {format_bytes(over)} more than "
-            f"there is."
-        )
-    ratio = step_time(recipe, card).seconds / best
-    return (
-        f"it takes {ratio:.2f} times as long as the fastest that is safe." if ratio > SLOWER else ""
-    )
+def foretold(recipe: Recipe, gpu: str | None) -> int:
+    """The peak of a recipe's tensors in bytes, on a card or without one on a CPU."""
+    if gpu:
+        return predict(recipe, gpu=gpu).peak.total
+    # On a CPU the written program leaves these kernels out.
+    recipe = recipe.replace(use_liger_kernel=False)
+    return simulate(recipe, target="cpu", full=True).peak.total

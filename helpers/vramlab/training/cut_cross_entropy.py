@@ -1,0 +1,101 @@
+"""Cut cross-entropy (Wijmans et al. 2024) in a model, as axolotl's plugin puts it there.
+
+A GPU runs the package itself. Its kernels are Triton's and make no tensor, so among fake tensors
+what its host code allocates is all that there is: the module follows `cut_cross_entropy` of
+axolotl's fork at 5f0c7a7 line by line, which a test holds to the byte where the package is. Left
+out are the blocks of CUDA's sort of one number a word.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..base.errors import RecipeError
+from .engine import Model, makes_fakes
+
+PACKAGE = (
+    "cut-cross-entropy[transformers] @ git+https://github.com/axolotl-ai-cloud/ml-cross-entropy"
+)
+ROWS = 128  # and columns of the vocabulary that share a lock (cce_lse_forward.py, cce_backward.py)
+CHANNELS = 64
+
+
+def cut_cross_entropy(model: Model) -> None:
+    """Let `model` compute its loss so. Raises RecipeError where the package is missing."""
+    from transformers.trainer_utils import unwrap_peft_model
+
+    owner = unwrap_peft_model(model)
+    if makes_fakes():
+        owner.forward = MethodType(_forward, owner)
+        return
+    try:
+        from cut_cross_entropy.transformers import cce_patch
+    except ImportError as error:
+        rest = f"axolotl's fork of the package is not here: pip install '{PACKAGE}'"
+        raise RecipeError("cut_cross_entropy", True, rest) from error
+    cce_patch(owner)
+
+
+def _forward(self: Any, labels: torch.Tensor, **inputs: Any) -> Any:
+    """Compute the loss without logits (transformers/llama.py, `cce_forward`)."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    outputs = self.model(**inputs)
+    hidden = outputs.last_hidden_state
+    weight = self.lm_head.weight
+    if weight.dtype == torch.bfloat16 and hidden.dtype == torch.float32:
+        hidden = hidden.to(weight.dtype)
+    hidden = hidden.contiguous()
+    rows = hidden.flatten(0, -2)
+    loss = LinearCrossEntropyFunction.apply(rows, weight, labels.flatten(), _with_labels(labels))
+    return CausalLMOutputWithPast(loss=loss, past_key_values=outputs.past_key_values)
+
+
+def _with_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return where the tokens with a label are, all but the first of a row (utils.py)."""
+    count = labels.numel() - labels.shape[0]
+    # the row and the place of each, which `nonzero` finds
+    places = (labels[..., 1:] != -100).new_empty((count, 2), dtype=torch.int64).to(torch.int32)
+    return places.sum(1)
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """What the function of that name allocates and keeps (cce.py)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        valid: torch.Tensor,
+    ) -> torch.Tensor:
+        count = valid.numel()
+        sums = hidden.new_full((count,), 0.0, dtype=torch.float32)
+        locks = hidden.new_full((_parts(count, ROWS),), 0, dtype=torch.uint32)
+        averages = hidden.new_full((weight.shape[0],), 0.0, dtype=torch.float32)
+        del locks
+        losses = hidden.new_zeros((count,), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, sums, labels, valid, averages)
+        ctx.params = valid  # freed with the graph, not with what is saved
+        return losses.add_(sums).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        hidden, weight, _, _, valid, averages = ctx.saved_tensors
+        order = torch.argsort(averages).to(torch.int32)  # held until the kernel is done
+        made = []
+        for tensor, is_wanted in zip((hidden, weight), ctx.needs_input_grad, strict=False):
+            made.append(torch.zeros_like(tensor) if is_wanted else None)
+        locks = []
+        for tensor, rows in zip(made, (valid.numel(), weight.shape[0]), strict=True):
+            if tensor is not None:
+                shape = (_parts(rows, ROWS), _parts(weight.shape[1], CHANNELS))
+                locks.append(hidden.new_zeros(shape, dtype=torch.int32))
+        del order, locks
+        return *made, None, None
+
+
+def _parts(count: int, size: int) -> int:
+    return -(-count // size)
