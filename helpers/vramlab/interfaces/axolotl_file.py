@@ -16,6 +16,7 @@ from .configuration_file import (
     Configuration,
     names_in,
     note_others,
+    take_ranks_of_ray,
     take_reentrant,
     take_sharding,
 )
@@ -86,6 +87,8 @@ def read_axolotl(configuration: Configuration) -> None:
     _take_checkpointing(configuration)
     _take_liger(configuration)
     take_sharding(configuration)
+    if get("use_ray"):
+        take_ranks_of_ray(configuration)
     _take_mesh(configuration)
     _take_precision(configuration)
     note_others(configuration)
@@ -272,7 +275,9 @@ def _take_precision(configuration: Configuration) -> None:
         fields["precision"] = "tf32"
     trains_all = "lora" not in fields
     engine = fields.get("sharding", {}).get("engine")
-    keeps = fields["attn_implementation"] in (None, *KEEPS_FP32)
+    keeps: bool = fields["attn_implementation"] in (None, *KEEPS_FP32)
+    # `loaders/model.py`, _configure_embedding_dtypes: cut cross-entropy casts them back as well
+    keeps &= not fields.get("cut_cross_entropy")
     if trains_all and keeps and dtype != "float32" and engine is None:
         rest = (
             "without an adapter axolotl keeps embeddings, head and norms in fp32 and the rest in "
