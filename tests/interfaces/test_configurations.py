@@ -289,6 +289,15 @@ def test_axolotls_mesh_is_copies_and_rings_over_fsdp(tmp_path):
     assert recipe.sharding.world_size == 32
 
 
+def test_plan_says_that_it_leaves_a_files_mesh_out(tmp_path, capsys):
+    ring = {"context_parallel_size": 2, "fsdp_version": 2}
+    ring |= {"fsdp_config": {"reshard_after_forward": True}}
+    changes = {"adapter": None, "load_in_4bit": None, "optimizer": "adamw_torch_fused"}
+    for sizes, is_mesh in (({}, False), (ring, True)):
+        question_of(written(tmp_path, AXOLOTL | changes | sizes), {"gpus": 2})
+        assert ("plan tries no meshes of ranks" in capsys.readouterr().err) is is_mesh
+
+
 def test_ms_swifts_sequence_parallel_is_ulysses_over_deepspeed(tmp_path):
     recipe, notes = read_shell(tmp_path, SWIFT.rstrip() + " --sequence_parallel_size 2")
     assert recipe.sharding == Sharding(2, 2, "deepspeed", sp_size=2) and ULYSSES in notes

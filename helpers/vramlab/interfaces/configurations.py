@@ -176,6 +176,9 @@ def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     sharding = {"world_size": given["gpus"]} if "gpus" in given else {}
     recipe = recipe_or_configuration(path, sharding)
     ranks = recipe.sharding.world_size if recipe.sharding else 1
+    if recipe.sharding and recipe.sharding.parallelism:
+        own = "plan tries no meshes of ranks: each GPU of its answers has samples of its own"
+        say(f"note: {own}; vramlab simulate {path} says what the file's take", err=True)
     method = "full"
     if recipe.lora:
         method = "qlora" if recipe.quantization else "lora"
