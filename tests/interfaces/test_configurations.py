@@ -441,7 +441,7 @@ def alone() -> str:
 def test_a_process_with_several_cards_divides_its_model(tmp_path):
     """`is_mp` of ms-swift; DeepSpeed and FSDP do not."""
     script = alone().replace("VISIBLE_DEVICES=0", "VISIBLE_DEVICES=0,1")
-    with pytest.raises(RecipeError, match="whose model is divided among the others"):
+    with pytest.raises(RecipeError, match="divides its model among several"):
         read_shell(tmp_path, script)
     with pytest.raises(RecipeError, match="it is read as fsdp2 alone"):
         read_shell(tmp_path, alone().rstrip() + " --fsdp offload/fsdp2.json")

@@ -200,20 +200,18 @@ def _take_adapter(configuration: Configuration) -> None:
     }
     configuration.fields["lora"] = lora
     in_int8 = adapter == "lora" and get("load_in_8bit")
-    if in_int8:
-        # Prepared and cast back, as the bases in 4 bits below.
-        packed = {"experts": "loading"} if get("quantize_moe_experts") else {}
-        configuration.fields["quantization"] = IN_INT8 | packed
     # axolotl turns its kernels on by itself, but not where the file names one, trains by
     # preferences, has a base in 8 bits or runs a model's own code.
     kernels = [name for name in configuration.values if name.endswith("_kernel")]
     if not (kernels or get("rl") or get("trust_remote_code") or in_int8):
         configuration.notes.append(KERNELS)  # `check_auto_enable_lora_kernels`
+    base: dict[str, Any] = dict(IN_INT8) if in_int8 else {}
     if adapter == "qlora" and get("load_in_4bit"):
         said = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         said |= get("bnb_config_kwargs", {})
-        base = {"quant_type": said["bnb_4bit_quant_type"]}
+        base["quant_type"] = said["bnb_4bit_quant_type"]
         base["double"] = said["bnb_4bit_use_double_quant"]
+    if base:
         if get("quantize_moe_experts"):
             base["experts"] = "loading"
         # It is prepared, and norms, embeddings and head are cast back to 16 bits after it.

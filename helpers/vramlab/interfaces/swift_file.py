@@ -70,9 +70,7 @@ def read_script(path: Path) -> dict[str, Any]:
     ranks = _put(variables.get("NPROC_PER_NODE", ""), variables)
     if ranks.isdigit():
         settings["nproc_per_node"] = int(ranks)
-    devices = variables.get("CUDA_VISIBLE_DEVICES")
-    if devices:
-        settings["cuda_visible_devices"] = len(devices.split(","))
+    settings["cuda_visible_devices"] = 1 + variables.get("CUDA_VISIBLE_DEVICES", "").count(",")
     try:
         said = shlex.split(_put(words, variables), comments=True)
     except ValueError as error:
@@ -205,8 +203,8 @@ def _take_ranks(configuration: Configuration) -> None:
     devices = configuration.get("cuda_visible_devices", 1)
     # `is_mp`: each process divides its model among its devices; DeepSpeed and FSDP do not
     if devices >= 2 * ranks and "sharding" not in configuration.fields:
-        rest = f"{ranks} of them would have a process, whose model is divided among the others as "
-        rest += "accelerate does, which no recipe models: set NPROC_PER_NODE"
+        rest = "a process divides its model among several, which no recipe models: as many as "
+        rest += "NPROC_PER_NODE are read"
         raise configuration.refuse("cuda_visible_devices", rest)
     if ranks > 1:
         # Several processes without DeepSpeed or FSDP are data parallel.
