@@ -173,12 +173,13 @@ def find_walks(slots: Iterable[Slot], groups: int, middle: int) -> Iterator[Walk
     """Yield the complete walks over `groups` in a sequence of slots."""
     # slots of one group in a row are one: patterns of many groups would try each way to divide them
     in_layers = []
+    letters = ""  # one for each, so that a regular expression finds what repeats
     with_group = (slot for slot in slots if slot.group is not None)
     for group, run in groupby(with_group, key=attrgetter("group")):
+        assert group is not None  # left out above
         first, *others = run
         in_layers.append(Slot(first.first, others[-1].end if others else first.end, group))
-    # a letter for each, so that a regular expression finds what repeats
-    letters = "".join(LETTERS[slot.group] for slot in in_layers)
+        letters += LETTERS[group]
     pattern = WALKS[groups] if middle == 1 else _walk(groups)
     for match in pattern.finditer(letters):
         # a part of the pattern that has matched begins a group's stretch
