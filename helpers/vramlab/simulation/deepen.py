@@ -173,7 +173,7 @@ def find_walks(slots: Iterable[Slot], groups: int, middle: int) -> Iterator[Walk
     """Yield the complete walks over `groups` in a sequence of slots."""
     # slots of one group in a row are one: patterns of many groups would try each way to divide them
     in_layers = []
-    letters = ""  # one for each, so that a regular expression finds what repeats
+    letters = ""  # a letter for each
     with_group = (slot for slot in slots if slot.group is not None)
     for group, run in groupby(with_group, key=attrgetter("group")):
         assert group is not None  # left out above
@@ -183,8 +183,7 @@ def find_walks(slots: Iterable[Slot], groups: int, middle: int) -> Iterator[Walk
     pattern = WALKS[groups] if middle == 1 else _walk(groups)
     for match in pattern.finditer(letters):
         # a part of the pattern that has matched begins a group's stretch
-        parts = [part for part in range(1, 2 * groups + 1) if match[part]]
-        begins = [in_layers[match.start(part)] for part in parts]
+        begins = [in_layers[match.start(part)] for part in range(1, 2 * groups + 1) if match[part]]
         ends = [*(slot.first for slot in begins[1:]), in_layers[match.end() - 1].end]
         walk = []
         for slot, end in zip(begins, ends, strict=True):
@@ -198,11 +197,10 @@ def _walk(groups: int) -> re.Pattern:
     """Return the pattern of a walk up or down over `groups`, whose ends may be missing."""
     ways = []
     for letters in (LETTERS[:groups], LETTERS[:groups][::-1]):
-        parts = [f"({letters[0]}*)({letters[1]}+)"]
+        ways.append(f"({letters[0]}*)({letters[1]}+)")
         for before, letter in pairwise(letters[1:]):
-            parts.append(f"({letter}[{before}{letter}]*)")
-        ways.append("".join(parts) + "?")
-    return re.compile("|".join(ways))
+            ways[-1] += f"({letter}[{before}{letter}]*)"
+    return re.compile("|".join(f"{way}?" for way in ways))
 
 
 class _Deepener(Writer):
@@ -243,9 +241,8 @@ class _Deepener(Writer):
         others: list[Slot] = []
         joins = False  # the last of the others makes one storage, and does no more
         for slot in slots:
-            if any(walk[0].first <= slot.first and slot.end <= walk[-1].end for walk in walks):
-                continue
-            if slot.first == slot.end:
+            in_walk = any(w[0].first <= slot.first and slot.end <= w[-1].end for w in walks)
+            if in_walk or slot.first == slot.end:
                 continue
             # So weights are fetched outside of layers: one by one, each in a call of its own.
             makes_one = slot.end == slot.first + 1 and self.events[slot.first][0] > 0
