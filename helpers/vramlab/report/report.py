@@ -323,16 +323,21 @@ class Report:
                 (name.replace("_", " "), in_unit(size, unit), html.bar(size, self.peak.total))
             )
         rows.append((f"peak, in {self.peak_phase}", in_unit(self.peak.total, unit), ""))
-        for name in ("rss",) if self.beyond else ("reserved", "process", "rss"):
-            value = getattr(self, name)
-            if value is not None:
-                rows.append((name, Interval.of(value).text(unit), ""))
+        for name, value in self._totals():
+            rows.append((name, Interval.of(value).text(unit), ""))
         notes = list(self.notes)
         if self.cause:
             notes.insert(0, f"why there: {self.why}")
         if self.verdict and self.usable is not None:
             notes.insert(0, f"{self.grade}: {format_bytes(self.usable)} usable")
         return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", notes)
+
+    def _totals(self) -> Iterator[tuple[str, int | Interval]]:
+        """Yield what is known of the allocator and the process, where the card holds the tensors."""
+        values = {"reserved": self.reserved, "process": self.process, "rss": self.rss}
+        for name, value in values.items():
+            if value is not None and (name == "rss" or not self.beyond):
+                yield name, value
 
     def _lines(self) -> Iterator[str]:
         if self.status != "ok":
@@ -346,10 +351,8 @@ class Report:
         if self.cause:
             yield f"why there: {self.why}"
         # In a unit of its own, for they may be far larger.
-        for name in ("rss",) if self.beyond else ("reserved", "process", "rss"):
-            value = getattr(self, name)
-            if value is not None:
-                yield f"{name} {Interval.of(value).text(unit_for(int(value)))}"
+        for name, value in self._totals():
+            yield f"{name} {Interval.of(value).text(unit_for(int(value)))}"
         if self.kept_on_host:
             kept = format_bytes(self.kept_on_host, unit_for(self.kept_on_host))
             yield f"predictions kept in host memory {kept}"
