@@ -333,7 +333,7 @@ class Report:
         return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", notes)
 
     def _totals(self) -> Iterator[tuple[str, int | Interval]]:
-        """Yield what is known of the allocator and the process, where the card holds the tensors."""
+        """Yield what is known of the process, but of the card where tensors alone exceed it."""
         values = {"reserved": self.reserved, "process": self.process, "rss": self.rss}
         for name, value in values.items():
             if value is not None and (name == "rss" or not self.beyond):
