@@ -58,10 +58,10 @@ WAYS = {
 }
 CASES = [(family, way) for family in SMALL for way in WAYS]
 QUICK = [
-    ("qwen2_5_vl", "all of it"),
+    ("llama4", "all of it"),
     ("qwen3_vl", "LoRA on language in 4 bits"),
-    ("gemma3", "tower frozen, recomputed"),
-    ("qwen2_vl", "4 bits, tower left alone"),
+    ("gemma4", "tower frozen, recomputed"),
+    ("llava_onevision", "4 bits, tower left alone"),
 ]
 
 
