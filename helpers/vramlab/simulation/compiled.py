@@ -5,9 +5,12 @@ backward, what is computed again and which buffer takes another's place (`induct
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
@@ -22,6 +25,8 @@ from .values import reason_at
 
 TRIED = "torch_compile: what compiling the first step tries out on the card (autotuning) "
 TRIED += "is not counted, nor, where a graph breaks, that step's outputs until Python collects them"
+TRIED_UPDATES = "torchao: what compiling its updates tries out on the card in the first step "
+TRIED_UPDATES += "(autotuning, with copies of the states) is not counted"
 UNKNOWN = "the installed torch compiles in another way than this release knows: "
 UNKNOWN += "measure(recipe) runs it for real, torch_compile=False simulates the eager step"
 
@@ -69,8 +74,6 @@ def compiled_step(
     # modes and replaced functions in sight.
     if not hasattr(eval_frame, of_compiler.CALLBACK):
         raise RecipeError("torch_compile", True, UNKNOWN)
-    config = of_compiler.dynamo("config")
-    pgo = of_compiler.dynamo("pgo")
     chip = None
     on_host: Callable = list
     if kernels:
@@ -105,20 +108,102 @@ def compiled_step(
 
     of_torch.set_compiled_call(model, call_compiled)
     try:
-        with (
-            replaced(eval_frame, of_compiler.CALLBACK, callback),
-            # Sizes that other steps of this process had, or a cache on disk, would make another
-            # graph or bring back kernels that were compiled for a real device.
-            config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
-            patch.object(pgo, of_compiler.SIZES_SEEN, of_compiler.no_sizes()),
-            of_compiler.functorch_config().patch(enable_autograd_cache=False),
-        ):
+        with _compiling(callback):
             yield
     finally:
         of_torch.set_compiled_call(model, None)
         # Nobody after the simulation may run what was compiled for fake tensors.
         for code in codes:
             eval_frame.reset_code(code)
+
+
+def fill_code_tables() -> None:
+    """Let torchao compute the tables of its states' codes, which take values, if it is loaded."""
+    optimizers = sys.modules.get("torchao.optim.adam")
+    for name in ("OptimState8bit", "OptimState4bit") if optimizers else ():
+        for is_signed in (True, False):
+            getattr(optimizers, name).zeros((256,), is_signed)
+
+
+@contextlib.contextmanager
+def compiled_updates(
+    tracker: FakeTracker, card: Gpu | None, kernels: CudaKernels | None
+) -> Iterator[None]:
+    """While entered, torchao's optimizers compile each parameter's update as for `card`.
+
+    `kernels` are those of CUDA; None compiles for the CPU.
+    """
+    optimizers = sys.modules.get("torchao.optim.adam")
+    frames = of_compiler.loaded_frames()
+    if optimizers is None or not hasattr(frames, of_compiler.CALLBACK):
+        yield
+        return
+    tracker.__class__ = _UntracedTracker
+    compile_one = torch.compile
+    updates = _Updates(optimizers.single_param_adam, card, kernels)
+
+    def compile_update(function: Callable, **options: Any) -> Callable:
+        if function is not updates.function:
+            return compile_one(function, **options)
+        if updates.compiled is None:
+            updates.compiled = compile_one(function, backend=updates.backend, **options)
+        return updates
+
+    try:
+        with replaced(torch, "compile", compile_update):
+            yield
+    finally:
+        if updates.compiled and kernels:
+            tracker.notes.append(TRIED_UPDATES)
+        for code in updates.codes:
+            of_compiler.dynamo("eval_frame").reset_code(code)
+
+
+class _Updates:
+    """torchao's update of one parameter, compiled for each of their kinds."""
+
+    def __init__(self, function: Callable, card: Gpu | None, kernels: CudaKernels | None) -> None:
+        self.function = function
+        self.compiled: Callable | None = None
+        self.codes: list[Any] = []
+        self._errors: list[Exception] = []
+        chip = (card.chip if card else DEFAULT_CHIP) if kernels else None
+        on_host: Callable = kernels.on_host if kernels else list
+        self.backend = compiler(chip, on_host)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the update, which compiles it at first."""
+        assert self.compiled is not None  # who asked for it has set it
+        count = of_fake_tensors.count_function_modes()
+        modes = [of_fake_tensors.pop_function_mode() for _ in range(count)]
+        try:
+            with _compiling(self._callback):
+                return self.compiled(*args)
+        finally:
+            for mode in reversed(modes):
+                of_fake_tensors.push_function_mode(mode)
+            # Raised here, outside of dynamo (see `_Callback`).
+            if self._errors:
+                raise self._errors[0]
+
+    def _callback(self, own: Any) -> Any:
+        return _Callback(own, self.codes, self._errors) if callable(own) else own
+
+
+@contextlib.contextmanager
+def _compiling(callback: Callable) -> Iterator[None]:
+    """While entered, dynamo compiles frames by what `callback` makes of its own callback."""
+    config = of_compiler.dynamo("config")
+    pgo = of_compiler.dynamo("pgo")
+    with (
+        replaced(of_compiler.dynamo("eval_frame"), of_compiler.CALLBACK, callback),
+        # Sizes that other steps of this process had, or a cache on disk, would make another
+        # graph or bring back kernels that were compiled for a real device.
+        config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
+        patch.object(pgo, of_compiler.SIZES_SEEN, of_compiler.no_sizes()),
+        of_compiler.functorch_config().patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 def failed(recipe: Recipe, error: Exception, compiles: bool) -> RecipeError:
