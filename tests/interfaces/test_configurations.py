@@ -9,7 +9,7 @@ from vramlab.base.errors import RecipeError
 from vramlab.interfaces.axolotl_file import RING, SEGMENTS
 from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
 from vramlab.interfaces.configuration_file import REENTRANT, known_settings
-from vramlab.interfaces.configurations import question_of, read_configuration
+from vramlab.interfaces.configurations import WITHOUT_IMAGES, question_of, read_configuration
 from vramlab.interfaces.swift_file import ULYSSES
 from vramlab.recipe.options import LoRA, Quantization, Sharding
 from vramlab.recipe.recipe import Recipe
@@ -39,6 +39,7 @@ OF_SWIFT = {"model": "Qwen/Qwen3-4B", "tuner_type": "lora", "max_length": 512}
 FACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507",
     "stage": "sft",
+    "do_train": True,
     "finetuning_type": "lora",
     "lora_rank": 8,
     "lora_target": "all",
@@ -143,6 +144,9 @@ def test_axolotls_full_training_keeps_weights_in_16_bits_under_autocast(tmp_path
     assert (recipe.precision, recipe.dtype) == ("bf16-mixed", "bfloat16")
     recipe, _ = read(tmp_path, AXOLOTL, bf16="full", **full)
     assert recipe.precision == "bf16-true"
+    cut = {"plugins": ["a.CutCrossEntropyPlugin"], "sample_packing": None}
+    recipe, _ = read(tmp_path, AXOLOTL, attn_implementation="sdpa", **full, **cut)
+    assert recipe.cut_cross_entropy, "for which embeddings and norms are cast back"
     with pytest.raises(RecipeError, match="keeps embeddings, head and norms in fp32"):
         read(tmp_path, AXOLOTL, attn_implementation="sdpa", sample_packing=None, **full)
 
@@ -244,6 +248,8 @@ def test_trls_sft(tmp_path):
         (FACTORY, {"stage": "dpo"}, "take sft or pt"),
         (FACTORY, {"finetuning_type": "freeze"}, "take full or lora"),
         (FACTORY, {"use_galore": True}, "use_galore"),
+        (FACTORY, {"do_train": None}, "nothing is trained"),
+        (FACTORY, {"pipeline_model_parallel_size": 4}, "Megatron's training"),
         (FACTORY, {"quantization_bit": 3}, "in 4 and 8 bits"),
         ({"compute_environment": "LOCAL_MACHINE"}, {}, "accelerate's file"),
         ({"model": {"_component_": "torchtune.models.llama3.llama3_8b"}}, {}, "torchtune"),
@@ -253,6 +259,12 @@ def test_trls_sft(tmp_path):
 def test_what_no_recipe_has_is_refused_by_its_name(values, changes, said, tmp_path):
     with pytest.raises(RecipeError, match=said):
         read(tmp_path, values, **changes)
+
+
+@pytest.mark.parametrize("values", [AXOLOTL | {"use_ray": True}, FACTORY])
+def test_workers_of_ray_are_ranks(values, tmp_path):
+    recipe, _ = read(tmp_path, values, ray_num_workers=4)
+    assert (recipe.sharding.engine, recipe.sharding.world_size) == ("ddp", 4)
 
 
 def test_a_parallel_size_of_one_is_none(tmp_path):
@@ -275,6 +287,15 @@ def test_axolotls_mesh_is_copies_and_rings_over_fsdp(tmp_path):
     del sizes["dp_shard_size"]
     recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 32}, **changes, **sizes)
     assert recipe.sharding.world_size == 32
+
+
+def test_plan_says_that_it_leaves_a_files_mesh_out(tmp_path, capsys):
+    ring = {"context_parallel_size": 2, "fsdp_version": 2}
+    ring |= {"fsdp_config": {"reshard_after_forward": True}}
+    changes = {"adapter": None, "load_in_4bit": None, "optimizer": "adamw_torch_fused"}
+    for sizes, is_mesh in (({}, False), (ring, True)):
+        question_of(written(tmp_path, AXOLOTL | changes | sizes), {"gpus": 2})
+        assert ("plan tries no meshes of ranks" in capsys.readouterr().err) is is_mesh
 
 
 def test_ms_swifts_sequence_parallel_is_ulysses_over_deepspeed(tmp_path):
@@ -411,10 +432,36 @@ def test_a_script_that_cannot_be_taken_is_refused_in_a_sentence(tmp_path, change
     assert said in str(error.value)
 
 
+def alone() -> str:
+    """The script with one process and its one card."""
+    script = SWIFT.replace(" \\\n    --deepspeed zero2", "").replace("NPROC_PER_NODE=$ranks", "")
+    return script.replace("VISIBLE_DEVICES=0,1", "VISIBLE_DEVICES=0")
+
+
+def test_a_process_with_several_cards_divides_its_model(tmp_path):
+    """`is_mp` of ms-swift; DeepSpeed and FSDP do not."""
+    script = alone().replace("VISIBLE_DEVICES=0", "VISIBLE_DEVICES=0,1")
+    with pytest.raises(RecipeError, match="divides its model among several"):
+        read_shell(tmp_path, script)
+    with pytest.raises(RecipeError, match="it is read as fsdp2 alone"):
+        read_shell(tmp_path, alone().rstrip() + " --fsdp offload/fsdp2.json")
+
+
+def test_ms_swifts_checkpointing_is_as_it_is_asked(tmp_path):
+    _, notes = read_shell(tmp_path, alone())
+    assert REENTRANT in notes
+    asked = alone().rstrip() + """ --gradient_checkpointing_kwargs '{"use_reentrant": false}'"""
+    _, notes = read_shell(tmp_path, asked)
+    assert REENTRANT not in notes
+
+
+def test_a_model_that_reads_images_is_said_to_be_without(tmp_path):
+    _, notes = read_shell(tmp_path, alone().replace("2.5-1.5B", "2.5-VL-7B-Instruct"))
+    assert WITHOUT_IMAGES in notes
+
+
 def test_explain_and_predict_take_a_shell_script(tmp_path):
-    read_shell(
-        tmp_path, SWIFT.replace("--deepspeed zero2", "").replace("NPROC_PER_NODE=$ranks", "")
-    )
+    read_shell(tmp_path, alone())
     path = str(tmp_path / "train.sh")
     answer = CliRunner().invoke(app, ["predict", path, "--json"])
     assert answer.exit_code == 0 and "Qwen/Qwen2.5-1.5B" in answer.stdout, answer.output

@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_one_sentence_with_the_reason_and_the_way_out(
     )
     assert (
         "there is no recorded measurement of it" in text
-        and "simulate() and predict() describe it anywhere" in text
+        and "simulate() describes it anywhere" in text
     )
 
 

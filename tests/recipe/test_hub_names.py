@@ -45,6 +45,24 @@ def test_what_differs_counts():
     assert third.num_parameters == 7_248_023_552, "as its model card says"
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("codellama/CodeLlama-34b-hf", 33.7),
+        ("openlm-research/open_llama_3b_v2", 3.43),
+        ("01-ai/Yi-34B-Chat", 34.4),
+        ("HuggingFaceTB/SmolLM2-135M", 0.135),
+        ("mistralai/Magistral-Small-2506", 23.6),
+        ("mistralai/Ministral-8B-Instruct-2410", 8.02),
+        ("mistral-community/Mixtral-8x22B-v0.1", 141),
+        ("Qwen/Qwen2.5-72B-Instruct", 72.7),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78),
+    ],
+)
+def test_other_sizes_of_an_architecture_have_the_published_count(name, billions):
+    assert read_shape(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
 def test_the_table_names_entries_and_no_spelling_of_the_catalogue():
     claimed = {
         name.lower().rpartition("/")[2]

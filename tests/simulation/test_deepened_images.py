@@ -12,6 +12,7 @@ from test_simulate_depth import assert_same
 from test_simulate_images import LENGTHS, TOWERS, as_llama_4_takes_it
 from tiny_image_models import SMALL
 from vramlab import LoRA, Quantization, Recipe
+from vramlab.hardware.gpu import find_gpu
 from vramlab.simulation.repetition import find
 from vramlab.simulation.simulate import trace
 
@@ -94,6 +95,20 @@ def test_windows_that_are_alike_are_run_as_one(size, name):
     recipe = deep("qwen2_5_vl", 2, image_size=size, seq_len=330, **RECIPES[name])
     report = assert_same(recipe, "cuda")
     assert not any("none repeated" in note for note in report.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["all of it", "recomputed", "LoRA on language in 4 bits"])
+def test_windows_are_run_as_one_where_no_flash_attention_runs(size, name):
+    """A T4 has the memory-efficient kernel alone, which pads what it keeps of a window's rows."""
+    fields = RECIPES.get(name, {}) | {"precision": "fp16-mixed", "trainer": "transformers"}
+    fields["gradient_checkpointing"] = name == "recomputed"
+    recipe = deep("qwen2_5_vl", 2, image_size=size, seq_len=330, **fields)
+    report = assert_same(recipe, "cuda", gpu="T4")
+    assert not any("none repeated" in note for note in report.notes)
+    joined = trace(recipe, card=find_gpu("T4")).log
+    assert len(joined.events) < 0.9 * len(trace(recipe, card=find_gpu("T4"), full=True).log)
 
 
 @pytest.mark.parametrize("size", params(SIZES, ["128x128"]))

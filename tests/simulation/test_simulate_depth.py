@@ -66,8 +66,9 @@ def taken(monkeypatch) -> list[str]:
     return seen
 
 
-def assert_same(recipe: Recipe, target: str) -> Report:
-    deepened, whole = simulate(recipe, target), simulate(recipe, target, full=True)
+def assert_same(recipe: Recipe, target: str, gpu: str | None = None) -> Report:
+    deepened = simulate(recipe, target, gpu=gpu)
+    whole = simulate(recipe, target, full=True, gpu=gpu)
     for name, phase in whole.phases.items():
         for category in CATEGORIES:
             found = deepened.phases[name]

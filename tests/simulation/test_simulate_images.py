@@ -58,10 +58,10 @@ WAYS = {
 }
 CASES = [(family, way) for family in SMALL for way in WAYS]
 QUICK = [
-    ("qwen2_5_vl", "all of it"),
+    ("llama4", "all of it"),
     ("qwen3_vl", "LoRA on language in 4 bits"),
-    ("gemma3", "tower frozen, recomputed"),
-    ("qwen2_vl", "4 bits, tower left alone"),
+    ("gemma4", "tower frozen, recomputed"),
+    ("llava_onevision", "4 bits, tower left alone"),
 ]
 
 
@@ -220,7 +220,10 @@ def test_a_frozen_tower_has_no_gradients():
             "SFTTrainer asks",
         ),
         ({"model": SMALL["gemma3"], "video_frames": 8}, "reads no video in a recipe: qwen2_vl"),
-        ({"model": "gpt2", "images": None, "video_frames": 8}, "gpt2 reads no images in a recipe"),
+        (
+            {"model": "gpt2", "images": None, "image_size": None, "video_frames": 8},
+            "gpt2 reads no video in a recipe",
+        ),
         ({"video_frames": 8}, "say width and height, such as '640x360'"),
         ({"video_frames": 0, "video_size": "64x64"}, "must be a whole number from 1 to 16,384"),
         ({"video_size": "64x64"}, "say video_frames"),
@@ -305,3 +308,16 @@ def test_what_llama_4_is_refused_for_fails_in_the_libraries(fields, error, words
             model(**batch, fused_lm_head=True)
         else:
             model(**batch)
+
+
+@pytest.mark.slow
+def test_a_tower_for_sound_is_held_and_not_run():
+    """Gemma 4 E2B and E4B have one, which takes no fused attention."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sound = {**sizes, "subsampling_conv_channels": [4, 2], "output_proj_dims": 32}
+    model = SMALL["gemma4"] | {"audio_config": {"model_type": "gemma4_audio", **sound}}
+    recipe = recipe_of("gemma4", model=model, precision="bf16-true")
+    held = sum(weight.size for weight in recipe.shape.weights() if "audio" in weight.name)
+    without = recipe_of("gemma4").shape.num_parameters
+    assert held == recipe.shape.num_parameters - without > 0
+    assert_equal(recipe)

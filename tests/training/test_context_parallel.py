@@ -14,7 +14,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from vramlab.recipe.recipe import Recipe, Sharding
+from vramlab.recipe.recipe import LoRA, Recipe, Sharding
 from vramlab.simulation.simulate import simulate
 from vramlab.training.process_group import one_rank_of
 
@@ -30,11 +30,21 @@ TABLE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "bf16-mixed": (2, RING, {"precision": "bf16-mixed"}),
     "SFTTrainer": (2, RING, {"trainer": "sft", "precision": "bf16-true"}),
+    "adapters": (2, RING, {"lora": LoRA(r=4), "precision": "bf16-mixed"}),
+    "offloaded": (2, {**RING, "offload": "parameters"}, {}),
     "two rings of two": (4, RING, {}),
     "a ring of four": (4, {**RING, "cp_size": 4}, {}),
+    # accelerate divides each copy among two rings at least
+    "two copies of two rings of two": (8, {**RING, "dp_replicate_size": 2}, {}),
 }
 QUICK = ("two ranks", "SFTTrainer")
-LEARNED = ("two ranks", "accumulating, checkpointing", "two rings of two", "a ring of four")
+LEARNED = (
+    "two ranks",
+    "accumulating, checkpointing",
+    "two rings of two",
+    "a ring of four",
+    "two copies of two rings of two",
+)
 
 
 def recipe_of(name: str) -> Recipe:

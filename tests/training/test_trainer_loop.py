@@ -101,6 +101,16 @@ CASES = {
     ),
     "llama padded": ("llama", {"lengths": (32, 9)}),
     "bert padded, bf16-mixed": ("bert", {"lengths": (32, 9), "precision": "bf16-mixed"}),
+    "llama int8, re-entrant": (
+        "llama",
+        {
+            **HALF,
+            "lora": LoRA(r=4, target_modules="all-linear"),
+            "quantization": Quantization("int8", prepare=False),
+            "gradient_checkpointing": True,
+            "use_reentrant": True,
+        },
+    ),
     "llama 4 bits": (
         "llama",
         {"precision": "bf16-mixed", "lora": LoRA(r=4), "quantization": Quantization()},
@@ -145,6 +155,7 @@ COMBINED = (
         "gpt2 bf16 under bf16-mixed",
         "llama bf16 under bf16-mixed, LoRA",
         "llama 4 bits",
+        "llama int8, re-entrant",
         "llama padded",
     ),
 )

@@ -16,6 +16,7 @@ from .configuration_file import (
     Configuration,
     names_in,
     note_others,
+    take_ranks_of_ray,
     take_reentrant,
     take_sharding,
 )
@@ -86,6 +87,8 @@ def read_axolotl(configuration: Configuration) -> None:
     _take_checkpointing(configuration)
     _take_liger(configuration)
     take_sharding(configuration)
+    if get("use_ray"):
+        take_ranks_of_ray(configuration)
     _take_mesh(configuration)
     _take_precision(configuration)
     note_others(configuration)
@@ -197,20 +200,18 @@ def _take_adapter(configuration: Configuration) -> None:
     }
     configuration.fields["lora"] = lora
     in_int8 = adapter == "lora" and get("load_in_8bit")
-    if in_int8:
-        # Prepared and cast back, as the bases in 4 bits below.
-        packed = {"experts": "loading"} if get("quantize_moe_experts") else {}
-        configuration.fields["quantization"] = IN_INT8 | packed
     # axolotl turns its kernels on by itself, but not where the file names one, trains by
     # preferences, has a base in 8 bits or runs a model's own code.
     kernels = [name for name in configuration.values if name.endswith("_kernel")]
     if not (kernels or get("rl") or get("trust_remote_code") or in_int8):
         configuration.notes.append(KERNELS)  # `check_auto_enable_lora_kernels`
+    base: dict[str, Any] = dict(IN_INT8) if in_int8 else {}
     if adapter == "qlora" and get("load_in_4bit"):
         said = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         said |= get("bnb_config_kwargs", {})
-        base = {"quant_type": said["bnb_4bit_quant_type"]}
+        base["quant_type"] = said["bnb_4bit_quant_type"]
         base["double"] = said["bnb_4bit_use_double_quant"]
+    if base:
         if get("quantize_moe_experts"):
             base["experts"] = "loading"
         # It is prepared, and norms, embeddings and head are cast back to 16 bits after it.
@@ -272,7 +273,9 @@ def _take_precision(configuration: Configuration) -> None:
         fields["precision"] = "tf32"
     trains_all = "lora" not in fields
     engine = fields.get("sharding", {}).get("engine")
-    keeps = fields["attn_implementation"] in (None, *KEEPS_FP32)
+    keeps: bool = fields["attn_implementation"] in (None, *KEEPS_FP32)
+    # `loaders/model.py`, _configure_embedding_dtypes: cut cross-entropy casts them back as well
+    keeps &= not fields.get("cut_cross_entropy")
     if trains_all and keeps and dtype != "float32" and engine is None:
         rest = (
             "without an adapter axolotl keeps embeddings, head and norms in fp32 and the rest in "

@@ -16,6 +16,7 @@ from ..base.files import read_text
 from ..recipe.argument_classes import DECLARED
 from ..recipe.configuration import read_json_file
 from ..recipe.evaluation import Evaluation
+from ..recipe.images import reader_of
 from ..recipe.knobs import options, rebuild
 from ..recipe.recipe import Recipe
 from .axolotl_file import read_axolotl
@@ -37,6 +38,10 @@ LLAMA_FACTORY = "LLaMA-Factory"
 MS_SWIFT = "ms-swift"
 OF_SWIFT = {"command", "tuner_type", "train_type"}  # what no other program's file has
 SHELL = ".sh"
+WITHOUT_IMAGES = (
+    "its model reads images, of which no file says how many and how large: these figures "
+)
+WITHOUT_IMAGES += "are of text alone, --images and --image-size add them"
 EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
 SUFFIXES = (".yaml", ".yml", SHELL)
 
@@ -92,10 +97,13 @@ def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, lis
     # itself.
     model = configuration.model
     if configuration.arguments is None:
-        return Recipe(model, **fields), configuration.notes
-    kind = configuration.kind
-    recipe, foreign = recipe_of_arguments(model, {}, configuration.arguments, kind, **fields)
-    configuration.notes += [f"no setting of {program}: {name}" for name in foreign]
+        recipe = Recipe(model, **fields)
+    else:
+        kind = configuration.kind
+        recipe, foreign = recipe_of_arguments(model, {}, configuration.arguments, kind, **fields)
+        configuration.notes += [f"no setting of {program}: {name}" for name in foreign]
+    if reader_of(recipe.shape) and not recipe.images:
+        configuration.notes.append(WITHOUT_IMAGES)
     return recipe, configuration.notes
 
 
@@ -168,6 +176,9 @@ def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     sharding = {"world_size": given["gpus"]} if "gpus" in given else {}
     recipe = recipe_or_configuration(path, sharding)
     ranks = recipe.sharding.world_size if recipe.sharding else 1
+    if recipe.sharding and recipe.sharding.parallelism:
+        own = "plan tries no meshes of ranks: each GPU of its answers has samples of its own"
+        say(f"note: {own}; vramlab simulate {path} says what the file's take", err=True)
     method = "full"
     if recipe.lora:
         method = "qlora" if recipe.quantization else "lora"

@@ -70,6 +70,7 @@ def read_script(path: Path) -> dict[str, Any]:
     ranks = _put(variables.get("NPROC_PER_NODE", ""), variables)
     if ranks.isdigit():
         settings["nproc_per_node"] = int(ranks)
+    settings["cuda_visible_devices"] = 1 + variables.get("CUDA_VISIBLE_DEVICES", "").count(",")
     try:
         said = shlex.split(_put(words, variables), comments=True)
     except ValueError as error:
@@ -145,9 +146,11 @@ def read_swift(configuration: Configuration) -> None:
     arguments.pop("gradient_checkpointing_kwargs", None)
     _take_ranks(configuration)
     _take_method(configuration)
-    engine = fields.get("sharding", {}).get("engine")
-    if arguments["gradient_checkpointing"] and engine != "ddp":
-        take_reentrant(configuration)  # `_fix_gradient_checkpointing`
+    # `_fix_gradient_checkpointing`
+    usual = {"use_reentrant": fields.get("sharding", {}).get("engine") != "ddp"}
+    said = get("gradient_checkpointing_kwargs", {})
+    if arguments["gradient_checkpointing"] and (usual | said)["use_reentrant"]:
+        take_reentrant(configuration)
     note_others(configuration, COMMON)
     configuration.notes.append(
         "each sample is taken as long as max_length, and each of its tokens as one with a label: "
@@ -191,8 +194,18 @@ def _take_ranks(configuration: Configuration) -> None:
         configuration.values["deepspeed"] = ZERO[deepspeed]
     if configuration.get("fsdp") == "fsdp2":
         configuration.values |= {"fsdp": "full_shard auto_wrap", "fsdp_config": FSDP}
+    elif configuration.get("fsdp"):
+        # a path from where ms-swift is started, or JSON itself (`_init_fsdp`)
+        rest = "it is read as fsdp2 alone: what the JSON says is more than a recipe has"
+        raise configuration.refuse("fsdp", rest)
     take_sharding(configuration)
     ranks = configuration.get("nproc_per_node", 1)
+    devices = configuration.get("cuda_visible_devices", 1)
+    # `is_mp`: each process divides its model among its devices; DeepSpeed and FSDP do not
+    if devices >= 2 * ranks and "sharding" not in configuration.fields:
+        rest = "a process divides its model among several, which no recipe models: as many as "
+        rest += "NPROC_PER_NODE are read"
+        raise configuration.refuse("cuda_visible_devices", rest)
     if ranks > 1:
         # Several processes without DeepSpeed or FSDP are data parallel.
         sharding = configuration.fields.setdefault("sharding", {"engine": "ddp", "stage": 0})

@@ -15,6 +15,7 @@ from .configuration_file import (
     Configuration,
     names_in,
     note_others,
+    take_ranks_of_ray,
     take_reentrant,
     take_sharding,
 )
@@ -65,6 +66,9 @@ def read_llama_factory(configuration: Configuration) -> None:
     for name in COMMON.intersection(configuration.values):
         arguments[name] = configuration.values[name]
     configuration.arguments = arguments
+    if not get("do_train"):
+        rest = "without it nothing is trained: the file is for chat, export or evaluation"
+        raise configuration.refuse("do_train", rest)
     stage = get("stage", "sft")
     if stage not in ("sft", "pt"):
         rest = "its losses of preferences and rewards are its own, which no recipe models: "
@@ -78,6 +82,7 @@ def read_llama_factory(configuration: Configuration) -> None:
     arguments["gradient_checkpointing"] = not get("disable_gradient_checkpointing", False)
     arguments.pop("gradient_checkpointing_kwargs", None)
     take_sharding(configuration)
+    take_ranks_of_ray(configuration)  # `train/tuner.py`, where it is started so
     _take_method(configuration)
     if arguments["gradient_checkpointing"] and get("use_reentrant_gc", True):
         take_reentrant(configuration)

@@ -146,7 +146,7 @@ def _record_of(recipe: Recipe, reason: str, look: bool = True) -> Report:
             return find_record(recipe)
         except RecordError as error:
             why = str(error).rstrip(".")
-    instead = "simulate() and predict() describe it anywhere"
+    instead = "simulate() describes it anywhere"
     raise MeasurementError(
         f"{recipe} was not measured here because {reason}, and {why}; {instead}."
     )

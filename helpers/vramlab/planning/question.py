@@ -320,8 +320,11 @@ class Question:
             positions = Recipe(self.model, task=self.task).shape.max_positions
             seq_len = min(longest, positions or longest)
         size = images.read_sizes(self.image_size)
-        if self.images and not size:
-            size = images.largest(Recipe(self.model, task=self.task).shape)
+        precision = "fp32"  # of no answer: each has its own
+        if self.images:
+            shape = Recipe(self.model, task=self.task).shape
+            size = size or images.largest(shape)
+            precision = images.with_pixels(shape, precision)
         self.image_size = size
         samples = self.trainer in GENERATING
         # A group's completions are those of all ranks.
@@ -335,6 +338,7 @@ class Question:
             seq_len=seq_len,
             task=self.task,
             num_layers=self.num_layers,
+            precision=precision,
             trainer=self.trainer,
             packing=self.packing and self.trainer == "sft",
             images=self.images,

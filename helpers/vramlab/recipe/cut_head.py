@@ -7,22 +7,8 @@ from .knobs import Refusals
 FIELD = "cut_cross_entropy"
 # Whose patched forward passes have the same loss: neither scaled nor capped logits
 # (`cut_cross_entropy/transformers` of axolotl's fork at 5f0c7a7).
-FAMILIES = {
-    "gemma",
-    "glm4_moe",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "smollm3",
-}
+FAMILIES = "gemma glm4_moe gpt_oss llama mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe "
+FAMILIES += "qwen3_next smollm3"
 
 
 def refusals(recipe: RecipeFields) -> Refusals:
@@ -30,8 +16,8 @@ def refusals(recipe: RecipeFields) -> Refusals:
     if not recipe.cut_cross_entropy:
         return
     shape = recipe.shape
-    is_plain = shape.family in FAMILIES and shape.task == "causal-lm"
-    allowed = f"it is modelled for causal-lm of {', '.join(sorted(FAMILIES))}"
+    is_plain = shape.family in FAMILIES.split() and shape.task == "causal-lm"
+    allowed = f"it is modelled for causal-lm of {FAMILIES}"
     yield FIELD, not is_plain, allowed
     engine = recipe.sharding.engine if recipe.sharding else "ddp"
     is_usual = recipe.trainer == "transformers" and engine == "ddp"

@@ -96,12 +96,16 @@ def build(sizes: Sizes) -> Any:
 def _fused(sizes: Sizes) -> str | dict[str, str]:
     """Return the attention that a model takes where fused kernels are asked for.
 
-    A tower takes them beside a language model that cannot (Gemma 2's soft caps), as transformers
-    chooses by itself.
+    A tower takes them beside a language model that cannot (Gemma 2's soft caps), or beside a tower
+    for sound that has none (Gemma 4's), as transformers chooses by itself.
     """
     language = sizes.config.get("text_config", {}).get("model_type")
-    cannot = language in FAMILIES and not FAMILIES[language].sdpa
-    return {"text_config": "eager"} if cannot else "sdpa"
+    eager = {}
+    if language in FAMILIES and not FAMILIES[language].sdpa:
+        eager["text_config"] = "eager"
+    if sizes.config.get("audio_config"):
+        eager["audio_config"] = "eager"
+    return eager or "sdpa"
 
 
 def make(sizes: Sizes, **options: Any) -> Any:

@@ -62,6 +62,15 @@ def read_sizes(value: Any, field: str = "image_size") -> tuple[str, ...] | None:
     return tuple(sizes)
 
 
+def frees_late_in_backward(shape: Sizes) -> bool:
+    """Tell whether a layer's last gradient is freed by the layer before it.
+
+    Gemma 4's layers end with a product in place.
+    """
+    reader = reader_of(shape)
+    return bool(reader and reader.get("frees_late"))
+
+
 def largest(shape: Sizes) -> tuple[str, ...] | None:
     """Return the size of an image that becomes as many tokens as an image can."""
     reader = reader_of(shape)
@@ -179,6 +188,12 @@ def shown(recipe: RecipeFields) -> list[int]:
     return ids
 
 
+def with_pixels(shape: Sizes, precision: str) -> str:
+    """Return `precision`, or one whose weights multiply pixels as the processor hands them on."""
+    reader = reader_of(shape)
+    return "bf16-mixed" if reader and "pixels" in reader else precision
+
+
 def sft_reads(recipe: RecipeFields) -> bool:
     """Tell whether TRL's SFTTrainer trains on a recipe's samples with images."""
     reader = reader_of(recipe.shape)
@@ -225,13 +240,15 @@ def _processed(recipe: RecipeFields, sizes: tuple[tuple[int, int], ...]) -> dict
 def most_read(recipe: RecipeFields) -> int:
     """Return the elements of the largest tensor whose values a tower reads, as far as known.
 
-    Gemma 4's compares each patch with each token, and drops the tokens that have none.
+    Gemma 4's compares each patch with each token, and drops the tokens that have none; then it
+    looks for each channel of them among the embedded text.
     """
     if not recipe.images or "counts" not in READERS[recipe.shape.family]:
         return 0
     own = processor(recipe.shape, None)
     patches = own.max_soft_tokens * own.pooling_kernel_size**2
-    return recipe.batch_size * recipe.images * patches * own.max_soft_tokens
+    compared = recipe.images * patches * own.max_soft_tokens
+    return recipe.batch_size * max(compared, recipe.seq_len * recipe.shape.hidden_size)
 
 
 def pixels(recipe: RecipeFields) -> dict[str, Any]:
@@ -264,13 +281,13 @@ def refusals(recipe: Any) -> Refusals:
     """Return images that a model does not read, or not so."""
     shape = recipe.shape
     reader = reader_of(shape)
-    for name in ("images", "image_size", "max_pixels", "video_frames", "video_size"):
+    for name in ("images", "image_size", "max_pixels"):
         known = ", ".join(READERS)
         allowed = f"{shape.name} reads no images in a recipe: {known} do"
         yield name, reader is None and getattr(recipe, name), allowed
+    yield from _video_refusals(recipe, reader or {})
     if reader is None:
         return
-    yield from _video_refusals(recipe, reader)
     yield "image_size", recipe.image_size and not recipe.images, "say images, how many a sample has"
     allowed = "the processor's tokens depend on it: say width and height, such as '1024x768'"
     yield "image_size", recipe.images and not recipe.image_size, allowed

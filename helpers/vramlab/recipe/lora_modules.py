@@ -255,13 +255,15 @@ def unquantized(recipe: WithAdapters) -> list[str]:
     if not recipe.quantization:
         return []
     in_int8 = recipe.quantization.quant_type == INT8
-    notes = _of_int8(recipe) if in_int8 else []
+    notes = [OUTLIERS] if in_int8 else []
     if recipe.sharding and recipe.sharding.engine == "fsdp":
         # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
         stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
         notes.append(f"accelerate's FSDP shards 4-bit weights {stored}")
         if recipe.sharding.offload == "parameters":
             notes.append(ON_HOST)
+    if in_int8 and recipe.gradient_checkpointing and not recipe.use_reentrant:
+        notes.append(KEPT_INPUTS)
     shape = recipe.shape
     packs = recipe.quantization.experts is not None
     if packs and not recipe.gradient_checkpointing:
@@ -282,12 +284,6 @@ def unquantized(recipe: WithAdapters) -> list[str]:
     if has_experts(shape) and not in_int8:
         note += "; quantization.experts says how to pack them too"
     return [*notes, note]
-
-
-def _of_int8(recipe: WithAdapters) -> list[str]:
-    """Return notes on what layers of an int8 base keep."""
-    keeps_past = recipe.gradient_checkpointing and not recipe.use_reentrant
-    return [OUTLIERS, KEPT_INPUTS] if keeps_past else [OUTLIERS]
 
 
 def _is_left(weight: Weight, has_own_class: bool) -> bool:

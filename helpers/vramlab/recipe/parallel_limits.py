@@ -59,9 +59,9 @@ def notes(sharding: Sharding | None) -> list[str]:
     # Each rank's loss is that of all, and stages 1 and 2 divide the sum of the ranks' gradients by
     # the number of groups (stage_1_and_2.py, dp_world_size / sequence_parallel_size), stage 3 by
     # that of ranks.
-    text = f"Ulysses: DeepSpeed's stage {sharding.stage} makes gradients {sharding.sp_size} times "
-    text += "as large as stage 3 does. AdamW divides that out, SGD and max_grad_norm do not: take "
-    return [text + "stage 3"]
+    text = f"the Trainer's Ulysses over DeepSpeed's stage {sharding.stage} makes gradients "
+    text += f"{sharding.sp_size} times as large as over stage 3; AdamW divides that out, SGD and "
+    return [text + "max_grad_norm do not: take stage 3"]
 
 
 def check_division(division: Any) -> None:

@@ -203,7 +203,7 @@ def _attention(
     """Run the kernel of `scaled_dot_product_attention` that CUDA would choose."""
     joined = getattr(query, "windows", None)
     if joined is not None:
-        return joined.attend(_flash, query, key, value, dropout, causal, scale)
+        return joined.attend(_fused, query, key, value, dropout, causal, scale)
     has_fewer_key_heads = query.shape[-3] != key.shape[-3]
     # flash aligns a causal mask to the other corner where lengths differ
     is_masked = mask is not None or (causal and query.shape[-2] != key.shape[-2])
@@ -241,14 +241,34 @@ def _attention(
 
 
 def takes_windows(tensor: torch.Tensor) -> bool:
-    """Tell whether flash attention runs on such queries, as they are, and takes any batch."""
+    """Tell whether a fused kernel runs on such queries, as they are, and takes any batch."""
     channels = tensor.shape[-1]
     half = tensor.dtype in HALF and channels % FLASH_MULTIPLE == 0
     cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != tensor.dtype
     if not half or cast:
         return False
+    return _kernel_of(tensor) in ("flash", "efficient")
+
+
+def _kernel_of(query: torch.Tensor) -> str:
+    """Return the kernel that attends without a mask to keys and values like `query`."""
+    channels = query.shape[-1]
     capability = plain(_SIMULATED, "capability")
-    return attention_kernel(tensor.dtype, channels, channels, capability) == "flash"
+    return attention_kernel(query.dtype, channels, channels, capability)
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Run the fused kernel that attends without a mask."""
+    if _kernel_of(query) == "flash":
+        return _flash(query, key, value, dropout, causal, scale)
+    return _efficient(query, key, value, None, dropout, causal, scale)
 
 
 def _flash(

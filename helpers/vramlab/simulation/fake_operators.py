@@ -215,7 +215,7 @@ def _int8_quant(tensor: torch.Tensor, threshold: float = 0.0) -> tuple:
 
     Which columns have some depends on values, of which `lora_modules.OUTLIERS` says the most.
     """
-    codes = tensor.new_empty(tensor.shape, dtype=torch.int8)
+    codes = torch.empty_like(tensor, dtype=torch.int8)
     rows = tensor.numel() // tensor.shape[-1]
     scales = tensor.new_empty(rows, dtype=torch.float32)
     return codes, scales, tensor.new_empty(0, dtype=torch.int64) if threshold else None

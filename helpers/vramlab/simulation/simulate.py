@@ -20,7 +20,7 @@ from ..hardware.overhead import UNIT
 from ..private.of_torch import tree_map_only
 from ..recipe import liger, lora_modules, parallel_limits, peft_methods, rollouts
 from ..recipe.evaluation import Evaluation
-from ..recipe.images import most_read
+from ..recipe.images import frees_late_in_backward, most_read
 from ..recipe.options import TRL
 from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
@@ -250,7 +250,8 @@ def _lengthened(
     log: Log | list[Event]
     layers = None
     if may_be_deepened(recipe, target):
-        layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
+        frees_late = bool(recipe.sharding) or frees_late_in_backward(recipe.shape)
+        layers = find(recipe.shape, frees_late, may_be_alike)
     # another architecture's is run twice: `_deeper`
     runs = 1 if is_written_down(recipe) else 2
     if layers is None or layers.depth <= layers.shallow * runs:

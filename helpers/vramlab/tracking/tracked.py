@@ -212,7 +212,9 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
     """
     state = getattr(owner, "quant_state", None)
     if state is None:
-        return tensors_in([getattr(owner, "SCB", None)])
+        # which an int8 layer takes over from its weight in its first pass
+        keeper = getattr(owner, "state", owner)
+        return tensors_in([getattr(keeper, "SCB", None)])
     statistics = [state.absmax, state.code, state.offset]
     if state.state2 is not None:  # double quantization
         statistics += [state.state2.absmax, state.state2.code]

@@ -6,6 +6,7 @@ axolotl's fork at 5f0c7a7 line by line, which a test holds to the byte where the
 out are the blocks of CUDA's sort of one number a word.
 """
 
+from math import ceil
 from types import MethodType
 from typing import Any
 
@@ -46,18 +47,15 @@ def _forward(self: Any, labels: torch.Tensor, **inputs: Any) -> Any:
     weight = self.lm_head.weight
     if weight.dtype == torch.bfloat16 and hidden.dtype == torch.float32:
         hidden = hidden.to(weight.dtype)
-    hidden = hidden.contiguous()
-    rows = hidden.flatten(0, -2)
-    loss = LinearCrossEntropyFunction.apply(rows, weight, labels.flatten(), _with_labels(labels))
+    rows = hidden.contiguous().flatten(0, -2)
+    # The row and the place of each token with a label, all but the first of a row, which `nonzero`
+    # finds (utils.py).
+    places = (labels.numel() - labels.shape[0], 2)
+    found = (labels[..., 1:] != -100).new_empty(places, dtype=torch.int64).to(torch.int32)
+    valid = found.sum(1)
+    del found
+    loss = LinearCrossEntropyFunction.apply(rows, weight, labels.flatten(), valid)
     return CausalLMOutputWithPast(loss=loss, past_key_values=outputs.past_key_values)
-
-
-def _with_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return where the tokens with a label are, all but the first of a row (utils.py)."""
-    count = labels.numel() - labels.shape[0]
-    # the row and the place of each, which `nonzero` finds
-    places = (labels[..., 1:] != -100).new_empty((count, 2), dtype=torch.int64).to(torch.int32)
-    return places.sum(1)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -73,7 +71,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         count = valid.numel()
         sums = hidden.new_full((count,), 0.0, dtype=torch.float32)
-        locks = hidden.new_full((_parts(count, ROWS),), 0, dtype=torch.uint32)
+        locks = hidden.new_full((ceil(count / ROWS),), 0, dtype=torch.uint32)
         averages = hidden.new_full((weight.shape[0],), 0.0, dtype=torch.float32)
         del locks
         losses = hidden.new_zeros((count,), dtype=torch.float32)
@@ -85,17 +83,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         hidden, weight, _, _, valid, averages = ctx.saved_tensors
         order = torch.argsort(averages).to(torch.int32)  # held until the kernel is done
-        made = []
-        for tensor, is_wanted in zip((hidden, weight), ctx.needs_input_grad, strict=False):
-            made.append(torch.zeros_like(tensor) if is_wanted else None)
+        wanted = ctx.needs_input_grad
+        made = [torch.zeros_like(hidden) if wanted[0] else None]
+        made.append(torch.zeros_like(weight) if wanted[1] else None)
         locks = []
-        for tensor, rows in zip(made, (valid.numel(), weight.shape[0]), strict=True):
-            if tensor is not None:
-                shape = (_parts(rows, ROWS), _parts(weight.shape[1], CHANNELS))
+        for place, rows in enumerate((valid.numel(), weight.shape[0])):
+            if wanted[place]:
+                shape = (ceil(rows / ROWS), ceil(weight.shape[1] / CHANNELS))
                 locks.append(hidden.new_zeros(shape, dtype=torch.int32))
         del order, locks
         return *made, None, None
-
-
-def _parts(count: int, size: int) -> int:
-    return -(-count // size)

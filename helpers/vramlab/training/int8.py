@@ -28,5 +28,4 @@ def int8_parameter(data: torch.Tensor) -> torch.nn.Parameter:
     # `Linear8bitLt` takes both over in its first pass, and gives the weight the same codes back
     parameter.CB = codes
     parameter.SCB = scales
-    parameter.has_fp16_weights = False
     return parameter

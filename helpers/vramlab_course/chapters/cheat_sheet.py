@@ -65,14 +65,14 @@ RULES = (
     "fits  = upper end of the predicted process (segments + context) ≤ usable: the card's "
     "reported total (4070: estimated)",
     "batch = micro-batch × accumulation × GPUs: memory follows the first, learning the product",
-    "time  = max(operations / (U · peak) + 3 · bytes written / (V · bandwidth), kernels · τ); "
+    "time  = max(operations / (U · peak) + 3 · bytes written / (V · bandwidth), calls · τ); "
     "the optimizer once a step",
     "ranks = ZeRO 1: P + G + S / N · ZeRO 2: P + (G + S) / N · ZeRO 3: (P + G + S) / N + what is "
     "gathered; never activations",
 )
 LETTERS = (
-    "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds to issue "
-    "a kernel",
+    "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds of the "
+    "host for a call",
     "P, G, S: bytes of parameters, gradients, optimizer states · N: GPUs · r: the adapters' rank",
     "table 3: states may be 8-bit and paged; (mixed): fp32 weights; (bf16): all in bf16, which "
     "rounds small updates away",
