@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from vramlab.recipe.options import Loop
-from vramlab.simulation.compiled import TRIED_UPDATES
+from vramlab.simulation.compiled_updates import TRIED_UPDATES
 from vramlab.simulation.simulate import simulate
 
 # What PyTorch's own allocator held at most in the second step on the stand-in for an RTX 4090

@@ -5,12 +5,9 @@ backward, what is computed again and which buffer takes another's place (`induct
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
-
-import torch
 
 from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
@@ -25,8 +22,6 @@ from .values import reason_at
 
 TRIED = "torch_compile: what compiling the first step tries out on the card (autotuning) "
 TRIED += "is not counted, nor, where a graph breaks, that step's outputs until Python collects them"
-TRIED_UPDATES = "torchao: what compiling its updates tries out on the card in the first step "
-TRIED_UPDATES += "(autotuning, with copies of the states) is not counted"
 UNKNOWN = "the installed torch compiles in another way than this release knows: "
 UNKNOWN += "measure(recipe) runs it for real, torch_compile=False simulates the eager step"
 
@@ -48,7 +43,7 @@ def is_compiled(recipe: Recipe) -> bool:
     return True
 
 
-class _UntracedTracker(FakeTracker):
+class UntracedTracker(FakeTracker):
     """A tracker that dynamo does not compile where it follows what stays outside of graphs."""
 
     # torch reads this when a class is made, and wraps the `__torch_dispatch__` that the class
@@ -83,7 +78,7 @@ def compiled_step(
     training.is_compiled = True
     # The tracker is made before anybody knows whether the step compiles, and is referred to by
     # others.
-    tracker.__class__ = _UntracedTracker
+    tracker.__class__ = UntracedTracker
     codes: list[Any] = []
     errors: list[Exception] = []
     # `Module.compile` compiles in place: the model stays the object whose names and hooks the
@@ -99,16 +94,16 @@ def compiled_step(
         finally:
             if mode:
                 of_fake_tensors.push_function_mode(mode)
-            # Raised here, outside of dynamo (see `_Callback`).
+            # Raised here, outside of dynamo (see `Callback`).
             if errors:
                 raise errors[0]
 
     def callback(own: Any) -> Any:
-        return _Callback(own, codes, errors) if callable(own) else own
+        return Callback(own, codes, errors) if callable(own) else own
 
     of_torch.set_compiled_call(model, call_compiled)
     try:
-        with _compiling(callback):
+        with compiling(callback):
             yield
     finally:
         of_torch.set_compiled_call(model, None)
@@ -117,81 +112,8 @@ def compiled_step(
             eval_frame.reset_code(code)
 
 
-def fill_code_tables() -> None:
-    """Let torchao compute the tables of its states' codes, which take values, if it is loaded."""
-    optimizers = sys.modules.get("torchao.optim.adam")
-    for name in ("OptimState8bit", "OptimState4bit") if optimizers else ():
-        for is_signed in (True, False):
-            getattr(optimizers, name).zeros((256,), is_signed)
-
-
 @contextlib.contextmanager
-def compiled_updates(
-    tracker: FakeTracker, card: Gpu | None, kernels: CudaKernels | None
-) -> Iterator[None]:
-    """While entered, torchao's optimizers compile each parameter's update as for `card`.
-
-    `kernels` are those of CUDA; None compiles for the CPU.
-    """
-    optimizers = sys.modules.get("torchao.optim.adam")
-    frames = of_compiler.loaded_frames()
-    if optimizers is None or not hasattr(frames, of_compiler.CALLBACK):
-        yield
-        return
-    tracker.__class__ = _UntracedTracker
-    compile_one = torch.compile
-    updates = _Updates(optimizers.single_param_adam, card, kernels)
-
-    def compile_update(function: Callable, **options: Any) -> Callable:
-        if function is not updates.function:
-            return compile_one(function, **options)
-        if updates.compiled is None:
-            updates.compiled = compile_one(function, backend=updates.backend, **options)
-        return updates
-
-    try:
-        with replaced(torch, "compile", compile_update):
-            yield
-    finally:
-        if updates.compiled and kernels:
-            tracker.notes.append(TRIED_UPDATES)
-        for code in updates.codes:
-            of_compiler.dynamo("eval_frame").reset_code(code)
-
-
-class _Updates:
-    """torchao's update of one parameter, compiled for each of their kinds."""
-
-    def __init__(self, function: Callable, card: Gpu | None, kernels: CudaKernels | None) -> None:
-        self.function = function
-        self.compiled: Callable | None = None
-        self.codes: list[Any] = []
-        self._errors: list[Exception] = []
-        chip = (card.chip if card else DEFAULT_CHIP) if kernels else None
-        on_host: Callable = kernels.on_host if kernels else list
-        self.backend = compiler(chip, on_host)
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the update, which compiles it at first."""
-        assert self.compiled is not None  # who asked for it has set it
-        count = of_fake_tensors.count_function_modes()
-        modes = [of_fake_tensors.pop_function_mode() for _ in range(count)]
-        try:
-            with _compiling(self._callback):
-                return self.compiled(*args)
-        finally:
-            for mode in reversed(modes):
-                of_fake_tensors.push_function_mode(mode)
-            # Raised here, outside of dynamo (see `_Callback`).
-            if self._errors:
-                raise self._errors[0]
-
-    def _callback(self, own: Any) -> Any:
-        return _Callback(own, self.codes, self._errors) if callable(own) else own
-
-
-@contextlib.contextmanager
-def _compiling(callback: Callable) -> Iterator[None]:
+def compiling(callback: Callable) -> Iterator[None]:
     """While entered, dynamo compiles frames by what `callback` makes of its own callback."""
     config = of_compiler.dynamo("config")
     pgo = of_compiler.dynamo("pgo")
@@ -222,7 +144,7 @@ def _kept(guards: Any) -> list[bool]:
     return [not is_replaced(guard.value) for guard in guards]
 
 
-class _Callback:
+class Callback:
     """Dynamo's callback, which compiles a frame as if no simulation ran.
 
     An error goes into `errors`, and frames run as written from then on. If it were raised here,

@@ -40,14 +40,8 @@ from ..training.trl_trainers import trl_class
 from . import fakes
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
-from .compiled import (
-    TRIED,
-    compiled_step,
-    compiled_updates,
-    failed,
-    fill_code_tables,
-    is_compiled,
-)
+from .compiled import TRIED, compiled_step, failed, is_compiled
+from .compiled_updates import compiled_updates, fill_code_tables
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
