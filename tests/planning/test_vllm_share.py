@@ -72,6 +72,25 @@ def test_where_nothing_fits_the_share_is_the_least_that_samples(monkeypatch):
     assert least <= share_of(found) < least + STEP
 
 
+def test_where_nothing_fits_beside_a_vllm_that_is_awake_it_sleeps(monkeypatch):
+    """Unless that was said, and then only the note names it."""
+
+    def confirm(candidates: list[Any], tell: Any = None) -> None:
+        for candidate in candidates:
+            vllm = colocated(candidate.recipe, candidate.question.gpu)
+            process = Interval.of(17 * GiB) + vllm.training
+            candidate.simulated = dataclasses.replace(candidate.report, process=process)
+            candidate.tried = True
+
+    monkeypatch.setattr(vllm_share, "confirm", confirm)
+    monkeypatch.setattr(search, "confirm", confirm)
+    found = plan("qwen3-4b", "RTX 4090", rollouts=ROLLOUTS, **FIELDS)
+    assert found.best.recipe.rollouts.vllm_enable_sleep_mode
+    assert any("(found: awake nothing fits)" in note for note in found.notes)
+    said = ROLLOUTS | {"vllm_enable_sleep_mode": False}
+    assert not plan("qwen3-4b", "RTX 4090", rollouts=said, **FIELDS).choices
+
+
 def test_a_share_that_is_said_is_kept_and_one_too_small_is_refused():
     assert share_of(search_of(asked(vllm_gpu_memory_utilization=0.5)).question) == 0.5
     with pytest.raises(RecipeError, match=r"take more than 0\.34, or leave it out"):

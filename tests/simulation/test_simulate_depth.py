@@ -1,5 +1,7 @@
 """A deep model from a shallow run: equal to the whole run to the byte, for every architecture."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -296,6 +298,43 @@ def test_one_rank_of_many(name, checkpointing, taken):
     )
     assert_same(recipe.replace(sharding=SHARDINGS[name], precision="bf16-true"), "cuda")
     assert taken == ["deepened"]
+
+
+# Layers of 0.9, 0.3, and 0.2 billion elements, of which a billion are there at once, in TRL's case
+# with the head's.
+STREAMED = {
+    "by TRL": ("llama-3.1-70b", 8, {"trainer": "sft"}),
+    "by TRL, accumulating": (
+        "llama-3.1-8b",
+        16,
+        {"gradient_accumulation_steps": 2, "trainer": "sft", "gradient_checkpointing": True},
+    ),
+    "two ahead": ("llama-3.1-70b", 12, {"precision": "fp16-mixed"}),
+    "four ahead": ("qwen3-14b", 20, {"gradient_checkpointing": True, "optim": "sgd"}),
+}
+
+
+@pytest.mark.parametrize("name", params(list(STREAMED), ["by TRL"]))
+def test_layers_whose_weights_come_from_the_host_stand_for_all(name, taken):
+    """By DeepSpeed's stage 3, which prefetches across layers."""
+    pytest.importorskip("deepspeed")
+    model, layers, fields = STREAMED[name]
+    sharding = Sharding(3, 1, "deepspeed", offload="parameters")
+    recipe = Recipe(model, 1, 64, "bf16-mixed", num_layers=layers, sharding=sharding)
+    assert_same(recipe.replace(**fields), "cuda")
+    assert taken == ["deepened"]
+
+
+def test_weights_that_are_fetched_further_ahead_are_run_whole(taken):
+    """A small model's are, and adapters are reduced behind the last layer."""
+    pytest.importorskip("deepspeed")
+    sharding = Sharding(3, 1, "deepspeed", offload="parameters")
+    recipe = Recipe(config("llama"), 2, 24, "bf16-mixed", num_layers=6, sharding=sharding)
+    assert any("layers ahead" in note for note in simulate(recipe).notes)
+    assert taken == []
+    among_ranks = dataclasses.replace(sharding, world_size=2)
+    for change in ({"lora": EVERYWHERE}, {"freeze": ("norm",)}, {"sharding": among_ranks}):
+        assert not may_be_deepened(recipe.replace(**change), "cuda")
 
 
 def test_states_that_a_rank_has_before_its_first_step_are_of_their_layers(taken):

@@ -19,10 +19,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..recipe.deepspeed_config import HIDDEN
+from ..recipe.deepspeed_config import MOST_GATHERED as MOST
 from ..recipe.shapes import Shape
 from ..recipe.weights import Weight
 
-MOST = 1_000_000_000  # stage3_max_live_parameters, and stage3_max_reuse_distance
 # "front" is the embedding's backward pass. The gradient of a head is "reduced" when the next one
 # comes, its own bias's or that of the norm before it.
 PARTS = ("forward", "head", "reduced", "backward", "front")

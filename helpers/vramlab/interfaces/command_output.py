@@ -273,10 +273,13 @@ def finish(
         if host and free > host.size:
             fits = False
             grade = tier = NO_TIER
-            needs = Interval.of(report.process)
-            rest = f", but {free / GiB:.1f} GiB of host memory are needed, of {host.words}"
-            has = format_bytes(report.usable)
-            sentence = f"{tier}: {card.name} has {has}, the process needs {needs}{rest}"
+            rest = f"{free / GiB:.1f} GiB of host memory are needed, of {host.words}"
+            if report.beyond:
+                sentence += f"; and {rest}"
+            else:
+                needs = Interval.of(report.process)
+                has = format_bytes(report.usable)
+                sentence = f"{tier}: {card.name} has {has}, the process needs {needs}, but {rest}"
         report.environment |= {"gpu": card.name, "fits": fits, "tier": tier, "grade": grade}
         report.environment["host_memory"] = free
         # JSON has one document and no line under it, so the sentence goes among the notes.

@@ -87,6 +87,8 @@ def _by_kind(message: Message, alone: bool) -> list[str]:
         return _of_host(message)
     if message.kind == "share":
         return _of_share(message)
+    if message.kind == "other":
+        return [message.who, message.remedy]
     lines = _of_card(message, alone)
     if message.who == "Apple":
         return [line.replace(CARD_REMEDY, APPLE_REMEDY) for line in lines]

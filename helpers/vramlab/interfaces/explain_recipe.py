@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu
-from ..planning.changes import DEFAULT_CARD, Change, cheapest, cheapest_pair, runs_liger
+from ..planning.changes import DEFAULT_CARD, Change, cheapest, cheapest_pair, supports_liger
 from ..planning.counted import counted_as, host_memory
 from ..planning.step_time import estimate
 from ..recipe.options import TRL, LoRA, Quantization
@@ -191,9 +191,11 @@ class Run:
         lines = [f"the cheapest changes{lack}:"]
         if trusted:
             lines += self._setting()
-        if not runs_liger(self.card):
+        if not supports_liger(self.card):
             name = self.card.name if self.card else ""
-            lines.append(f"  (Liger's kernels, which are Triton's, do not run on {name})")
+            lines.append(
+                f"  (none by Liger: Triton, in which it is written, does not support {name})"
+            )
         for change in changes:
             text = f"  {change['text']}"
             if change["seconds"]:

@@ -60,7 +60,7 @@ def read_message(text: str) -> Message:
     # Logs break a message over lines, so its patterns are looked for with all white space as one
     # blank.
     line = " ".join(text.split())
-    message = _of_card(line) or _of_share(line) or _of_host(text)
+    message = _of_card(line) or _of_share(line) or _of_others(line) or _of_host(text)
     holders = _holders(text)
     if message is None and re.search(WORDS["bare"], line):
         message = Message("bare")
@@ -133,6 +133,14 @@ def _of_share(line: str) -> Message | None:
         if sizes.keys() >= {"asked", "free"}:
             sizes["lack"] = sizes["asked"] - sizes["free"]
         return Message("share", sizes, entry["who"], entry["remedy"])
+    return None
+
+
+def _of_others(line: str) -> Message | None:
+    """Return a message that sounds like a lack of the card's memory, and says no sizes of it."""
+    for entry in WORDS["others"]:
+        if re.search(entry["pattern"], line):
+            return Message("other", {}, entry["who"], entry["remedy"])
     return None
 
 

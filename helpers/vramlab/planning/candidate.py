@@ -307,7 +307,8 @@ def simulate_briefly(
     layers = recipe.shape.num_layers
     try:
         with needing("a simulation"):
-            from ..simulation.simulate import may_be_deepened, simulate
+            from ..simulation.shallow import may_be_deepened
+            from ..simulation.simulate import simulate
 
         is_too_deep = layers > deepest and not recipe.rollouts
         if is_too_deep and not may_be_deepened(recipe, "cuda"):

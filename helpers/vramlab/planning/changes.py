@@ -92,7 +92,7 @@ def cheapest(
     seconds = _seconds(recipe, card)
     changes = []
     for fields, same in _changes(recipe):
-        if fields.keys() & OF_TRITON and not runs_liger(card):
+        if fields.keys() & OF_TRITON and not supports_liger(card):
             continue
         # This model or trainer cannot have it, or the formulas do not know it.
         with contextlib.suppress(RecipeError, GpuError):
@@ -114,8 +114,8 @@ def cheapest(
     return sorted(changes, key=order)[:count]
 
 
-def runs_liger(card: Gpu | None) -> bool:
-    """Tell whether Liger's kernels, which are Triton's, run on the card; True of none."""
+def supports_liger(card: Gpu | None) -> bool:
+    """Tell whether Triton, in which Liger is written, supports the card; True of none."""
     return card is None or card.compute_capability >= LIGER_SINCE
 
 
@@ -134,7 +134,7 @@ def cheapest_pair(
     seconds = _seconds(recipe, card)
     found = []
     for fields, same in [*_changes(recipe), *_unprepared(recipe)]:
-        if fields.keys() & OF_TRITON and not runs_liger(card):
+        if fields.keys() & OF_TRITON and not supports_liger(card):
             continue
         with contextlib.suppress(RecipeError, GpuError):
             halfway = recipe.replace(**fields)

@@ -132,4 +132,7 @@ def _sentence(said: str, left: Report, host: int) -> str:
     size = on_host(left)
     tier = left.verdict if size <= host else "too much for the host"
     needed = format_bytes(size, unit_for(size))
-    return f"with {said}: {tier}, the process {Interval.of(left.process)}, host memory {needed}"
+    takes = f"the process {Interval.of(left.process)}"
+    if left.beyond:
+        takes = f"{format_bytes(left.beyond)} missing on the card"
+    return f"with {said}: {tier}, {takes}, host memory {needed}"

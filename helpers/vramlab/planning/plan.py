@@ -32,7 +32,7 @@ from .plan_script import scripts, words
 from .question import Question
 from .search import Search
 from .search_space import to_install
-from .vllm_share import search_of
+from .vllm_share import asleep, search_of
 
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
@@ -335,7 +335,18 @@ def plan(
         if standing is not None:
             standing(_found(search, search.answers(False), False), done, count)
 
-    return _found(search, search.answers(confirm, tell), True)
+    answers = search.answers(confirm, tell)
+    if question.may_sleep and not _has_any(answers):
+        awake = search, answers
+        search = search_of(asleep(question))
+        answers = search.answers(confirm, tell)
+        if not _has_any(answers):
+            search, answers = awake
+    return _found(search, answers, True)
+
+
+def _has_any(answers: dict[str, tuple[Candidate | None, str]]) -> bool:
+    return any(answer for answer, _ in answers.values())
 
 
 def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_last: bool) -> Plan:

@@ -216,10 +216,14 @@ class Question:
         else:
             self.peft = method
         self.finds_share = False
+        self.may_sleep = False
+        self.sleeps_to_fit = False
         if isinstance(self.rollouts, Mapping):
             says_share = "vllm_gpu_memory_utilization" in self.rollouts
+            says_sleep = "vllm_enable_sleep_mode" in self.rollouts
             self.rollouts = Rollouts(**self.rollouts)
             self.finds_share = self.rollouts.is_colocated and not says_share
+            self.may_sleep = self.rollouts.is_colocated and not says_sleep
         if self.rollouts and self.rollouts.is_colocated:
             # The pool of a vLLM that sleeps can't have them (PyTorch issue 147851). Until its
             # pull request 40812 (April 2026) vLLM refused them. Now it switches them off for

@@ -49,6 +49,18 @@ def search_of(question: Question) -> Search:
     return Search(_asked_with(question, least))
 
 
+def asleep(question: Question) -> Question:
+    """Return `question` with a vLLM that gives its memory back while the model trains."""
+    # A share is refused that has no room for the weights.
+    said = with_least_share(question) if question.finds_share else question
+    assert said.rollouts  # it has a vLLM on the card
+    rollouts = dataclasses.replace(said.rollouts, vllm_enable_sleep_mode=True)
+    asked = dataclasses.replace(question, rollouts=rollouts)
+    asked.finds_share = question.finds_share
+    asked.sleeps_to_fit = True
+    return asked
+
+
 def with_least_share(question: Question) -> Question:
     """Return a question that finds its share with that of a cache for one completion."""
     return _asked_with(question, least_share(question.plain, question.gpu, completions=1))
@@ -73,6 +85,7 @@ def _asked_with(question: Question, share: float) -> Question:
     rollouts = dataclasses.replace(question.rollouts, vllm_gpu_memory_utilization=share)
     asked = dataclasses.replace(question, rollouts=rollouts)
     asked.finds_share = True
+    asked.sleeps_to_fit = question.sleeps_to_fit
     return asked
 
 
@@ -92,6 +105,9 @@ def about_share(question: Question) -> Iterator[str]:
     text = f"{found} weights of {weights} and a KV cache of {cache}, which holds {holds}"
     if held < asked:
         text += " completions of a step, so they are sampled in turns"
-    if not vllm.sleeps:
-        text += "; --vllm-enable-sleep-mode gives both back while the model trains"
+    sleep = "--vllm-enable-sleep-mode gives both back while the model trains"
+    if question.sleeps_to_fit:
+        text += f"; {sleep} (found: awake nothing fits)"
+    elif not vllm.sleeps:
+        text += f"; {sleep}"
     yield text

@@ -12,6 +12,7 @@ CAST_MODEL = "_cast_module_mixed_precision"
 # Of stages 1 and 2, and of stage 3.
 COMPACT_GRADIENTS = "_get_compact_grad_partition_buffer"
 FP32_GRADIENTS = "_prepare_fp32_grad_for_sub_group"
+AFTER_STEP = "_post_step"
 
 
 def gathered_by(handle: Any) -> torch.Tensor:

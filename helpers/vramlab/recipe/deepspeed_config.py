@@ -15,6 +15,8 @@ HIDDEN: dict[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
 
+MOST_GATHERED = 1_000_000_000  # stage3_max_live_parameters, and stage3_max_reuse_distance
+
 
 def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
     """Return what goes into `TrainingArguments.deepspeed`.

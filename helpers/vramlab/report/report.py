@@ -184,9 +184,24 @@ class Report:
         with_it = SETTINGS[self.expandable_segments]
         return f"{verdict} {with_it}; {other} {SETTINGS[not self.expandable_segments]}"
 
+    @property
+    def beyond(self) -> int:
+        """Bytes that the tensors alone take more than the card has, 0 where they fit.
+
+        What the allocator would reserve for them without expandable segments is then another
+        card's, and no figure to choose one by. With these it is close to the tensors, and this is
+        0.
+        """
+        if self.usable is None or self.allocated is None or self.expandable_segments:
+            return 0
+        return max(0, self.allocated - self.usable)
+
     def answer(self, card: str, supposed: str = "") -> str:
         """Return in one sentence whether the process fits the card of that name, and `supposed`."""
         has = format_bytes(self.usable or 0)
+        if self.beyond:
+            takes = f"the tensors alone take {format_bytes(self.allocated or 0)}"
+            return f"{NO_TIER}: {card} has {has}, {takes}, {format_bytes(self.beyond)} more"
         this, _, other = self.grade.removeprefix(self.verdict).partition("; ")
         needs = f"the process needs {Interval.of(self.process or 0)}{this}{supposed}"
         if other:
@@ -308,16 +323,21 @@ class Report:
                 (name.replace("_", " "), in_unit(size, unit), html.bar(size, self.peak.total))
             )
         rows.append((f"peak, in {self.peak_phase}", in_unit(self.peak.total, unit), ""))
-        for name in ("reserved", "process", "rss"):
-            value = getattr(self, name)
-            if value is not None:
-                rows.append((name, Interval.of(value).text(unit), ""))
+        for name, value in self._totals():
+            rows.append((name, Interval.of(value).text(unit), ""))
         notes = list(self.notes)
         if self.cause:
             notes.insert(0, f"why there: {self.why}")
         if self.verdict and self.usable is not None:
             notes.insert(0, f"{self.grade}: {format_bytes(self.usable)} usable")
         return html.table(("at the peak", unit, ""), rows, f"{self.source}: {self.title}", notes)
+
+    def _totals(self) -> Iterator[tuple[str, int | Interval]]:
+        """Yield what is known of the process, but of the card where tensors alone exceed it."""
+        values = {"reserved": self.reserved, "process": self.process, "rss": self.rss}
+        for name, value in values.items():
+            if value is not None and (name == "rss" or not self.beyond):
+                yield name, value
 
     def _lines(self) -> Iterator[str]:
         if self.status != "ok":
@@ -331,10 +351,8 @@ class Report:
         if self.cause:
             yield f"why there: {self.why}"
         # In a unit of its own, for they may be far larger.
-        for name in ("reserved", "process", "rss"):
-            value = getattr(self, name)
-            if value is not None:
-                yield f"{name} {Interval.of(value).text(unit_for(int(value)))}"
+        for name, value in self._totals():
+            yield f"{name} {Interval.of(value).text(unit_for(int(value)))}"
         if self.kept_on_host:
             kept = format_bytes(self.kept_on_host, unit_for(self.kept_on_host))
             yield f"predictions kept in host memory {kept}"

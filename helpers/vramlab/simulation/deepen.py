@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby, pairwise
+from operator import attrgetter
+from string import ascii_letters, digits
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +24,13 @@ from .repetition import NotRegular, Repetition
 OUTSIDE = -9  # the group of what no layer makes: no group's neighbour
 # Operators that make the vectors of clipping, with an entry for each gradient.
 OF_VECTORS = ("stack", "cat", "pow", "all_reduce", "_foreach_norm")
-# A walk up or down, by the number of groups and the middle one. A group's stretch begins with its
-# first event; what it does later is in a neighbour's stretch.
+# Walks up or down where the first layer is like the others, by the number of groups. A group's
+# stretch begins with its first event; what it does later is in a neighbour's stretch.
 WALKS = {
-    (3, 1): re.compile("(0+)(1[01]*)(2[12]*)?|(2+)(1[12]*)(0[01]*)?"),
-    (4, 1): re.compile("(0+)(1[01]*)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
-    (4, 2): re.compile("(0*)(1+)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
-    (5, 2): re.compile("(0*)(1+)(2[12]*)(3[23]*)(4[34]*)?|(4*)(3+)(2[23]*)(1[12]*)(0[01]*)?"),
+    3: re.compile("(0+)(1[01]*)(2[12]*)?|(2+)(1[12]*)(0[01]*)?"),
+    4: re.compile("(0+)(1[01]*)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
 }
+LETTERS = digits + ascii_letters  # of the groups in a walk
 
 
 class Slot(NamedTuple):
@@ -70,9 +71,10 @@ class Written(NamedTuple):
 class Writer:
     """Writes events into a longer log, in which the group `middle` comes `more` times more."""
 
-    def __init__(self, events: list[Event], middle: int, more: int) -> None:
+    def __init__(self, events: list[Event], middle: int, more: int, reach: int = 1) -> None:
         self.events = list(events)
         self.middle = middle
+        self.reach = reach
         self.more = more
         self.places: dict[Storage, Place] = {}
         self.written: list[Written] = []
@@ -136,7 +138,7 @@ class Writer:
         if written.at is None:
             return np.broadcast_to(own, (len(shifts), len(own)))
         # a layer reads what its neighbours made, and so do its copies of theirs
-        is_near = abs(here - written.at) <= 1
+        is_near = abs(here - written.at) <= self.reach
         return np.where(is_near, here + shifts[:, None], own)
 
 
@@ -169,13 +171,19 @@ def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Log, li
 
 def find_walks(slots: Iterable[Slot], groups: int, middle: int) -> Iterator[Walk]:
     """Yield the complete walks over `groups` in a sequence of slots."""
-    in_layers = [slot for slot in slots if slot.group is not None]
-    # a letter for each slot, so that a regular expression finds what repeats
-    letters = "".join(str(slot.group) for slot in in_layers)
-    for match in WALKS[groups, middle].finditer(letters):
+    # slots of one group in a row are one: patterns of many groups would try each way to divide them
+    in_layers = []
+    letters = ""  # a letter for each
+    with_group = (slot for slot in slots if slot.group is not None)
+    for group, run in groupby(with_group, key=attrgetter("group")):
+        assert group is not None  # left out above
+        first, *others = run
+        in_layers.append(Slot(first.first, others[-1].end if others else first.end, group))
+        letters += LETTERS[group]
+    pattern = WALKS[groups] if middle == 1 else _walk(groups)
+    for match in pattern.finditer(letters):
         # a part of the pattern that has matched begins a group's stretch
-        parts = [part for part in range(1, 2 * groups + 1) if match[part]]
-        begins = [in_layers[match.start(part)] for part in parts]
+        begins = [in_layers[match.start(part)] for part in range(1, 2 * groups + 1) if match[part]]
         ends = [*(slot.first for slot in begins[1:]), in_layers[match.end() - 1].end]
         walk = []
         for slot, end in zip(begins, ends, strict=True):
@@ -184,9 +192,20 @@ def find_walks(slots: Iterable[Slot], groups: int, middle: int) -> Iterator[Walk
         yield walk
 
 
+@cache
+def _walk(groups: int) -> re.Pattern:
+    """Return the pattern of a walk up or down over `groups`, whose ends may be missing."""
+    ways = []
+    for letters in (LETTERS[:groups], LETTERS[:groups][::-1]):
+        ways.append(f"({letters[0]}*)({letters[1]}+)")
+        for before, letter in pairwise(letters[1:]):
+            ways[-1] += f"({letter}[{before}{letter}]*)"
+    return re.compile("|".join(f"{way}?" for way in ways))
+
+
 class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int) -> None:
-        super().__init__(tracker.log, repetition.middle, more)
+        super().__init__(tracker.log, repetition.middle, more, repetition.reach)
         self.marks = tracker.marks
         self.unit = tracker.round_to
         self.groups = repetition.groups
@@ -219,12 +238,24 @@ class _Deepener(Writer):
         # before the other calls, whose frees are of what these have made
         for walk in walks:
             self._add(walk)
+        others: list[Slot] = []
+        joins = False  # the last of the others makes one storage, and does no more
         for slot in slots:
-            if not any(walk[0].first <= slot.first and slot.end <= walk[-1].end for walk in walks):
-                self._find_walks_within(slot)
+            in_walk = any(w[0].first <= slot.first and slot.end <= w[-1].end for w in walks)
+            if in_walk or slot.first == slot.end:
+                continue
+            # So weights are fetched outside of layers: one by one, each in a call of its own.
+            makes_one = slot.end == slot.first + 1 and self.events[slot.first][0] > 0
+            if joins and makes_one and others[-1].end == slot.first:
+                others[-1] = Slot(others[-1].first, slot.end, None)
+            else:
+                others.append(slot)
+            joins = makes_one
+        for slot in others:
+            self._find_walks_within(slot)
 
     def _find_walks_within(self, slot: Slot) -> None:
-        """Find the walks over the births, or over the frees, of one call outside the layers."""
+        """Find the walks over the births, or over the frees, of calls outside the layers."""
         numbered = enumerate(self.events[slot.first : slot.end], slot.first)
         for _, run in groupby(numbered, key=_is_birth):
             slots = []

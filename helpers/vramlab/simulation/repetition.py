@@ -6,8 +6,9 @@ and the configuration's lists with an entry a layer say the same of both.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from ..private import of_torch
@@ -33,7 +34,8 @@ class Repetition:
     """A model's layers as `groups` (`deepen.py`).
 
     They are the `first` layers, periods of which number `middle` repeats, and the `last` layers. A
-    middle group needs one like it before it: group 1, or the first layer where all are alike.
+    middle group needs one like it before it: group 1, or the first layer where all are alike. What
+    a group frees was made at most `reach` groups away.
     """
 
     lists: tuple[str, ...]  # names of the module lists that hold the layers
@@ -43,6 +45,7 @@ class Repetition:
     last: int
     groups: int = GROUPS
     middle: int = 2
+    reach: int = 1
 
     @property
     def shallow(self) -> int:
@@ -59,6 +62,23 @@ class Repetition:
         end = self.first + (self.middle + extra) * self.period
         left_out = (self.more - extra) * self.period
         return [*range(end), *range(end + left_out, self.depth)]
+
+    def widened(self, ahead: int, last: int) -> "Repetition":
+        """Return it for an engine that fetches weights up to `ahead` layers ahead.
+
+        The first ones have fewer layers before them and the embedding, and of the `last` ones
+        weights are still there in backward. Raises NotRegular where no group is left to repeat.
+        """
+        period = self.period
+        reach = ceil(ahead / period)
+        first = self.first + period * ceil(max(0, ahead + 1 - self.first) / period)
+        last = self.last + period * ceil(max(0, last - self.last) / period)
+        wide = replace(
+            self, first=first, last=last, groups=2 * reach + 3, middle=reach + 1, reach=reach
+        )
+        if wide.more < 1:
+            raise NotRegular(f"weights are fetched {ahead} layers ahead")
+        return wide
 
     @cached_property
     def _numbered(self) -> re.Pattern:

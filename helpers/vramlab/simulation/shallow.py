@@ -1,8 +1,11 @@
 """Which recipes a run of few layers and micro-batches may stand for."""
 
+from math import ceil
+
 from ..recipe import lora_modules
 from ..recipe.configuration import READERS
-from ..recipe.options import TRL
+from ..recipe.deepspeed_config import HIDDEN, MOST_GATHERED
+from ..recipe.options import FUSED, TRL
 from ..recipe.recipe import Recipe
 from .repetition import GROUPS, Repetition, cut
 
@@ -31,7 +34,7 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
     sharding = recipe.sharding
     if sharding and sharding.engine != "tensor":
         by_layers = (sharding.engine, sharding.wrap) == ("fsdp", "layers")
-        if not by_layers:
+        if not (by_layers or streams_weights(recipe)):
             return False
     if sharding and sharding.reshard_root:
         return False
@@ -42,6 +45,42 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
     if names_a_layer(recipe):
         return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
+
+
+def streams_weights(recipe: Recipe) -> bool:
+    """Tell whether DeepSpeed keeps weights and states on the host, and fetches them by weight.
+
+    On one card, for more ranks have copies of the small weights in one list without names. All
+    weights are trained: gradients of adapters fit into one bucket, which is reduced behind the last
+    layer.
+    """
+    sharding = recipe.sharding
+    if sharding is None or recipe.adapters or recipe.quantization or recipe.freeze:
+        return False
+    streams = (sharding.engine, sharding.offload) == ("deepspeed", "parameters")
+    return streams and sharding.world_size == 1
+
+
+def streamed(recipe: Recipe) -> tuple[int, int]:
+    """Return how many layers ahead DeepSpeed fetches weights, and how many of the last differ.
+
+    It fetches until `MOST_GATHERED` elements are there, the last weight in part (and so the last
+    layer). Those of the head are among them all the time where TRL multiplies with its weight
+    itself. How far ahead that is is a guess: where weights are there for longer, the log says so
+    (`deepen.py`), and all layers are run. A weight is freed after forward if its next use is
+    `MOST_GATHERED` elements away or more, on which each layer that follows counts twice, once in
+    backward: so those before the last ones are, however deep the model is.
+    """
+    persistent = HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
+    layer = 0
+    for weight in recipe.shape.weights():
+        if weight.layer == 0 and weight.size > persistent:
+            layer += weight.size
+    head = 0
+    if recipe.trainer in FUSED:
+        head = recipe.shape.vocab_size * recipe.shape.hidden_size
+    ahead = max(1, ceil((MOST_GATHERED - head) / layer))
+    return ahead, max(ahead + 1, ceil(MOST_GATHERED / (2 * layer)))
 
 
 def names_a_layer(recipe: Recipe) -> bool:

@@ -37,7 +37,7 @@ from ..training.fixed_generation import Started
 from ..training.process_group import one_rank_of
 from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
-from . import fakes
+from . import fakes, shallow
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
 from .compiled import TRIED, compiled_step, failed, is_compiled
@@ -50,7 +50,6 @@ from .fake_operators import keep_storage
 from .fakes import compiled_late, fake_world
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
-from .shallow import is_abridged, is_written_down, may_be_deepened, shallow_recipe
 from .values import Values, readable_values
 from .windows import joined_windows, unfold
 
@@ -220,7 +219,7 @@ def trace(
         try:
             # with a fused loss the first product of backward is in the last layer, which then
             # differs from the others
-            may_be_alike = not recipe.use_liger_kernel
+            may_be_alike = not (recipe.use_liger_kernel or shallow.streams_weights(recipe))
             return _lengthened(recipe, target, card, steps, room, may_be_alike)
         except NotRegular as error:
             depth = recipe.shape.num_layers
@@ -243,11 +242,13 @@ def _lengthened(
     """
     log: Log | list[Event]
     layers = None
-    if may_be_deepened(recipe, target):
+    if shallow.may_be_deepened(recipe, target):
         frees_late = bool(recipe.sharding) or frees_late_in_backward(recipe.shape)
         layers = find(recipe.shape, frees_late, may_be_alike)
+        if shallow.streams_weights(recipe):
+            layers = layers.widened(*shallow.streamed(recipe))
     # another architecture's is run twice: `_deeper`
-    runs = 1 if is_written_down(recipe) else 2
+    runs = 1 if shallow.is_written_down(recipe) else 2
     if layers is None or layers.depth <= layers.shallow * runs:
         tracker = _run(recipe, target, card, steps)
         log = tracker.log
@@ -256,10 +257,10 @@ def _lengthened(
         try:
             tracker, log, marks = _deeper(recipe, target, card, steps, layers)
         except NotRegular:
-            if layers.middle == 2:
+            if layers.middle > 1:
                 raise
             return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
-    if is_abridged(recipe):
+    if shallow.is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
     log, marks = unfold(log, marks)
     return History(log, marks, target == "cuda", room, tracker.notes)
@@ -275,10 +276,10 @@ def _deeper(
     """Return the tracker of a shallow run, and its log and marks deepened. Raises NotRegular."""
 
     def run(extra: int, steps: int) -> Tracker:
-        return _run(shallow_recipe(recipe, layers, extra), target, card, steps)
+        return _run(shallow.shallow_recipe(recipe, layers, extra), target, card, steps)
 
     tracker = run(0, steps)
-    if not is_written_down(recipe):
+    if not shallow.is_written_down(recipe):
         # one group more than needed, deepened and run
         whole = run(1, 1)
         # No test holds this architecture's log, so it is held here: against a real run of one
@@ -373,7 +374,7 @@ def _run(
     ):
         try:
             training = tr.build(recipe, device, target=target)
-            training.abridged = not (full or evaluation) and is_abridged(recipe)
+            training.abridged = not (full or evaluation) and shallow.is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
                 # TRL reads masks over all sampled completions, so tensors of up to that many

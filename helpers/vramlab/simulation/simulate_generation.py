@@ -30,13 +30,11 @@ from .fakes import fake_world
 from .quantized_caches import packed
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
+from .shallow import is_written_down, may_be_deepened, shallow_recipe
 from .simulate import (
     check_target,
-    is_written_down,
     load_libraries,
     make_tracker,
-    may_be_deepened,
-    shallow_recipe,
 )
 from .values import Values, reason_at
 

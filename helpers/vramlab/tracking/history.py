@@ -368,11 +368,13 @@ def _failure(history: History, error: AllocatorError) -> str:
     limit = _in_words(error.limit)
     allocated = _in_words(error.allocated)
     cached = _in_words(error.reserved - error.allocated)
-    return (
+    text = (
         f"in {moment} it tries to allocate {asked}, and {free} are free. Of {limit}, {allocated} "
-        f"are allocated, {cached} reserved but unallocated. The figure for reserved memory is that "
-        "of a larger card"
     )
+    text += f"are allocated, {cached} reserved but unallocated"
+    if history.live.max() > error.limit:  # then none is shown (`Report.beyond`)
+        return text
+    return f"{text}. The figure for reserved memory is that of a larger card"
 
 
 def _in_words(size: int) -> str:

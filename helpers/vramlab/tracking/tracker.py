@@ -127,8 +127,13 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
         for size in workspaces_taken(self.workspaces.get(self.phase, {}), operator, args):
             self.log.append((size, Storage(size, size, "workspace", "cublas"), "cublas"))
 
-    def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
-        """Give the storages of `tensors` a category, from their birth on.
+    def claim(
+        self,
+        tensors: Iterable[torch.Tensor],
+        category: str | None,
+        where: str = "",
+    ) -> None:
+        """Give the storages of `tensors` a category, from their birth on; None leaves it as it is.
 
         With ON_HOST they are left out. Unknown ones are born now.
         """
@@ -137,7 +142,7 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
                 continue
             storage = self._storage(tensor) or self.log_birth(tensor, "given", where)
             if storage and storage.category != ON_HOST:
-                storage.category = category
+                storage.category = category or storage.category
                 storage.where = where or storage.where
 
     def claim_given(

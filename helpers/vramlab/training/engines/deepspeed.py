@@ -102,6 +102,8 @@ class DeepSpeed(ShardedEngine):
         with contextlib.ExitStack() as stack:
             for patch in _followed(claims):
                 stack.enter_context(patch)
+            if self.sharding.stage == 3:
+                stack.enter_context(_persistent_named(training.model, tracker))
             yield
 
     def part_of(
@@ -185,6 +187,17 @@ def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
     yield afterwards(Stage3, of_deepspeed.FP32_GRADIENTS, claims(*flat, of_sub_group))
     yield afterwards(AllGatherHandle, "wait", claims(*gathered, gathered_one))
     yield afterwards(AllGatherCoalescedHandle, "wait", claims(*gathered, gathered_all))
+
+
+def _persistent_named(engine: Any, tracker: Any) -> contextlib.AbstractContextManager:
+    """While entered, the small weights that a step gathers for the next one have their names."""
+    names = {parameter: name for name, parameter in engine.named_parameters()}
+
+    def name_all(_: Any, optimizer: Any, *unused: Any) -> None:
+        for parameter in optimizer.persistent_parameters:
+            tracker.claim([parameter.data], None, names[parameter])
+
+    return afterwards(type(engine.optimizer), of_deepspeed.AFTER_STEP, name_all)
 
 
 def _is_floating(value: Any) -> bool:
