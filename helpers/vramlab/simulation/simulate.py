@@ -53,8 +53,8 @@ from .repetition import NotRegular, Repetition, find
 from .values import Values, readable_values
 from .windows import joined_windows, unfold
 
-BLOCK = (
-    32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+# tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+BLOCK = 32
 )
 
 
