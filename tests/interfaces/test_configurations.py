@@ -11,6 +11,7 @@ from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
 from vramlab.interfaces.configuration_file import REENTRANT, known_settings
 from vramlab.interfaces.configurations import WITHOUT_IMAGES, question_of, read_configuration
 from vramlab.interfaces.swift_file import ULYSSES
+from vramlab.recipe.lora_modules import adapted
 from vramlab.recipe.options import LoRA, Quantization, Sharding
 from vramlab.recipe.recipe import Recipe
 
@@ -456,8 +457,18 @@ def test_ms_swifts_checkpointing_is_as_it_is_asked(tmp_path):
 
 
 def test_a_model_that_reads_images_is_said_to_be_without(tmp_path):
-    _, notes = read_shell(tmp_path, alone().replace("2.5-1.5B", "2.5-VL-7B-Instruct"))
+    """Its adapters are the language model's, as both programs freeze the rest by themselves."""
+    script = (
+        alone().replace("2.5-1.5B", "2.5-VL-7B-Instruct").replace("q_proj v_proj", "all-linear")
+    )
+    recipe, notes = read_shell(tmp_path, script)
     assert WITHOUT_IMAGES in notes
+    asked, _ = read(tmp_path, FACTORY, model_name_or_path="Qwen/Qwen2.5-VL-7B-Instruct")
+    for one in (recipe, asked):
+        names = [name for name, *_ in adapted(one.shape, one.lora)]
+        assert len(names) == 7 * 28 and not any("visual" in name for name in names)
+    whole, _ = read_shell(tmp_path, script.rstrip() + " --freeze_vit false")
+    assert whole.lora.target_modules == "all-linear"
 
 
 def test_explain_and_predict_take_a_shell_script(tmp_path):

@@ -34,7 +34,8 @@ class Configuration:
 
     `arguments` are those of a Trainer's class, `kind`, whose reader makes the rest of the recipe;
     None where there are none. `asked` is the trainer that an option names, `asked_length` the
-    tokens.
+    tokens. `adapts_language_alone`: all linear layers are those of the language model, where the
+    model reads images.
     """
 
     program: str
@@ -47,6 +48,7 @@ class Configuration:
     arguments: dict[str, Any] | None = None
     kind: str | None = None
     notes: list[str] = field(default_factory=list)
+    adapts_language_alone: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a setting; `default` where it is left out or empty."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..base.errors import RecipeError, needing
 from ..base.files import read_text
+from ..recipe import lora_modules
 from ..recipe.argument_classes import DECLARED
 from ..recipe.configuration import read_json_file
 from ..recipe.evaluation import Evaluation
@@ -102,8 +103,14 @@ def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, lis
         kind = configuration.kind
         recipe, foreign = recipe_of_arguments(model, {}, configuration.arguments, kind, **fields)
         configuration.notes += [f"no setting of {program}: {name}" for name in foreign]
-    if reader_of(recipe.shape) and not recipe.images:
+    if not reader_of(recipe.shape):
+        return recipe, configuration.notes
+    if not recipe.images:
         configuration.notes.append(WITHOUT_IMAGES)
+    lora = recipe.lora
+    if configuration.adapts_language_alone and lora and lora.target_modules == "all-linear":
+        targets = lora_modules.of_language(recipe.shape)
+        recipe = recipe.replace(lora=dataclasses.replace(lora, target_modules=targets))
     return recipe, configuration.notes
 
 

@@ -228,6 +228,9 @@ def _take_method(configuration: Configuration) -> None:
         raise configuration.refuse("tuner_type", f"recipes read lora and full of it, {RUN_IT}")
     if method == "full":
         return
+    # `get_multimodal_target_regex`
+    frozen = (get("freeze_vit", True), get("freeze_aligner", True))
+    configuration.adapts_language_alone = all(frozen)
     lora: dict[str, Any] = {}
     for name, usual in DEFAULTS.items():
         # PEFT's own names but for the rank's.

@@ -126,6 +126,9 @@ def _take_method(configuration: Configuration) -> None:
         configuration.arguments |= {"bf16": False, "fp16": False}
     if method == "full":
         return
+    # `find_all_linear_modules` leaves out what `get_forbidden_modules` names
+    frozen = (get("freeze_vision_tower", True), get("freeze_multi_modal_projector", True))
+    configuration.adapts_language_alone = all(frozen)
     rank = get("lora_rank", 8)
     targets = names_in(get("lora_target", "all"))
     fields["lora"] = {

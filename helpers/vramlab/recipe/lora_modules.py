@@ -40,6 +40,7 @@ ON_HOST = (
     "from_pretrained(device_map={'': 'cpu'}); by itself it loads all of them on each card"
 )
 ADAPTABLE = ("linear", "conv1d", "embedding", "conv")  # kinds of weights
+LANGUAGE = "language_model"  # what transformers calls it in a model that reads images
 BILLION = 1e9
 
 
@@ -82,6 +83,13 @@ def modules(shape: ModelWeights) -> dict[str, tuple[str, int, int]]:
     if shape.tied and shape.head not in adaptable:
         adaptable[shape.head] = ("linear", shape.hidden_size, shape.vocab_size)
     return adaptable
+
+
+def of_language(shape: ModelWeights) -> str:
+    """Return PEFT's expression for all linear layers but those of what reads images."""
+    names = [name for name, *_ in adapted(shape, LoRA(target_modules="all-linear"))]
+    ends = {name.rpartition(".")[2] for name in names if LANGUAGE in name}
+    return rf".*{LANGUAGE}.*\.({'|'.join(sorted(ends))})"
 
 
 def find(
