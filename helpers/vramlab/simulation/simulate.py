@@ -55,7 +55,6 @@ from .windows import joined_windows, unfold
 
 # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
 BLOCK = 32
-)
 
 
 @needing("simulate")
