@@ -22,7 +22,9 @@ TRIED_UPDATES += "(autotuning, with copies of the states) is not counted"
 def fill_code_tables() -> None:
     """Let torchao compute the tables of its states' codes, which take values, if it is loaded."""
     optimizers = sys.modules.get("torchao.optim.adam")
-    for name in ("OptimState8bit", "OptimState4bit") if optimizers else ():
+    if optimizers is None:
+        return
+    for name in ("OptimState8bit", "OptimState4bit"):
         for is_signed in (True, False):
             getattr(optimizers, name).zeros((256,), is_signed)
 
