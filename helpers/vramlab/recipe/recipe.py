@@ -205,11 +205,10 @@ class Recipe(RecipeFields):
         known = ", ".join(able)
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
-        whole = self.gradient_checkpointing and not (self.sharding or self.rollouts)
-        allowed = (
-            "it says how gradient_checkpointing recomputes, on one device and without rollouts"
-        )
-        yield "use_reentrant", self.use_reentrant and not whole, allowed
+        engine = self.sharding.engine if self.sharding else "ddp"
+        whole = self.gradient_checkpointing and engine == "ddp" and not self.rollouts
+        allowed = "it says how gradient_checkpointing recomputes: on one device or ranks of 'ddp', "
+        yield "use_reentrant", self.use_reentrant and not whole, allowed + "without rollouts"
         yield from liger.refusals(self)
         yield from cut_head.refusals(self)
         yield from method_limits.refusals(self)
