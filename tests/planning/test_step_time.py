@@ -138,7 +138,7 @@ def test_the_intervals_are_those_of_what_no_fit_has_seen(step_times):
 
 @pytest.mark.parametrize(
     ("card", "count", "mean", "worst"),
-    [("T4", 61, 0.1, 0.42), ("H100 SXM", 184, 0.131, 0.73), ("H200", 42, 0.153, 0.53)],
+    [("T4", 61, 0.1, 0.42), ("H100 SXM", 184, 0.131, 0.73), ("H200", 42, 0.155, 0.66)],
 )
 def test_seconds_come_to_those_measured_on_models_that_the_fit_has_not_seen(
     step_times, card, count, mean, worst

@@ -4,7 +4,8 @@
                    + 3 × bytes written / (V × bandwidth))
     update  = bytes of the optimizer / (V × bandwidth)
     issuing = A × calls × τ
-    seconds = max(max(passes, issuing) + update, issuing + calls of the update × τ) + tensors × σ
+    seconds = max(passes, issuing) + max(update, calls of the update × τ)
+            + tensors × σ + states in 8 bits × ρ / peak in fp32
             + links + host                                       (`step_traffic.py`)
 
 for A micro-batches. Kernels run one after the other, so their times add up (within one kernel it is
@@ -38,7 +39,13 @@ from ..recipe.options import FUSED, LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .rates import ASSUMED, BASIS, RATES, SPREAD, SPREAD_ELSEWHERE, USUAL
-from .step_traffic import optimizer_traffic, updating_calls, waiting_tensors, waits
+from .step_traffic import (
+    optimizer_traffic,
+    searched_states,
+    updating_calls,
+    waiting_tensors,
+    waits,
+)
 from .step_walk import Walk, walk
 
 Range = tuple[float, float, float]  # likely, least, most
@@ -169,8 +176,13 @@ def _computed(
     computing = sum(parts.values())
     issued = issuing(recipe, card)
     updating = max(update, rates.issue * updating_calls(recipe))
-    parts["launches"] = max(0.0, issued + updating - computing, updating - update)
+    passes = computing - update
+    parts["launches"] = max(passes, issued) + updating - computing
     parts["optimizer"] += rates.waiting * waiting_tensors(recipe)
+    searched = searched_states(recipe)
+    if searched:
+        peak = _known(card, "fp32", card.flops("fp32"))
+        parts["optimizer"] += rates.searching * searched / peak
     return parts
 
 

@@ -29,7 +29,7 @@ from math import prod
 from ..formulas import model_states
 from ..formulas.model_states import ParameterRow, parameter_table
 from ..formulas.predict import predict
-from ..formulas.tensor_sizes import SMALLEST_PAGED
+from ..formulas.tensor_sizes import SMALLEST_IN_8_BITS, SMALLEST_PAGED
 from ..hardware.gpu import Gpu
 from ..hardware.links import (
     NETWORK_SHARE,
@@ -70,7 +70,8 @@ def optimizer_traffic(recipe: Recipe) -> float:
     passes = FOREACH.get(recipe.optim, FUSED)
     if recipe.loop.max_grad_norm is not None:
         passes += CLIPPING
-    states = sum(row.count * sum(row.states) for row in rows)
+    # Those in unified memory, too: a card with room keeps them.
+    states = paged_bytes(recipe) + sum(row.count * sum(row.states) for row in rows)
     # A foreach update reads and writes its states several times.
     state_passes = 4 if recipe.optim in FOREACH else 2
     share = 1 / sharding.shards if sharding and sharding.stage else 1
@@ -86,6 +87,25 @@ def waiting_tensors(recipe: Recipe) -> int:
     if MODELLED[recipe.optim].library != "bitsandbytes" or (sharding and sharding.offload):
         return 0
     return sum(row.count for row in _trained(recipe))
+
+
+def searched_states(recipe: Recipe) -> int:
+    """Return the states in 8 bits whose code bitsandbytes searches on one rank's GPU in a step.
+
+    `kOptimizerStatic8bit2StateBlockwise` and its siblings (csrc/kernels.cu) find each new state
+    between its neighbours in a table of 256 by halves (`quantize_2D`), a step after the other.
+    """
+    optimizer = MODELLED[recipe.optim]
+    sharding = recipe.sharding
+    if optimizer.width != 1 or (sharding and sharding.offload):
+        return 0
+    numbers = (row.count * prod(row.shape) for row in _trained(recipe) if _in_8_bits(row))
+    shards = sharding.shards if sharding and sharding.stage else 1
+    return sum(optimizer.states) * sum(numbers) // shards
+
+
+def _in_8_bits(row: ParameterRow) -> bool:
+    return prod(row.shape) >= SMALLEST_IN_8_BITS
 
 
 def updating_calls(recipe: Recipe) -> int:
