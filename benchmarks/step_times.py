@@ -6,8 +6,9 @@
 `predict` describes them, 26 of them with repeated keys) and our records of an H100 and an H200
 (`data/measurements`: on one card, not compiled, nothing offloaded) give for each card U, the share
 of the peak that matrix products reach, W, that in a fused kernel of attention, V, that of the
-bandwidth, τ, the seconds that the host takes for a call, and (but for the T4) σ, what bitsandbytes'
-optimizers wait for each tensor, and ρ, how long they search an 8-bit state: least squares of the logarithm of estimated over measured seconds.
+bandwidth, and τ, the seconds that the host takes for a call: least squares of the logarithm of
+estimated over measured seconds. Pairs of an H100's records that differ in the optimizer alone give
+σ, what bitsandbytes' optimizers wait for each tensor, and ρ, what they search for each 8-bit state.
 To see what a fit is worth on a model that it has not seen, it is repeated without each model in
 turn. Runs that differ in one switch say what an estimate of that switch is worth.
 """

@@ -123,8 +123,8 @@ def test_the_constants_are_what_the_fit_gives(step_times):
     for card in step_times.CARDS:
         fitted = step_times.fit(step_times.chosen(card))
         assert fitted == pytest.approx(RATES[card], rel=0.01)
-    # no run on a T4 has an optimizer that waits
-    assert RATES["T4"].waiting == RATES["H100 SXM"].waiting
+    # pairs that tell it are an H100's alone
+    assert len({rates[-2:] for rates in RATES.values()}) == 1
     both = zip(RATES["T4"], RATES["H100 SXM"], strict=True)
     assert tuple(map(statistics.geometric_mean, both)) == pytest.approx(USUAL, rel=0.01)
 
@@ -162,6 +162,24 @@ def test_bitsandbytes_waits_for_each_tensor():
         for name in ("adamw_torch", "adamw_bnb_8bit")
     )
     assert waiting > plain + 290 * 0.9 * RATES["H100 SXM"].waiting - 0.02
+
+
+def test_updates_in_8_bits_take_what_their_search_takes(step_times):
+    """Llama 3.1 8B, all weights, 1 × 1,024 tokens in bf16 with checkpointing on an H100: 0.494 s
+    with 8-bit states, 0.353 s with AdamW's own.
+    """
+    whole = Recipe("llama-3.1-8b", 1, 1024, "bf16-true", gradient_checkpointing=True)
+    plain = step_time(whole, "H100").seconds
+    for optim in ("adamw_bnb_8bit", "paged_adamw_8bit"):
+        searched = step_time(whole.replace(optim=optim), "H100").seconds
+        assert searched / plain == pytest.approx(0.494 / 0.353, rel=0.05)
+    rest = [run for run in step_times.chosen("H100 SXM") if run.recipe.name != "llama-3.1-8b"]
+    unseen = step_times.fit(rest)
+    assert unseen[-1] == pytest.approx(RATES["H100 SXM"].searching, rel=0.45)
+    pairs = step_times.in_pairs("H100 SXM", step_times.SWITCHES["optimizer"])
+    # What is wrong is said as no difference, or was measured with runs that overlap but one.
+    wrong = [pair for pair in pairs if (pair[0] > 1) != (pair[1] > 1)]
+    assert len(wrong) <= 6 and len(pairs) == 79
 
 
 def test_the_kernel_that_ran_is_timed():

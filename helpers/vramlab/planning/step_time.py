@@ -12,13 +12,15 @@ for A micro-batches. Kernels run one after the other, so their times add up (wit
 the larger of two, Williams et al. 2009), while the host issues the next ones: the longer of both
 counts, and no update runs before the last gradient has been issued. The bytes written and the calls
 (`formulas/calls.py`) are those of `predict`'s ledger. bitsandbytes' optimizers wait for the GPU
-after each tensor (`optim/optimizer.py`, `sync_gpu`), which takes σ. A fused kernel of attention has
-a share W of its own: the memory-efficient one reaches little on a T4.
+after each tensor (`optim/optimizer.py`, `sync_gpu`), which takes σ, and search the code of each
+state in 8 bits, for which the card could do ρ operations in fp32. A fused kernel of attention has a
+share W of its own: the memory-efficient one reaches little on a T4.
 
-U, W, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4
+U, W, V and τ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4
 with step times (`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion
 parameters, 26 with repeated keys) and to our records of an H100 and of an H200
-(`data/measurements`). How far off the estimate is of a model that the fit has not seen is its
+(`data/measurements`). σ and ρ are of 13 pairs of an H100's records that differ in the optimizer
+alone, and are assumed of other cards. How far off the estimate is of a model that the fit has not seen is its
 interval. For another card the middle of a T4 and an H100 is an assumption, and the interval is that
 of each of these cards' runs by the other's rates: whole training steps reach 38 to 52 % of the peak
 on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al.

@@ -210,7 +210,7 @@ def moved_pages(recipe: Recipe, card: Gpu) -> Range:
     """Return the bytes over PCIe in a step of states in unified memory: likely, least, most.
 
     They go out of the card and in again, as far as the process does not fit it with them. A card
-    with room keeps them: 14 steps with paged states on an H100 took 0.75 to 1.25 times the estimate
+    with room keeps them: 14 steps with paged states on an H100 took 0.90 to 1.40 times the estimate
     without a transfer.
     """
     paged = paged_bytes(recipe)
