@@ -94,7 +94,7 @@ def features(run: Timed) -> tuple[float, ...]:
 
 
 def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
-    """Seconds by (U, W, V, τ, σ, ρ): the longer of computing and issuing, and what is waited for."""
+    """Seconds by (U, W, V, τ, σ, ρ): the longer of computing and issuing, with what waits."""
     *shares, issue, waiting, searching = constants
     # Three parts that follow one another, each at its share of the peak.
     passes = (x[:, :3] / np.array(shares)).sum(axis=1)

@@ -20,11 +20,11 @@ U, W, V and τ are least-squares fits (`benchmarks/step_times.py`): to 61 publis
 with step times (`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion
 parameters, 26 with repeated keys) and to our records of an H100 and of an H200
 (`data/measurements`). σ and ρ are of 13 pairs of an H100's records that differ in the optimizer
-alone, and are assumed of other cards. How far off the estimate is of a model that the fit has not seen is its
-interval. For another card the middle of a T4 and an H100 is an assumption, and the interval is that
-of each of these cards' runs by the other's rates: whole training steps reach 38 to 52 % of the peak
-on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al.
-2024, table 4).
+alone, and are assumed of other cards. How far off the estimate is of a model that the fit has not
+seen is its interval. For another card the middle of a T4 and an H100 is an assumption, and the
+interval is that of each of these cards' runs by the other's rates: whole training steps reach 38 to
+52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022,
+table 3; Dubey et al. 2024, table 4).
 """
 
 import contextlib
