@@ -40,7 +40,8 @@ class DDP(ShardedEngine):
         """Return `model` in DDP, whose buckets are known from the start."""
         # the Trainer looks for parameters without gradients unless layers are recomputed, and
         # always with PEFT (`Trainer._build_accelerator_args`): it costs a copy of the outputs, and
-        # buckets are not made anew
+        # buckets are not made anew. axolotl and LLaMA-Factory turn it off: forward then ends
+        # without the copy, and the peak stays, since backward has the logits' gradient in its place
         # (re-entrant checkpointing fails so: `ddp: true` of axolotl turns it off)
         recipe = self.recipe
         is_recomputed = recipe.use_reentrant or (recipe.gradient_checkpointing and not recipe.lora)
