@@ -34,6 +34,7 @@ from vramlab.base.data import data_path
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
 from vramlab.report.report import CATEGORIES, GiB, Report
+from vramlab.simulation.completions import left_out
 from vramlab.tracking.history import History
 from vramlab.tracking.tensors import tensors_in
 from vramlab.tracking.tracked import claim_model, claim_states, gradients_named
@@ -301,8 +302,11 @@ def test_a_real_cycle_is_what_simulate_says(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", params(["qwen3", "gemma2", "mixtral"], ["qwen3"]))
 def test_tokens_that_are_skipped_change_no_peak(family):
-    rollouts = Rollouts(4, 5, 20)
-    recipe = Recipe(config(family), trainer="grpo", rollouts=rollouts, **SIZES)
+    """Nor do the parts that are scored and the micro-batches that are left out."""
+    rollouts = Rollouts(4, 5, 20, beta=0.1)
+    sizes = {"num_layers": 2, "batch_size": 1, "gradient_accumulation_steps": 4}
+    recipe = Recipe(config(family), trainer="grpo", rollouts=rollouts, **sizes)
+    assert left_out(recipe) == range(2, 4)
     whole = simulate(recipe, target="cpu", full=True)
     skipping = simulate(recipe, target="cpu")
     for phase in PHASES:

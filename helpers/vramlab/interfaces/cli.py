@@ -262,9 +262,11 @@ def plan(
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: JSON = False,
 ) -> None:
+    from ..planning.candidate import work_told
     from ..planning.plan import plan
 
     check_written(write=write)
+    work_told.set(functools.partial(say, err=True))
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
     if is_size(gpu):
         if asked.get("memory") is not None:
