@@ -266,7 +266,6 @@ def plan(
     from ..planning.plan import plan
 
     check_written(write=write)
-    work_told.set(functools.partial(say, err=True))
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
     if is_size(gpu):
         if asked.get("memory") is not None:
@@ -285,7 +284,11 @@ def plan(
     # Standings are for eyes only: they must never get between the lines of `--json`.
     with InPlace() as place:
         standing = place.show_standing if is_watched() and not as_json else None
-        planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
+        told = work_told.set(functools.partial(say, err=True))
+        try:
+            planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
+        finally:
+            work_told.reset(told)
     say(as_text(planned.to_dict()) if as_json else str(planned))
     if write and planned.choices:
         there = write.exists()
