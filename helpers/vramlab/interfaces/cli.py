@@ -262,7 +262,7 @@ def plan(
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: JSON = False,
 ) -> None:
-    from ..planning.candidate import work_told
+    from ..planning.work import told_of_work
     from ..planning.plan import plan
 
     check_written(write=write)
@@ -282,13 +282,9 @@ def plan(
             functools.partial(tokens_of, asked["model"], pretrained),
         )
     # Standings are for eyes only: they must never get between the lines of `--json`.
-    with InPlace() as place:
+    with InPlace() as place, told_of_work(functools.partial(say, err=True)):
         standing = place.show_standing if is_watched() and not as_json else None
-        told = work_told.set(functools.partial(say, err=True))
-        try:
-            planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
-        finally:
-            work_told.reset(told)
+        planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
     if write and planned.choices:
         there = write.exists()

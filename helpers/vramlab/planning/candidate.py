@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -41,6 +40,7 @@ from .search_space import (
     without_switches,
 )
 from .step_time import WAITS, StepTime, estimate, issuing, step_time
+from .work import tell_work
 
 Kind = tuple[str, bool, str]  # of a recipe: its method, whether it is sound, its effort
 
@@ -55,8 +55,6 @@ WAYS = [
     *itertools.product((True, False), EFFORTS, SURE),
     *itertools.product((True, False), EFFORTS, TIGHT),
 ]
-# Told what takes longer than who asks may think; one for whoever asks.
-work_told: ContextVar[Callable[[str], None] | None] = ContextVar("work_told", default=None)
 OFFLOADED_LAYERS = 48  # of one with offloaded activations: half a minute
 # Of a recipe none of whose layers can stand for another: 20 seconds for 36, so 70B's in a minute.
 DEEPEST = 80
@@ -340,7 +338,7 @@ def confirm(candidates: list[Candidate], tell: Callable[[int, int], None] | None
     count = len(candidates)
     if tell:
         tell(0, count)
-    _tell_work([candidate.recipe for candidate in candidates if candidate.recipe.rollouts])
+    tell_work([candidate.recipe for candidate in candidates if candidate.recipe.rollouts])
     # Had torch been used, a forked process could wait for its threads.
     forks = sys.platform == "linux" and "torch" not in sys.modules
     forks = forks and threading.active_count() == 1
@@ -359,14 +357,6 @@ def confirm(candidates: list[Candidate], tell: Callable[[int, int], None] | None
             candidate.simulated = simulation
         if tell:
             tell(done, count)
-
-
-def _tell_work(recipes: list[Recipe]) -> None:
-    """Say that these recipes are simulated, which takes up to a minute or two each."""
-    tell = work_told.get()
-    for recipe in recipes:
-        if tell:
-            tell(f"simulating, as it samples, up to a minute or two: {recipe}")
 
 
 def _simulations(
