@@ -31,6 +31,7 @@ from vramlab import (
     simulate,
 )
 from vramlab.base.data import data_path
+from vramlab.planning.work import told_of_work
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
 from vramlab.report.report import CATEGORIES, GiB, Report
@@ -474,9 +475,12 @@ def test_a_plan_for_several_cards_shares_a_group(tmp_path):
         global_batch=8,
         rollouts=Rollouts(8, 64, 32),
     )
-    found = plan("qwen3-0.6b", "RTX 4090", 2, **asked)
+    said: list[str] = []
+    with told_of_work(said.append):
+        found = plan("qwen3-0.6b", "RTX 4090", 2, **asked)
     best = found.best
     recipe = best.recipe
+    assert any(str(recipe) in line for line in said)
     assert (recipe.sharding.engine, recipe.sharding.world_size) == ("ddp", 2)
     # a rank's four completions are half a group
     assert recipe.batch_size * recipe.gradient_accumulation_steps == 4

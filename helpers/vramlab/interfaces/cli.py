@@ -262,8 +262,8 @@ def plan(
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: JSON = False,
 ) -> None:
-    from ..planning.work import told_of_work
     from ..planning.plan import plan
+    from ..planning.work import told_of_work
 
     check_written(write=write)
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
