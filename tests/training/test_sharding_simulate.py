@@ -18,7 +18,7 @@ from real_ranks import assert_learned_alike, births, cases, differing, learned, 
 from tiny_models import config
 from vramlab.base.errors import RecipeError
 from vramlab.formulas.predict import predict
-from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
+from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
 from vramlab_course.chapters.fsdp_units import WRAPPINGS
@@ -94,6 +94,18 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gpt2, DDP, accumulating": ("gpt2", {}, DDP, {"gradient_accumulation_steps": 2}),
     "llama, DDP, checkpointing": ("llama", {}, DDP, {"gradient_checkpointing": True}),
     "llama, DDP, LoRA": ("llama", {}, DDP, {"lora": EVERYWHERE}),
+    "llama, DDP, int8, re-entrant": (
+        "llama",
+        {},
+        DDP,
+        {
+            "lora": EVERYWHERE,
+            "quantization": Quantization("int8", prepare=False),
+            "precision": "bf16-true",
+            "gradient_checkpointing": True,
+            "use_reentrant": True,
+        },
+    ),
     "llama, DDP, bf16-mixed": ("llama", {}, DDP, {"precision": "bf16-mixed"}),
     "gpt2, ZeRO-1, plain loop": ("gpt2", {}, ZERO1, {"loop": "plain"}),
     "llama, ZeRO-1": ("llama", {}, ZERO1, {}),

@@ -73,7 +73,8 @@ def note_others(configuration: Configuration, read: Iterable[str] = ()) -> None:
             all_known.update(names)
     # What moves no memory is counted and not listed: such files have dozens of them.
     neutral = configuration.values.keys() & set(known["neutral"])
-    configuration.notes.append(f"{len(neutral)} settings move no memory of a step")
+    if neutral:
+        configuration.notes.append(f"{len(neutral)} settings move no memory of a step")
     others = sorted(configuration.values.keys() - all_known)
     if others:
         version = f"{configuration.program} {known['version']}"

@@ -38,6 +38,7 @@ take_mode: Callable[[Any], Any] = torch._C._unset_dispatch_mode
 put_mode: Callable[[Any], None] = torch._C._set_dispatch_mode
 pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_function_mode: Callable[[Any], None] = torch.overrides._push_mode
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 without_functions = torch._C.DisableTorchFunction
 is_of_functorch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 

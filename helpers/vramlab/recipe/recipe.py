@@ -179,8 +179,9 @@ class Recipe(RecipeFields):
             rest = f"transformers has none for a {shape.family}: use 'eager'"
             raise RecipeError("attn_implementation", self.attn_implementation, rest)
         if self.attn_implementation == REPEATED and not shape.shares_keys:
-            rest = "it repeats keys that query heads share and a known family hands on as they "
-            raise RecipeError("attn_implementation", REPEATED, rest + "are: use 'sdpa'")
+            rest = "it is for known families of text models that hand shared keys to the "
+            rest += f"kernel, and {shape.name} is none: use 'sdpa'"
+            raise RecipeError("attn_implementation", REPEATED, rest)
         # Called for its error too: the targets have to match something of this model.
         lora_modules.adapted(shape, self.lora)
 
@@ -205,11 +206,10 @@ class Recipe(RecipeFields):
         known = ", ".join(able)
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
-        whole = self.gradient_checkpointing and not (self.sharding or self.rollouts)
-        allowed = (
-            "it says how gradient_checkpointing recomputes, on one device and without rollouts"
-        )
-        yield "use_reentrant", self.use_reentrant and not whole, allowed
+        engine = self.sharding.engine if self.sharding else "ddp"
+        whole = self.gradient_checkpointing and engine == "ddp" and not self.rollouts
+        allowed = "it says how gradient_checkpointing recomputes: on one device or ranks of 'ddp', "
+        yield "use_reentrant", self.use_reentrant and not whole, allowed + "without rollouts"
         yield from liger.refusals(self)
         yield from cut_head.refusals(self)
         yield from method_limits.refusals(self)

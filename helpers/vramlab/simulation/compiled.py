@@ -43,7 +43,7 @@ def is_compiled(recipe: Recipe) -> bool:
     return True
 
 
-class _UntracedTracker(FakeTracker):
+class UntracedTracker(FakeTracker):
     """A tracker that dynamo does not compile where it follows what stays outside of graphs."""
 
     # torch reads this when a class is made, and wraps the `__torch_dispatch__` that the class
@@ -69,8 +69,6 @@ def compiled_step(
     # modes and replaced functions in sight.
     if not hasattr(eval_frame, of_compiler.CALLBACK):
         raise RecipeError("torch_compile", True, UNKNOWN)
-    config = of_compiler.dynamo("config")
-    pgo = of_compiler.dynamo("pgo")
     chip = None
     on_host: Callable = list
     if kernels:
@@ -80,7 +78,7 @@ def compiled_step(
     training.is_compiled = True
     # The tracker is made before anybody knows whether the step compiles, and is referred to by
     # others.
-    tracker.__class__ = _UntracedTracker
+    tracker.__class__ = UntracedTracker
     codes: list[Any] = []
     errors: list[Exception] = []
     # `Module.compile` compiles in place: the model stays the object whose names and hooks the
@@ -96,29 +94,38 @@ def compiled_step(
         finally:
             if mode:
                 of_fake_tensors.push_function_mode(mode)
-            # Raised here, outside of dynamo (see `_Callback`).
+            # Raised here, outside of dynamo (see `Callback`).
             if errors:
                 raise errors[0]
 
     def callback(own: Any) -> Any:
-        return _Callback(own, codes, errors) if callable(own) else own
+        return Callback(own, codes, errors) if callable(own) else own
 
     of_torch.set_compiled_call(model, call_compiled)
     try:
-        with (
-            replaced(eval_frame, of_compiler.CALLBACK, callback),
-            # Sizes that other steps of this process had, or a cache on disk, would make another
-            # graph or bring back kernels that were compiled for a real device.
-            config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
-            patch.object(pgo, of_compiler.SIZES_SEEN, of_compiler.no_sizes()),
-            of_compiler.functorch_config().patch(enable_autograd_cache=False),
-        ):
+        with compiling(callback):
             yield
     finally:
         of_torch.set_compiled_call(model, None)
         # Nobody after the simulation may run what was compiled for fake tensors.
         for code in codes:
             eval_frame.reset_code(code)
+
+
+@contextlib.contextmanager
+def compiling(callback: Callable) -> Iterator[None]:
+    """While entered, dynamo compiles frames by what `callback` makes of its own callback."""
+    config = of_compiler.dynamo("config")
+    pgo = of_compiler.dynamo("pgo")
+    with (
+        replaced(of_compiler.dynamo("eval_frame"), of_compiler.CALLBACK, callback),
+        # Sizes that other steps of this process had, or a cache on disk, would make another
+        # graph or bring back kernels that were compiled for a real device.
+        config.patch(suppress_errors=False, automatic_dynamic_local_pgo=False),
+        patch.object(pgo, of_compiler.SIZES_SEEN, of_compiler.no_sizes()),
+        of_compiler.functorch_config().patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 def failed(recipe: Recipe, error: Exception, compiles: bool) -> RecipeError:
@@ -137,7 +144,7 @@ def _kept(guards: Any) -> list[bool]:
     return [not is_replaced(guard.value) for guard in guards]
 
 
-class _Callback:
+class Callback:
     """Dynamo's callback, which compiles a frame as if no simulation ran.
 
     An error goes into `errors`, and frames run as written from then on. If it were raised here,

@@ -41,6 +41,7 @@ from . import fakes, shallow
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
 from .compiled import TRIED, compiled_step, failed, is_compiled
+from .compiled_updates import compiled_updates, fill_code_tables
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
@@ -52,9 +53,8 @@ from .repetition import NotRegular, Repetition, find
 from .values import Values, readable_values
 from .windows import joined_windows, unfold
 
-BLOCK = (
-    32  # tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
-)
+# tokens whose sum the fp32 attention kernel returns together (`attention.cu`, kAlignLSE)
+BLOCK = 32
 
 
 @needing("simulate")
@@ -176,13 +176,15 @@ def _of_module(
     """Return the report of any module, which holds fake tensors while it runs."""
     step.check()
     tracker = None
+    fill_code_tables()
     with fake_world(target, card) as (mode, kernels):
         try:
             with readable_values(), step.prepared(target, mode) as (training, values):
                 tracker = make_tracker(training, card, kernels)
                 tracker.values = values
                 tracker.meets = True
-                run_tracked(training, tracker, steps, target)
+                with compiled_updates(tracker, card, kernels):
+                    run_tracked(training, tracker, steps, target)
         except RecipeError:
             raise
         except Exception as error:  # a module has its own ways to refuse a batch

@@ -42,7 +42,9 @@ class DDP(ShardedEngine):
         # the Trainer looks for parameters without gradients unless layers are recomputed, and
         # always with PEFT (`Trainer._build_accelerator_args`): it costs a copy of the outputs, and
         # buckets are not made anew
-        is_recomputed = self.recipe.gradient_checkpointing and not self.recipe.lora
+        # (re-entrant checkpointing fails so: `ddp: true` of axolotl turns it off)
+        recipe = self.recipe
+        is_recomputed = recipe.use_reentrant or (recipe.gradient_checkpointing and not recipe.lora)
         looks_for_unused = self.recipe.loop.name == "trainer" and not is_recomputed
         with _Buckets(self._buckets):
             ddp: Any = DistributedDataParallel(model, find_unused_parameters=looks_for_unused)
