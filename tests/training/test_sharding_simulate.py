@@ -550,3 +550,14 @@ def test_a_program_that_is_a_rank_itself_simulates_one_too():
         assert distributed.get_world_size() == 1
     finally:
         distributed.destroy_process_group()
+
+
+def test_ddp_finds_no_unused_parameters_quietly(capfd):
+    """C++ says so once a process, on standard error."""
+    sharding = Sharding(stage=0, world_size=2, engine="ddp")
+    torch.set_warn_always(True)
+    try:
+        simulate(Recipe(config("llama"), sharding=sharding, loop="trainer"), "cpu")
+    finally:
+        torch.set_warn_always(False)
+    assert "find_unused_parameters" not in capfd.readouterr().err
