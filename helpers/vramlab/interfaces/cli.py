@@ -263,6 +263,7 @@ def plan(
     as_json: JSON = False,
 ) -> None:
     from ..planning.plan import plan
+    from ..planning.work import told_of_work
 
     check_written(write=write)
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
@@ -281,7 +282,7 @@ def plan(
             functools.partial(tokens_of, asked["model"], pretrained),
         )
     # Standings are for eyes only: they must never get between the lines of `--json`.
-    with InPlace() as place:
+    with InPlace() as place, told_of_work(functools.partial(say, err=True)):
         standing = place.show_standing if is_watched() and not as_json else None
         planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
