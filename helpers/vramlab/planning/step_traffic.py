@@ -29,7 +29,7 @@ from math import prod
 from ..formulas import model_states
 from ..formulas.model_states import ParameterRow, parameter_table
 from ..formulas.predict import predict
-from ..formulas.tensor_sizes import SMALLEST_IN_8_BITS, SMALLEST_PAGED
+from ..formulas.tensor_sizes import SMALLEST_PAGED
 from ..hardware.gpu import Gpu
 from ..hardware.links import (
     NETWORK_SHARE,
@@ -99,13 +99,10 @@ def searched_states(recipe: Recipe) -> int:
     sharding = recipe.sharding
     if optimizer.width != 1 or (sharding and sharding.offload):
         return 0
-    numbers = (row.count * prod(row.shape) for row in _trained(recipe) if _in_8_bits(row))
+    # Tensors too small for 8 bits are too small to count.
+    numbers = sum(row.count * prod(row.shape) for row in _trained(recipe))
     shards = sharding.shards if sharding and sharding.stage else 1
-    return sum(optimizer.states) * sum(numbers) // shards
-
-
-def _in_8_bits(row: ParameterRow) -> bool:
-    return prod(row.shape) >= SMALLEST_IN_8_BITS
+    return sum(optimizer.states) * numbers // shards
 
 
 def updating_calls(recipe: Recipe) -> int:
