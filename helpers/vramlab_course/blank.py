@@ -145,9 +145,7 @@ def _has_dots(answer: Any) -> bool:
 
     Dots of an index, as in `codes[..., ::2]`, are the reader's own.
     """
-    return any(
-        _sets_dots(part.__code__) for part in _parts(answer) if hasattr(part, "__code__")
-    )
+    return any(_sets_dots(part.__code__) for part in _parts(answer) if hasattr(part, "__code__"))
 
 
 def _sets_dots(code: CodeType) -> bool:

@@ -219,7 +219,7 @@ FIELDS = {  # what is read: changes, and the recipe's fields
     ),
     "SFT's bits": (
         [*NAMED, ("args=args,", f"args=args, quantization_config={NF4},"), *SFT_LORA],
-        {"quantization.quant_type": "nf4", "quantization.prepare": False, "weights_dtype": "float32"},
+        {"quantization.quant_type": "nf4", "weights_dtype": "float32"},
     ),
     "bits among what SFT loads with": (
         [
