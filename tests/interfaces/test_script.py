@@ -11,6 +11,7 @@ from vramlab import Rollouts, explain, predict
 from vramlab.base.errors import RecipeError, VramLabError
 from vramlab.interfaces.cli import app
 from vramlab.interfaces.script import recipe_of_script
+from vramlab.recipe.shapes import read_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 BASE = """
@@ -129,6 +130,12 @@ FIELDS = {  # what is read: changes, and the recipe's fields
             *at("imports", "NAME = 'bfloat16'"),
         ],
         {"dtype": "bfloat16"},
+    ),
+    "dtype='auto'": (loaded("dtype='auto'"), {"dtype": "bfloat16"}),
+    "no dtype": ([(LOAD, "from_pretrained(MODEL)")], {"dtype": "bfloat16"}),
+    "published in fp16": (
+        [("llama-3.2-1b", "pythia-410m"), (LOAD, "from_pretrained(MODEL)"), *at("model", LORA)],
+        {"dtype": "float16"},
     ),
     "old dtype": (loaded("torch_dtype='bfloat16'"), {"dtype": "bfloat16"}),
     "bfloat16()": (at("model", "model = model.bfloat16()"), {"dtype": "bfloat16"}),
@@ -843,6 +850,15 @@ def test_notes_are_in_text_json_and_python(tmp_path, monkeypatch):
 def test_a_note_shows_no_control_letters(tmp_path):
     _, notes = recipe_of(tmp_path, at("model", "model.tell('\u202e\u009b31m', '\x1b[31m')"))
     assert "tell(" in notes[0] and notes[0].isprintable()
+
+
+def test_a_dtype_that_nobody_says_is_an_assumption(tmp_path):
+    shape = read_shape("llama-3.2-1b").config
+    del shape["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    changes = [("llama-3.2-1b", str(tmp_path)), (LOAD, "from_pretrained(MODEL)")]
+    recipe, notes = recipe_of(tmp_path, changes)
+    assert recipe.weights_dtype == "float32" and "an assumption" in notes[0]
 
 
 def test_without_a_model_the_sentence_says_where_to_put_it(tmp_path):

@@ -10,12 +10,12 @@ from typing import Any
 from ..base.errors import RecipeError
 from ..recipe.argument_classes import COMMON, CONFIGS, OWN, TRAINERS
 from ..recipe.arguments import CLASSIFIED
-from ..recipe.options import TRL
+from ..recipe.options import DTYPES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from .recipe_options import recipe_of_arguments
 from .script_imports import account_for_imports
-from .script_loading import LoadingReader
+from .script_loading import AUTO, LoadingReader
 from .script_names import WORDS
 from .script_values import Unread
 
@@ -100,6 +100,15 @@ def recipe_of_script(
     if patched not in (None, shape.family):
         notes.append(f"without Liger's kernels for {patched}: {model} is a {shape.family}")
         script.arguments.pop("use_liger_kernel")
+    if fields.get("dtype") == AUTO:
+        # transformers' configurations read the old name too.
+        published = shape.config.get("dtype") or shape.config.get("torch_dtype")
+        fields["dtype"] = published if published in DTYPES else "float32"
+        if published not in DTYPES and not given.get("dtype"):
+            notes.append(
+                f"weights in float32, an assumption: the script leaves their dtype to {model}'s "
+                f"configuration, which says none (--dtype)"
+            )
     # A recipe says a task only where it is another than the model's own.
     if fields.get("task") == shape.task:
         fields.pop("task")

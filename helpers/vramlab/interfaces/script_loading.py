@@ -18,6 +18,8 @@ from .script_reading import CallReader
 HEADS = {task.auto_class.removeprefix("AutoModel"): name for name, task in TASKS.items()} | {
     "LMHeadModel": "causal-lm"
 }
+AUTO = "auto"  # a dtype: that of the published configuration
+DTYPE_WORDS = ("dtype", "torch_dtype")
 ONE_CARD = (None, "cuda", "cuda:0", 0, {"": 0}, {"": "cuda"}, {"": "cuda:0"})  # of `device_map`
 
 
@@ -138,6 +140,14 @@ class LoadingReader(CallReader):
             call,
             ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",),
         )
+        said = [words[name] for name in DTYPE_WORDS if name in words]
+        # transformers 5 (modeling_utils.py) takes the configuration's dtype where none is said, and
+        # `from_pretrained` for None and "auto" too.
+        if not said or (
+            method == "from_pretrained"
+            and all(getattr(node, "value", node) in (None, AUTO) for node in said)
+        ):
+            self.fields["dtype"] = AUTO
         for name, node in words.items():
             self._loading_word(name, node)
 
@@ -153,7 +163,7 @@ class LoadingReader(CallReader):
         value = self._value(name, node, quiet)
         if name == "pretrained_model_name_or_path":
             self.model = value
-        elif name in ("dtype", "torch_dtype") and value in DTYPES:
+        elif name in DTYPE_WORDS and value in DTYPES:
             self.fields["dtype"] = value
         elif name == "attn_implementation" and value is not None:
             self.fields[name] = value
@@ -173,6 +183,8 @@ class LoadingReader(CallReader):
         # otherwise.
         labels = 1 if self.fields["trainer"] == "reward" else 2
         usual = {
+            "dtype": (None, AUTO),
+            "torch_dtype": (None, AUTO),
             "device_map": ONE_CARD,
             "num_labels": (labels,),
             "load_in_8bit": (False,),
