@@ -14,6 +14,7 @@ PLANNED = {
     "usable": "3 GiB",
 }
 LORA = LoRA(r=4)
+CUT = "cut cross-entropy"  # whose kernels run on no CPU
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "full in half": {"precision": "bf16-true"},
@@ -23,4 +24,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "ia3": {"peft": "ia3", "dtype": "bfloat16"},
     "qlora": {"lora": LORA, "quantization": Quantization("nf4", double=True)},
     "qlora, not prepared": {"lora": LORA, "quantization": Quantization("nf4", prepare=False)},
+    "int8": {"lora": LORA, "quantization": Quantization("int8")},
+    "int8, re-entrant": {
+        "lora": LORA,
+        "quantization": Quantization("int8", prepare=False),
+        "use_reentrant": True,
+    },
+    CUT: {"lora": LORA, "dtype": "bfloat16", "cut_cross_entropy": True},
 }

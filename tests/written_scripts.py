@@ -140,7 +140,9 @@ def _watch(step: int) -> Any:
             if hasattr(wrapped, "zero_optimization"):
                 from vramlab.training.engines.deepspeed import DeepSpeed
 
-                follows = DeepSpeed.follow(None, SimpleNamespace(model=wrapped), watched.tracker)
+                stage = SimpleNamespace(stage=wrapped.zero_optimization_stage())
+                engine = SimpleNamespace(sharding=stage)
+                follows = DeepSpeed.follow(engine, SimpleNamespace(model=wrapped), watched.tracker)
                 watched._stack.enter_context(follows)
             storages = [
                 storage for seen in getattr(wrapped, "seen_buckets", ()) if (storage := seen())

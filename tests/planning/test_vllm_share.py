@@ -87,6 +87,10 @@ def test_where_nothing_fits_beside_a_vllm_that_is_awake_it_sleeps(monkeypatch):
     found = plan("qwen3-4b", "RTX 4090", rollouts=ROLLOUTS, **FIELDS)
     assert found.best.recipe.rollouts.vllm_enable_sleep_mode
     assert any("(found: awake nothing fits)" in note for note in found.notes)
+    # Of 7B both have weights on the card while vLLM samples, asleep or not.
+    assert not vllm_share.may_fit_asleep(
+        Question("qwen2.5-7b", "RTX 4090", rollouts=ROLLOUTS, **FIELDS)
+    )
     said = ROLLOUTS | {"vllm_enable_sleep_mode": False}
     assert not plan("qwen3-4b", "RTX 4090", rollouts=said, **FIELDS).choices
 

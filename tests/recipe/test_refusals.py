@@ -176,6 +176,19 @@ def test_layers_that_peft_does_not_adapt(kind):
     assert error.field == "lora.target_modules" and "PEFT refuses it" in str(error)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "router")])
+def test_a_router_whose_result_no_adapter_adds_to(targets):
+    """`Llama4Router` returns scores beside its product: PEFT's layer asks a tuple for its dtype."""
+    named = LoRA(target_modules=("q_proj",))
+    recipe = Recipe("llama-4-scout", seq_len=8, dtype="bfloat16", lora=named)
+    lora = LoRA(target_modules=targets)
+    error = refused(lambda lora: recipe.replace(lora=lora), lora)
+    assert error.field == "lora.target_modules"
+    assert "PEFT adapts the router too" in str(error) and "name the modules" in str(error)
+    with pytest.raises(RecipeError, match="predict does not know llama4_text"):
+        plan("llama-4-scout", "H200", seq_len=512, method="lora", confirm=False)
+
+
 def test_a_library_that_is_too_old_for_peft(monkeypatch):
     """Colab has such a torchao."""
 

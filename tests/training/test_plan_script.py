@@ -3,6 +3,7 @@ checkpoint.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,12 +23,14 @@ from quick import params
 from settings import ROOT
 from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
-from vramlab import Report, Sharding, plan
+from vramlab import Quantization, Report, Sharding, plan
 from vramlab.base.data import data_path
 from vramlab.base.files import is_ours
 from vramlab.formulas.model_states import tensors_in_order
+from vramlab.recipe.cut_head import PACKAGE
 from vramlab.recipe.options import IN_BACKWARD
 from vramlab.report.report import CATEGORIES
+from vramlab.training import cut_cross_entropy
 from written_scripts import STEPS, attention_of, differing_dtypes, run_script, simulated, state
 
 TOKENS = 32
@@ -58,6 +61,16 @@ CASES |= {
     "packed full in backward": dict(
         MIXED, method="full", packing=True, checkpointing=True, changes={"loop": IN_BACKWARD}
     ),
+    "packed int8": dict(
+        MIXED, method="qlora", packing=True, changes={"quantization": Quantization("int8")}
+    ),
+    "packed int8, re-entrant": dict(
+        MIXED,
+        method="qlora",
+        packing=True,
+        checkpointing=True,
+        changes={"quantization": Quantization("int8"), "use_reentrant": True},
+    ),
     "padding-free sft lora": dict(
         MIXED, seq_len=64, method="lora", trainer="sft", changes={"padding_free": True}
     ),
@@ -66,7 +79,7 @@ CASES |= {
     ),
 }
 QUICK = (
-    "packed lora",
+    "packed int8, re-entrant",
     "packed full in backward",
     "padding-free sft lora",
     "packed qlora",
@@ -258,7 +271,10 @@ def test_activations_are_offloaded_where_there_is_a_card(base, tmp_path):
 
 
 def test_ligers_kernels_are_on_where_there_is_a_card(base, tmp_path):
-    recipe, files = written(base, tmp_path, liger=True, method="lora")
+    # Of a model as small as this the host issues the head's chunks more slowly than plain kernels
+    # run, so plan takes them for memory alone.
+    changes = {"use_liger_kernel": True}
+    recipe, files = written(base, tmp_path, changes=changes, method="lora")
     program = files[0].read_text()
     assert recipe.use_liger_kernel and "use_liger_kernel=torch.cuda.is_available()," in program
     assert "liger-kernel==" in program and "peft==" in program
@@ -271,6 +287,52 @@ def test_a_program_asks_simulate_of_what_formulas_do_not_know(base, tmp_path):
     assert recipe.lora.use_dora
     assert "needed = simulate(recipe).peak.total" in (tmp_path / "train.py").read_text()
     run_script(tmp_path, "--watch", watched=2)
+
+
+CUT = dict(
+    method="lora",
+    packing=True,
+    changes={"dtype": "bfloat16", "cut_cross_entropy": True},
+    **MIXED,
+)
+
+
+def test_a_program_of_cut_cross_entropy_says_that_its_package_is_not_here(
+    base, tmp_path, monkeypatch
+):
+    written(base, tmp_path, **CUT)
+    text = (tmp_path / "train.py").read_text()
+    assert f'\n    pip install "{PACKAGE}"\n' in text and "needed = simulate(recipe)" in text
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy.transformers", None)
+    with pytest.raises(SystemExit, match="is made by a package that is not here: pip install"):
+        runpy.run_path(str(tmp_path / "train.py"))["load"](base)
+
+
+@pytest.mark.slow
+def test_a_program_cuts_cross_entropy_by_the_package(base, tmp_path, monkeypatch):
+    """What the package's host code allocates, which `test_cut_cross_entropy.py` holds against it,
+    stands for its kernels.
+    """
+
+    def cce_patch(model):
+        plain = model.forward
+
+        @functools.wraps(type(model).forward)  # the Trainer reads its arguments
+        def forward(self, labels=None, **inputs):
+            if labels is None:
+                return plain(**inputs)
+            return cut_cross_entropy._forward(self, labels, **inputs)
+
+        model.forward = MethodType(forward, model)
+
+    package = SimpleNamespace(cce_patch=cce_patch)
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", SimpleNamespace(transformers=package))
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy.transformers", package)
+    recipe, _ = written(base, tmp_path, **CUT)
+    (seen,) = run_script(tmp_path, "--watch", steps=STEPS[:1])
+    said = simulated(recipe, 2)
+    assert differing_dtypes(seen, said) == {}
+    assert_same_but_for_scalars(seen, said)
 
 
 def test_a_program_trains_by_another_of_pefts_methods(base, tmp_path):

@@ -49,6 +49,13 @@ class Splits(NamedTuple):
     backward_end: Split
 
 
+def refuse_unknown(recipe: Recipe) -> None:
+    """Raise RecipeError for a recipe whose model's family the formulas do not know."""
+    if recipe.shape.layout is None:
+        allowed = f"predict does not know {recipe.shape.family}: ask simulate"
+        raise RecipeError("model", recipe.name, allowed)
+
+
 class Account:
     """The forward and backward pass of one micro-batch; attributes that end in "end" are events.
 
@@ -67,9 +74,7 @@ class Account:
         self.gradients_exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none
         asked = recipe
         recipe = model_states.compute_recipe(asked)
-        if recipe.shape.layout is None:
-            allowed = f"predict does not know {recipe.shape.family}: ask simulate"
-            raise RecipeError("model", recipe.name, allowed)
+        refuse_unknown(recipe)
         ledger = Ledger(chip)
         parameters = parameters_of(recipe)
         kind: type[Engine] = Engine

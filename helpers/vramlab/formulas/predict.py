@@ -100,6 +100,11 @@ def predict(
     )
 
 
+def knows(recipe: Recipe) -> bool:
+    """Tell whether the formulas know all that the recipe has."""
+    return not any(refused for _, refused, _ in _refusals(recipe))
+
+
 def _refusals(recipe: Recipe) -> Refusals:
     """Yield what the formulas do not know: (field, whether the recipe has it, what is allowed)."""
     shape = recipe.shape

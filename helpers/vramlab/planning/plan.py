@@ -32,7 +32,7 @@ from .plan_script import scripts, words
 from .question import Question
 from .search import Search
 from .search_space import to_install
-from .vllm_share import asleep, search_of
+from .vllm_share import asleep, may_fit_asleep, search_of
 
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
@@ -336,7 +336,7 @@ def plan(
             standing(_found(search, search.answers(False), False), done, count)
 
     answers = search.answers(confirm, tell)
-    if question.may_sleep and not _has_any(answers):
+    if question.may_sleep and not _has_any(answers) and may_fit_asleep(question):
         awake = search, answers
         search = search_of(asleep(question))
         answers = search.answers(confirm, tell)

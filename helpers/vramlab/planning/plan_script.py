@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import RecipeError, needing
-from ..formulas import shards
-from ..recipe import images, lora_modules
+from ..formulas.predict import knows
+from ..recipe import cut_head, images, lora_modules
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
@@ -74,6 +74,9 @@ def scripts(
         raise RecipeError("images", recipe.images, rest)
     if task not in ("causal-lm", "image-text") and recipe.trainer != "reward":
         raise RecipeError("task", task, "programs are written for causal-lm and image-text")
+    rest = "written programs train all of a base, or adapters: no part of it is frozen"
+    if recipe.freeze:
+        raise RecipeError("freeze", recipe.freeze, rest)
     sharding = recipe.sharding
     stem = Path(name).stem
     beside = ""
@@ -129,6 +132,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "words": textwrap.fill(words(recipe), WIDTH, subsequent_indent=4 * " "),
         "samples": textwrap.fill(trainer["samples"], WIDTH),
         "pins": pins,
+        "cut_package": cut_head.PACKAGE,
         "address": repository() or "",
         "model": recipe.shape.hub_id or path,
         "model_class": TASKS[recipe.shape.task].auto_class,
@@ -146,8 +150,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
 
 def _witness(recipe: Recipe) -> Code:
     """Return the name of what knows the bytes of this very recipe."""
-    sharding = recipe.sharding
-    is_known = counted_as(recipe) is recipe and (sharding is None or shards.is_known(sharding))
+    is_known = counted_as(recipe) is recipe and knows(recipe)
     reads_images = images.reader_of(recipe.shape) is not None
     return Code("predict" if is_known and not reads_images else "simulate")
 
@@ -383,6 +386,7 @@ def _unseen(recipe: Recipe) -> Arguments:
         "quantization",
         "sharding",
         "loop",
+        "cut_cross_entropy",
         "images",
         "image_size",
         "max_pixels",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby, takewhile
 
 from ..base.errors import RecipeError
+from ..formulas.account import refuse_unknown
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
@@ -47,6 +48,9 @@ class Search:
         ways: list[Recipe] = []
         for method, sentences in self.refused.items():
             ways += families(question, method, sentences)
+        if not ways:
+            # Why there are none matters only of a model that formulas know.
+            refuse_unknown(question.plain)
         batches = micro_batches(question)
         self.candidates: list[Candidate] = []
         self.ends: list[Candidate] = []

@@ -49,6 +49,17 @@ def search_of(question: Question) -> Search:
     return Search(_asked_with(question, least))
 
 
+def may_fit_asleep(question: Question) -> bool:
+    """Tell whether the lightest recipe's weights have room beside a vLLM that samples."""
+    asked = with_least_share(question) if question.finds_share else question
+    lightest = Search(asked).lightest()
+    vllm = colocated(asked.plain, asked.gpu)
+    if vllm is None or lightest is None or lightest.report is None:
+        return False
+    weights = lightest.report.phases["load"].end.parameters
+    return weights + vllm.awake.low <= question.usable
+
+
 def asleep(question: Question) -> Question:
     """Return `question` with a vLLM that gives its memory back while the model trains."""
     # A share is refused that has no room for the weights.

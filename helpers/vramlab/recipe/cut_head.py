@@ -5,6 +5,9 @@ from .fields import RecipeFields
 from .knobs import Refusals
 
 FIELD = "cut_cross_entropy"
+PACKAGE = (
+    "cut-cross-entropy[transformers] @ git+https://github.com/axolotl-ai-cloud/ml-cross-entropy"
+)
 # Whose patched forward passes have the same loss: neither scaled nor capped logits
 # (`cut_cross_entropy/transformers` of axolotl's fork at 5f0c7a7).
 FAMILIES = "gemma glm4_moe gpt_oss llama mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe "

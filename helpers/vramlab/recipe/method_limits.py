@@ -1,10 +1,15 @@
 """Where PEFT's other methods, Muon, regularizers and frozen modules are not modelled."""
 
-from . import peft_methods
+from . import lora_modules, peft_methods
 from .fields import RecipeFields
 from .knobs import Refusals
 from .optimizers import SIMULATED
 from .options import TRL
+
+# Whose router is a subclass of `nn.Linear` that returns scores beside its product, in which PEFT's
+# adapters look for a dtype (`Llama4Router`, `PhimoeTopKRouter` of transformers 5.23).
+ROUTER = "router"
+WITH_LINEAR_ROUTER = ("llama4", "llama4_text", "phimoe")
 
 
 def refusals(recipe: RecipeFields) -> Refusals:
@@ -12,6 +17,7 @@ def refusals(recipe: RecipeFields) -> Refusals:
     if recipe.peft:
         yield from _method_refusals(recipe, recipe.peft)
     yield from _regularizer_refusals(recipe)
+    yield from _router_refusals(recipe)
     is_simulated = recipe.optim in SIMULATED
     allowed = "it is modelled on one device"
     yield "optim", is_simulated and recipe.sharding, allowed
@@ -36,6 +42,17 @@ def _method_refusals(recipe: RecipeFields, method: peft_methods.Peft) -> Refusal
     keeps_keys = method.peft_type in peft_methods.WITH_CACHE
     allowed = f"PEFT refuses {method.peft_type} with it, whose keys are in the cache"
     yield "gradient_checkpointing", keeps_keys and recipe.gradient_checkpointing, allowed
+
+
+def _router_refusals(recipe: RecipeFields) -> Refusals:
+    """Return where PEFT would adapt a router and fail in its forward pass."""
+    if recipe.lora is None or recipe.shape.family not in WITH_LINEAR_ROUTER:
+        return
+    adapted = lora_modules.adapted(recipe.shape, recipe.lora)
+    ends = {name.rpartition(".")[2] for name, _, _ in adapted}
+    others = ",".join(sorted(ends - {ROUTER})) or "q_proj,v_proj"
+    allowed = "PEFT adapts the router too, whose result its adapters cannot add to: name the "
+    yield "lora.target_modules", ROUTER in ends, f"{allowed}modules, such as {others}"
 
 
 def _regularizer_refusals(recipe: RecipeFields) -> Refusals:

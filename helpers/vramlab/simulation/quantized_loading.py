@@ -19,6 +19,7 @@ import torch
 
 from ..hardware.overhead import UNIT, rounded
 from ..private.patched import replaced
+from ..recipe import lora_modules
 from ..recipe.configuration import READERS
 from ..recipe.options import LoRA
 from ..recipe.process_context import loads_on_host, loads_whole
@@ -80,13 +81,14 @@ def unused_after_loading(recipe: Recipe, target: str) -> int:
 
 def _of(recipe: Recipe, target: str) -> tuple[Bytes, int]:
     # any adapters will do, for they are made later; a recipe asks for some
+    name, *_ = lora_modules.adapted(recipe.shape, LoRA(target_modules="all-linear"))[0]
     base = Recipe(
         recipe.shape.config,
         quantization=recipe.quantization,
         task=recipe.shape.task,
         dtype=recipe.weights_dtype,
         precision=TRUE_PRECISION.get(recipe.weights_dtype, "fp32"),
-        lora=LoRA(target_modules="all-linear"),
+        lora=LoRA(target_modules=(name,)),
     )
     return _highest(base, target, recipe.shape.stores_tied_head)
 

@@ -393,7 +393,7 @@ def _run(
             if compiles:
                 way = compiled_step(training, tracker, card, kernels)
             elif recipe.rollouts and not full:
-                way = skipped(training, tracker, recipe.rollouts)
+                way = skipped(training, tracker, recipe)
             elif kernels and not full:
                 way = joined_windows(tracker, kernels, recipe)
             with way, updates_of(recipe, tracker, card, kernels):

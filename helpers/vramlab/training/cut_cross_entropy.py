@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from ..base.errors import RecipeError
+from ..recipe.cut_head import PACKAGE
 from .engine import Model, makes_fakes
 
-PACKAGE = (
-    "cut-cross-entropy[transformers] @ git+https://github.com/axolotl-ai-cloud/ml-cross-entropy"
-)
 ROWS = 128  # and columns of the vocabulary that share a lock (cce_lse_forward.py, cce_backward.py)
 CHANNELS = 64
 

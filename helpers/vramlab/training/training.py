@@ -333,6 +333,9 @@ def _run_micro_batches(training: Training, on_phase: Callable[[str], None]) -> N
         # need no second.
         count = 1 if training.steps else 2
     for micro in range(count):
+        if micro in training.left_out:
+            training.leave_out()
+            continue
         # A loop that fetches one at a time uses the same batch again.
         batch = batches[micro % len(batches)]
         is_last = micro == training.accumulation - 1

@@ -10,7 +10,8 @@ def followed(tracker: Callable[..., Any]) -> dict[str, int]:
     """Bytes by a reader's `tracker` of a tensor of SIZE bytes and what is made of it, in multiples.
 
     "given": before any operator; "view", "part": after a view of all of it and of a half; "made",
-    "freed": with another tensor, and without it again; "left": what a step leaves; "top": the most.
+    "freed": with another tensor, and without it again; "tail": with a later part of that tensor;
+    "saved": with what autograd alone holds; "left": what a step leaves; "top": the most.
     """
     import torch
 
@@ -22,13 +23,19 @@ def followed(tracker: Callable[..., Any]) -> dict[str, int]:
         sizes["view"] = seen.now()
         y = x * 2
         sizes["made"] = seen.now()
-        del y
+        tail = y[10:]  # begins at another address than its storage
+        sizes["tail"] = seen.now()
+        del y, tail
         sizes["freed"] = seen.now()
         z = (x + 1) * (x + 2)
         del z, whole
         x.view(-1)  # an operator that makes nothing
         sizes["left"] = seen.now()
         sizes["top"] = seen.top
+    leaf = torch.ones(SIZE // 4, requires_grad=True)
+    with tracker(leaf) as seen:
+        total = leaf.exp().sum()  # the exponentials have no name, and backward needs them
+        sizes["saved"] = seen.now() - total.nbytes
     half = torch.ones(SIZE // 2)[: SIZE // 4]  # a view whose storage has twice its bytes
     sizes["part"] = tracker(half).now()
     return sizes

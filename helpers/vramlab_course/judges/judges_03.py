@@ -3,6 +3,7 @@
 Each judges by what a function does over several inputs.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -50,6 +51,15 @@ def by_rows(model: nn.Module, parts: Sequence[tuple]) -> float:
     return loss
 
 
+def all_graphs(model: nn.Module, parts: Sequence[tuple]) -> float:
+    """A wrong answer to 03.1: right in its numbers, and with all parts' graphs alive at once."""
+    model.zero_grad()
+    rows = sum(len(x) for x, _ in parts)
+    loss = sum(F.mse_loss(model(x), y) * len(x) / rows for x, y in parts)
+    loss.backward()
+    return loss.item()
+
+
 def by_segments(layers: Sequence[nn.Module], x: torch.Tensor, every: int) -> torch.Tensor:
     """A right answer to 03.2."""
     for start in range(0, len(layers), every):
@@ -80,19 +90,42 @@ def accumulated(answer: Any) -> Feedback:
             # Gradients of a step before, which an answer has to clear.
             parameter.grad = torch.full_like(parameter, 9.0)
         rows: list[int] = []
-        # What passes through the model at once is seen here, whatever the answer does.
-        model.register_forward_pre_hook(lambda module, given, rows=rows: rows.append(len(given[0])))
+        gradients: list[torch.Tensor | None] = []
+
+        def seen(module, given, rows=rows, gradients=gradients) -> None:
+            # What passes through the model at once is seen here, whatever the answer does.
+            rows.append(len(given[0]))
+            there = module.weight.grad
+            gradients.append(None if there is None else there.clone())
+
+        model.register_forward_pre_hook(seen)
         returned = answer(model, parts)
         if returned is None or returned is ...:
             return NOT_ANSWERED
         found = torch.cat([p.grad.flatten() for p in model.parameters()])
         said = _wrong_sum(found, exact, returned, mean.item(), rows, sizes)
+        if not said and _piled_up(gradients):
+            said = "a part goes into the model before backward() has run for the one before it"
         if said:
             return _wrong(f"Micro-batches of {', '.join(map(str, sizes))} rows: {said}.")
     return Feedback(
         True,
         "Right: the gradients of one large batch, whatever the sizes of its parts.",
     )
+
+
+def _piled_up(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a forward pass found the gradients as the one before it had found them.
+
+    Then no backward pass ran in between, and the graphs of both parts are alive.
+    """
+    for before, after in itertools.pairwise(gradients):
+        if before is None or after is None:
+            if before is after:
+                return True
+        elif torch.equal(before, after):
+            return True
+    return False
 
 
 def _wrong_sum(
@@ -291,9 +324,11 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
         labels[row, length:] = -100
     table = nn.Parameter(torch.randn(5, 5, generator=draw, dtype=torch.float64))
     rows: list[int] = []
+    gradients: list[torch.Tensor | None] = []
 
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows.append(len(ids))
+        gradients.append(None if table.grad is None else table.grad.clone())
         # Labels are shifted by one, as a causal model does inside.
         known = labels[:, 1:] != -100
         return F.cross_entropy(
@@ -307,6 +342,7 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
     mean = loss_of(ids, labels) / tokens
     (exact,) = torch.autograd.grad(mean, table)
     rows.clear()
+    gradients.clear()
     loss = answer(loss_of, ids, labels, parts)
     gradient = torch.zeros_like(exact) if table.grad is None else table.grad
     return {
@@ -314,6 +350,7 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
         "off": torch.as_tensor(loss, dtype=torch.float64).item() - mean.item(),
         "gradient": float((gradient - exact).norm() / exact.norm()),
         "rows": list(rows),
+        "piled": _piled_up(gradients),
     }
 
 
@@ -336,13 +373,16 @@ def again(answer: Any) -> dict[str, Any]:
     block.register_forward_pre_hook(lambda *_: ran.append(1))
     result = answer.apply(block, answer.apply(block, x))
     recorded = True
+    detached = True
     try:
         (result**2).sum().backward()
     except RuntimeError as error:
-        # PyTorch's words where a piece returned something outside the graph.
-        if "does not require grad" not in str(error):
+        # PyTorch's words where a piece returned something outside the graph, and where the input
+        # still hangs on the graph that made it.
+        recorded = "does not require grad" not in str(error)
+        detached = "a second time" not in str(error)
+        if recorded and detached:
             raise
-        recorded = False
     off = []
     for tensor, right in zip((x, *weights), exact, strict=True):
         mine = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -352,6 +392,7 @@ def again(answer: Any) -> dict[str, Any]:
         "weights": max(off[1:]),
         "runs": len(ran),
         "recorded": recorded,
+        "detached": detached,
     }
 
 
