@@ -15,7 +15,8 @@ names are always there. Prose may quote a name as `{name}`. Each exercise has `q
                 which may depend on `answer`
     recipe      conditions on a Recipe for a `gpu`, with RECIPE_NAMES; solution: a Recipe for
                 accepts and rejects
-    tensors     as function, for functions of tensors that return one; cases: tables of arguments
+    tensors     as function, for functions of tensors that return one; cases: tables of arguments;
+                together: what to say where it makes one tensor of a list of them
     judge       judge: name of a function from the answer to its Feedback; accepts, rejects, or
                 neither where a test of the chapter tries it
 
@@ -251,6 +252,7 @@ def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
         "cases": lambda: map(names.evaluate, entry["cases"]),
         "mistakes": mistakes,
         "right": entry["right"],
+        "together": entry.get("together"),
     }
     judge = partial(same_tensor, reference=reference, **told)
     return Judge(

@@ -15,6 +15,16 @@ def loss(slices, labels):
     return torch.nn.functional.cross_entropy(whole, labels)
 
 
+def by_home(slices, labels):
+    """Each rank's exp of its own logsumexp, and one-hot columns for its own labels."""
+    size = slices[0].shape[1]
+    total = torch.stack([part.exp().sum(1) for part in slices]).sum(0).log()
+    columns = torch.arange(size)
+    at_home = [(labels[:, None] - rank * size) == columns for rank in range(len(slices))]
+    picked = [(part * mask).sum(1) for part, mask in zip(slices, at_home, strict=True)]
+    return (total - sum(picked)).mean()
+
+
 def summed(slices, labels):
     size = slices[0].shape[1]
     total = sum(part.logsumexp(1) for part in slices)
@@ -40,7 +50,7 @@ def test_there_are_two_with_two_hints_each():
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
 
 
-@pytest.mark.parametrize("name, answer", [("09.1", loss), ("09.2", folded)])
+@pytest.mark.parametrize("name, answer", [("09.1", by_home), ("09.2", folded)])
 def test_right_answers_in_other_words(name, answer):
     verdict = judge(FOUND[name], answer)
     assert verdict.right, verdict
@@ -50,6 +60,7 @@ def test_right_answers_in_other_words(name, answer):
     "name, answer, said",
     [
         ("09.1", summed, "Logarithms of sums"),
+        ("09.1", loss, "put the slices together"),
         ("09.1", lambda slices, labels: loss(slices, labels) + 1, ""),
         ("09.1", lambda slices, labels: 1 / 0, "ZeroDivisionError"),
         ("09.2", contiguous, "the work is"),

@@ -7,7 +7,7 @@ from math import ceil
 import pytest
 import torch
 from vramlab import LoRA, Quantization, Recipe
-from vramlab_course import exercises
+from vramlab_course import blank, exercises
 from vramlab_course.chapters.chapter_10 import largest_made, nbytes, saved_for_backward
 from vramlab_course.exercises import judge
 from vramlab_course.judges.judges_10 import LOOPS, sampled
@@ -82,6 +82,42 @@ def test_right_answers_in_other_words(name, answer):
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):
     verdict = judge(FOUND[name], answer)
     assert not verdict.right and said in verdict.text, verdict
+
+
+def reentrant(block, x, size):
+    run = torch.utils.checkpoint.checkpoint
+    return torch.cat([run(block, piece, use_reentrant=True) for piece in x.split(size)])
+
+
+class InPieces(torch.autograd.Function):
+    """Keeps the input, and runs each piece forward and backward in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, block, size):
+        ctx.save_for_backward(x)
+        ctx.block = block
+        ctx.size = size
+        return torch.cat([block(piece) for piece in x.split(size)])
+
+    @staticmethod
+    def backward(ctx, slope):
+        gradients = []
+        pairs = zip(ctx.saved_tensors[0].split(ctx.size), slope.split(ctx.size), strict=True)
+        for piece, above in pairs:
+            leaf = piece.detach().requires_grad_()
+            with torch.enable_grad():
+                output = ctx.block(leaf)
+            output.backward(above)
+            gradients.append(leaf.grad)
+        return torch.cat(gradients), None, None
+
+
+@pytest.mark.parametrize(
+    "tiled", [reentrant, lambda block, x, size: InPieces.apply(x, block, size)]
+)
+def test_other_ways_to_compute_a_piece_again_are_right(tiled):
+    verdict = blank.judge(blank.find("10.tiled"), tiled)
+    assert verdict.right, verdict
 
 
 def test_a_loop_without_its_cache_computes_every_earlier_token_again():

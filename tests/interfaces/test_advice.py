@@ -58,6 +58,16 @@ def test_what_a_T4_refuses_names_options_that_do(method, precision, trainer):
     assert again.exit_code != 2, (first.stderr, again.stderr)
 
 
+def test_what_a_T4_refuses_of_a_trainer_that_samples_names_a_precision():
+    """No other trainer samples, so the advice keeps it."""
+    words = ["simulate", MODEL, "--gpu", "T4", "--num-layers", "1", *METHODS["qlora"]]
+    words += ["--trainer", "grpo", "--num-generations", "2", "--prompt", "4", "--completion", "6"]
+    first = run(*words, "--precision", "fp16-mixed")
+    options = advised(first.stderr)
+    assert first.exit_code == 2 and "--trainer" not in options
+    assert run(*words, "--precision", "fp16-mixed", *options).exit_code == 0
+
+
 def test_a_family_says_which_card_it_is_taken_as():
     assert is_also("A100") == ["A100 40GB PCIe", "A100 80GB", "A100 80GB PCIe"]
     assert is_also("A100 80GB") == is_also("T4") == is_also("NVIDIA GeForce RTX 4090") == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from settings import ROOT
-from vramlab import Recipe, Sharding
+from vramlab import LoRA, Quantization, Recipe, Sharding
 from vramlab.base.errors import RecipeError
 from vramlab.planning import plan_script
 from vramlab.planning.plan_script import PROGRAMS, scripts
@@ -142,3 +142,15 @@ def test_a_program_says_how_flash_attn_is_installed():
         [program] = scripts(recipe, "train.py", planned).values()
         said.append("    pip install flash-attn --no-build-isolation\n" in program)
     assert said == [True, False]
+
+
+def test_what_a_recipe_leaves_whole_or_frozen_is_no_programs_default():
+    planned = PLANNED | {"packing": False, "expandable_segments": False}
+    base = Quantization("nf4", skip_modules="k_proj,lm_head")
+    fields = {"precision": "bf16-mixed", "quantization": base, "lora": LoRA(r=4)}
+    text = scripts(Recipe("llama-3.2-1b", 2, 64, **fields), "train.py", planned)["train.py"]
+    assert '    llm_int8_skip_modules=["k_proj", "lm_head"],\n)' in text
+    assert "needed = simulate(recipe)" in text, "which predict does not know"
+    frozen = Recipe("llama-3.2-1b", 2, 64, freeze=("embed_tokens",))
+    with pytest.raises(RecipeError, match="no part of it is frozen"):
+        scripts(frozen, "train.py", planned)

@@ -1,9 +1,12 @@
 """What a log is replayed to: bytes by category at every moment, phases, peaks, the timeline."""
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from vramlab.report.report import Bytes, Cause, MiB, Phase
-from vramlab.tracking.history import History, Log, merge
+from vramlab.tracking.history import History, Log, _apart, merge
 from vramlab.tracking.tracker import Storage
 
 
@@ -177,3 +180,25 @@ def test_slack_of_the_allocator_is_workspace():
         12 * MiB,
         11 * MiB,
     )
+
+
+def test_a_cache_that_grows_gives_back_what_the_card_has_not():
+    """Each token's cache is born before the last one's is freed."""
+    cache = SimpleNamespace(category="kv_cache")
+    sizes = [40 * MiB, 20 * MiB]  # of a weight first
+    keys = [100, 0]
+    for key in range(1, 30):
+        sizes += [(20 + 2 * key) * MiB, -(18 + 2 * key) * MiB]
+        keys += [key, key - 1]
+    log = SimpleNamespace(
+        events=[(sizes[0], WEIGHT, ""), *((size, cache, "") for size in sizes[1:])],
+        order=np.arange(len(sizes)),
+        sizes=np.array(sizes),
+        keys=np.array(keys),
+        streams=np.zeros(len(sizes), int),
+    )
+    free = _apart(log, len(sizes), math.inf)
+    # the last two alone are 154 MiB, beside 40 of the weight
+    within = _apart(log, len(sizes), 240 * MiB)
+    assert 194 * MiB <= within <= 240 * MiB < free
+    assert _apart(log, len(sizes), 100 * MiB) == free

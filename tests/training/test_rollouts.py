@@ -31,9 +31,11 @@ from vramlab import (
     simulate,
 )
 from vramlab.base.data import data_path
+from vramlab.planning.work import told_of_work
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
 from vramlab.report.report import CATEGORIES, GiB, Report
+from vramlab.simulation.completions import left_out
 from vramlab.tracking.history import History
 from vramlab.tracking.tensors import tensors_in
 from vramlab.tracking.tracked import claim_model, claim_states, gradients_named
@@ -301,8 +303,11 @@ def test_a_real_cycle_is_what_simulate_says(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", params(["qwen3", "gemma2", "mixtral"], ["qwen3"]))
 def test_tokens_that_are_skipped_change_no_peak(family):
-    rollouts = Rollouts(4, 5, 20)
-    recipe = Recipe(config(family), trainer="grpo", rollouts=rollouts, **SIZES)
+    """Nor do the parts that are scored and the micro-batches that are left out."""
+    rollouts = Rollouts(4, 5, 20, beta=0.1)
+    sizes = {"num_layers": 2, "batch_size": 1, "gradient_accumulation_steps": 4}
+    recipe = Recipe(config(family), trainer="grpo", rollouts=rollouts, **sizes)
+    assert left_out(recipe) == range(2, 4)
     whole = simulate(recipe, target="cpu", full=True)
     skipping = simulate(recipe, target="cpu")
     for phase in PHASES:
@@ -470,9 +475,12 @@ def test_a_plan_for_several_cards_shares_a_group(tmp_path):
         global_batch=8,
         rollouts=Rollouts(8, 64, 32),
     )
-    found = plan("qwen3-0.6b", "RTX 4090", 2, **asked)
+    said: list[str] = []
+    with told_of_work(said.append):
+        found = plan("qwen3-0.6b", "RTX 4090", 2, **asked)
     best = found.best
     recipe = best.recipe
+    assert any(str(recipe) in line for line in said)
     assert (recipe.sharding.engine, recipe.sharding.world_size) == ("ddp", 2)
     # a rank's four completions are half a group
     assert recipe.batch_size * recipe.gradient_accumulation_steps == 4

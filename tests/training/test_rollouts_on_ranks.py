@@ -7,6 +7,7 @@ from tiny_models import config
 from vramlab.measurement.worker import on_rank
 from vramlab.recipe.options import Rollouts
 from vramlab.recipe.recipe import LoRA, Recipe, Sharding
+from vramlab.simulation.completions import left_out
 from vramlab.simulation.simulate import simulate, trace
 
 SHORT = {"num_generations": 4, "prompt_length": 8, "max_completion_length": 6}
@@ -50,8 +51,11 @@ def test_tokens_that_are_skipped_change_no_peak_of_a_rank(sharding):
         rollouts=Rollouts(**SHORT | {"max_completion_length": 12}),
         num_layers=5,
         batch_size=2,
+        gradient_accumulation_steps=4,
         sharding=Sharding(world_size=2, **sharding),
     )
+    # the last exchanges gradients
+    assert left_out(recipe) == range(2, 3)
     short, full = (simulate(recipe, "cpu", full=full) for full in (False, True))
     for name in ("forward", "backward", "step", "between_steps"):
         assert short.phases[name].peak.total == full.phases[name].peak.total

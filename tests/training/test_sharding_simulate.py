@@ -21,6 +21,7 @@ from vramlab.formulas.predict import predict
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
+from vramlab.training.engines import ddp
 from vramlab_course.chapters.fsdp_units import WRAPPINGS
 from vramlab_course.training_on_rank import alone
 
@@ -367,6 +368,27 @@ def test_gradients_of_samples_with_lengths_go_after_the_step(stage):
     assert simulate(recipe).phases["between_steps"].end.gradients == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
+def test_looking_for_unused_parameters_copies_outputs_below_the_peak(precision, monkeypatch):
+    """Programs that turn it off have a lower forward pass and the peak of these figures."""
+    wide = config("llama", vocab_size=20_000)
+    recipe = Recipe(wide, **SMALL, precision=precision, lora=EVERYWHERE, sharding=DDP)
+    looking = simulate(recipe)
+    plain = ddp.DistributedDataParallel
+
+    def without(model, **options):
+        return plain(model, **options | {"find_unused_parameters": False})
+
+    monkeypatch.setattr(ddp, "DistributedDataParallel", without)
+    blind = simulate(recipe)
+    logits = 2 * 24 * 20_000
+    # without autocast the loss's own fp32 logits are higher than the copy in half precision
+    saved = looking.phases["forward"].peak.total - blind.phases["forward"].peak.total
+    assert saved > logits or precision == "bf16-true"
+    assert abs(looking.peak.total - blind.peak.total) < logits / 100
+
+
 def test_the_sharded_optimizer_is_loaded_before_anything_is_changed():
     """TorchScript compiles a module of it, and read functions that a simulation had replaced."""
     program = f"""
@@ -528,3 +550,14 @@ def test_a_program_that_is_a_rank_itself_simulates_one_too():
         assert distributed.get_world_size() == 1
     finally:
         distributed.destroy_process_group()
+
+
+def test_ddp_finds_no_unused_parameters_quietly(capfd):
+    """C++ says so once a process, on standard error."""
+    sharding = Sharding(stage=0, world_size=2, engine="ddp")
+    torch.set_warn_always(True)
+    try:
+        simulate(Recipe(config("llama"), sharding=sharding, loop="trainer"), "cpu")
+    finally:
+        torch.set_warn_always(False)
+    assert "find_unused_parameters" not in capfd.readouterr().err

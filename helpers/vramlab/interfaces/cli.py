@@ -263,6 +263,7 @@ def plan(
     as_json: JSON = False,
 ) -> None:
     from ..planning.plan import plan
+    from ..planning.work import told_of_work
 
     check_written(write=write)
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
@@ -281,7 +282,7 @@ def plan(
             functools.partial(tokens_of, asked["model"], pretrained),
         )
     # Standings are for eyes only: they must never get between the lines of `--json`.
-    with InPlace() as place:
+    with InPlace() as place, told_of_work(functools.partial(say, err=True)):
         standing = place.show_standing if is_watched() and not as_json else None
         planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
@@ -312,7 +313,7 @@ def explain(
     as_json: JSON = False,
 ) -> None:
     from .explain import explain
-    from .explain_recipe import says_no_method
+    from .explain_recipe import OF_METHOD, says_no_method
 
     # Without words the message is piped in, as in `python train.py 2>&1 | vramlab explain`.
     first, *rest = words or ["-"]
@@ -338,7 +339,9 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         # A message plus a bare model says nothing of LoRA or precision, so the answer has to call
         # its recipe assumed.
-        assumed = not read_from_file and says_no_method(recipe)
+        # An option that names the default says it, too.
+        said_method = any(word.partition("=")[0] in OF_METHOD for word in rest)
+        assumed = not read_from_file and not said_method and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
     # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))

@@ -40,6 +40,7 @@ from .search_space import (
     without_switches,
 )
 from .step_time import WAITS, StepTime, estimate, issuing, step_time
+from .work import tell_work
 
 Kind = tuple[str, bool, str]  # of a recipe: its method, whether it is sound, its effort
 
@@ -337,6 +338,7 @@ def confirm(candidates: list[Candidate], tell: Callable[[int, int], None] | None
     count = len(candidates)
     if tell:
         tell(0, count)
+    tell_work([candidate.recipe for candidate in candidates if candidate.recipe.rollouts])
     # Had torch been used, a forked process could wait for its threads.
     forks = sys.platform == "linux" and "torch" not in sys.modules
     forks = forks and threading.active_count() == 1

@@ -42,6 +42,8 @@ def vllm_state(backend: Any) -> dict[str, Any]:
     return {"_dist": backend, "_weight_metadata": None}
 
 
+# What scores completions, a micro-batch's number of rows at a time.
+SCORE = "_get_per_token_logps_and_entropies"
 # The step in which vLLM was last given the weights: none yet.
 NO_WEIGHTS_SENT = {"_last_loaded_step": -1}
 
@@ -53,6 +55,11 @@ def next_inputs(trainer: Any, prompts: list, in_phases: Callable[[Callable], Cal
     del trainer._generate
     trainer._step += 1
     return batch
+
+
+def leave_out(trainer: Any) -> None:
+    """Let the trainer go on to the batch after the next one."""
+    trainer._step += 1
 
 
 def steps_made(trainer: Any) -> int:

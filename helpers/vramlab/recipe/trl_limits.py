@@ -64,7 +64,9 @@ def _adapter_refusals(recipe: RecipeFields, name: str, lora: LoRA) -> Refusals:
     yield "quantization.prepare", quantization and quantization.prepare, allowed
     # pytorch/pytorch#127176
     allowed = f"the loss scaler refuses the bfloat16 adapters that {name} makes: take "
-    allowed += "--precision bf16-mixed, or before Ampere --trainer transformers"
+    # No other trainer samples.
+    instead = "--precision fp32" if recipe.rollouts else "--trainer transformers"
+    allowed += f"--precision bf16-mixed, or before Ampere {instead}"
     yield "precision", quantization and recipe.precision == "fp16-mixed", allowed
     has_fused_head = recipe.trainer != "reward"
     is_adapted = has_fused_head and lora_modules.is_adapted(shape, lora, shape.head)

@@ -1,20 +1,27 @@
 """Completions that a trainer samples, on fake tensors: what TRL reads of them, and their middle."""
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ..private import of_transformers
+from ..private import of_transformers, of_trl
 from ..private.of_fake_tensors import FakeTensor
 from ..private.patched import afterwards, plain, replaced
-from ..recipe.options import Rollouts
+from ..recipe.options import TRL, Rollouts
+from ..recipe.recipe import Recipe
+from ..recipe.rollouts import plan_of
 from ..tracking.tracker import Tracker
 from ..training.engine import Training
+from ..training.trl_trainers import trl_class
 
 FIRST = 2  # tokens that are sampled before some are skipped
 LAST = 2  # and after
+ALIKE = 2  # micro-batches after which each is as the one before
 BY_TOKEN = ("attention_mask", "position_ids")  # what has an entry for each
 
 
@@ -44,7 +51,68 @@ def _ones(tensor: torch.Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterator[None]:
+def skipped(training: Training, tracker: Tracker, recipe: Recipe) -> Iterator[None]:
+    """While entered, what is sampled, scored and trained on in many parts alike is so in few."""
+    assert recipe.rollouts  # it samples
+    training.left_out = left_out(recipe)
+    score = plain(trl_class(TRL[recipe.trainer]), of_trl.SCORE)
+
+    def score_ends(trainer: Any, model: Any, ids: torch.Tensor, *others: Any, **more: Any) -> Any:
+        rows = more.get("batch_size") or len(ids)
+        ends = _Ends(model, math.ceil(len(ids) / rows))
+        return score(trainer, ends, ids, *others, **more)
+
+    with (
+        replaced(trl_class(TRL[recipe.trainer]), of_trl.SCORE, score_ends),
+        _tokens_skipped(training, tracker, recipe.rollouts),
+    ):
+        yield
+
+
+def left_out(recipe: Recipe) -> range:
+    """Return the micro-batches of a step that need not run, for they are as the one before.
+
+    Those of ranks exchange gradients after the last. Where a step samples more than once, all run.
+    """
+    steps = recipe.gradient_accumulation_steps
+    if plan_of(recipe).micro_batches % steps:
+        return range(0)
+    return range(ALIKE, steps - bool(recipe.sharding))
+
+
+class _Ends:
+    """A model that scores the first and the last of `count` parts of the completions.
+
+    For the others its outputs alone are made: the last part finds the most of them there.
+    """
+
+    def __init__(self, model: Any, count: int) -> None:
+        self.model = model
+        self.count = count
+        self.scored = 0
+        self.kept: dict[str, Callable[[], torch.Tensor]] = {}  # makes such an output again
+
+    def __call__(self, **inputs: Any) -> Any:
+        self.scored += 1
+        if self.kept and self.scored < self.count:
+            return SimpleNamespace(**{name: make() for name, make in self.kept.items()})
+        outputs = self.model(**inputs)
+        for name, value in vars(outputs).items():
+            if self.scored == 1 and isinstance(value, torch.Tensor):
+                self.kept[name] = _maker(value)
+        return outputs
+
+
+def _maker(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function to another tensor like `value`, in a storage as large, and keep neither."""
+    elements = value.untyped_storage().nbytes() // value.element_size()
+    form = value.size(), value.stride(), value.storage_offset()
+    make = partial(torch.empty, elements, dtype=value.dtype, device=value.device)
+    return lambda: make().as_strided(*form)
+
+
+@contextlib.contextmanager
+def _tokens_skipped(training: Training, tracker: Tracker, rollouts: Rollouts) -> Iterator[None]:
     """While entered, the model samples a completion's first and last tokens only.
 
     For those between them the cache grows by its own code: what else a token takes grows from token

@@ -4,6 +4,7 @@ It gives bytes by category after every event, peaks, phases and the timeline; an
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -381,11 +382,12 @@ def _in_words(size: int) -> str:
     return report.format_bytes(size, report.unit_for(size), 2)
 
 
-def _apart(log: Log, end: int) -> int:
+def _apart(log: Log, end: int, left: float) -> int:
     """Return the bytes of segments if none served requests of two sizes, up to the event `end`.
 
     A KV cache has another size with each token, whose segments serve the next one's too: it is
-    replayed by itself.
+    replayed by itself, and in what the others leave of `left` where it has room there, as the
+    allocator gives back what is cached before it takes more than there is.
     """
     grows = np.array([storage.category == "kv_cache" for _, storage, _ in log.events], bool)
     is_cache = grows[log.order]
@@ -395,7 +397,11 @@ def _apart(log: Log, end: int) -> int:
     size = without_sharing(log.sizes[others], log.streams[others])
     if is_cache.any():
         cache = (log.sizes[is_cache], log.keys[is_cache], log.streams[is_cache])
-        size += replay(*cache, None).reserved
+        taken = replay(*cache, None).reserved
+        if size < left < size + taken:
+            within = replay(*cache, int(left) - size)
+            taken = taken if within.failed else within.reserved
+        size += taken
     return size
 
 
@@ -447,7 +453,8 @@ def _reserved_and_process(
     high = max(int(BEYOND * most.reserved), highest)
     # each further step of a generation asks for longer tensors, once: it has no sizes of its own
     decoding = [start for name, start, _ in history.stretches if name == "decode"]
-    apart = _apart(history.log, min(decoding, default=len(history.log))) + unused
+    left = room.left("high") - unused - LEAST_SPARE if room else math.inf
+    apart = _apart(history.log, min(decoding, default=len(history.log)), left) + unused
     upper = max(high + high // 10, apart + LEAST_SPARE)
     if is_enough:
         upper = high + high // 10

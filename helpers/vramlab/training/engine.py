@@ -122,6 +122,10 @@ def _loss_in(outputs: Any, batch: Any) -> torch.Tensor:
     return outputs["loss"]
 
 
+def _leave_nothing_out() -> None:
+    """Stand for a trainer that counts no batches."""
+
+
 def _ignore_token(made: int, cache: Any) -> None:
     """Stand for who does not ask what is sampled."""
 
@@ -147,6 +151,9 @@ class Training:
     # a trainer's own, which samples what is trained on: told as the phases of that begin
     next_batch: Callable[[Callable[[str], None]], Any] | None = None
     sampled: Any = None  # batches that it keeps
+    # lets that trainer go on without training on its next batch
+    leave_out: Callable[[], None] = _leave_nothing_out
+    left_out: range = range(0)  # micro-batches of a step that are not run
     # called as it samples: `fixed_generation.fixed_length`
     on_token: Callable[[int, Any], None] = _ignore_token
     most_tokens: int | None = None  # of a completion that are sampled; None: all

@@ -100,6 +100,7 @@ def start(
             return trainer.compute_loss(training.model, batch)
 
     training.next_batch = next_batch
+    training.leave_out = partial(of_trl.leave_out, trainer)
     training.compute_loss = compute_loss
 
 

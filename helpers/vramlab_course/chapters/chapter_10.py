@@ -1,13 +1,19 @@
-"""What chapter 10's cells share: what autograd saves, what a call makes, and bytes of tensors."""
+"""What chapter 10's cells share.
+
+That is what autograd saves, what a call makes, bytes of tensors, and a step next to vLLM.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vramlab import Recipe, simulate
+from vramlab.report.report import Report
 
 
 @contextmanager
@@ -70,3 +76,21 @@ def largest_made(call: Callable[[], Any]) -> int:
     with _Largest() as largest:
         call()
     return largest.bytes
+
+
+def beside_vllm(
+    recipe: Recipe,
+    card: str,
+    share: float | None,
+    sleeps: bool = False,
+) -> Report:
+    """Simulate GRPO's step on `card`, with vLLM on a `share` of it; None: on another card."""
+    if share is None:
+        vllm = replace(recipe.rollouts, vllm_mode="server")
+    else:
+        vllm = replace(
+            recipe.rollouts,
+            vllm_gpu_memory_utilization=share,
+            vllm_enable_sleep_mode=sleeps,
+        )
+    return simulate(recipe.replace(rollouts=vllm), gpu=card)

@@ -129,12 +129,16 @@ def same_tensor(
     cases: Callable,
     mistakes: Sequence,
     right: str,
+    together: str | None = None,
 ) -> Feedback:
     """Whether a function gives the tensor of `reference` in all `cases`.
 
-    `mistakes` are pairs of function and text.
+    `mistakes` are pairs of function and text. `together` is said where the function makes a tensor
+    as large as all those of a list that it is given.
     """
     import torch
+
+    from ..chapters.chapter_10 import largest_made
 
     for case in cases():
         # Copies go to the reader's function, so that a change can be seen against the originals.
@@ -177,6 +181,13 @@ def same_tensor(
                 if w.shape == returned.shape and torch.allclose(returned, w, atol=1e-5)
             )
             return Feedback(False, next(known, "The shape is right, the numbers are not."))
+        if together:
+            made = largest_made(lambda given=given: answer(*given.values()))
+            lists = [value for value in given.values() if isinstance(value, list)]
+            for parts in lists:
+                # A list of one tensor is together already.
+                if len(parts) > 1 and made >= sum(part.nbytes for part in parts):
+                    return Feedback(False, together)
     return Feedback(True, f"Right: {right}")
 
 

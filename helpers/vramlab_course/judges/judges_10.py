@@ -1,10 +1,13 @@
 """Judges of chapter 10's pieces: a block on some tokens at a time, and a loop that samples."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..chapters.chapter_10 import saved_for_backward
 
@@ -18,7 +21,39 @@ class TiledRun:
     same: bool
     gradients: bool
     most_tokens: int  # that the block got at once
+    calls: int  # of the block in the forward pass
     kept_wide: bool  # whether wide numbers wait for the backward pass
+    most_wide: int  # rows of wide numbers in memory at a time, in either pass
+
+
+class _WideRows(TorchDispatchMode):
+    """While entered, notes how many rows of `width` numbers are in memory at a time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.most = 0
+        self.made: list[weakref.ref] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.width,):
+                self.made.append(weakref.ref(tensor))
+        rows = {}  # by storage, so that a view counts once
+        for made in self.made:
+            tensor = made()
+            if tensor is not None:
+                torch.Tensor._fix_weakref(tensor)  # else it goes while autograd still has it
+                rows[tensor.untyped_storage()._cdata] = tensor.numel() // self.width
+        self.most = max(self.most, sum(rows.values()))
+        return result
 
 
 def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
@@ -38,14 +73,31 @@ def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
     expected = _with_gradients(block, x, up, down)
     # The whole block was called for the expected result.
     got.clear()
-    with saved_for_backward(up, down) as saved:
-        found = _with_gradients(lambda x: tiled(block, x, size), x, up, down)
+    saved = {}
+    calls = 0
+
+    def forward(x: torch.Tensor) -> Any:
+        nonlocal calls
+        # The forward pass alone: in the backward pass a piece saves its wide numbers, and may.
+        with saved_for_backward(up, down) as kept:
+            output = tiled(block, x, size)
+        saved.update(kept)
+        calls = len(got)
+        return output
+
+    with _WideRows(wide) as rows:
+        found = _with_gradients(forward, x, up, down)
     output = found[0]
     same = isinstance(output, torch.Tensor) and _close(output, expected[0])
-    gradients = same and all(map(_close, found[1:], expected[1:]))
-    # What is as wide as the block's inside should be computed again, not kept.
-    kept = any(tensor.shape[-1] == wide for tensor in saved.values())
-    return TiledRun(same, gradients, max(got, default=0), kept)
+    return TiledRun(
+        same=same,
+        gradients=same and all(map(_close, found[1:], expected[1:])),
+        most_tokens=max(got, default=0),
+        calls=calls,
+        # What is as wide as the block's inside should be computed again, not kept.
+        kept_wide=any(tensor.shape[-1:] == (wide,) for tensor in saved.values()),
+        most_wide=rows.most,
+    )
 
 
 def _with_gradients(function: Callable[..., Any], x: torch.Tensor, *modules: Any) -> list[Any]:

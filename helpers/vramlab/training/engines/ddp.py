@@ -18,6 +18,7 @@ from ...recipe.recipe import Recipe
 from ..engine import AUTOCAST, Model, ShardedEngine, Training, autocast_inside
 from ..models import real_tensors
 from ..process_group import is_fake_group
+from ..quiet import unheard
 
 # Trainers whose model is not under autocast by itself.
 WITHOUT_OWN_AUTOCAST = ("transformers", "sft")
@@ -40,7 +41,8 @@ class DDP(ShardedEngine):
         """Return `model` in DDP, whose buckets are known from the start."""
         # the Trainer looks for parameters without gradients unless layers are recomputed, and
         # always with PEFT (`Trainer._build_accelerator_args`): it costs a copy of the outputs, and
-        # buckets are not made anew
+        # buckets are not made anew. axolotl and LLaMA-Factory turn it off: forward then ends
+        # without the copy, and the peak stays, since backward has the logits' gradient in its place
         # (re-entrant checkpointing fails so: `ddp: true` of axolotl turns it off)
         recipe = self.recipe
         is_recomputed = recipe.use_reentrant or (recipe.gradient_checkpointing and not recipe.lora)
@@ -152,6 +154,23 @@ class _Reducer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Look for unused parameters, quietly in a simulation: that it finds none is no news."""
+        if not is_fake_group():
+            self._reducer.prepare_for_backward(outputs)
+            return
+
+        def prepare(number: float) -> float:
+            self._reducer.prepare_for_backward(outputs)
+            return number
+
+        with unheard("find_unused_parameters=True was specified", category=UserWarning):
+            # C++ writes its warnings to standard error, but hands Python those of what runs inside
+            # an operator of Python's (`HANDLE_TH_ERRORS`), and this one runs a function.
+            with real_tensors():
+                one = torch.zeros(())
+            one.apply_(prepare)
 
     def _rebuild_buckets(self) -> bool:
         with _Buckets(self._buckets, agreed=True):
