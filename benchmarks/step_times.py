@@ -6,8 +6,9 @@
 `predict` describes them, 26 of them with repeated keys) and our records of an H100 and an H200
 (`data/measurements`: on one card, not compiled, nothing offloaded) give for each card U, the share
 of the peak that matrix products reach, W, that in a fused kernel of attention, V, that of the
-bandwidth, τ, the seconds that the host takes for a call, and (but for the T4) σ, what bitsandbytes'
-optimizers wait for each tensor: least squares of the logarithm of estimated over measured seconds.
+bandwidth, and τ, the seconds that the host takes for a call: least squares of the logarithm of
+estimated over measured seconds. Pairs of an H100's records that differ in the optimizer alone give
+σ, what bitsandbytes' optimizers wait for each tensor, and ρ, what they search for each 8-bit state.
 To see what a fit is worth on a model that it has not seen, it is repeated without each model in
 turn. Runs that differ in one switch say what an estimate of that switch is worth.
 """
@@ -67,13 +68,14 @@ def about_pairs(card: str, switch: str) -> str:
 def main() -> None:
     for card in CARDS:
         # What the data say now beside what step_time.py has, so that a drift is seen.
-        for label, (u, w, v, issue, waiting) in (
+        for label, (u, w, v, issue, waiting, searching) in (
             ("fitted", fit(chosen(card))),
             ("in use", in_use(card)),
         ):
             shares = f"U = {u:.3f}, W = {w:.4f}, V = {v:.3f}"
             print(
-                f"{card}, {label}: {shares}, τ = {issue * 1e6:.1f} µs, σ = {waiting * 1e6:.0f} µs"
+                f"{card}, {label}: {shares}, τ = {issue * 1e6:.1f} µs, "
+                f"σ = {waiting * 1e6:.0f} µs, ρ = {searching:.0f}"
             )
         print(f"{card}, fitted: {summary(ratios(chosen(card), fit(chosen(card))))}")
         print(f"{card}, model held out: {summary([ratio for _, ratio in held_out(card)])}")

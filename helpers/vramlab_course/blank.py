@@ -13,11 +13,13 @@ returned, so the chapter runs in any case. The pieces of chapter 01 stand in
 `data/exercises/01.toml`; `exercise_data.py` says how.
 """
 
+import dis
 import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import CodeType
 from typing import Any
 
 from vramlab.base.data import data_path
@@ -139,10 +141,28 @@ def _is_blank(answer: Any) -> bool:
 
 
 def _has_dots(answer: Any) -> bool:
-    """Whether a line of the answer's code still has dots to be replaced, as in `scale = ...`."""
-    return any(
-        ... in part.__code__.co_consts for part in _parts(answer) if hasattr(part, "__code__")
-    )
+    """Whether a line of the answer's code still has dots to be replaced, as in `scale = ...`.
+
+    Dots of an index, as in `codes[..., ::2]`, are the reader's own.
+    """
+    return any(_sets_dots(part.__code__) for part in _parts(answer) if hasattr(part, "__code__"))
+
+
+def _sets_dots(code: CodeType) -> bool:
+    """Whether dots are assigned to a name or an attribute, or returned."""
+    steps = [*dis.get_instructions(code)]
+    for at, step in enumerate(steps):
+        if step.argval is not ...:
+            continue
+        if step.opname == "RETURN_CONST":  # of Python 3.12 and 3.13
+            return True
+        after, second = [*(later.opname for later in steps[at + 1 : at + 3]), ""][:2]
+        # An attribute's object is loaded between the two.
+        is_attribute = after.startswith("LOAD") and second == "STORE_ATTR"
+        is_name = after.startswith("STORE") and after != "STORE_SUBSCR"
+        if is_name or is_attribute or after == "RETURN_VALUE":
+            return True
+    return False
 
 
 def _parts(answer: Any) -> list[Any]:

@@ -20,7 +20,13 @@ from vramlab.planning.step_time import (
     timed_records,
     walk,
 )
-from vramlab.planning.step_traffic import optimizer_traffic, updating_calls, waiting_tensors
+from vramlab.planning.step_traffic import (
+    optimizer_traffic,
+    searched_states,
+    updating_calls,
+    waiting_tensors,
+)
+from vramlab.recipe.optimizers import MODELLED
 from vramlab.recipe.options import REPEATED
 
 from .published import runs
@@ -64,7 +70,7 @@ def features(run: Timed) -> tuple[float, ...]:
     """What the time of a run's step is made of, before the fit.
 
     Seconds at the whole peak, in fused attention too, and at the whole bandwidth, of the passes and
-    of the update; calls of both; tensors waited for.
+    of the update; calls of both; tensors waited for; 8-bit states, by the peak of fp32.
     """
     card = find_gpu(run.card)
     recipe = run.recipe
@@ -83,18 +89,18 @@ def features(run: Timed) -> tuple[float, ...]:
         times * walked.calls,
         updating_calls(recipe),
         waiting_tensors(recipe),
+        searched_states(recipe) / card.flops("fp32"),
     )
 
 
 def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
-    """Seconds by (U, W, V, τ, σ): the longer of computing and issuing, and what is waited for."""
-    *shares, issue, waiting = constants
+    """Seconds by (U, W, V, τ, σ, ρ): the longer of computing and issuing, with what waits."""
+    *shares, issue, waiting, searching = constants
     # Three parts that follow one another, each at its share of the peak.
     passes = (x[:, :3] / np.array(shares)).sum(axis=1)
-    update = x[:, 3] / shares[-1]
     issuing = x[:, 4] * issue
-    computing = np.maximum(passes, issuing) + update
-    return np.maximum(computing, issuing + x[:, 5] * issue) + x[:, 6] * waiting
+    update = np.maximum(x[:, 3] / shares[-1], x[:, 5] * issue)
+    return np.maximum(passes, issuing) + update + x[:, 6] * waiting + x[:, 7] * searching
 
 
 def in_use(card: str) -> tuple[float, ...]:
@@ -103,19 +109,37 @@ def in_use(card: str) -> tuple[float, ...]:
 
 
 def fit(found: Sequence[Timed]) -> tuple[float, ...]:
-    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio.
+    """(U, W, V, τ, σ, ρ), the first four by `least_squares`, the others by `least_deviations`.
 
-    σ stays as it is where no run waits.
+    σ and ρ stay as they are where no pair tells them.
     """
     x = np.array([features(run) for run in found])
-    measured = np.log([run.seconds for run in found])
-    # Logarithms keep all constants positive.
-    start = np.log(in_use(found[0].card))
+    seconds = np.array([run.seconds for run in found])
+    *shares, waiting, searching = in_use(found[0].card)
+    waits = x[:, 6] > 0
+    shares = least_squares(x[~waits], seconds[~waits], shares)
+    # What is off without σ and ρ; what a pair shares drops out of its difference.
+    off = seconds - estimated(x, (*shares, 0.0, 0.0))
+    rows = []
+    for place, others in twins(found).items():
+        beyond = off[place] - np.mean(off[others])
+        rows.append(np.array((*x[place, 6:8], beyond)) / seconds[place])
+    return (*shares, *least_deviations(np.array(rows), (waiting, searching)))
+
+
+def least_squares(
+    x: np.ndarray,
+    seconds: np.ndarray,
+    start: Sequence[float],
+) -> tuple[float, ...]:
+    """(U, W, V, τ), by Levenberg and Marquardt's method on the logarithm of the ratio."""
+    measured = np.log(seconds)
 
     def off(logarithms: np.ndarray) -> np.ndarray:
-        return np.log(estimated(x, np.exp(logarithms))) - measured
+        return np.log(estimated(x, (*np.exp(logarithms), 0.0, 0.0))) - measured
 
-    at = start
+    # Logarithms keep all constants positive.
+    at = np.log(start)
     damping = DAMPING
     errors = off(at)
     for _ in range(ROUNDS):
@@ -133,6 +157,49 @@ def fit(found: Sequence[Timed]) -> tuple[float, ...]:
         else:
             damping *= 4
     return tuple(np.exp(at))
+
+
+def least_deviations(
+    rows: np.ndarray,
+    otherwise: tuple[float, float],
+) -> tuple[float, float]:
+    """(σ, ρ) of the least sum of |tensors × σ + states × ρ − seconds|, of rows of these three.
+
+    Two of thirteen pairs had another load on the host in one run, which squares would follow. The
+    least sum is where two rows are met exactly (Boscovich 1757), so each two are tried.
+    """
+    best = otherwise
+    least = np.inf
+    for pair in itertools.combinations(rows, 2):
+        two = np.array(pair)
+        if not two[:, 1].any() or not np.linalg.det(two[:, :2]):
+            continue
+        found = np.linalg.solve(two[:, :2], two[:, 2])
+        total = np.abs(rows[:, :2] @ found - rows[:, 2]).sum()
+        if found.min() > 0 and total < least:
+            best = tuple(found)
+            least = total
+    return best
+
+
+def twins(found: Sequence[Timed]) -> dict[int, list[int]]:
+    """Places of runs with bitsandbytes' optimizers, and of those that differ by PyTorch's alone."""
+    groups: dict[str, list[int]] = {}
+    for place, run in enumerate(found):
+        fields = run.recipe.to_dict()
+        # The arguments are the optimizer's own.
+        del fields["optim"], fields["optim_args"]
+        groups.setdefault(str(fields), []).append(place)
+    pairs = {}
+    for places in groups.values():
+        by_library: dict[str, list[int]] = {}
+        for place in places:
+            library = MODELLED[found[place].recipe.optim].library
+            by_library.setdefault(library, []).append(place)
+        plain = by_library.get("torch")
+        if plain:
+            pairs.update(dict.fromkeys(by_library.get("bitsandbytes", ()), plain))
+    return pairs
 
 
 def ratios(found: Sequence[Timed], constants: Sequence[float]) -> list[float]:

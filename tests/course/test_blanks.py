@@ -6,6 +6,7 @@ import re
 import nbformat
 import pytest
 import settings
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vramlab_course import blank
 from vramlab_course.exercises import ExerciseError
@@ -201,6 +202,11 @@ def half_written(number):
     return twice
 
 
+def half_kept(number):
+    half_kept.twice = ...
+    return half_kept.twice
+
+
 class Watcher(TorchDispatchMode):  # torch wraps the method
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None): ...
 
@@ -215,7 +221,9 @@ class Doubler:
 def empty(number): ...
 
 
-@pytest.mark.parametrize("answer", [..., None, empty, described, half_written, Doubler, Watcher])
+@pytest.mark.parametrize(
+    "answer", [..., None, empty, described, half_written, half_kept, Doubler, Watcher]
+)
 def test_left_blank_the_chapter_goes_on_with_the_courses_piece(small, answer, capsys):
     piece = blank.check("99.double", answer)
     assert piece(5) == 10
@@ -237,6 +245,8 @@ def test_a_right_piece_in_other_words_is_used(small, capsys):
     ("wrong", "said"),
     [
         (lambda number: number + 1, "Of 3 it makes 4."),
+        # Dots of an index do not make a piece a blank.
+        (lambda number: number + int(torch.tensor([1, 0])[..., ::2]), "Of 3 it makes 4."),
         (lambda number: number, "Twice one is not that."),
         (lambda number: number / 0, "fails with ZeroDivisionError: division by zero."),
         (lambda number: None if number == 3 else 2 * number, "returns nothing."),

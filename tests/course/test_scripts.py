@@ -67,6 +67,17 @@ def test_vramlab_reads_the_t4_script_as_the_run_that_the_chapter_simulates(t4_sc
     assert recipe.quantization.double and not recipe.quantization.prepare
 
 
+def test_vramlab_reads_the_script_with_trl_as_the_run_that_the_chapter_says(tmp_path):
+    (found,) = (script for script in scripts("06") if "trainer.train()" in script)
+    path = tmp_path / "train.py"
+    path.write_text(found)
+    recipe, notes = recipe_of_script(path)
+    assert (recipe.trainer, recipe.seq_len, recipe.dtype) == ("sft", 2048, "bfloat16")
+    assert (recipe.batch_size, recipe.gradient_accumulation_steps) == (2, 8)
+    assert recipe.quantization.double and not recipe.quantization.prepare
+    assert notes == []
+
+
 @pytest.mark.slow  # imports TRL
 def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch):
     from datasets import Dataset

@@ -144,6 +144,20 @@ def test_a_bare_model_is_trained_as_the_message_says():
     assert "LoRA over fp16 weights" in older and "bf16" not in older, "a T4 has no bf16"
 
 
+def test_an_option_that_names_the_default_counts_before_the_message():
+    """An H100 ran out of memory in the first step of fp32 weights, which the options say."""
+    full = {"free": "22.44 MiB", "process": "78.53 GiB", "allocated": "77.78 GiB"}
+    said = message(asked="224.00 MiB", **full).replace("23.65", "79.18")
+    words = ("llama-3.1-8b", "--batch-size", "1", "--seq-len", "8")
+    assumed = run(said, *words).stdout
+    assert "taken from the message: full training of bf16 weights" in assumed
+    for precision in (("--precision", "fp32"), ("--precision=fp32",)):
+        text = run(said, *words, *precision).stdout
+        assert "taken from" not in text and "contradiction" not in text
+        assert "224.00 MiB is the size of a matrix of an MLP in fp32" in text
+        assert "estimated on H100 SXM" in text
+
+
 def test_a_change_is_enough_if_the_process_fits_with_it():
     """Its tensors alone shrink by less than is missing: the allocator's own goes with them."""
     recipe = Recipe("qwen2.5-1.5b", 4, 1024, "bf16-mixed", "adamw_torch_fused")

@@ -56,6 +56,12 @@ SFT += [
     ('TrainingArguments("out"', 'SFTConfig("out", max_length=256'),
 ]
 LOAD = "from_pretrained(MODEL, dtype=torch.float32)"
+# TRL loads a model by its name, here in 4 bits and with adapters.
+NAMED = [*SFT, ("SFTTrainer(model=model", "SFTTrainer(model=MODEL")]
+NAMED += [(f"model = AutoModelForCausalLM.{LOAD}\n", "")]
+NF4 = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
+NF4 += "bnb_4bit_compute_dtype=torch.bfloat16)"
+SFT_LORA = [("args=args,", "args=args, peft_config=LoraConfig(r=16),")]
 
 
 def at(place, text):
@@ -210,6 +216,18 @@ FIELDS = {  # what is read: changes, and the recipe's fields
     "SFT's adapters": (
         [*SFT, ("args=args,", "args=args, peft_config=LoraConfig(r=4),")],
         {"lora.r": 4},
+    ),
+    "SFT's bits": (
+        [*NAMED, ("args=args,", f"args=args, quantization_config={NF4},"), *SFT_LORA],
+        {"quantization.quant_type": "nf4", "weights_dtype": "float32"},
+    ),
+    "bits among what SFT loads with": (
+        [
+            *NAMED,
+            *said(f"model_init_kwargs={{'dtype': 'bfloat16', 'quantization_config': {NF4}}}"),
+            *SFT_LORA,
+        ],
+        {"quantization.quant_type": "nf4", "dtype": "bfloat16"},
     ),
     "VeRA": (at("model", PEFT.format("VeraConfig")), {"peft.peft_type": "VERA"}),
     "IA³": (at("model", PEFT.format("IA3Config")), {"peft.peft_type": "IA3"}),

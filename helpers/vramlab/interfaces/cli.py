@@ -313,7 +313,7 @@ def explain(
     as_json: JSON = False,
 ) -> None:
     from .explain import explain
-    from .explain_recipe import says_no_method
+    from .explain_recipe import OF_METHOD, says_no_method
 
     # Without words the message is piped in, as in `python train.py 2>&1 | vramlab explain`.
     first, *rest = words or ["-"]
@@ -339,7 +339,9 @@ def explain(
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         # A message plus a bare model says nothing of LoRA or precision, so the answer has to call
         # its recipe assumed.
-        assumed = not read_from_file and says_no_method(recipe)
+        # An option that names the default says it, too.
+        said_method = any(word.partition("=")[0] in OF_METHOD for word in rest)
+        assumed = not read_from_file and not said_method and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
     # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))

@@ -11,7 +11,7 @@ from ..hardware.gpu import Gpu, find_gpu
 from ..hardware.snapshot import read_snapshot
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report, format_bytes
-from .explain_message import missing_of, of_message
+from .explain_message import likely_cards, missing_of, of_message
 from .explain_recipe import Run, parts, taken_from
 from .messages import Message, MessageError, read_message
 
@@ -123,6 +123,9 @@ def _of_both(
     if assumed:
         recipe, taken = taken_from(message, recipe, card)
     run = Run(recipe, card, granted)
+    if card is None:
+        fitting = (one for one in likely_cards(message) if one.supports(recipe.precision))
+        run.timed = next(fitting, run.timed)
     against = run.contradictions(message)
     request = run.request(message)
     # A recipe that contradicts the message cannot say what the rest of the step would have lacked.

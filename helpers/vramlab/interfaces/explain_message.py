@@ -2,7 +2,7 @@
 
 import math
 
-from ..hardware.gpu import cards_of
+from ..hardware.gpu import Gpu, cards_of
 from ..report.report import format_bytes, unit_for
 from .messages import WORDS, Holder, Message
 
@@ -68,14 +68,19 @@ def of_message(message: Message, alone: bool) -> list[str]:
     return lines
 
 
-def _likely_card(message: Message) -> list[str]:
-    """Return the cards that report as much memory as the message's, in a line."""
+def likely_cards(message: Message) -> list[Gpu]:
+    """Return the cards that report as much memory as the message's."""
     total = message.bytes.get("total")
     if message.kind != "card" or not total:
         return []
     # Drivers report a total that is typical of a card: a T4 is no round number of GiB.
-    names = " or ".join(card.name for card in cards_of(total))
-    return [f"a card that has {sized(total)}: likely {names} (--gpu)"] if names else []
+    return cards_of(total)
+
+
+def _likely_card(message: Message) -> list[str]:
+    names = " or ".join(card.name for card in likely_cards(message))
+    has = sized(message.bytes.get("total", 0))
+    return [f"a card that has {has}: likely {names} (--gpu)"] if names else []
 
 
 def _by_kind(message: Message, alone: bool) -> list[str]:

@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "quantization": Quantization(),
     },
 }
+OF_METHOD = ("--precision", "--optim", "--dtype", "--trainer")  # a default's name is an answer
 WITHOUT_BF16 = {"bf16-mixed": "fp16-mixed", "bf16-true": "fp16-true", "bfloat16": "float16"}
 # The allocator asks CUDA for requests over 10 MiB in multiples of this (kRoundLarge).
 ROUNDED = 2 * MiB
@@ -59,6 +60,8 @@ class Run:
     def __init__(self, recipe: Recipe, card: Gpu | None, granted: dict[str, Any]):
         self.recipe = recipe
         self.card = card
+        # The card that a step's seconds are of.
+        self.timed = card or find_gpu(DEFAULT_CARD)
         self.granted = granted
         # The formulas where they know the recipe, since changes are tried by the dozen; else the
         # simulation.
@@ -112,13 +115,11 @@ class Run:
 
     @cached_property
     def seconds(self) -> float | None:
-        """The step's estimated time on the card, or on DEFAULT_CARD; None where it is unknown."""
+        """The step's estimated time on the card `timed`; None where it is unknown."""
         try:
             # Parts of a step that wait for each other are added; `estimate` has taken off what
             # overlaps.
-            return sum(
-                estimate(counted_as(self.recipe), self.card or find_gpu(DEFAULT_CARD)).values()
-            )
+            return sum(estimate(counted_as(self.recipe), self.timed).values())
         except (GpuError, RecipeError):
             return None
 
@@ -126,7 +127,7 @@ class Run:
         """Return the three cheapest changes, as `Explanation` has them, or a pair too."""
         need = lacks.tensors or 0
         process = lacks.process or 0
-        ranked = cheapest(self.recipe, self.card, need, witness=self.witness, process=process)
+        ranked = cheapest(self.recipe, self.timed, need, witness=self.witness, process=process)
         facts = [self._facts(change, lacks) for change in ranked]
         # A pair takes a hundred reports, which formulas give at once.
         # With a change that is enough alone there is nothing to combine.
@@ -138,13 +139,13 @@ class Run:
     def _pairs(self, lacks: Lacks) -> Iterator[dict[str, Any]]:
         """Yield the cheapest pair that is enough, with expandable segments if none is without."""
         need = lacks.tensors or 0
-        pair = cheapest_pair(self.recipe, self.card, need, self.witness, lacks.process or 0)
+        pair = cheapest_pair(self.recipe, self.timed, need, self.witness, lacks.process or 0)
         words = "enough together"
         # The setting alone is said by `_setting`; here it gives what a pair still lacks.
         if pair is None and self.card and not self.report.expandable_segments:
             with_them = Run(self.recipe, self.card, self.granted | {"expandable_segments": True})
             process = with_them.lacks().process or 0
-            pair = cheapest_pair(self.recipe, self.card, need, with_them.witness, process)
+            pair = cheapest_pair(self.recipe, self.timed, need, with_them.witness, process)
             words += f" with {SEGMENTS}"
         if pair:
             fact = self._facts(pair, lacks)
@@ -191,18 +192,17 @@ class Run:
         lines = [f"the cheapest changes{lack}:"]
         if trusted:
             lines += self._setting()
-        if not supports_liger(self.card):
-            name = self.card.name if self.card else ""
+        name = self.timed.name
+        if not supports_liger(self.timed):
             lines.append(
                 f"  (none by Liger: Triton, in which it is written, does not support {name})"
             )
         for change in changes:
             text = f"  {change['text']}"
             if change["seconds"]:
-                where = self.card.name if self.card else DEFAULT_CARD
                 before = change["seconds_before"]
                 text += (
-                    f" ({change['seconds']:.3g} s a step, {before:.3g} now, estimated on {where})"
+                    f" ({change['seconds']:.3g} s a step, {before:.3g} now, estimated on {name})"
                 )
             if missing and not change["enough"]:
                 text += ", not enough alone"

@@ -141,6 +141,7 @@ class _Reader(LoadingReader):
         # transformers' Trainer has no `peft_config`.
         if KINDS[name] in TRL:
             self._adapt(words.pop("peft_config", None))
+            self._quantize_named(words)
         for word, value in words.items():
             self._trainer_word(word, value)
         if self.fields["trainer"] == "transformers" and not self.fields.get("seq_len"):
@@ -241,6 +242,10 @@ class _Reader(LoadingReader):
         quiet = {*CLASSIFIED["neutral"], *CLASSIFIED["neutral_in"].get(kind, ())}
         if self.fields.get("sharding"):
             quiet.update(engine)
+        loading = self._loading_constants(call)
+        if loading is not None:
+            quiet.add("model_init_kwargs")
+            self.arguments["model_init_kwargs"] = loading
         self.arguments |= self._values(call, COMMON | OWN[kind], quiet, ("output_dir",))
         return kind
 

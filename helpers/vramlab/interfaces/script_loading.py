@@ -29,6 +29,9 @@ class LoadingReader(CallReader):
         self.fields = self.lines.fields
         self.arguments = self.lines.arguments
         self.model: str | None = None
+        # What TRL's trainers load a model with to whom a name is given.
+        self.is_named = False
+        self.named_bits: ast.expr | None = None
 
     def _load(self, node: ast.expr | None) -> None:
         """Take what is said of the model that an expression gives, from the loading on."""
@@ -39,6 +42,7 @@ class LoadingReader(CallReader):
             and self.fields["trainer"] in TRL
         ):
             self.model = self._value("model", call, quiet=True)
+            self.is_named = True
             return
         if not isinstance(call, ast.Call):
             self.lines.refuse(node or self.lines.trainer, "does not say how the model is loaded")
@@ -188,6 +192,41 @@ class LoadingReader(CallReader):
             self.lines.refuse(node, "is a configuration that is not read")
         for name, value in self._words(call, ("pretrained_model_name_or_path",)).items():
             self._loading_word(name, value)
+
+    def _loading_constants(self, call: ast.Call) -> dict[str, Any] | None:
+        """Return the constants of `model_init_kwargs` where a quantization is among them.
+
+        The quantization is no constant, and kept for `_quantize_named`.
+        """
+        words = {word.arg: word.value for word in call.keywords}
+        held = self.tree.sources(words.get("model_init_kwargs"))
+        whole = held[0] if len(held) == 1 else None
+        if not isinstance(whole, ast.Dict) or self.tree.is_written(whole):
+            return None
+        keys: list[Any] = [getattr(key, "value", None) for key in whole.keys]
+        said = dict(zip(keys, whole.values, strict=True))
+        if "quantization_config" not in said:
+            return None
+        self.named_bits = said.pop("quantization_config")
+        constants = {name: self._value(str(name), node) for name, node in said.items()}
+        return {name: value for name, value in constants.items() if value is not None}
+
+    def _quantize_named(self, words: dict[str, ast.expr]) -> None:
+        """Take the quantization with which a trainer of TRL loads a model by its name.
+
+        It stands in the trainer's call or in `model_init_kwargs`. A model that is already loaded
+        stays as it is, with a warning of TRL's, so there it is noted.
+        """
+        given = words.pop("quantization_config", self.named_bits)
+        if given is None:
+            return
+        if not self.is_named:
+            self._note("quantization_config", given)
+            return
+        self._quantize(given)
+        # TRL's `create_model_from_path` loads in fp32 unless it is told otherwise.
+        if "dtype" not in (self.arguments.get("model_init_kwargs") or {}):
+            self.fields["dtype"] = "float32"
 
     def _quantize(self, node: ast.expr) -> None:
         """Take the bits of a BitsAndBytesConfig."""

@@ -4,24 +4,27 @@
                    + 3 × bytes written / (V × bandwidth))
     update  = bytes of the optimizer / (V × bandwidth)
     issuing = A × calls × τ
-    seconds = max(max(passes, issuing) + update, issuing + calls of the update × τ) + tensors × σ
+    seconds = max(passes, issuing) + max(update, calls of the update × τ)
+            + tensors × σ + states in 8 bits × ρ / peak in fp32
             + links + host                                       (`step_traffic.py`)
 
 for A micro-batches. Kernels run one after the other, so their times add up (within one kernel it is
 the larger of two, Williams et al. 2009), while the host issues the next ones: the longer of both
 counts, and no update runs before the last gradient has been issued. The bytes written and the calls
 (`formulas/calls.py`) are those of `predict`'s ledger. bitsandbytes' optimizers wait for the GPU
-after each tensor (`optim/optimizer.py`, `sync_gpu`), which takes σ. A fused kernel of attention has
-a share W of its own: the memory-efficient one reaches little on a T4.
+after each tensor (`optim/optimizer.py`, `sync_gpu`), which takes σ, and search the code of each
+state in 8 bits, for which the card could do ρ operations in fp32. A fused kernel of attention has a
+share W of its own: the memory-efficient one reaches little on a T4.
 
-U, W, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4
+U, W, V and τ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4
 with step times (`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion
 parameters, 26 with repeated keys) and to our records of an H100 and of an H200
-(`data/measurements`). How far off the estimate is of a model that the fit has not seen is its
-interval. For another card the middle of a T4 and an H100 is an assumption, and the interval is that
-of each of these cards' runs by the other's rates: whole training steps reach 38 to 52 % of the peak
-on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al.
-2024, table 4).
+(`data/measurements`). σ and ρ are of 13 pairs of an H100's records that differ in the optimizer
+alone, and are assumed of other cards. How far off the estimate is of a model that the fit has not
+seen is its interval. For another card the middle of a T4 and an H100 is an assumption, and the
+interval is that of each of these cards' runs by the other's rates: whole training steps reach 38 to
+52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022,
+table 3; Dubey et al. 2024, table 4).
 """
 
 import contextlib
@@ -34,11 +37,18 @@ from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..hardware.links import PCIE_SHARE, pcie_bandwidth
 from ..measurement.records import load, measurements_folder
 from ..recipe.knobs import unchecked
+from ..recipe.optimizers import SIMULATED
 from ..recipe.options import FUSED, LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .rates import ASSUMED, BASIS, RATES, SPREAD, SPREAD_ELSEWHERE, USUAL
-from .step_traffic import optimizer_traffic, updating_calls, waiting_tensors, waits
+from .step_traffic import (
+    optimizer_traffic,
+    searched_states,
+    updating_calls,
+    waiting_tensors,
+    waits,
+)
 from .step_walk import Walk, walk
 
 Range = tuple[float, float, float]  # likely, least, most
@@ -96,7 +106,8 @@ def step_time(
             the table.
     Raises:
         GpuError: no such card, or one whose rates are unknown.
-        RecipeError: the card does not compute in the recipe's precision.
+        RecipeError: the card does not compute in the recipe's precision, or an optimizer whose
+            update no estimate knows.
     """
     card = find_gpu(gpu)
     card.require(recipe.precision)
@@ -145,6 +156,9 @@ def _computed(
     card: Gpu,
 ) -> dict[str, float]:
     """Return the parts of the step with their seconds, without links and host."""
+    if recipe.optim in SIMULATED:
+        rest = "no estimate knows how long its update takes: simulate says its memory, measure both"
+        raise RecipeError("optim", recipe.optim, rest)
     rates = RATES.get(card.name, USUAL)
     times = recipe.gradient_accumulation_steps
     bandwidth = rates.memory * _known(card, "bandwidth", card.bandwidth)
@@ -169,8 +183,13 @@ def _computed(
     computing = sum(parts.values())
     issued = issuing(recipe, card)
     updating = max(update, rates.issue * updating_calls(recipe))
-    parts["launches"] = max(0.0, issued + updating - computing, updating - update)
+    passes = computing - update
+    parts["launches"] = max(passes, issued) + updating - computing
     parts["optimizer"] += rates.waiting * waiting_tensors(recipe)
+    searched = searched_states(recipe)
+    if searched:
+        peak = _known(card, "fp32", card.flops("fp32"))
+        parts["optimizer"] += rates.searching * searched / peak
     return parts
 
 

@@ -1,4 +1,4 @@
-"""What chapter 08's checks hold answers against: points that no other beats, and a peak."""
+"""What chapter 08's checks hold answers against: points that no faster one beats, and a peak."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,14 @@ from vramlab import Recipe, predict, simulate
 
 
 def front(points: Sequence[tuple]) -> list[tuple]:
-    """The points that no other beats.
+    """The points that no faster one beats: each that is faster takes more memory.
 
-    A point is beaten by less memory at no less speed, or more speed at no more memory.
+    Equally fast ones all stay, as an estimate cannot tell them apart.
     """
     unbeaten = []
-    # Once each: of two equal points neither beats the other.
     for point in set(points):
         memory, speed, *_ = point
-        beats = [
-            other for other in points if other != point and other[0] <= memory and other[1] >= speed
-        ]
+        beats = [other for other in points if other[0] <= memory and other[1] > speed]
         if not beats:
             unbeaten.append(point)
     return unbeaten

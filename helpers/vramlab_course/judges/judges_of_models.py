@@ -79,6 +79,16 @@ def kept_by_product(product: type[torch.autograd.Function]) -> int:
     return alive + len(saved)
 
 
+def trouble_with_product(product: type[torch.autograd.Function]) -> str:
+    """What PyTorch says of the backward of x times a layer's weight; "" where it runs."""
+    layer = SimpleNamespace(weight=lambda: random_tensor(5, 8))
+    try:
+        product.apply(random_tensor(3, 8).requires_grad_(), layer).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def _inner(model: Any) -> list[torch.nn.Linear]:
     return [
         m
