@@ -268,6 +268,12 @@ def test_workers_of_ray_are_ranks(values, tmp_path):
     assert (recipe.sharding.engine, recipe.sharding.world_size) == ("ddp", 4)
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit", "ao_adamw_fp8"])
+def test_axolotls_optimizers_of_torchao(optim, tmp_path):
+    recipe, _ = read(tmp_path, AXOLOTL, optimizer=optim)
+    assert recipe.optim == optim
+
+
 def test_a_parallel_size_of_one_is_none(tmp_path):
     recipe, _ = read(tmp_path, AXOLOTL, context_parallel_size=1, tensor_parallel_size=1)
     assert recipe.sharding is None

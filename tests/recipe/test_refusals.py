@@ -9,10 +9,21 @@ import numpy
 import pytest
 import torch
 from tiny_models import config
-from vramlab import Loop, LoRA, Quantization, Recipe, Sharding, measure, plan, predict, simulate
+from vramlab import (
+    Loop,
+    LoRA,
+    Quantization,
+    Recipe,
+    Sharding,
+    measure,
+    plan,
+    predict,
+    simulate,
+    step_time,
+)
 from vramlab.base.errors import RecipeError
 from vramlab.recipe import rollouts
-from vramlab.recipe.optimizers import BESIDE_TRAINER, MODELLED, REFUSED
+from vramlab.recipe.optimizers import BESIDE_TRAINER, COMPILED, MODELLED, REFUSED, SIMULATED
 from vramlab.recipe.options import Rollouts
 from vramlab.recipe.recipe import OPTIMIZERS
 
@@ -306,13 +317,18 @@ def test_every_optimizer_of_the_trainer_is_modelled_or_refused():
 
     names = {name.value for name in OptimizerNames}
     accepted = {name for name in names if name not in REFUSED and Recipe(LLAMA, optim=name)}
-    assert names - accepted == REFUSED.keys() and accepted >= set(OPTIMIZERS)
-    assert not names & {*BESIDE_TRAINER} and MODELLED.keys() == {*OPTIMIZERS, *BESIDE_TRAINER}
+    assert names - accepted == REFUSED.keys() and accepted >= {*OPTIMIZERS, *COMPILED}
+    assert not names & {*BESIDE_TRAINER} and MODELLED.keys() == {*OPTIMIZERS, *SIMULATED}
     for name in BESIDE_TRAINER:
         error = refused(Recipe(LLAMA, optim=name).training_arguments)
         assert error.field == "optim" and "give the Trainer its optimizers" in str(error)
+    for name in SIMULATED:
         error = refused(Recipe, LLAMA, optim=name, loop="optimizer_in_backward")
-        assert "divides the weights" in str(error)
+        assert "an update of all weights" in str(error)
+        recipe = Recipe(LLAMA, optim=name)
+        assert "ask simulate" in str(refused(predict, recipe))
+        assert "ask simulate" in str(refused(plan, LLAMA, "T4", optims=name))
+        assert "simulate says its memory" in str(refused(step_time, recipe, "T4"))
     for name in REFUSED:
         error = refused(Recipe, LLAMA, optim=name)
         assert (

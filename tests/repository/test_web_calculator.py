@@ -447,8 +447,9 @@ def visit(page, states: list[dict]) -> None:
         same(found, state)
 
 
-def test_a_browser_says_the_same_bytes_for_200_recipes(page):
-    visit(page, draws(200, 2))
+@pytest.mark.parametrize("many", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_browser_says_the_same_bytes_for_drawn_recipes(page, many):
+    visit(page, draws(many, 2))
 
 
 def test_every_control_has_a_label_and_can_be_reached_in_order_by_keyboard(page):

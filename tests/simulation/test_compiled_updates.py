@@ -5,10 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import config
 from torch import nn
+from transformers import Trainer, TrainingArguments
+from vramlab import Recipe
+from vramlab.base.errors import MissingExtra, RecipeError
 from vramlab.recipe.options import Loop
 from vramlab.simulation.compiled_updates import TRIED_UPDATES
 from vramlab.simulation.simulate import simulate
+from vramlab.training.models import build_model
+from vramlab.training.training import make_batch
 
 # What PyTorch's own allocator held at most in the second step on the stand-in for an RTX 4090
 # (`data/stand_in/README.md`; torch 2.13, torchao 0.18): requested, allocated.
@@ -39,6 +45,44 @@ def test_an_update_takes_what_pytorch_takes(kind, dtype):
     if report.peak.total == report.phases["step"].peak.total:
         assert abs(report.requested / requested - 1) < 2e-5
     assert TRIED_UPDATES in report.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "precision"),
+    [
+        ("adamw_torch_8bit", "bf16-true"),
+        ("adamw_torch_4bit", "bf16-mixed"),
+        ("ao_adamw_fp8", "fp32"),
+    ],
+)
+def test_a_recipe_has_the_optimizer_that_the_trainer_makes(optim, precision):
+    kinds = pytest.importorskip("torchao.optim")
+    sizes = {"batch_size": 2, "seq_len": 24, "num_layers": 1, "loop": "plain"}
+    tiny = config("llama", vocab_size=96)
+    recipe = Recipe(tiny, optim=optim, precision=precision, **sizes)
+    kind, options = kinds.AdamWFp8, {}  # as axolotl's builder makes it
+    if optim != "ao_adamw_fp8":
+        arguments = TrainingArguments("unused", optim=optim, use_cpu=True)
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    module = simulate(
+        model=build_model(recipe, "cpu"),
+        batch=make_batch(recipe, "cpu"),
+        optimizer=lambda parameters: kind(parameters, **options),
+        precision=precision,
+        gpu="RTX 4090",
+    )
+    assert simulate(recipe, gpu="RTX 4090").phases == module.phases
+
+
+def test_without_torchao_a_sentence_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingExtra) as caught:
+        simulate(Recipe("qwen2.5-0.5b", optim="adamw_torch_4bit"))
+    expected = "optim='adamw_torch_4bit' needs torchao: pip install 'vramlab[torchao]'"
+    assert str(caught.value) == expected
+    with pytest.raises(RecipeError, match="not simulated with optim='adamw_torch_8bit'"):
+        simulate(Recipe("qwen2.5-0.5b", optim="adamw_torch_8bit", torch_compile=True))
 
 
 def single_param_adam(parameter, grad):

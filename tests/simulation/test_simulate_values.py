@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from vramlab import RecipeError, simulate
+from vramlab.simulation.fake_mode import RuledFakeMode
+from vramlab.simulation.values import Values
 from watched_steps import measured
 
 
@@ -229,3 +232,13 @@ def test_sparse_tensors_and_bags_are_refused():
             match=r"or sparse tensors are simulated: `watch` measures .*, if none is sparse",
         ):
             simulate(model=model, batch=batch, loss=total, optimizer=torch.optim.SGD, target="cpu")
+
+
+def test_what_wraps_fake_tensors_is_not_taken_for_a_real_one():
+    """torchao's states were, and then counted twice: as they were made, and as what they became."""
+    values = Values(RuledFakeMode({}))
+    real = torch.ones(2, 3)
+    fake = values.stand_in(real)
+    wrapped = TwoTensor(fake, fake)
+    assert values.stand_ins([wrapped])[0] is wrapped
+    assert values.stand_ins([TwoTensor(real, real)])[0] is not wrapped

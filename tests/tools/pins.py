@@ -35,11 +35,14 @@ OF_USERS = (
     "diffusion",
 )
 
+# Extras that no environment of the project has: what is installed changes what others print.
+APART = ("torchao",)
+
 
 def direct() -> list[Requirement]:
     """Every dependency that pyproject.toml names, those of the extras too, each once."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
+    extras = [of for name, of in project["optional-dependencies"].items() if name not in APART]
     lines = dict.fromkeys([*project["dependencies"], *(line for extra in extras for line in extra)])
     return [Requirement(line) for line in lines]
 

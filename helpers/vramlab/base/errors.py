@@ -86,6 +86,7 @@ EXTRAS = {
     "diffusers": "diffusion",
     "trl": "trl",
     "schedulefree": "schedulefree",
+    "torchao": "torchao",
     "liger_kernel": "liger",
     "triton": "liger",
     "matplotlib": "plot",

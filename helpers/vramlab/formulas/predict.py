@@ -18,7 +18,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import expandable
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse, unchecked
-from ..recipe.optimizers import BESIDE_TRAINER
+from ..recipe.optimizers import SIMULATED
 from ..recipe.options import HALF, INT8
 from ..recipe.process_context import context_of, room_on
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
@@ -137,7 +137,7 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "peft", recipe.peft, allowed
 
     allowed = "the formulas do not know it: ask simulate"
-    yield "optim", recipe.optim in BESIDE_TRAINER, allowed
+    yield "optim", recipe.optim in SIMULATED, allowed
     yield "label_smoothing_factor", recipe.label_smoothing_factor, allowed
     yield "neftune_noise_alpha", recipe.neftune_noise_alpha, allowed
 

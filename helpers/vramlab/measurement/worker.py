@@ -21,6 +21,7 @@ from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..report.report import Report, environment, format_bytes
 from ..training.engines import engine_of
+from ..training.make_optimizer import torchao_optimizers
 from ..training.models import build_model
 from ..training.process_group import one_rank_of, real_rank
 from .generation_passes import clean_generation, tracked_generation
@@ -178,6 +179,8 @@ def import_libraries(recipe: Recipe) -> None:
         import peft  # noqa: F401
     if recipe.quantization or MODELLED[recipe.optim].library == "bitsandbytes":
         import bitsandbytes  # noqa: F401
+    if MODELLED[recipe.optim].library == "torchao":
+        torchao_optimizers(recipe.optim)
 
 
 # Messages of torch (c10/core/impl/alloc_cpu.cpp), CUDA, cuBLAS, cuDNN and oneDNN for an allocation

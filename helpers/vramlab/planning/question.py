@@ -14,12 +14,12 @@ from ..hardware.gpu import Gpu, current_device, find_gpu, usable_memory
 from ..hardware.nvml import held_by_others
 from ..recipe import images, liger, lora_modules, peft_methods
 from ..recipe.knobs import FilledIn, documented, knob, knobs, same_knob, unchecked
+from ..recipe.optimizers import OPTIMIZERS, SIMULATED
 from ..recipe.options import GENERATING, PRECISION_RULES, LoRA, Rollouts, Sharding
 from ..recipe.peft_methods import Peft
 from ..recipe.recipe import (
     ATTENTION,
     LEAST_BATCH,
-    OPTIMIZERS,
     Recipe,
     refuse_generating,
 )
@@ -90,7 +90,7 @@ class Question:
     )
     optims: tuple[str, ...] = knob(
         OPTIMS,
-        choices=OPTIMIZERS,
+        choices=(*OPTIMIZERS, *SIMULATED),
         many=True,
         help="To try.",
         option="optim",
@@ -250,6 +250,7 @@ class Question:
 
     def _check_together(self) -> None:
         """Refuse what is allowed by itself but not with the rest of the question."""
+        _check_optims(self.optims)
         if self.reads_images:
             if self.gpus > 1:
                 rest = "samples with images are modelled on one device"
@@ -455,3 +456,11 @@ class Question:
         if not 0 < shortest < plain.seq_len:
             return None
         return (plain.seq_len,) * (size - 1) + (shortest,)
+
+
+def _check_optims(optims: tuple[str, ...]) -> None:
+    """Raise RecipeError for an optimizer that plan has no figures of."""
+    for optim in optims:
+        if optim in SIMULATED:
+            rest = "no formula knows it, and plan compares by formulas: ask simulate"
+            raise RecipeError("optims", optim, rest)

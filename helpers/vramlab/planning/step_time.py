@@ -37,6 +37,7 @@ from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..hardware.links import PCIE_SHARE, pcie_bandwidth
 from ..measurement.records import load, measurements_folder
 from ..recipe.knobs import unchecked
+from ..recipe.optimizers import SIMULATED
 from ..recipe.options import FUSED, LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
@@ -105,7 +106,8 @@ def step_time(
             the table.
     Raises:
         GpuError: no such card, or one whose rates are unknown.
-        RecipeError: the card does not compute in the recipe's precision.
+        RecipeError: the card does not compute in the recipe's precision, or an optimizer whose
+            update no estimate knows.
     """
     card = find_gpu(gpu)
     card.require(recipe.precision)
@@ -154,6 +156,9 @@ def _computed(
     card: Gpu,
 ) -> dict[str, float]:
     """Return the parts of the step with their seconds, without links and host."""
+    if recipe.optim in SIMULATED:
+        rest = "no estimate knows how long its update takes: simulate says its memory, measure both"
+        raise RecipeError("optim", recipe.optim, rest)
     rates = RATES.get(card.name, USUAL)
     times = recipe.gradient_accumulation_steps
     bandwidth = rates.memory * _known(card, "bandwidth", card.bandwidth)

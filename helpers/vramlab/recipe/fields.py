@@ -11,7 +11,7 @@ from . import samples
 from .configuration import MOST_LAYERS, READERS
 from .families import TASKS
 from .knobs import FilledIn, frozen, knob
-from .optimizers import BESIDE_TRAINER, OPTIMIZERS, optimizer_arguments
+from .optimizers import OPTIMIZERS, SIMULATED, optimizer_arguments
 from .options import (
     ATTENTION,
     DTYPES,
@@ -79,7 +79,7 @@ class RecipeFields:
     )
     optim: str = knob(
         "adamw_torch",
-        choices=(*OPTIMIZERS, *BESIDE_TRAINER),
+        choices=(*OPTIMIZERS, *SIMULATED),
         help="The optimizer.",
         option=True,
         label="Optimizer",

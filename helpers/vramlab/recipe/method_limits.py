@@ -3,7 +3,7 @@
 from . import lora_modules, peft_methods
 from .fields import RecipeFields
 from .knobs import Refusals
-from .optimizers import BESIDE_TRAINER
+from .optimizers import SIMULATED
 from .options import TRL
 
 # Whose router is a subclass of `nn.Linear` that returns scores beside its product, in which PEFT's
@@ -18,11 +18,11 @@ def refusals(recipe: RecipeFields) -> Refusals:
         yield from _method_refusals(recipe, recipe.peft)
     yield from _regularizer_refusals(recipe)
     yield from _router_refusals(recipe)
-    is_muon = recipe.optim in BESIDE_TRAINER
+    is_simulated = recipe.optim in SIMULATED
     allowed = "it is modelled on one device"
-    yield "optim", is_muon and recipe.sharding, allowed
-    allowed = "it divides the weights between two optimizers: take loop 'trainer' or 'plain'"
-    yield "optim", is_muon and recipe.loop.optimizer_in_backward, allowed
+    yield "optim", is_simulated and recipe.sharding, allowed
+    allowed = "it is modelled with an update of all weights: take loop 'trainer' or 'plain'"
+    yield "optim", is_simulated and recipe.loop.optimizer_in_backward, allowed
     allowed = "adapters leave the whole base frozen: name their targets instead"
     yield "freeze", recipe.freeze and recipe.adapters, allowed
 

@@ -38,11 +38,13 @@ class Optimizer(NamedTuple):
 
 _TABLE = json.loads(data_path("optimizers.json").read_text(encoding="utf-8"))
 MODELLED = {}
-for _rows in ("modelled", "beside_trainer"):
+for _rows in ("modelled", "compiled", "beside_trainer"):
     for _name, _row in _TABLE[_rows].items():
         MODELLED[_name] = Optimizer.of(_row)
 OPTIMIZERS = tuple(_TABLE["modelled"])
+COMPILED = tuple(_TABLE["compiled"])  # by torchao; formulas do not know what that leaves
 BESIDE_TRAINER = tuple(_TABLE["beside_trainer"])  # that the Trainer has no name for
+SIMULATED = (*COMPILED, *BESIDE_TRAINER)  # that no formula knows
 REFUSED = _TABLE["refused"]
 ALIASES = _TABLE["aliases"]
 # Those that `Trainer` drops without a word (transformers/trainer_optimizer.py).

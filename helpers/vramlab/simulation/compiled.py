@@ -13,6 +13,7 @@ from ..base.errors import RecipeError
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..private import of_compiler, of_fake_tensors, of_torch
 from ..private.patched import is_replaced, put_back, replaced
+from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..tracking.fake_tracker import FakeTracker
 from ..training.engine import Training
@@ -35,6 +36,7 @@ def is_compiled(recipe: Recipe) -> bool:
         "use_liger_kernel": recipe.use_liger_kernel,
         "activation_offloading": recipe.activation_offloading,
         "rollouts": recipe.rollouts,
+        f"optim={recipe.optim!r}": MODELLED[recipe.optim].library == "torchao",
     }
     for name, value in reasons.items():
         if value:

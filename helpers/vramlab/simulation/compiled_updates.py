@@ -10,7 +10,10 @@ import torch
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..private import of_compiler, of_fake_tensors
 from ..private.patched import replaced
+from ..recipe.optimizers import MODELLED
+from ..recipe.recipe import Recipe
 from ..tracking.fake_tracker import FakeTracker
+from ..training.make_optimizer import torchao_optimizers
 from .compiled import Callback, UntracedTracker, compiling
 from .cuda import CudaKernels
 from .inductor import compiler
@@ -27,6 +30,28 @@ def fill_code_tables() -> None:
     for name in ("OptimState8bit", "OptimState4bit"):
         for is_signed in (True, False):
             getattr(optimizers, name).zeros((256,), is_signed)
+
+
+def load_torchao(recipe: Recipe) -> None:
+    """Import torchao, with its tables, if the recipe's optimizer is from there.
+
+    Raises MissingExtra where it is not installed.
+    """
+    if MODELLED[recipe.optim].library == "torchao":
+        torchao_optimizers(recipe.optim)
+        fill_code_tables()
+
+
+def updates_of(
+    recipe: Recipe,
+    tracker: FakeTracker,
+    card: Gpu | None,
+    kernels: CudaKernels | None,
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which the recipe's optimizer updates."""
+    if MODELLED[recipe.optim].library != "torchao":
+        return contextlib.nullcontext()
+    return compiled_updates(tracker, card, kernels)
 
 
 @contextlib.contextmanager

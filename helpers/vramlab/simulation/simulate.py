@@ -41,7 +41,7 @@ from . import fakes, shallow
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
 from .compiled import TRIED, compiled_step, failed, is_compiled
-from .compiled_updates import compiled_updates, fill_code_tables
+from .compiled_updates import compiled_updates, fill_code_tables, load_torchao, updates_of
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
@@ -396,7 +396,7 @@ def _run(
                 way = skipped(training, tracker, recipe)
             elif kernels and not full:
                 way = joined_windows(tracker, kernels, recipe)
-            with way:
+            with way, updates_of(recipe, tracker, card, kernels):
                 return run_tracked(training, tracker, steps, target, then=then)
         except (VramLabError, NotRegular):
             raise
@@ -436,6 +436,7 @@ def load_libraries(recipe: Recipe) -> None:
     if liger.kernels(recipe):
         with needing("use_liger_kernel"):
             import liger_kernel.transformers  # noqa: F401
+    load_torchao(recipe)
 
 
 def make_tracker(

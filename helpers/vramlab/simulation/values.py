@@ -33,8 +33,15 @@ from ..private.of_fake_tensors import (
     schema_of,
     without_functions,
 )
-from ..private.of_torch import accumulation_hooks, tree_leaves, tree_map_only, without_modes
+from ..private.of_torch import (
+    accumulation_hooks,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+    tree_map_only,
+    without_modes,
+)
 from ..private.patched import plain, replaced
+from ..tracking.tensors import plain_tensors
 from .fake_mode import RuledFakeMode
 
 LIMIT = 2**16  # elements of a tensor whose content is kept
@@ -368,10 +375,15 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Tell whether `tensor` is neither fake nor what `torch.func` wraps around one."""
-    if isinstance(tensor, FakeTensor):
+    """Tell whether `tensor` is neither fake nor what wraps one.
+
+    That is what `torch.func` makes, or a class such as torchao's for states of 8 bits.
+    """
+    if isinstance(tensor, FakeTensor) or is_of_functorch(tensor):
         return False
-    return not is_of_functorch(tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        return any(map(_is_real, plain_tensors([tensor])))
+    return True
 
 
 def _has_real(values: Any) -> bool:

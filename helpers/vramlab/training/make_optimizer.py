@@ -1,5 +1,6 @@
 """The optimizer that `TrainingArguments.optim` names, and Muon."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .engine import Together
 from .models import real_tensors
 
 LEARNING_RATE = 1e-5  # bytes do not depend on it
+TORCHAO_BLOCK = 256  # numbers that share a scale
 
 
 def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torch.optim.Optimizer:
@@ -30,9 +32,19 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torc
         from transformers.optimization import Adafactor
 
         return Adafactor(parameters, scale_parameter=False, relative_step=False, **options)
+    if modelled.library == "torchao":
+        # The Trainer's block, also in 4 bits, where torchao's own is 128 (`trainer_optimizer.py`).
+        make = getattr(torchao_optimizers(name), modelled.kind)
+        return make(parameters, block_size=TORCHAO_BLOCK, **options)
     if modelled.library == "schedulefree":
         return _schedule_free(recipe, modelled.kind, parameters, options)
     return _of_bitsandbytes(name, modelled, parameters, options)
+
+
+def torchao_optimizers(name: str) -> Any:
+    """Return torchao's optimizers. Raises MissingExtra where it is not installed."""
+    with needing(f"optim={name!r}"):
+        return import_module("torchao.optim")
 
 
 def _muon(parameters: list, options: dict[str, Any], multi_tensor: bool) -> Any:

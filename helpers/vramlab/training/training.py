@@ -15,6 +15,7 @@ import torch
 
 from ..base.errors import needing
 from ..recipe.configuration import READERS
+from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from . import regularizers, rollout_trainers, trl_trainers
 from .engine import AUTOCAST, Engine, Model, Training, autocast, makes_fakes
@@ -82,12 +83,12 @@ def _give_optimizer(training: Training, recipe: Recipe, engine: Engine) -> None:
         step_in_backward(training, lambda parameter: make([parameter]), _trained(model))
     else:
         training.optimizer = engine.optimizer(_groups(recipe, model), make)
-    # Trainer.create_optimizer: fp32 states of embeddings
-    if "8bit" in recipe.optim and recipe.loop.name == "trainer":
+    # Trainer.create_optimizer: fp32 states of embeddings, in bitsandbytes' optimizers only
+    modelled = MODELLED[recipe.optim]
+    in_8_bits = modelled.library == "bitsandbytes" and modelled.width == 1
+    if in_8_bits and recipe.loop.name == "trainer":
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
-                # Only bitsandbytes' optimizers have a manager, and "8bit" in a name is theirs
-                # alone.
                 for optimizer in training.optimizers:
                     manager = optimizer.mng
                     manager.register_module_override(module, "weight", {"optim_bits": 32})

@@ -151,6 +151,9 @@ class _Reducer:
     def __init__(self, reducer: Any, buckets: list[weakref.ref]) -> None:
         self._reducer = reducer
         self._buckets = buckets
+        # made before a tracker is there, for which it would be a tensor of the step
+        with real_tensors():
+            self._number = torch.zeros(())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
@@ -168,9 +171,7 @@ class _Reducer:
         with unheard("find_unused_parameters=True was specified", category=UserWarning):
             # C++ writes its warnings to standard error, but hands Python those of what runs inside
             # an operator of Python's (`HANDLE_TH_ERRORS`), and this one runs a function.
-            with real_tensors():
-                one = torch.zeros(())
-            one.apply_(prepare)
+            self._number.apply_(prepare)
 
     def _rebuild_buckets(self) -> bool:
         with _Buckets(self._buckets, agreed=True):
