@@ -125,6 +125,26 @@ def test_at_least_twenty_messages_of_all_kinds():
     assert {case["kind"] for case in ISSUES} == {"card", "bare", "share", "other", "host", "table"}
 
 
+def test_the_frames_of_a_traceback_name_the_remedy():
+    card = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {}. GPU 0 has a total "
+    card += "capacity of 44.40 GiB of which 1.89 GiB is free. Of the allocated memory 42.44 GiB is "
+    card += "allocated by PyTorch, and 0.96 MiB is reserved by PyTorch but unallocated."
+    frame = 'File "/lib/vllm/worker/cache_engine.py", line 69, in __init__\n'
+    for recipe in (None, "mistral-7b"):
+        found = explain(frame + card.format("2.00 GiB"), recipe)
+        text = str(found)
+        assert found.kind == "share" and "vllm_gpu_memory_utilization" in text
+        assert "Liger" not in text and "logits" not in text and "halve" not in text
+    larger = str(explain(card.format("74.16 GiB")))
+    assert "larger than the whole card" in larger and "halve" not in larger
+    softmax = "    ret = input.{}(dim, dtype=dtype)\n          ^^^^^\n" + card.format("2.00 GiB")
+    assert "attn_implementation='sdpa'" in str(explain(softmax.format("softmax")))
+    assert "attn_implementation" not in str(explain(softmax.format("log_softmax")))
+    both = "CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 79.17 GiB total capacity; "
+    both += "78.00 GiB already allocated; 0.50 GiB free; 78.20 GiB reserved in total by PyTorch)"
+    assert "likely A100 80GB or H100 SXM" in str(explain(both))
+
+
 def test_a_bare_model_is_trained_as_the_message_says():
     """Llama 3.1 8B by fp32 AdamW keeps 90 GiB: nobody held 23 of them."""
     found = explain(message(asked="7.83 GiB"), "llama-3.1-8b")

@@ -224,6 +224,8 @@ def test_the_fused_loss_is_searched_and_its_worth_is_said():
     assert "to install: liger-kernel, peft" in text
     assert "LoRA r=16: --lora-target all-linear, which predict and simulate" in text
     long = plan("qwen2.5-0.5b", "RTX 4090", seq_len=16384, confirm=False)
+    # LoRA's base is in bf16, which predict takes for fp32 unless it is told.
+    assert "--lora-target all-linear --dtype bfloat16, which" in " ".join(str(long).split())
     assert {choice.tier for choice in long.choices} == {"safe"} and len(long.choices) == 3
     assert not plan(
         "llama-3.1-8b", "RTX 4090", liger=False, method="qlora", **asked

@@ -89,7 +89,8 @@ def explain(
         return _of_recipe(Run(what, card, granted))
     message = read_message(str(what))
     # A message alone names its own lack; which change would help depends on what was trained.
-    if recipe is None:
+    # What vLLM asked for is none of the tensors of a training without it.
+    if recipe is None or (message.in_vllm and not getattr(recipe, "rollouts", None)):
         lines = of_message(message, alone=True)
         return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
     # A bare name says nothing of precision or method, so the message may.

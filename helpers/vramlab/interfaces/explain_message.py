@@ -22,6 +22,16 @@ APPLE_REMEDY = (
     "gradient_checkpointing=True or LoRA; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 takes the limit "
     "away, and the machine may swap or stop"
 )
+# More than the card has: no batch of a few samples makes such a tensor but by a square.
+LARGER_REMEDY = (
+    "one tensor is larger than the whole card, likely attention's scores, tokens² of each head, or "
+    "an image's patches; to make room: attn_implementation='sdpa' or flash attention, which write "
+    "no scores, a smaller image (max_pixels), or shorter samples"
+)
+SOFTMAX_REMEDY = (
+    "a softmax asked for it, which is not the loss's: likely attention that writes out its scores, "
+    "tokens² of each head ('eager'): attn_implementation='sdpa' or flash attention writes none"
+)
 OTHERS_REMEDY = "end the other process, or take another card with CUDA_VISIBLE_DEVICES"
 FRAGMENTS_REMEDY = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
 # PyTorch's own allocator says sizes, so a message without comes from another call of CUDA.
@@ -64,7 +74,9 @@ def of_message(message: Message, alone: bool) -> list[str]:
     # repeat.
     if alone:
         lines += _likely_card(message)
-        lines.append(MORE)
+        # The training's tensors would not tell what vLLM asked for.
+        if not message.in_vllm:
+            lines.append(MORE)
     return lines
 
 
@@ -131,7 +143,8 @@ def _of_share(message: Message) -> list[str]:
     said = _asked(message.bytes)
     lines = [message.who + (f": {said}" if said else "")]
     sizes = message.bytes
-    if "total" in sizes:
+    # Of PyTorch's own message vLLM holds a part already.
+    if "total" in sizes and not message.in_vllm:
         share = math.floor(100 * sizes["free"] / sizes["total"]) / 100
         lines.append(f"what is free is {share:.2f} of the card: no larger share starts there")
     found = "vramlab plan MODEL --trainer grpo --use-vllm --gpu CARD finds a share that fits"
@@ -156,6 +169,8 @@ def _of_card(message: Message, alone: bool) -> list[str]:
         lines.append(
             "more than the card has: Windows lends it the host's memory, at the speed of PCIe"
         )
+    if message.in_softmax:
+        lines.append(SOFTMAX_REMEDY)
     if "lack" not in sizes:
         return [*lines, CARD_REMEDY] if alone else lines
     return lines + _verdict(sizes, missing_of(message) or 0, alone)
@@ -175,6 +190,8 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
         )
         lines += [text, OTHERS_REMEDY]
     remedy = [CARD_REMEDY] if alone else []
+    if sizes["asked"] > sizes.get("total", sizes["asked"]):
+        remedy = [LARGER_REMEDY]
     # CUDA refused although as much was free by the message's own figures.
     if lack <= 0:
         text = (

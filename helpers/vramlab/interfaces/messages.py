@@ -37,6 +37,7 @@ class Message:
 
     `kind` is "card" for a message with sizes, "bare" for one without, "share" for vLLM's about its
     share of a card, "host" where the machine's own memory ran out, "table" for nvidia-smi's alone.
+    A card's in vLLM's frames is a "share" too.
     `fields` are those of a recipe that the traceback gives away, and `says` what in it does.
     """
 
@@ -48,6 +49,8 @@ class Message:
     holders: list[Holder] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     says: list[str] = field(default_factory=list)
+    in_vllm: bool = False  # vLLM's frames are in the traceback
+    in_softmax: bool = False  # the frame that asked is a softmax, which is not the loss's
 
 
 def read_message(text: str) -> Message:
@@ -82,7 +85,20 @@ def read_message(text: str) -> Message:
             # The first trace to say a field counts.
             message.fields = {**trace["fields"], **message.fields}
             message.says.append(trace["says"])
+    if message.kind == "card":
+        _find_frames(message, text)
     return message
+
+
+def _find_frames(message: Message, text: str) -> None:
+    """Put into `message` whose frames of the traceback asked for memory."""
+    message.in_softmax = re.search(WORDS["in_softmax"], text) is not None
+    vllm = WORDS["in_vllm"]
+    if re.search(vllm["pattern"], text):
+        message.in_vllm = True
+        message.kind = "share"
+        message.who = vllm["who"]
+        message.remedy = vllm["remedy"]
 
 
 def _size(match: re.Match) -> int:

@@ -51,9 +51,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if returned is None:
         pytest.fail(
             "a test marked fits returns what is held against the card, and this one returns "
-            "nothing: return Recipe(…), or a module's dict(model=…, batch=…, optimizer=…)"
+            "nothing: return Recipe(…), or a module's dict(model=…, batch=…, optimizer=…)",
+            pytrace=False,
         )
-    assert_fits(returned, *marker.args, **marker.kwargs)
+    try:
+        assert_fits(returned, *marker.args, **marker.kwargs)
+    except AssertionError as error:
+        # Its sentences say all; the frames would be this plug-in's.
+        pytest.fail(str(error), pytrace=False)
     # pytest stops at the first hook that returns a value, so the test is not called a second time.
     return True
 
@@ -69,6 +74,8 @@ def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
     name = request.node.nodeid.partition("::")[2]
 
     def check(what: Any = None, **given: Any) -> None:
+        # pytest then shows the test's line that called, and not this function's.
+        __tracebackhide__ = True
         from .explain import report_of
 
         peak = report_of(what, **given).peak

@@ -233,11 +233,15 @@ class Plan:
             if word in recipes:
                 yield f"{word}: {meaning}"
         # What the words do not tell is one question's: the same in all.
-        adapters = next((choice.recipe.lora for choice in self.choices if choice.recipe.lora), None)
+        adapted = [choice.recipe for choice in self.choices if choice.recipe.lora]
+        adapters = adapted[0].lora if adapted else None
         if adapters and adapters.target_modules:
             targets = adapters.target_modules
             names = [targets] if isinstance(targets, str) else targets
             options = " ".join(f"--lora-target {name}" for name in names)
+            # A quantized base implies what the others have to say.
+            said = (each.dtype for each in adapted if each.dtype not in (None, each.implied_dtype))
+            options += "".join(f" --dtype {dtype}" for dtype in set(said))
             yield f"{adapters.words()}: {options}, which predict and simulate have to be told"
         # In the order in which they are first needed, each once.
         packages: dict[str, None] = {}
