@@ -13,7 +13,6 @@ from vramlab.interfaces.cli import app
 from vramlab.interfaces.script import recipe_of_script
 from vramlab.recipe.shapes import read_shape
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 BASE = """
 import torch
 from datasets import load_dataset
@@ -850,6 +849,13 @@ def test_notes_are_in_text_json_and_python(tmp_path, monkeypatch):
 def test_a_note_shows_no_control_letters(tmp_path):
     _, notes = recipe_of(tmp_path, at("model", "model.tell('\u202e\u009b31m', '\x1b[31m')"))
     assert "tell(" in notes[0] and notes[0].isprintable()
+
+
+def test_the_old_name_of_checkpointing_is_read_without_a_warning(tmp_path, recwarn):
+    with_it, _ = recipe_of(tmp_path, said("gradient_checkpointing=True"))
+    without, _ = recipe_of(tmp_path, [*SFT, *said("gradient_checkpointing=False")])
+    assert with_it.gradient_checkpointing and not without.gradient_checkpointing
+    assert not [each for each in recwarn if issubclass(each.category, FutureWarning)]
 
 
 def test_a_dtype_that_nobody_says_is_an_assumption(tmp_path):

@@ -173,6 +173,10 @@ def _made(trainer: str, values: Mapping[str, Any]) -> Any:
         # None of a field whose default is another value was said; None of a default None was not.
         if name not in CLASSIFIED["neutral"] and (value is not None or usual.get(name) is not None):
             said[name] = value
+    # transformers 5 warns of the old names, which mirror the new ones afterwards.
+    for old, new in SAME:
+        if new in usual and said.get(old) is not None and new not in said:
+            said[new] = said.pop(old)
     # It is said by the steps too, and the class takes one of them
     if values.get("steps_per_generation") is None and values.get("generation_batch_size"):
         said["generation_batch_size"] = values["generation_batch_size"]
