@@ -138,7 +138,8 @@ def test_a_diffusers_configuration_and_a_yaml_say_what_to_do(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"_class_name": "UNet2DConditionModel", "sample_size": 64}))
     with pytest.raises(
-        RecipeError, match=r"diffusers' UNet2DConditionModel.*simulate.model=….*vramlab run"
+        RecipeError,
+        match=r"diffusers' UNet2DConditionModel.*the path of this.*simulate.model=….*vramlab run",
     ):
         read_shape(str(file))
     file = tmp_path / "axolotl.yaml"

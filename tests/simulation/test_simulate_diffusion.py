@@ -422,6 +422,7 @@ def test_the_adapters_of_sdxl_are_those_of_the_script():
     ("model", "fields", "said"),
     [
         ("sd9", {}, "known are sdxl"),
+        ("pipelines/mine", {}, "unet/config.json"),
         ("sdxl", {"resolution": 1001}, "a multiple of 8 pixels"),
         ("sd3-medium", {"resolution": 4096}, "positions for 3072 pixels"),
         ("sdxl", {"method": "dora"}, "allowed are 'lora', 'full'"),

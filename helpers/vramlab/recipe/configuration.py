@@ -189,7 +189,9 @@ def parse(name: str, text: str) -> dict[str, Any]:
         rest += "transformers' models: "
         kinds = [record["config"]["_class_name"] for record in DIFFUSION.values()]
         if config["_class_name"] in kinds:
-            rest += f"vramlab diffusion {name} simulates diffusers' own step, "
+            # `name` may be that of the folder alone, which is no path.
+            rest += "vramlab diffusion, given the path of this config.json, simulates diffusers' "
+            rest += "own step, "
         rest += "simulate(model=…, batch=…) takes the module, "
         rest += "vramlab run --gpu CARD -- python train.py its script"
         raise RecipeError("model", name, rest)

@@ -245,7 +245,8 @@ def _record(model: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
             return record, record["config"]
     known = ", ".join(MODELS)
     if not str(model).endswith(".json"):
-        rest = f"known are {known}, and a config.json of their architectures; "
+        rest = f"known are {known}, and a config.json of their architectures, which lies in a "
+        rest += "pipeline's folder as unet/config.json or transformer/config.json; "
         rest += "vramlab run --gpu CARD -- python train.py runs any script"
         raise RecipeError("model", model, rest)
     config = read_json_file("model", model)
