@@ -114,6 +114,10 @@ def settings(recipe: RecipeFields) -> dict[str, Any]:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": recipe.use_reentrant}
     if recipe.rollouts:
         values |= _values(recipe.rollouts, _same_names(Rollouts))
+        if recipe.rollouts.use_vllm:
+            # Left out, vLLM wants a cache for the model's whole context, and stops without one.
+            longest = recipe.rollouts.prompt_length + recipe.rollouts.max_completion_length
+            values["vllm_max_model_length"] = longest
     elif recipe.trainer != "transformers":
         # SFTTrainer refuses it where it does not cut samples, and must not cut images
         is_uncut = recipe.images or (recipe.padding_free and not recipe.packing)
