@@ -89,6 +89,9 @@ def load_base_model(
     if isinstance(quantization, str):
         quantization = Quantization(quantization)
     if quantization is not None:
+        if quantization.quant_type not in ("nf4", "fp4"):
+            allowed = "the base model is packed as 'nf4' or 'fp4'"
+            raise RecipeError("quantization", quantization.quant_type, allowed)
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=quantization.quant_type,

@@ -542,7 +542,7 @@ GOOD = {"model_type": "llama", **TEXT}
             "model",
             "no-such-architecture",
         ),
-        ({"model_type": "llava", "text_config": {"hidden_size": 64}}, {}, "model", "text_config"),
+        ({"model_type": "mllama", "text_config": {"hidden_size": 64}}, {}, "model", "text_config"),
         ({"model_type": "moonshine"}, {}, "model", "simulate(model="),
         ({**GOOD, "per_layer_config": [1]}, {"num_layers": 1}, "model", "cannot be read"),
         (

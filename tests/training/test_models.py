@@ -290,7 +290,6 @@ def test_architectures_without_sdpa_take_eager(kind):
         "rwkv",
         "gemma3n",
         "gemma3n_text",
-        "gemma4",
     ],
 )
 def test_what_no_recipe_describes_goes_to_simulate_as_a_module(kind):

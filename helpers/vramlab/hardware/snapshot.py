@@ -250,9 +250,11 @@ def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
     name = frame["filename"]
     number = int(frame["line"])
     is_cell = "ipykernel" in name or name.startswith("<ipython")
-    # A notebook's cells are in the cache, and in no file.
-    known = linecache.getlines(name) if name in linecache.cache else _lines(name)
-    text = "".join(known[number - 1 : number])
+    text = frame.get("text")  # of those that `vramlab run` has gathered
+    if not text:
+        # A notebook's cells are in the cache, and in no file.
+        known = linecache.getlines(name) if name in linecache.cache else _lines(name)
+        text = "".join(known[number - 1 : number])
     return Line(
         file=_shortened("cell" if is_cell else Path(name).name),
         number=number,
