@@ -179,7 +179,7 @@ def import_libraries(recipe: Recipe) -> None:
         import peft  # noqa: F401
     if recipe.quantization or MODELLED[recipe.optim].library == "bitsandbytes":
         import bitsandbytes  # noqa: F401
-    if MODELLED[recipe.optim].library == "torchao":
+    if MODELLED[recipe.optim].compiles_updates:
         torchao_optimizers(recipe.optim)
 
 

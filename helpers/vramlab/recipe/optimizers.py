@@ -27,6 +27,11 @@ class Optimizer(NamedTuple):
     # need none
     copies: tuple[int, int] | None = None
 
+    @property
+    def compiles_updates(self) -> bool:
+        """Whether the update of each parameter is compiled (torchao's)."""
+        return self.library == "torchao"
+
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Optimizer":
         """Read a row of the table."""

@@ -36,7 +36,7 @@ def is_compiled(recipe: Recipe) -> bool:
         "use_liger_kernel": recipe.use_liger_kernel,
         "activation_offloading": recipe.activation_offloading,
         "rollouts": recipe.rollouts,
-        f"optim={recipe.optim!r}": MODELLED[recipe.optim].library == "torchao",
+        f"optim={recipe.optim!r}": MODELLED[recipe.optim].compiles_updates,
     }
     for name, value in reasons.items():
         if value:
@@ -71,11 +71,6 @@ def compiled_step(
     # modes and replaced functions in sight.
     if not hasattr(eval_frame, of_compiler.CALLBACK):
         raise RecipeError("torch_compile", True, UNKNOWN)
-    chip = None
-    on_host: Callable = list
-    if kernels:
-        chip = card.chip if card else DEFAULT_CHIP
-        on_host = kernels.on_host
     model = training.model
     training.is_compiled = True
     # The tracker is made before anybody knows whether the step compiles, and is referred to by
@@ -85,7 +80,7 @@ def compiled_step(
     errors: list[Exception] = []
     # `Module.compile` compiles in place: the model stays the object whose names and hooks the
     # tracker knows.
-    model.compile(backend=compiler(chip, on_host), options={"guard_filter_fn": _kept})
+    model.compile(backend=compiler_for(card, kernels), options={"guard_filter_fn": _kept})
     call = of_torch.compiled_call(model)
 
     def call_compiled(*args: Any, **options: Any) -> Any:
@@ -96,16 +91,13 @@ def compiled_step(
         finally:
             if mode:
                 of_fake_tensors.push_function_mode(mode)
-            # Raised here, outside of dynamo (see `Callback`).
+            # Raised here, outside of dynamo (see `_Callback`).
             if errors:
                 raise errors[0]
 
-    def callback(own: Any) -> Any:
-        return Callback(own, codes, errors) if callable(own) else own
-
     of_torch.set_compiled_call(model, call_compiled)
     try:
-        with compiling(callback):
+        with compiling(codes, errors):
             yield
     finally:
         of_torch.set_compiled_call(model, None)
@@ -114,11 +106,25 @@ def compiled_step(
             eval_frame.reset_code(code)
 
 
+def compiler_for(card: Gpu | None, kernels: CudaKernels | None) -> Callable:
+    """Return dynamo's backend that compiles for `card`, without `kernels` of CUDA for the CPU."""
+    chip = None
+    on_host: Callable = list
+    if kernels:
+        chip = card.chip if card else DEFAULT_CHIP
+        on_host = kernels.on_host
+    return compiler(chip, on_host)
+
+
 @contextlib.contextmanager
-def compiling(callback: Callable) -> Iterator[None]:
-    """While entered, dynamo compiles frames by what `callback` makes of its own callback."""
+def compiling(codes: list[Any], errors: list[Exception]) -> Iterator[None]:
+    """While entered, dynamo compiles as if no simulation ran; `codes` and `errors` are filled."""
     config = of_compiler.dynamo("config")
     pgo = of_compiler.dynamo("pgo")
+
+    def callback(own: Any) -> Any:
+        return _Callback(own, codes, errors) if callable(own) else own
+
     with (
         replaced(of_compiler.dynamo("eval_frame"), of_compiler.CALLBACK, callback),
         # Sizes that other steps of this process had, or a cache on disk, would make another
@@ -146,7 +152,7 @@ def _kept(guards: Any) -> list[bool]:
     return [not is_replaced(guard.value) for guard in guards]
 
 
-class Callback:
+class _Callback:
     """Dynamo's callback, which compiles a frame as if no simulation ran.
 
     An error goes into `errors`, and frames run as written from then on. If it were raised here,

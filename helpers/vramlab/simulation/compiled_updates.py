@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from ..hardware.gpu import DEFAULT_CHIP, Gpu
+from ..hardware.gpu import Gpu
 from ..private import of_compiler, of_fake_tensors
 from ..private.patched import replaced
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..tracking.fake_tracker import FakeTracker
 from ..training.make_optimizer import torchao_optimizers
-from .compiled import Callback, UntracedTracker, compiling
+from .compiled import UntracedTracker, compiler_for, compiling
 from .cuda import CudaKernels
-from .inductor import compiler
 
 TRIED_UPDATES = "torchao: what compiling its updates tries out on the card in the first step "
 TRIED_UPDATES += "(autotuning, with copies of the states) is not counted"
@@ -37,7 +36,7 @@ def load_torchao(recipe: Recipe) -> None:
 
     Raises MissingExtra where it is not installed.
     """
-    if MODELLED[recipe.optim].library == "torchao":
+    if MODELLED[recipe.optim].compiles_updates:
         torchao_optimizers(recipe.optim)
         fill_code_tables()
 
@@ -49,7 +48,7 @@ def updates_of(
     kernels: CudaKernels | None,
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which the recipe's optimizer updates."""
-    if MODELLED[recipe.optim].library != "torchao":
+    if not MODELLED[recipe.optim].compiles_updates:
         return contextlib.nullcontext()
     return compiled_updates(tracker, card, kernels)
 
@@ -96,9 +95,7 @@ class _Updates:
         self.compiled: Callable | None = None
         self.codes: list[Any] = []
         self._errors: list[Exception] = []
-        chip = (card.chip if card else DEFAULT_CHIP) if kernels else None
-        on_host: Callable = kernels.on_host if kernels else list
-        self.backend = compiler(chip, on_host)
+        self.backend = compiler_for(card, kernels)
 
     def __call__(self, *args: Any) -> Any:
         """Run the update, which compiles it at first."""
@@ -106,14 +103,11 @@ class _Updates:
         count = of_fake_tensors.count_function_modes()
         modes = [of_fake_tensors.pop_function_mode() for _ in range(count)]
         try:
-            with compiling(self._callback):
+            with compiling(self.codes, self._errors):
                 return self.compiled(*args)
         finally:
             for mode in reversed(modes):
                 of_fake_tensors.push_function_mode(mode)
-            # Raised here, outside of dynamo (see `Callback`).
+            # Raised here, outside of dynamo (see `compiled.py`).
             if self._errors:
                 raise self._errors[0]
-
-    def _callback(self, own: Any) -> Any:
-        return Callback(own, self.codes, self._errors) if callable(own) else own

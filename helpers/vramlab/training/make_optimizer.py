@@ -32,7 +32,7 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torc
         from transformers.optimization import Adafactor
 
         return Adafactor(parameters, scale_parameter=False, relative_step=False, **options)
-    if modelled.library == "torchao":
+    if modelled.compiles_updates:
         # The Trainer's block, also in 4 bits, where torchao's own is 128 (`trainer_optimizer.py`).
         make = getattr(torchao_optimizers(name), modelled.kind)
         return make(parameters, block_size=TORCHAO_BLOCK, **options)
