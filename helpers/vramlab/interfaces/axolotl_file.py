@@ -16,7 +16,7 @@ from .configuration_file import (
     Configuration,
     names_in,
     note_others,
-    take_ranks_of_ray,
+    take_ranks,
     take_reentrant,
     take_sharding,
 )
@@ -88,7 +88,7 @@ def read_axolotl(configuration: Configuration) -> None:
     _take_liger(configuration)
     take_sharding(configuration)
     if get("use_ray"):
-        take_ranks_of_ray(configuration)
+        take_ranks(configuration, "ray_num_workers")
     _take_mesh(configuration)
     _take_precision(configuration)
     note_others(configuration)

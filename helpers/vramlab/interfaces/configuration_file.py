@@ -81,9 +81,9 @@ def note_others(configuration: Configuration, read: Iterable[str] = ()) -> None:
         configuration.notes.append(f"no settings of {version}: {', '.join(others)}")
 
 
-def take_ranks_of_ray(configuration: Configuration) -> None:
-    """Take Ray's workers, which are processes of one training."""
-    ranks = configuration.get("ray_num_workers", 1)
+def take_ranks(configuration: Configuration, setting: str) -> None:
+    """Take a setting's number of processes; without DeepSpeed or FSDP they are data parallel."""
+    ranks = configuration.get(setting, 1)
     if ranks > 1:
         sharding = configuration.fields.setdefault("sharding", {"engine": "ddp", "stage": 0})
         sharding["world_size"] = ranks

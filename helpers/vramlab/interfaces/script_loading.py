@@ -9,7 +9,8 @@ from ..base.errors import RecipeError
 from ..recipe import peft_methods
 from ..recipe.arguments import CLASSIFIED, check_table
 from ..recipe.families import TASKS
-from ..recipe.options import DTYPES, INT8, TRL
+from ..recipe.options import DTYPES, TRL
+from .configuration_file import IN_INT8
 from .script_lines import CASTS
 from .script_names import WORDS
 from .script_reading import CallReader
@@ -263,7 +264,7 @@ class LoadingReader(CallReader):
         said = self._values(call, names, ("bnb_4bit_quant_storage",))
         check_table(said, refused)
         if said.get("load_in_8bit"):
-            self.fields["quantization"] = {"quant_type": INT8, "prepare": False}
+            self.fields["quantization"] = dict(IN_INT8)
         elif said.get("load_in_4bit"):
             in_four_bits = {
                 # transformers' own defaults: fp4, without double quantization, computing in

@@ -18,6 +18,7 @@ from .configuration_file import (
     Configuration,
     names_in,
     note_others,
+    take_ranks,
     take_reentrant,
     take_sharding,
 )
@@ -206,10 +207,7 @@ def _take_ranks(configuration: Configuration) -> None:
         rest = "a process divides its model among several, which no recipe models: as many as "
         rest += "NPROC_PER_NODE are read"
         raise configuration.refuse("cuda_visible_devices", rest)
-    if ranks > 1:
-        # Several processes without DeepSpeed or FSDP are data parallel.
-        sharding = configuration.fields.setdefault("sharding", {"engine": "ddp", "stage": 0})
-        sharding["world_size"] = ranks
+    take_ranks(configuration, "nproc_per_node")
     together = configuration.get("sequence_parallel_size") or 1
     if together > 1:
         sharding = configuration.fields.get("sharding", {})

@@ -15,7 +15,7 @@ from .configuration_file import (
     Configuration,
     names_in,
     note_others,
-    take_ranks_of_ray,
+    take_ranks,
     take_reentrant,
     take_sharding,
 )
@@ -82,7 +82,8 @@ def read_llama_factory(configuration: Configuration) -> None:
     arguments["gradient_checkpointing"] = not get("disable_gradient_checkpointing", False)
     arguments.pop("gradient_checkpointing_kwargs", None)
     take_sharding(configuration)
-    take_ranks_of_ray(configuration)  # `train/tuner.py`, where it is started so
+    # `train/tuner.py`: Ray's workers are processes of one training, where it is started so
+    take_ranks(configuration, "ray_num_workers")
     _take_method(configuration)
     if arguments["gradient_checkpointing"] and get("use_reentrant_gc", True):
         take_reentrant(configuration)
