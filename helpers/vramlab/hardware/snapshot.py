@@ -250,7 +250,7 @@ def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
     name = frame["filename"]
     number = int(frame["line"])
     is_cell = "ipykernel" in name or name.startswith("<ipython")
-    text = frame.get("text")  # of those that `vramlab run` has gathered
+    text = frame.get("text")  # the source's line, where a snapshot has it; torch's own have not
     if not text:
         # A notebook's cells are in the cache, and in no file.
         known = linecache.getlines(name) if name in linecache.cache else _lines(name)

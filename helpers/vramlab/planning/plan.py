@@ -241,7 +241,7 @@ class Plan:
             options = " ".join(f"--lora-target {name}" for name in names)
             # A quantized base implies what the others have to say.
             said = (each.dtype for each in adapted if each.dtype not in (None, each.implied_dtype))
-            options += "".join(f" --dtype {dtype}" for dtype in set(said))
+            options += "".join(f" --dtype {dtype}" for dtype in dict.fromkeys(said))
             yield f"{adapters.words()}: {options}, which predict and simulate have to be told"
         # In the order in which they are first needed, each once.
         packages: dict[str, None] = {}

@@ -10,19 +10,20 @@ class Rates(NamedTuple):
     attention: float  # share of the peak in a fused kernel, W
     memory: float  # share of the bandwidth, V
     issue: float  # seconds that the host takes for a call, τ
-    waiting: float  # seconds that bitsandbytes' optimizers wait for the GPU after a tensor, σ
+    # These two are an H100's, and assumed of other cards.
+    waiting: float = 67.2e-6  # seconds that bitsandbytes' optimizers wait after a tensor, σ
     # Operations at the peak in fp32 that take as long as the search of an 8-bit state's code, ρ: an
     # H100 updates 36 billion numbers with two such states in a second.
-    searching: float
+    searching: float = 941.0
 
 
 RATES = {
-    "T4": Rates(0.417, 0.0574, 0.884, 19.6e-6, 67.2e-6, 941.0),
-    "H100 SXM": Rates(0.831, 0.2, 0.678, 17.5e-6, 67.2e-6, 941.0),
-    "H200": Rates(0.859, 0.151, 0.602, 15.4e-6, 67.2e-6, 941.0),
+    "T4": Rates(0.417, 0.0574, 0.884, 19.6e-6),
+    "H100 SXM": Rates(0.831, 0.2, 0.678, 17.5e-6),
+    "H200": Rates(0.859, 0.151, 0.602, 15.4e-6),
 }
 # For other cards, the geometric mean of what a T4 and an H100 reach.
-USUAL = Rates(0.589, 0.107, 0.774, 18.5e-6, 67.2e-6, 941.0)
+USUAL = Rates(0.589, 0.107, 0.774, 18.5e-6)
 # Measured over estimated seconds of nine tenths of the runs, (least, most): each model left out of
 # the fit in turn; for other cards each of the two cards by the other's rates.
 SPREAD = {"T4": (0.79, 1.19), "H100 SXM": (0.78, 1.34), "H200": (0.74, 1.25)}
