@@ -168,6 +168,15 @@ def test_fake_tensors_take_what_real_ones_take(model, case):
     assert ("encode" in simulated.phases()) and simulated.phases()["encode"].peak.total > 0
 
 
+def assert_equal_peaks(tracker, asked):
+    """Hold each phase's peak of a script that `tracker` has followed against the simulation's."""
+    scripted = History(tracker.finish().log, tracker.marks)
+    simulated = trace_diffusion(asked, "cpu")
+    peaks = {name: phase.peak.total for name, phase in simulated.phases().items()}
+    by_script = {name: phase.peak.total for name, phase in scripted.phases().items()}
+    assert peaks == by_script
+
+
 def test_the_step_is_that_of_the_script():
     """The loop of `train_text_to_image_lora_sdxl.py`, by accelerate, with variables of its own."""
     import diffusers
@@ -224,11 +233,7 @@ def test_the_step_is_that_of_the_script():
             optimizer.step()
             optimizer.zero_grad()
             tracker.begin("between_steps")
-    scripted = History(tracker.finish().log, tracker.marks)
-    simulated = trace_diffusion(asked, "cpu")
-    peaks = {name: phase.peak.total for name, phase in simulated.phases().items()}
-    by_script = {name: phase.peak.total for name, phase in scripted.phases().items()}
-    assert peaks == by_script
+    assert_equal_peaks(tracker, asked)
 
 
 @pytest.mark.parametrize(
@@ -341,11 +346,7 @@ def test_the_step_of_wan_is_that_of_finetrainers(method, resident, rows):
             optimizer.step()
             optimizer.zero_grad()
             tracker.begin("between_steps")
-    scripted = History(tracker.finish().log, tracker.marks)
-    simulated = trace_diffusion(asked, "cpu")
-    peaks = {name: phase.peak.total for name, phase in simulated.phases().items()}
-    by_script = {name: phase.peak.total for name, phase in scripted.phases().items()}
-    assert peaks == by_script
+    assert_equal_peaks(tracker, asked)
 
 
 @pytest.mark.parametrize("model", MODELS)

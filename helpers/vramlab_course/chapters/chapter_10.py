@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vramlab import Recipe, simulate
 from vramlab.report.report import Report
+
+from ..made_tensors import MadeTensors
 
 
 @contextmanager
@@ -48,27 +48,17 @@ def nbytes(tensors: Any) -> int:
     return sum(storages.values())
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(MadeTensors):
     """While entered, notes the bytes of the largest tensor that an operator makes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                # An expanded view has more numbers than memory, a slice's memory more than numbers.
-                size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
-                self.bytes = max(self.bytes, size)
-        return result
+    def see(self, tensor: torch.Tensor) -> None:
+        # An expanded view has more numbers than memory, a slice's memory more than numbers.
+        size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        self.bytes = max(self.bytes, size)
 
 
 def largest_made(call: Callable[[], Any]) -> int:

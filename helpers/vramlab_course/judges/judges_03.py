@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..answers import NOT_ANSWERED, Feedback
+from ..made_tensors import MadeTensors
 
 MICRO_BATCHES = [(4, 4), (5, 2, 1), (1, 7), (6,)]  # rows of each
 STACKS = [
@@ -259,25 +258,16 @@ def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[li
     return rows
 
 
-class Rows(TorchDispatchMode):
+class Rows(MadeTensors):
     """The most rows of any matrix with VOCABULARY columns that is made while it is entered."""
 
     def __init__(self):
         super().__init__()
         self.most = 0
 
-    def __torch_dispatch__(
-        self,
-        operator,
-        types,
-        args=(),
-        kwargs=None,
-    ):
-        result = operator(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
-                self.most = max(self.most, tensor.numel() // VOCABULARY)
-        return result
+    def see(self, tensor: torch.Tensor) -> None:
+        if tensor.shape[-1:] == (VOCABULARY,):
+            self.most = max(self.most, tensor.numel() // VOCABULARY)
 
 
 def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..chapters.chapter_10 import saved_for_backward
+from ..made_tensors import MadeTensors
 
 VOCABULARY = 11  # of the small model that 10.1's loop samples from
 
@@ -26,7 +25,7 @@ class TiledRun:
     most_wide: int  # rows of wide numbers in memory at a time, in either pass
 
 
-class _WideRows(TorchDispatchMode):
+class _WideRows(MadeTensors):
     """While entered, notes how many rows of `width` numbers are in memory at a time."""
 
     def __init__(self, width: int) -> None:
@@ -35,25 +34,17 @@ class _WideRows(TorchDispatchMode):
         self.most = 0
         self.made: list[weakref.ref] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.width,):
-                self.made.append(weakref.ref(tensor))
+    def see(self, tensor: torch.Tensor) -> None:
+        if tensor.shape[-1:] != (self.width,):
+            return
+        self.made.append(weakref.ref(tensor))
         rows = {}  # by storage, so that a view counts once
         for made in self.made:
-            tensor = made()
-            if tensor is not None:
-                torch.Tensor._fix_weakref(tensor)  # else it goes while autograd still has it
-                rows[tensor.untyped_storage()._cdata] = tensor.numel() // self.width
+            wide = made()
+            if wide is not None:
+                torch.Tensor._fix_weakref(wide)  # else it goes while autograd still has it
+                rows[wide.untyped_storage()._cdata] = wide.numel() // self.width
         self.most = max(self.most, sum(rows.values()))
-        return result
 
 
 def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
