@@ -344,6 +344,8 @@ def simulate_evaluation(
         title=f"{recipe} · {evaluation}",
         notes=notes + tracker.notes,
         kept_on_host=tracker.kept_on_host,
+        batches=tracker.batches,
+        number_of_batches=evaluation.batches,
     )
 
 
@@ -415,6 +417,7 @@ def _evaluate(
     """Run the evaluation under `tracker`, which is told what the host keeps of it."""
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
+        tracker.batches.append(len(tracker.log))
         made = tr.make_batch(recipe.replace(batch_size=samples), str(training.device))
         tracker.claim(made.values(), "inputs")
         return made
