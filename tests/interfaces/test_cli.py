@@ -215,7 +215,9 @@ def test_verdict_on_a_gpu(stand_in, needs, answer):
     stand_in("predict", lambda recipe, gpu, **granted: report(recipe=recipe, **needs))
     shown = run("predict", "gpt2", "--gpu", "T4")
     code = 1 if answer.startswith(("does not fit", "tight")) else 0  # of tight ones half die
-    assert shown.stdout.splitlines()[-1].startswith(answer) and shown.exit_code == code
+    last = shown.stdout.splitlines()[-1]
+    assert last.startswith(answer) and shown.exit_code == code
+    assert ("Next: `vramlab explain`" in last) is answer.startswith("does not fit")
     shown = run("predict", "gpt2", "--gpu", "T4", "--json")
     found = Report.from_json(shown.stdout)
     tier = answer.partition(":")[0]
@@ -823,7 +825,13 @@ def test_adapters_on_what_peft_takes_by_itself_are_named():
     """The title is that of adapters on all layers, as in what plan answers."""
     words = ["predict", "qwen3-0.6b", "--lora-r", "8"]
     assert "q_proj, v_proj have adapters, PEFT's default for qwen3" in run(*words).output
-    assert "have adapters" not in run(*words, "--lora-target", "all-linear").output
+    others = run(*words, "--lora-target", "all-linear").output
+    assert "have adapters" not in others
+    # transformers 5 takes the dtype of the published weights where none is said
+    assert "note: float32 base counted; transformers 5 loads the published bfloat16" in others
+    for said in (["--dtype", "bfloat16"], ["--dtype", "float32"], ["--quantization", "nf4"]):
+        assert "transformers 5 loads" not in run(*words, *said).output
+    assert "transformers 5 loads" not in run("predict", "gpt2").output
 
 
 def test_flags_are_said_as_people_say_them(tmp_path):
