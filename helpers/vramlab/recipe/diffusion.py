@@ -252,8 +252,8 @@ def _record(model: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
         rest += f"architectures (unet or transformer, with its config.json); {runs}"
         raise RecipeError("model", model, rest)
     config = read_json_file("model", file)
-    record = published_like(config) if isinstance(config, dict) else None
-    if record is None:
+    like = published_like(config) if isinstance(config, dict) else None
+    if like is None:
         rest = f"it must be the configuration of a denoiser like that of {known}; {runs}"
         raise RecipeError("model", model, rest)
-    return record, config
+    return like, config

@@ -307,13 +307,12 @@ def to_report(
     """Return the report of a replayed run, with its peak from position `since` on.
 
     That of a simulated run also says what is reserved, of which loading left `unused` bytes. An
-    evaluation has `batches`, the positions at which they begin, and their number in the whole set.
+    evaluation has `batches`: the positions at which they begin, and how many the whole set has.
     """
     at = history.highest(since)
     room = history.room
     unused = more.pop("unused", 0)
-    batches = more.pop("batches", ())
-    number_of_batches = more.pop("number_of_batches", 0)
+    batches = more.pop("batches", ((), 0))
     if source == "simulated" and history.replayed:
         allocated = int(history.live.max())
         # from a later position on the allocator's own peak would be another one's
@@ -337,7 +336,7 @@ def to_report(
             more["usable"] = room.usable
             more["granted"] = str(room)
         if room and failed:
-            moment = _batch(history, failed.event, batches, number_of_batches)
+            moment = _batch(history, failed.event, *batches)
             failure = _failure(history, failed, moment)
             note = f"does not fit {room.card.name}: {failure}"
             more["notes"] = [*more.get("notes", ()), note]
