@@ -336,7 +336,7 @@ def to_report(
             more["usable"] = room.usable
             more["granted"] = str(room)
         if room and failed:
-            moment = _batch(history, failed.event, *batches)
+            moment = history.log.batch_at(failed.event, *batches)
             failure = _failure(history, failed, moment)
             note = f"does not fit {room.card.name}: {failure}"
             more["notes"] = [*more.get("notes", ()), note]
@@ -354,21 +354,6 @@ def to_report(
         environment=report.environment(gpu=room.card.name if room else None),
         **more,
     )
-
-
-def _batch(history: History, event: int, batches: Sequence[int], count: int) -> str:
-    """Return in which batch of an evaluation an event is, "" where it is in none.
-
-    The Trainer joins the outputs of all batches (`EvalLoopContainer.add` of transformers).
-    """
-    number = sum(start <= event for start in batches)
-    if not number:
-        return ""
-    storage = history.log.storage(event)
-    words = ""
-    if storage.op == "cat" and not storage.where:
-        words = " joining all outputs until then, of which the old copy is still there,"
-    return f"evaluation batch {number:,} of {count:,},{words}"
 
 
 def _failure(history: History, error: AllocatorError, moment: str) -> str:
