@@ -202,7 +202,7 @@ class watch:
             return ""
         made = f"{storage.category} by {storage.op}"
         made += f" in {storage.where}" if storage.where else ""
-        handle = storage.ref and storage.ref()
+        handle = storage.ref() if storage.ref else None
         if handle is not None and address_of(handle) in self._held:
             made += f": in {self._held[address_of(handle)]}"
         if id(storage) in self._followed.frames:

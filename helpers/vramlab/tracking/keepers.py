@@ -77,7 +77,7 @@ def steps_in_graph(tensor: torch.Tensor, starts: Sequence[int]) -> int:
     A step's backward frees what its operators saved, and not the operators.
     """
     steps: set[int] = set()
-    seen = {tensor.grad_fn} - {None}
+    seen: set[Any] = {tensor.grad_fn} - {None}
     queue = deque(seen)
     while queue and len(seen) < NODES:
         node = queue.popleft()
