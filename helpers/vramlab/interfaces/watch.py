@@ -200,8 +200,8 @@ class watch:
         """Return what made a storage and what name leads to it; "" for what has a purpose."""
         if storage.category not in KEPT:
             return ""
-        made = f"{storage.category} by {storage.op}"
-        made += f" in {storage.where}" if storage.where else ""
+        where = f" in {storage.where}" if storage.where else ""
+        made = f"{storage.category} by {storage.op}{where}"
         handle = storage.ref() if storage.ref else None
         if handle is not None and address_of(handle) in self._held:
             made += f": in {self._held[address_of(handle)]}"
