@@ -331,6 +331,12 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
     tokens = (labels[:, 1:] != -100).sum()
     mean = loss_of(ids, labels) / tokens
     (exact,) = torch.autograd.grad(mean, table)
+    # Two wrong answers: each part's own mean, and the labels of first tokens counted too.
+    of_means = torch.zeros_like(exact)
+    for few, right in zip(ids.chunk(parts), labels.chunk(parts), strict=True):
+        own = loss_of(few, right) / (right[:, 1:] != -100).sum() / parts
+        of_means += torch.autograd.grad(own, table)[0]
+    with_firsts = exact * tokens / (labels != -100).sum()
     rows.clear()
     gradients.clear()
     loss = answer(loss_of, ids, labels, parts)
@@ -339,9 +345,22 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
         "loss": loss,
         "off": torch.as_tensor(loss, dtype=torch.float64).item() - mean.item(),
         "gradient": float((gradient - exact).norm() / exact.norm()),
+        "means": torch.allclose(gradient, of_means),
+        "firsts": torch.allclose(gradient, with_firsts),
         "rows": list(rows),
         "piled": _piled_up(gradients),
     }
+
+
+def formats(answer: Any) -> list[torch.dtype]:
+    """The formats in which a reader's Recompute runs a block under autocast, run by run."""
+    made: list[torch.dtype] = []
+    block = nn.Linear(4, 4)
+    block.register_forward_hook(lambda module, given, result: made.append(result.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = answer.apply(block, torch.randn(3, 4, requires_grad=True))
+    result.float().sum().backward()
+    return made
 
 
 def again(answer: Any) -> dict[str, Any]:
