@@ -252,7 +252,7 @@ def test_trls_sft(tmp_path):
         (
             AXOLOTL,
             {"flash_attn_fuse_mlp": True},
-            r"ml, line \d+: flash_attn_fuse_mlp is True.*without it the rest is read",
+            r"run.yml, line \d+: flash_attn_fuse_mlp' is True.*without it the rest is read",
         ),
         (FACTORY, {"do_train": None}, "nothing is trained"),
         (FACTORY, {"pipeline_model_parallel_size": 4}, "Megatron's training"),
