@@ -3,12 +3,14 @@
 import os
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 import settings
 import torch
 from bitsandbytes.nn import Linear4bit
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from vramlab import plan
 from vramlab_course.base_model import base_model_folder, load_base_model, load_base_tokenizer
 from vramlab_course.finetuning import adapted
@@ -46,6 +48,33 @@ def test_the_lines_of_chapter_06_load_what_its_program_saves(tmp_path, monkeypat
     assert len(layers) == 4 * 7 and all(each.weight.dtype == torch.uint8 for each in layers)
     adapters = [part for name, part in names["model"].named_parameters() if "lora_B" in name]
     assert len(adapters) == len(layers) and all((part == 0.01).all() for part in adapters)
+
+
+def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monkeypatch, capsys):
+    (lines,) = (script for script in scripts("07") if "TrainerCallback" in script)
+    calls = []
+    held = {"allocated_bytes.all.current": 2**30, "reserved_bytes.all.current": 2**31}
+    memory = SimpleNamespace(
+        _record_memory_history=lambda **options: calls.append(options),
+        _dump_snapshot=lambda name: calls.append(name),
+    )
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: held | {"num_alloc_retries": 3})
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(lines, names)
+    folder = str(base_model_folder())
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 12
+    arguments = TrainingArguments(
+        tmp_path / "out", per_device_train_batch_size=1, max_steps=12, use_cpu=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"]()]).train()
+    assert calls == [{"max_entries": 100_000}, "memory.pickle", {"enabled": None}]
+    trace = (tmp_path / "trace.json").read_text()
+    assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) >= 1
+    printed = capsys.readouterr().out
+    assert "reserved_bytes.all.current: 2.00 GiB" in printed and "retries: 3" in printed
 
 
 @pytest.mark.slow  # imports TRL
