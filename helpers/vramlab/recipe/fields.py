@@ -32,6 +32,9 @@ MOST_MICRO_BATCHES = 2**16  # each of them is run
 WITH_PAIRS = ("dpo", "reward")  # trainers of which a sample is a pair of sequences
 WITH_REFERENCE = ("dpo", "kto")  # trainers that hold the model against a frozen one
 
+# How one rank alone works, which divides nothing.
+ALONE = Sharding(stage=0, engine="ddp")
+
 
 def _lengths_in_words(lengths: tuple[int, ...]) -> str:
     return f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
@@ -372,15 +375,19 @@ class RecipeFields:
         return self.is_ragged or has_images or self.ranks_of_sample > 1
 
     @property
+    def group(self) -> Sharding:
+        """How ranks divide the work: `sharding`, or that of one rank alone."""
+        return self.sharding or ALONE
+
+    @property
     def ranks_of_sample(self) -> int:
         """The number of ranks that have one sample's tokens together."""
-        return self.sharding.ranks_of_sample if self.sharding else 1
+        return self.group.ranks_of_sample
 
     @property
     def pieces(self) -> int:
         """The number of equal pieces into which a row is divided among ranks; a ring's have two."""
-        in_ring = self.sharding and self.sharding.cp_size > 1
-        return self.ranks_of_sample * (2 if in_ring else 1)
+        return self.ranks_of_sample * (2 if self.group.cp_size > 1 else 1)
 
     @property
     def joins(self) -> bool:
