@@ -249,6 +249,11 @@ def test_trls_sft(tmp_path):
         (FACTORY, {"stage": "dpo"}, "take sft or pt"),
         (FACTORY, {"finetuning_type": "freeze"}, "take full or lora"),
         (FACTORY, {"use_galore": True}, "use_galore"),
+        (
+            AXOLOTL,
+            {"flash_attn_fuse_mlp": True},
+            r"run.yml, line \d+: flash_attn_fuse_mlp' is True.*without it the rest is read",
+        ),
         (FACTORY, {"do_train": None}, "nothing is trained"),
         (FACTORY, {"pipeline_model_parallel_size": 4}, "Megatron's training"),
         (FACTORY, {"quantization_bit": 3}, "in 4 and 8 bits"),

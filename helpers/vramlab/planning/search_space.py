@@ -267,6 +267,11 @@ def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
     if sharding.offload:
         size = format_bytes(host_bytes(recipe), digits=0)
         yield f"{sharding.offload} offloaded: {size} of host memory for all ranks"
+        resident = dataclasses.replace(sharding, offload=None)
+        with contextlib.suppress(RecipeError):
+            alone = recipe.replace(batch_size=1, lengths=None, sharding=resident)
+            answer = predict(counted_as(alone), card).answer(card.name)
+            yield f"with nothing offloaded, batch 1: {answer}"
     if sharding.world_size > 8:
         rest = "say link=, the bytes a second of one GPU's network"
         yield f"more than 8 GPUs are several machines: {rest}"

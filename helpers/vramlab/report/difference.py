@@ -17,7 +17,15 @@ def cause_notes(a: Report, b: Report) -> Iterator[str]:
 
 
 def tensor_notes(a: Report, b: Report) -> Iterator[str]:
-    """Say which tensors differ, the largest difference first."""
+    """Say which tensors differ, the largest difference first.
+
+    A compiled step's are Inductor's buffers, no two of which can be told apart.
+    """
+    compiled = [report for report in (a, b) if (report.recipe or {}).get("torch_compile")]
+    if len(compiled) == 1:
+        yield "a compiled step's tensors have no modules' names: compare them by category, above"
+        yield from (note for note in compiled[0].notes if note.startswith("torch_compile: "))
+        return
     groups: dict[tuple[str, ...], TensorGroup] = {}
     # Tensors of one kind are summed: a report groups them by shape.
     before = _sizes(a, groups)

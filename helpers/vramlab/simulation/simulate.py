@@ -40,7 +40,7 @@ from ..training.trl_trainers import trl_class
 from . import fakes, shallow
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
-from .compiled import TRIED, compiled_step, failed, is_compiled
+from .compiled import TIMED, TRIED, compiled_step, failed, is_compiled
 from .compiled_updates import compiled_updates, fill_code_tables, load_torchao, updates_of
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
@@ -145,7 +145,7 @@ def _of_recipe(
     room: Room | None,
 ) -> Report:
     parallel_limits.check_ring(recipe, target)
-    notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
+    notes = [TRIED, TIMED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
