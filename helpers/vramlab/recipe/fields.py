@@ -36,16 +36,8 @@ WITH_REFERENCE = ("dpo", "kto")  # trainers that hold the model against a frozen
 ALONE = Sharding(stage=0, engine="ddp")
 
 
-def _lengths_in_words(lengths: tuple[int, ...]) -> str:
-    return f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
-
-
 def _frozen_in_words(names: tuple[str, ...]) -> str:
     return f"{' and '.join(names)} frozen"
-
-
-def _labels_in_words(lengths: tuple[int, ...]) -> str:
-    return f"{sum(lengths):,} tokens with a label"
 
 
 @frozen
@@ -242,7 +234,7 @@ class RecipeFields:
     )
     lengths: tuple[int, ...] | None = knob(
         None,
-        shown=_lengths_in_words,
+        shown=samples.lengths_in_words,
         help=(
             "Tokens of each sample of a micro-batch, which is padded to the longest; all have "
             "seq_len when left out."
@@ -250,7 +242,7 @@ class RecipeFields:
     )
     completion_lengths: tuple[int, ...] | None = knob(
         None,
-        shown=_labels_in_words,
+        shown=samples.labels_in_words,
         help=(
             "Tokens of each sample, its last, that have a label (SFTTrainer); all when left out."
         ),
