@@ -204,8 +204,8 @@ def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     # read.
     sharding = {"world_size": given["gpus"]} if "gpus" in given else {}
     recipe = recipe_or_configuration(path, sharding)
-    ranks = recipe.sharding.world_size if recipe.sharding else 1
-    if recipe.sharding and recipe.sharding.parallelism:
+    ranks = recipe.group.world_size
+    if recipe.group.parallelism:
         own = "plan tries no meshes of ranks: each GPU of its answers has samples of its own"
         say(f"note: {own}; vramlab simulate {path} says what the file's take", err=True)
     method = "full"

@@ -140,8 +140,7 @@ def read_shape(
         rest += "model that stands in it, and its settings as fields"
         raise RecipeError("model", model, rest)
     path, text = _read_file(model)
-    if "_class_name" in text:
-        denoisers.refuse_as_recipe(model, configuration.read_json("model", text, model))
+    denoisers.refuse_as_recipe(model, configuration.read_json("model", text, model))
     is_usual = path.name == "config.json"
     name = path.resolve().parent.name if is_usual else path.name.removesuffix(".json")
     return _shape(name, None, text, num_layers, task, num_labels)

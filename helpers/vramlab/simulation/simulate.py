@@ -149,7 +149,7 @@ def _of_recipe(
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
-    notes += parallel_limits.notes(recipe.sharding) + rollouts.notes(recipe.rollouts)
+    notes += parallel_limits.notes(recipe.group) + rollouts.notes(recipe.rollouts)
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
     notes += peft_methods.notes(recipe.peft)
     if card and (why := card.why_not(recipe.precision)):
