@@ -241,9 +241,9 @@ def find_gpu(name: "str | Gpu") -> Gpu:
     gpu = _index().get(_key(name)) if isinstance(name, str) else None
     if gpu is None:
         key = _key(str(name))
-        # "RTX 4080 Ti" begins as the 4080 does, and looks more like the 4060 Ti
-        begins = [known for known in _index() if key.startswith(known)]
-        near = sorted(begins, key=len)[-1:] or difflib.get_close_matches(key, _index(), n=1)
+        # "A100 80G" looks like one of the table, and "RTX 4080 Ti" begins as one
+        near = difflib.get_close_matches(key, _index(), n=1, cutoff=0.85)
+        near = near or [known for known in sorted(_index(), key=len) if key.startswith(known)][-1:]
         hint = f"did you mean {_index()[near[0]].name!r}? " if near else ""
         known = ", ".join(gpu_names())
         raise GpuError(f"GPU {name!r} is not in the table: {hint}known are {known}.")
