@@ -145,13 +145,17 @@ class Writer:
 def _never_freed(log: Log) -> np.ndarray:
     """Return the keys of births that no free follows.
 
-    Raises NotRegular where a free follows no birth.
+    Raises NotRegular where a free follows no birth, or one of another category.
     """
     # stable: events of one storage stay in the log's order, a birth before its free
     by_key = np.argsort(log.keys, kind="stable")
     keys = log.keys[by_key]
     sizes = log.sizes[by_key]
-    is_freed_next = (keys[1:] == keys[:-1]) & (sizes[1:] == -sizes[:-1])
+    names = [storage.category or "" for _, storage, _ in log.events]
+    _, numbers = np.unique(names, return_inverse=True)
+    categories = numbers[log.order[by_key]]
+    is_of_one = (keys[1:] == keys[:-1]) & (categories[1:] == categories[:-1])
+    is_freed_next = is_of_one & (sizes[1:] == -sizes[:-1])
     is_freed = np.append(is_freed_next, False)
     follows_birth = np.roll(is_freed, 1)
     lost = by_key[np.flatnonzero((sizes < 0) & ~follows_birth)]
@@ -206,6 +210,7 @@ def _walk(groups: int) -> re.Pattern:
 class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int) -> None:
         super().__init__(tracker.log, repetition.middle, more, repetition.reach)
+        self.fetches_ahead = repetition.fetches_ahead
         self.marks = tracker.marks
         self.unit = tracker.round_to
         self.groups = repetition.groups
@@ -213,6 +218,7 @@ class _Deepener(Writer):
         self.group = cache(repetition.group)
         self.renamed = cache(repetition.renumbered)
         self.walks: list[Walk] = []
+        self.rows = 0  # numbers that are taken
         calls = _calls_by_phase(tracker)
         starts = [(0, "load"), *self.marks, (len(self.events), "")]
         steps = []
@@ -275,18 +281,42 @@ class _Deepener(Writer):
         """
         self.walks.append(walk)
         born = {part.group: self._born(part) for part in walk}
+        sizes = {}
+        for group, storages in born.items():
+            sizes[group] = [storage.asked for storage in storages]
+        if any(sizes.get(group, []) != sizes[self.middle] for group in self._alike(walk)):
+            raise NotRegular("layers of one kind do not all make the same")
+        others = []
+        longest = 0
+        for group, storages in born.items():
+            is_end = group in (0, self.groups - 1)
+            if is_end or sizes[group] == sizes[self.middle]:
+                self._place(group, storages)
+                longest = max(longest, len(storages))
+            else:
+                others.append(group)
+        self.rows += longest
+        # What these make has no counterparts, so nothing that is repeated may free it.
+        for group in others:
+            self._place(group, born[group])
+            self.rows += len(born[group])
+
+    def _place(self, group: int, storages: list[Storage]) -> None:
+        for row, storage in enumerate(storages, self.rows):
+            self.places[storage] = Place(group, row)
+
+    def _alike(self, walk: Walk) -> set[int]:
+        """Return the groups that have to make the same in `walk`: all that are not at the ends.
+
+        Where weights are fetched ahead those that come after the middle one in the walk may not.
+        """
+        if self.fetches_ahead:
+            is_up = _is_up(walk)
+            return set(range(1, self.middle + 1) if is_up else range(self.middle, self.groups - 1))
         alike = set(range(1, self.groups - 1))
         if self.middle == 1:  # then the first layer is like the others
             alike.add(walk[0].group)
-        sizes = []
-        for group in alike:
-            sizes.append([storage.asked for storage in born.get(group, ())])
-        if any(size != sizes[0] for size in sizes):
-            raise NotRegular("layers of one kind do not all make the same")
-        first = len(self.places)
-        for group, storages in born.items():
-            for row, storage in enumerate(storages, first):
-                self.places[storage] = Place(group, row)
+        return alike
 
     def _born(self, part: Part) -> list[Storage]:
         storages = []
@@ -335,16 +365,34 @@ class _Deepener(Writer):
         position = 0
         for walk in self.walks:
             self._write_until(walk[0].first, position, marks)
+            if self.fetches_ahead:
+                self._check_steady(walk)
             for part in walk:
                 shifts = self._shifts(part.group)
                 # a walk down comes to the uppermost copy first
-                is_up = walk[0].group < 2
+                is_up = _is_up(walk)
                 self.write(part.first, part.end, part.group, shifts if is_up else shifts[::-1])
             position = walk[-1].end
         self._write_until(len(self.events), position, marks)
         log, left = self.longer(self.renamed)
         self._check_left(left)
         return log, marks
+
+    def _check_steady(self, walk: Walk) -> None:
+        """Raise NotRegular unless the group after the middle one does the same, one further."""
+        after = self.middle + (1 if _is_up(walk) else -1)
+        stretches = {part.group: self._stretch(part) for part in walk}
+        if stretches[self.middle] != stretches[after]:
+            raise NotRegular("layers of one kind do not all do the same")
+
+    def _stretch(self, part: Part) -> list[tuple]:
+        """Return what happens in a group's part of a walk, and to whose storages."""
+        stretch = []
+        for size, storage, op in self.events[part.first : part.end]:
+            place = self.places.get(storage)
+            away = place and place.group - part.group
+            stretch.append((size, op, away))
+        return stretch
 
     def _write_until(self, end: int, position: int, marks: list[Mark]) -> None:
         """Write what is outside of walks, and the `marks` on the way."""
@@ -380,6 +428,10 @@ def _calls_by_phase(tracker: Tracker) -> dict[int, list[tuple[int, str]]]:
     for call in tracker.calls:
         calls.setdefault(call.marks, []).append((call.position, call.where))
     return calls
+
+
+def _is_up(walk: Walk) -> bool:
+    return walk[0].group < 2
 
 
 def _is_birth(numbered: tuple[int, Event]) -> bool:

@@ -216,10 +216,7 @@ def trace(
     notes = []
     if not full and not recipe.torch_compile:
         try:
-            # with a fused loss the first product of backward is in the last layer, which then
-            # differs from the others
-            may_be_alike = not (recipe.use_liger_kernel or shallow.streams_weights(recipe))
-            return _lengthened(recipe, target, card, steps, room, may_be_alike)
+            return _lengthened(recipe, target, card, steps, room, least=True)
         except NotRegular as error:
             depth = recipe.shape.num_layers
             notes.append(f"all {depth} layers were run, none repeated: {error}")
@@ -233,19 +230,24 @@ def _lengthened(
     card: Gpu | None,
     steps: int,
     room: Room | None,
-    may_be_alike: bool,
+    least: bool,
 ) -> History:
     """Return the history of a run of few layers and micro-batches, made longer. Raises NotRegular.
 
-    Layers are run whole where that is the lesser work.
+    The `least` layers that may stand for all are tried first. Layers are run whole where that is
+    the lesser work.
     """
     log: Log | list[Event]
     layers = None
     if shallow.may_be_deepened(recipe, target):
         frees_late = bool(recipe.sharding) or frees_late_in_backward(recipe.shape)
+        streams = shallow.streams_weights(recipe)
+        # with a fused loss the first product of backward is in the last layer, which then differs
+        # from the others
+        may_be_alike = least and not (recipe.use_liger_kernel or streams)
         layers = find(recipe.shape, frees_late, may_be_alike)
-        if shallow.streams_weights(recipe):
-            layers = layers.widened(*shallow.streamed(recipe))
+        if streams:
+            layers = layers.widened(*shallow.streamed(recipe), least)
     # another architecture's is run twice: `_deeper`
     runs = 1 if shallow.is_written_down(recipe) else 2
     if layers is None or layers.depth <= layers.shallow * runs:
@@ -256,9 +258,9 @@ def _lengthened(
         try:
             tracker, log, marks = _deeper(recipe, target, card, steps, layers)
         except NotRegular:
-            if layers.middle > 1:
+            if not layers.is_least:
                 raise
-            return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
+            return _lengthened(recipe, target, card, steps, room, least=False)
     if shallow.is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
     log, marks = unfold(log, marks)
@@ -372,7 +374,8 @@ def _run(
         readable_values() if recipe.reads_values else nullcontext(),
     ):
         try:
-            training = tr.build(recipe, device, target=target)
+            with compiled_late():  # DeepSpeed imports its Muon now, which has such a function
+                training = tr.build(recipe, device, target=target)
             training.abridged = not (full or evaluation) and shallow.is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
@@ -431,11 +434,11 @@ def load_libraries(recipe: Recipe) -> None:
             import bitsandbytes  # noqa: F401
         elif recipe.adapters:
             import peft  # noqa: F401 — which imports it too
-    if recipe.trainer != "transformers":
-        trl_class(TRL[recipe.trainer])
-    if liger.kernels(recipe):
-        with needing("use_liger_kernel"):
-            import liger_kernel.transformers  # noqa: F401
+        if recipe.trainer != "transformers":
+            trl_class(TRL[recipe.trainer])  # which imports both
+        if liger.kernels(recipe):
+            with needing("use_liger_kernel"):
+                import liger_kernel.transformers  # noqa: F401
     load_torchao(recipe)
 
 
