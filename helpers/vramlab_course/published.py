@@ -146,6 +146,9 @@ def scatter_error(
         linewidth=0,
     )
     below.axhline(0, color=style.INK, linewidth=0.8)
+    # The band is to be seen: what is off by more than five of it stands at the edge.
+    reach = 100 * min(5 * band, max(band * 1.5, max(off) * 1.2))
+    edge = f", cut at {reach:.0f}" if 100 * max(off) > reach else ""
     rows = [("GiB", *names, "error")]
     for (name, group), (colour, marker, _) in zip(
         sizes.items(),
@@ -162,7 +165,8 @@ def scatter_error(
         }
         y, x = zip(*group, strict=True)
         above.plot(x, y, label=name, **look)
-        below.plot(x, [error * 100 for error in errors[name]], **look)
+        shown = [min(max(100 * error, -reach), reach) for error in errors[name]]
+        below.plot(x, shown, **look, clip_on=False)
         together = zip(pairs[name], errors[name], strict=True)
         for i, (pair, error) in enumerate(together, 1):
             rows.append((f"{name}: {i}", *map(in_unit, pair), f"{error:+.2%}"))
@@ -170,10 +174,8 @@ def scatter_error(
     above.set_yscale("log", base=2)
     for axis in (above.xaxis, above.yaxis):
         axis.set_major_formatter("{x:,.6g}")  # 0.5, 1, 2, 4 and not powers
-    # The worst error and the band are both in view.
-    reach = 100 * max(band * 1.5, max(off) * 1.2)
     above.set(xlim=ends, ylim=ends, ylabel=f"{names[0]}, GiB")
-    below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, GiB", ylabel="error, %")
+    below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, GiB", ylabel=f"error, %{edge}")
     span = f"{min(every):.3g} to {max(every):.3g} GiB"
     return style.finish(
         figure,

@@ -15,7 +15,7 @@ from vramlab.base.files import (
     write_atomically,
     write_files,
 )
-from vramlab.base.text import markdown, printable
+from vramlab.base.text import printable
 
 POSIX = pytest.mark.skipif(
     os.name == "nt", reason="Windows has no FIFO, and no limit of a file's size"
@@ -136,5 +136,3 @@ def test_text_of_others_is_shown_as_text():
         == "a\\x1b[31m\\x07\\x9b b\n\t\\u202e\\ud800×"
     )
     assert str(RecipeError("x", 1, "it is \x1b[2J")).endswith("but it is \\x1b[2J.")
-    shown = markdown("# <b>@all</b> &lt; [x](y) `a|b`\n\x1b")
-    assert shown == r"\# \<b\>&#64;all\</b\> &amp;lt; \[x\](y) \`a\|b\` \\x1b"

@@ -37,6 +37,41 @@ def test_a_rank_that_fails_ends_all_and_is_told():
         on_ranks(lambda rank, world: 1 / rank)
 
 
+def test_what_failed_is_told_and_not_what_lost_it(monkeypatch):
+    """Both ranks have ended before their parent looks: the first of them lost the other."""
+
+    def work(rank, world):
+        if rank == 1:
+            raise ValueError("mine")
+        dist.all_reduce(torch.ones(1))
+
+    join = torch.multiprocessing.ProcessContext.join
+
+    def late(self, *args):
+        for process in self.processes:
+            process.join()
+        return join(self, *args)
+
+    monkeypatch.setattr(torch.multiprocessing.ProcessContext, "join", late)
+    with pytest.raises(RankFailed, match=r"^ValueError: mine$"):
+        on_ranks(work)
+
+
+def test_ranks_that_lose_a_connection_start_again(tmp_path):
+    def work(rank, world, lost):
+        start = len([*tmp_path.glob(f"{lost} {rank} *")])
+        (tmp_path / f"{lost} {rank} {start}").touch()
+        if rank == 1 and start < lost:
+            return None  # its connections end with it
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return one.item()
+
+    assert on_ranks(lambda rank, world: work(rank, world, 1)) == [2.0, 2.0]
+    with pytest.raises(RankFailed, match=r"^a rank waits for one that has ended"):
+        on_ranks(lambda rank, world: work(rank, world, 3))
+
+
 def test_a_rank_that_nobody_answers_does_not_wait_for_ever():
     def lonely(rank, world):
         if rank == 0:

@@ -70,6 +70,7 @@ def test_right_answers_in_other_words(name, answer):
         ("10.1", LOOPS["graph"], "Autograd still records"),
         ("10.1", LOOPS["off_for_good"], "switched off for everybody"),
         ("10.1", LOOPS["twice"], "called 10 times"),
+        ("10.1", LOOPS["all_ids"], "the new tokens only"),
         ("10.1", lambda step, prompt, new: prompt, "not those"),
         ("10.1", lambda step, prompt, new: 1 / 0, "ZeroDivisionError"),
         ("10.2", never_shared, "once for every completion"),
@@ -77,6 +78,7 @@ def test_right_answers_in_other_words(name, answer):
         ("10.3", SPLIT, "over what is usable"),
         ("10.3", LONG.replace(dtype="bfloat16", use_liger_kernel=True), "over what is usable"),
         ("10.3", SPLIT.replace(trainer="sft", batch_size=2), "sees 16 texts"),
+        ("10.3", SPLIT.replace(trainer="sft", activation_offloading=True), "does not know it"),
     ],
 )
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):

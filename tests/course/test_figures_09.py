@@ -1,4 +1,4 @@
-"""Chapter 09's timelines of a pipeline, and what they are computed from."""
+"""Chapter 09's timelines of a pipeline, and its picture of all ways to cut."""
 
 from functools import partial
 from itertools import pairwise
@@ -6,13 +6,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vramlab.report.report import Bytes, GiB
 from vramlab_course.figures.figures_09 import (
     SECONDS,
+    Way,
     bubble,
     most_held,
     pipeline,
     pipeline_ends,
     stage_order,
+    ways_to_cut,
 )
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
@@ -71,3 +74,30 @@ def test_the_timeline_follows_the_order_that_it_is_given():
     rows = pipeline(4, 8, own=partial(stage_order, "gpipe")).rows
     assert rows[1][1:] == rows[2][1:] == ("33", "27.3%", "8")
     assert pipeline(4, 8, own=slow).rows[2][3] == "1"
+
+
+def test_a_way_waits_for_what_its_computing_does_not_hide():
+    way = Way(Bytes(parameters=GiB), sent=30e9, computing=2.0, hides=1.0)
+    assert way.times(30e9) == 1  # one second of sending, which hides
+    assert way.times(10e9) == 2  # three seconds, of which two are waited for
+    idle = Way(Bytes(), sent=0, computing=2.0, hides=2.0, idle=0.5)
+    assert idle.times(1) == 2
+
+
+def test_the_picture_of_the_ways_draws_what_its_table_says():
+    ways = {
+        "whole, 1 sample": Way(Bytes(parameters=90 * GiB, gradients=8 * GiB), 30e9, 2.0, 1.0),
+        "cut": Way(Bytes(parameters=10 * GiB), 4e9, 2.0, 0),
+    }
+    figure = ways_to_cut(ways, {"fast": 30e9, "slow": 10e9}, "H100", "Ways", "made up")
+    assert figure.rows[1:] == [
+        ("whole, 1 sample", "98.0", "30.0", "1.0 ×", "2.0 ×", "30"),
+        ("cut", "10.0", "4.0", "1.1 ×", "1.2 ×", "never"),
+    ]
+    above, below = figure.axes
+    tops = [bar.get_y() + bar.get_height() for bar in above.patches]
+    assert max(tops) == 98
+    # On the axis of the times a bar begins at 1, and has no height where all is hidden.
+    heights = [round(bar.get_y() + bar.get_height(), 3) for bar in below.patches]
+    assert heights == [1, 1.067, 2, 1.2] and below.get_yscale() == "log"
+    assert "whole, 1 sample" in figure.alt

@@ -18,4 +18,5 @@ def test_the_lines_are_the_predicted_peaks():
     for line, row in zip(ax.lines, figure.rows[1:], strict=False):
         assert [f"{value:,.1f}" for value in line.get_ydata()] == list(row[1:])
         assert max(line.get_ydata()) < ax.get_ylim()[1]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert "The card has" in figure.alt and "no switch" in figure.alt

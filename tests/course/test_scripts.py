@@ -1,18 +1,19 @@
 """The scripts that chapters print whole: they train, and say what the chapter says of them."""
 
-import json
+import os
 import re
-import runpy
-import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 import settings
 import torch
 from bitsandbytes.nn import Linear4bit
-from vramlab.interfaces.script import recipe_of_script
-from vramlab_course.base_model import base_model_folder
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from vramlab import plan
+from vramlab_course.base_model import base_model_folder, load_base_model, load_base_tokenizer
+from vramlab_course.finetuning import adapted
 
 
 def scripts(number: str) -> Iterator[str]:
@@ -23,59 +24,57 @@ def scripts(number: str) -> Iterator[str]:
             yield from re.findall(r"```python\n(.*?)```", cell.source, re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def t4_script() -> str:
-    (found,) = (script for script in scripts("06") if "max_memory_allocated" in script)
-    return found
-
-
-def test_the_t4_script_trains_adapters_on_a_4_bit_base(t4_script, tmp_path, monkeypatch):
+def test_the_lines_of_chapter_06_load_what_its_program_saves(tmp_path, monkeypatch):
+    """The program is `plan`'s, and tests/planning trains with it."""
+    base = str(base_model_folder())
+    asked = {"seq_len": 128, "global_batch": 4, "method": "qlora", "confirm": False}
+    plan(base, "T4", **asked).write(tmp_path / "train_qlora.py")
+    model = adapted(load_base_model(), r=16)
+    for name, part in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(part, 0.01)
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(tmp_path / "out")
+    load_base_tokenizer().save_pretrained(tmp_path / "out")
+    (lines,) = (script for script in scripts("06") if "QUANTIZATION" in script)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "argv", ["train_t4.py"])
-    rows = [json.dumps({"text": f"def number_{i}():\n    return {i}\n"}) for i in range(3)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    here = {
-        '"meta-llama/Llama-3.1-8B"': repr(str(base_model_folder())),
-        "torch.float16": "torch.float32",  # what only a GPU multiplies
-        "fp16=True": "use_cpu=True",
-        "max_length=2048": "max_length=32",
-    }
-    script = t4_script
-    for old, new in here.items():
-        assert old in script
-        script = script.replace(old, new)
-    (tmp_path / "train_t4.py").write_text(script)
-    model = runpy.run_path("train_t4.py")["model"]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert trained and all(p.dtype == torch.float32 for p in trained)
-    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the program sets its card
+    names = {}
+    # A CPU multiplies no fp16 codes.
+    exec(lines.replace("dtype = QUANTIZATION.bnb_4bit_compute_dtype", "dtype = torch.float32"),
+         {"torch": torch}, names)  # fmt: skip
+    layers = [module for module in names["model"].modules() if isinstance(module, Linear4bit)]
     assert len(layers) == 4 * 7 and all(each.weight.dtype == torch.uint8 for each in layers)
-    moved = [p.any().item() for name, p in model.named_parameters() if "lora_B" in name]
-    assert len(moved) == len(layers) and all(moved)
-    assert (tmp_path / "qlora-t4" / "adapter_model.safetensors").exists()
+    adapters = [part for name, part in names["model"].named_parameters() if "lora_B" in name]
+    assert len(adapters) == len(layers) and all((part == 0.01).all() for part in adapters)
 
 
-def test_vramlab_reads_the_t4_script_as_the_run_that_the_chapter_simulates(t4_script, tmp_path):
-    path = tmp_path / "train_t4.py"
-    path.write_text(t4_script)
-    recipe, _ = recipe_of_script(path)
-    assert (recipe.name, recipe.batch_size, recipe.seq_len) == ("llama-3.1-8b", 1, 2048)
-    assert (recipe.precision, recipe.dtype) == ("fp16-mixed", "float16")
-    assert recipe.attn_implementation == "sdpa_repeated"
-    assert recipe.gradient_checkpointing and recipe.lora.r == 16
-    assert recipe.quantization.double and not recipe.quantization.prepare
-
-
-def test_vramlab_reads_the_script_with_trl_as_the_run_that_the_chapter_says(tmp_path):
-    (found,) = (script for script in scripts("06") if "trainer.train()" in script)
-    path = tmp_path / "train.py"
-    path.write_text(found)
-    recipe, notes = recipe_of_script(path)
-    assert (recipe.trainer, recipe.seq_len, recipe.dtype) == ("sft", 2048, "bfloat16")
-    assert (recipe.batch_size, recipe.gradient_accumulation_steps) == (2, 8)
-    assert recipe.quantization.double and not recipe.quantization.prepare
-    assert notes == []
+def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monkeypatch, capsys):
+    (lines,) = (script for script in scripts("07") if "TrainerCallback" in script)
+    calls = []
+    held = {"allocated_bytes.all.current": 2**30, "reserved_bytes.all.current": 2**31}
+    memory = SimpleNamespace(
+        _record_memory_history=lambda **options: calls.append(options),
+        _dump_snapshot=lambda name: calls.append(name),
+    )
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: held | {"num_alloc_retries": 3})
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(lines, names)
+    folder = str(base_model_folder())
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 12
+    arguments = TrainingArguments(
+        tmp_path / "out", per_device_train_batch_size=1, max_steps=12, use_cpu=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"]()]).train()
+    assert calls == [{"max_entries": 100_000}, "memory.pickle", {"enabled": None}]
+    trace = (tmp_path / "trace.json").read_text()
+    assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) >= 1
+    printed = capsys.readouterr().out
+    assert "reserved_bytes.all.current: 2.00 GiB" in printed and "retries: 3" in printed
 
 
 @pytest.mark.slow  # imports TRL

@@ -40,6 +40,7 @@ def test_it_says_where_it_ran_and_how_long(found):
 
     assert found["backend"] == ("nccl" if torch.cuda.device_count() >= 2 else "gloo")
     assert found["step_seconds"] > 0 and found["alone_seconds"] > 0
+    assert 0 < found["link_gb_per_second"] < 1000
 
 
 def test_without_torchrun_it_says_how_to_start_it(capsys):

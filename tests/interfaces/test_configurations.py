@@ -6,7 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 from vramlab.base.errors import RecipeError
-from vramlab.interfaces.axolotl_file import RING, SEGMENTS
+from vramlab.interfaces.axolotl_file import PACKED, RING, SEGMENTS
 from vramlab.interfaces.cli import PLAN_OPTIONS, _asked, app
 from vramlab.interfaces.configuration_file import REENTRANT, known_settings
 from vramlab.interfaces.configurations import WITHOUT_IMAGES, question_of, read_configuration
@@ -92,7 +92,7 @@ def test_axolotls_qlora(tmp_path):
         lora=LoRA(r=32, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"),
         quantization=Quantization("nf4", double=True, prepare=False),
     )
-    assert notes == [SEGMENTS, REENTRANT, "2 settings move no memory of a step"]
+    assert notes == [SEGMENTS, PACKED, REENTRANT, "2 settings move no memory of a step"]
     _, notes = read(tmp_path, AXOLOTL, gradient_checkpointing_kwargs={"use_reentrant": False})
     assert REENTRANT not in notes
 
@@ -249,6 +249,11 @@ def test_trls_sft(tmp_path):
         (FACTORY, {"stage": "dpo"}, "take sft or pt"),
         (FACTORY, {"finetuning_type": "freeze"}, "take full or lora"),
         (FACTORY, {"use_galore": True}, "use_galore"),
+        (
+            AXOLOTL,
+            {"flash_attn_fuse_mlp": True},
+            r"run.yml, line \d+: flash_attn_fuse_mlp' is True.*without it the rest is read",
+        ),
         (FACTORY, {"do_train": None}, "nothing is trained"),
         (FACTORY, {"pipeline_model_parallel_size": 4}, "Megatron's training"),
         (FACTORY, {"quantization_bit": 3}, "in 4 and 8 bits"),

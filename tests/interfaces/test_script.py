@@ -733,7 +733,8 @@ def test_what_is_refused(case, tmp_path):
         recipe_of(tmp_path, changes)
     message = str(caught.value)
     assert words in message and "\n" not in message
-    assert "vramlab run --gpu NAME -- python train.py" in message or "no recipe models" in message
+    runs = f"vramlab run --gpu NAME -- python {tmp_path}/train.py"
+    assert runs in message or "no recipe models" in message
 
 
 @pytest.mark.parametrize("case", HARMLESS)

@@ -1,6 +1,7 @@
 """`watch` finds phases and names storages in code that is not ours, and leaves nothing behind."""
 
 import io
+import re
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 
@@ -529,4 +530,32 @@ def test_what_every_step_keeps_is_noted(keeps):
     notes = [note for note in watched.report().notes if "memory grows with every step" in note]
     # 4,096 samples × 10 numbers in fp32, of the last layer
     said = "memory grows with every step, which keeps 160.000 KiB of activations by addmm in 2"
-    assert notes == ([said] if keeps else [])
+    keeper = r": in `kept` \(test_watch.py:\d+ kept = \[\]\)"
+    line = r", made at test_watch.py:\d+ outputs = model\(batch\)"
+    assert len(notes) == keeps
+    assert all(re.fullmatch(re.escape(said) + keeper + line, note) for note in notes)
+    assert watched.tracker.keeps_stacks is keeps, "without a leak no stack is kept"
+
+
+def test_each_of_two_leaks_has_its_keeper_and_its_line():
+    model = mlp()
+    optimizer = adamw(model)
+    batch = torch.randn(4096, 64)
+    log = SimpleNamespace(stats={"out": []})
+    total = penalty = torch.zeros(())
+    with watch(model, optimizer) as watched:
+        for _ in range(6):
+            outputs = model(batch)
+            loss = outputs.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.stats["out"].append(outputs)
+            total = total + loss
+            penalty = penalty + model[0](batch).relu().mean()  # no backward frees what it saves
+    grown, other, *graphs = [note for note in watched.report().notes if "every step" in note]
+    assert re.search(r"4.000 MiB of activations by relu, made at .* penalty = penalty \+", grown)
+    assert "160.000 KiB of activations by addmm in 2: in `log.stats` (test_watch.py), made" in other
+    for name, note in zip(("total", "penalty"), graphs, strict=True):
+        assert note.startswith(f"`{name}` keeps autograd's graph of every step: add .item()")
+        assert f"{name} = {name} + " in note

@@ -543,7 +543,14 @@ def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_h
     qlora, lora, full = found.choices
     assert (qlora.method, lora.method, full.method) == ("qlora", "lora", "full")
     assert qlora.host < lora.host < full.host
-    assert "from_pretrained(device_map={'': 'cpu'})" in " ".join(str(found).split())
+    text = " ".join(str(found).split())
+    assert "from_pretrained(device_map={'': 'cpu'})" in text
+    # offloaded, the base's format saves the host's memory
+    saved = qlora.without["the 4-bit base"]
+    assert saved < 0 and "the 4-bit base -" not in text
+    assert f"the 4-bit base takes {-saved / GiB:.2f} GiB more on the card than it saves" in text
+    alone = "qlora: with nothing offloaded, batch 1: does not fit: RTX 4090 has 23.510 GiB, the"
+    assert f"{alone} tensors alone take" in text
     alone = plan("qwen3-4b", "RTX 4090", seq_len=8192, method="full", confirm=False)
     first, *others = alone.alternatives["full"]
     assert first.switch.startswith("on the card alone (--no-offload) in bf16-true")

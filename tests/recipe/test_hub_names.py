@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from vramlab import Recipe, RecipeError, predict, read_shape
 from vramlab.recipe import hub_names
+from vramlab.recipe.denoisers import MODELS
+from vramlab.recipe.diffusion import Diffusion
 from vramlab.recipe.shapes import catalogue
 
 
@@ -135,13 +137,21 @@ def test_a_download_that_fails_is_one_sentence(monkeypatch):
 
 
 def test_a_diffusers_configuration_and_a_yaml_say_what_to_do(tmp_path):
-    file = tmp_path / "config.json"
+    unet = tmp_path / "my pipeline" / "unet"
+    unet.mkdir(parents=True)
+    file = unet / "config.json"
+    file.write_text(json.dumps(MODELS["sdxl"]["config"]))
+    index = unet.parent / "model_index.json"
+    index.write_text(json.dumps({"_class_name": "StableDiffusionXLPipeline"}))
+    for path in (file, unet, index, unet.parent):
+        # the command that is named takes what was given
+        assert Diffusion(str(path)).record is MODELS["sdxl"]
+        said = rf"UNet2DConditionModel.*: vramlab diffusion '{path}' .*vramlab run"
+        with pytest.raises(RecipeError, match=said):
+            read_shape(str(path))
     file.write_text(json.dumps({"_class_name": "UNet2DConditionModel", "sample_size": 64}))
-    with pytest.raises(
-        RecipeError,
-        match=r"diffusers' UNet2DConditionModel.*the path of this.*simulate.model=….*vramlab run",
-    ):
-        read_shape(str(file))
+    with pytest.raises(RecipeError, match=r"models: simulate.model=…, batch=…. takes the module"):
+        read_shape(str(unet.parent))
     file = tmp_path / "axolotl.yaml"
     file.write_text("base_model: x")
     with pytest.raises(RecipeError, match="the command line reads the YAML of axolotl"):

@@ -36,6 +36,15 @@ def test_what_came_and_went_in_bytes(reports):
     assert "note: B is " in str(found) and "Δ is taken against A" in str(found)
 
 
+def test_a_compiled_steps_buffers_are_not_told_one_by_one(reports):
+    compiled = Report.from_dict(reports[1].to_dict())
+    compiled.recipe["torch_compile"] = True
+    compiled.notes = ["torch_compile: no formula knows its time", "another note"]
+    *_, told, timed = diff(reports[0], compiled).notes
+    assert "have no modules' names" in told and timed == compiled.notes[0]
+    assert not any("gone: " in note for note in diff(reports[0], compiled).notes)
+
+
 def test_no_difference_is_said_plainly(reports):
     found = diff(reports[0], reports[0])
     assert (

@@ -548,3 +548,8 @@ def test_the_workflow_holds_no_right_that_a_stranger_could_use():
             {"ref": "${{ github.event.pull_request.base.sha }}", "persist-credentials": False},
         )
     ], "only the base's own files are run, and the token is not left for them"
+
+
+def test_text_of_others_means_itself_in_a_report():
+    shown = verify_record.markdown("# <b>@all</b> &lt; [x](y) `a|b`\n\x1b")
+    assert shown == r"\# \<b\>&#64;all\</b\> &amp;lt; \[x\](y) \`a\|b\` \\x1b"

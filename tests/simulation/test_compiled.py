@@ -1,5 +1,6 @@
 """The compiled step: Inductor's wrappers on fake tensors, held against really compiled steps."""
 
+import re
 import weakref
 
 import pytest
@@ -8,6 +9,8 @@ from torch._dynamo import pgo
 from torch.profiler import ProfilerActivity, profile, record_function
 from vramlab import LoRA, Recipe, Sharding, simulate
 from vramlab.base.errors import RecipeError
+from vramlab.measurement.records import find_record
+from vramlab.simulation.compiled import TIMED
 from vramlab.simulation.inductor import wrapper
 from vramlab.simulation.simulate import trace
 from vramlab.training import training as tr
@@ -198,6 +201,17 @@ def test_forward_and_backward_of_a_compiled_cpu_step_are_equal_to_the_byte(recip
         most, left = real[name]
         assert highest - before == most
         assert history.split(end).total - before == left
+
+
+def test_the_times_that_are_said_are_recorded():
+    for tokens, precision in ((1024, "bf16-mixed"), (512, "fp32")):
+        eager = Recipe("gpt2", 8, tokens, precision)
+        seconds = [
+            find_record(recipe, "H100").speed.median
+            for recipe in (eager, eager.replace(torch_compile=True))
+        ]
+        share = seconds[1] / seconds[0]
+        assert re.search(rf"{share:.2f}[a-z ]* \(8 × {tokens} tokens, {precision}\)", TIMED)
 
 
 @pytest.mark.slow

@@ -423,7 +423,7 @@ def test_the_adapters_of_sdxl_are_those_of_the_script():
     ("model", "fields", "said"),
     [
         ("sd9", {}, "known are sdxl"),
-        ("pipelines/mine", {}, "unet/config.json"),
+        ("pipelines/mine", {}, "the folder of a pipeline or of a denoiser"),
         ("sdxl", {"resolution": 1001}, "a multiple of 8 pixels"),
         ("sd3-medium", {"resolution": 4096}, "positions for 3072 pixels"),
         ("sdxl", {"method": "dora"}, "allowed are 'lora', 'full'"),
@@ -437,7 +437,7 @@ def test_the_adapters_of_sdxl_are_those_of_the_script():
 )
 def test_what_is_refused_says_what_is_allowed(model, fields, said, tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(MODELS["sdxl"]["config"] | {"layers_per_block": 1}))
+    file.write_text(json.dumps(MODELS["sdxl"]["config"] | {"attention_head_dim": 8}))
     with pytest.raises(RecipeError, match=said):
         Diffusion(model.replace("CONFIG", str(file)), **fields)
 

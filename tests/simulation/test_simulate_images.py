@@ -2,6 +2,8 @@
 equals a real one on the CPU to the byte.
 """
 
+from importlib.metadata import version
+
 import pytest
 from quick import params
 from test_simulate_peft import assert_equal
@@ -85,6 +87,8 @@ def as_llama_4_takes_it(fields: dict) -> dict:
 def test_equals_real_tensors(family, way):
     fields = dict(WAYS[way])
     if family == "llama4":
+        if version("transformers") == "5.24.0":
+            pytest.skip("it asks a text model's output for `image_outputs`, and none trains")
         fields = as_llama_4_takes_it(fields)
     if "frozen" in way:
         fields["freeze"] = (TOWERS[family],)

@@ -3,6 +3,7 @@ its sizes, not ours.
 """
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_workspace_of_memory_efficient_attention(card):
         assert blocks == in_its_place, (heads, tokens, dim, itemsize, dropout)
 
 
+def caches_as_recorded(recipe):
+    """Tell whether the installed transformers caches what the recorded one did.
+
+    Since 5.24 a cache's values have their own dtype, and no longer the keys' fp32.
+    """
+    minor = int(version("transformers").split(".")[1])
+    return minor < 24 or not recipe.get("loop", {}).get("use_cache")
+
+
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("part", params([1, 8], [8]), ids=["all", "an eighth"])
 def test_steps(name, part):
@@ -72,7 +82,8 @@ def test_steps(name, part):
             getattr(simulated, what) / run[what] - 1 for what in ("requested", "allocated")
         )
         assert abs(asked) < 0.004 and abs(held) < 0.01, (run["recipe"], asked, held)
-        errors.append(abs(asked))
+        if caches_as_recorded(run["recipe"]):
+            errors.append(abs(asked))
     assert sum(error < 1e-5 for error in errors) > 0.8 * len(errors), (
         "what is asked for is nearly always met to the byte"
     )

@@ -209,6 +209,17 @@ def test_batches_in_between_need_not_run():
     assert logits <= kept[1] - kept[0] < 1.01 * logits
 
 
+def test_the_batch_that_finds_no_room_is_named():
+    """A batch's logits are 3.07 GiB; joining two takes 12.3 GiB, three 18.4 GiB."""
+    found = simulate_evaluation(
+        Recipe("gpt2", num_layers=1, seq_len=1024),
+        Evaluation(640, 16, compute_metrics=True),
+        gpu="T4",
+    )
+    said = "in evaluation batch 3 of 40, joining all outputs until then, of which the old copy is"
+    assert any(said in note for note in found.notes), found.notes
+
+
 @pytest.mark.parametrize(
     "fields, field",
     [

@@ -20,7 +20,7 @@ from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from . import model_states
-from .engine_memory import EMBEDDING, Engine, sharding_of
+from .engine_memory import EMBEDDING, Engine
 from .graph import Parameter
 from .ledger import Ledger
 from .memory import Block
@@ -40,8 +40,8 @@ def deepspeed_bytes(asked: Recipe) -> RankBytes:
     """Return the bytes that `asked`'s rank holds."""
     rank = _Rank(asked)
     recipe = rank.recipe
-    third = sharding_of(asked).stage == 3
-    offload = sharding_of(asked).offload
+    third = asked.group.stage == 3
+    offload = asked.group.offload
     # Frozen weights are in no flat partition: whole tensors at stages 1 and 2, each divided among
     # ranks at stage 3.
     frozen = 0
@@ -104,8 +104,8 @@ class _Rank:
 
     def __init__(self, asked: Recipe):
         self.recipe = compute_recipe(asked)
-        self.sharding = sharding_of(asked)
-        self.ranks = sharding_of(asked).world_size
+        self.sharding = asked.group
+        self.ranks = asked.group.world_size
         recipe = self.recipe
         shape = recipe.shape
         mixed = asked.precision.endswith("-mixed")
@@ -306,7 +306,7 @@ class DeepSpeedEngine(Engine):
         recipe: Recipe,
     ):
         super().__init__(ledger, parameters, asked, recipe)
-        sharding = sharding_of(asked)
+        sharding = asked.group
         self.sharding = sharding
         self.gathered: Block | None = None
         self.sizes: dict[str, int] = {}

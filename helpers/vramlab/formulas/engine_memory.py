@@ -4,7 +4,6 @@
 in the same places.
 """
 
-from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from .graph import Parameter, Tensor
 from .ledger import Ledger
@@ -15,12 +14,6 @@ ROOT = ""  # the whole model
 EMBEDDING = "embedding"  # the input embedding
 TAIL = "tail"  # the last norm with the head
 APART = "apart"  # a head that no module's unit gathers
-
-
-def sharding_of(recipe: Recipe) -> Sharding:
-    """Return how a recipe is divided among ranks, one that is."""
-    assert recipe.sharding is not None, f"{recipe} has no sharding"
-    return recipe.sharding
 
 
 class Engine:

@@ -31,7 +31,7 @@ from math import ceil, prod
 
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
-from .engine_memory import APART, EMBEDDING, ROOT, TAIL, Engine, sharding_of
+from .engine_memory import APART, EMBEDDING, ROOT, TAIL, Engine
 from .graph import Parameter, Tensor
 from .ledger import Ledger
 from .memory import Block
@@ -117,7 +117,7 @@ class FsdpEngine(Engine):
         recipe: Recipe,
     ):
         super().__init__(ledger, parameters, asked, recipe)
-        self.ranks = sharding_of(asked).shards
+        self.ranks = asked.group.shards
         self.mixed = asked.precision.endswith("-mixed")
         self.flat: Block | None = None
         self.reducing: Block | None = None
@@ -245,7 +245,7 @@ class FsdpEngine(Engine):
             size = self._whole(weight)
             is_cast = self.mixed and not weight.quantized
             uploaded = None
-            if sharding_of(self.asked).offload:
+            if self.asked.group.offload:
                 numbers = size // weight.width if is_cast else size
                 uploaded = block("to", (numbers,), FP32 if is_cast else 1)
             source = block("to", (size,), 1) if is_cast else uploaded
@@ -277,7 +277,7 @@ class FsdpEngine(Engine):
             key = self.first_unit
         unit = self.units.get(key)
         if unit and unit.weights:
-            if sharding_of(self.asked).stage == 3 and not unit.keep:
+            if self.asked.group.stage == 3 and not unit.keep:
                 unit.copied = None
             # Backward prefetches against this order.
             self.order.append(unit)
@@ -338,7 +338,7 @@ class FsdpEngine(Engine):
         # Shards of the weights are in fp32, and so are their gradients.
         if self.mixed:
             # until the backward pass is over (`AllReduceState`)
-            if sharding_of(self.asked).dp_replicate_size > 1:
+            if self.asked.group.dp_replicate_size > 1:
                 self.averaged.append(result)
             result = group(
                 "to",
@@ -347,7 +347,7 @@ class FsdpEngine(Engine):
                 FP32,
             )
         del last
-        if sharding_of(self.asked).offload is None and self.asked.loop.set_to_none:
+        if self.asked.group.offload is None and self.asked.loop.set_to_none:
             self.shards.append(result)
 
     def finish(self) -> None:

@@ -58,15 +58,15 @@ def loaded_on_host(recipe: Recipe) -> int:
     file, which all ranks share; in fp32, to which accelerate casts what mixed precision trains,
     each rank has a copy.
     """
-    if recipe.quantization and recipe.sharding and loads_on_host(recipe):
+    sharding = recipe.group
+    if recipe.quantization and loads_on_host(recipe):
         highest = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
-        return recipe.sharding.world_size * sum(highest)
+        return sharding.world_size * sum(highest)
     if recipe.quantization:
         return 0
     numbers = sum(prod(weight.shape) for weight in recipe.shape.weights())
     weights = numbers * weight_width(recipe.weights_dtype)
-    sharding = recipe.sharding
-    if sharding is None or (sharding.engine == "fsdp" and recipe.weights_dtype != "float32"):
+    if sharding.engine == "fsdp" and recipe.weights_dtype != "float32":
         return weights
     copies = sharding.world_size
     if sharding.engine == "fsdp" and sharding.offload == "parameters":

@@ -212,12 +212,12 @@ class Model:
             for kind, count in [(kinds[0], 1), *others.items(), (kinds[-1], last)]:
                 runs.append((stacks[0], kind, start, count))
                 start += min(count, 2)  # `stack` writes out so many
-        sharding = self.recipe.sharding
-        if len(runs) > 1 and sharding and sharding.engine != "ddp":
+        engine = self.recipe.group.engine
+        if len(runs) > 1 and engine != "ddp":
             name = self.shape.name
             unlike = f"those of {name} differ here"
             allowed = f"the formulas shard equal layers, and {unlike}: ask simulate"
-            raise RecipeError("sharding.engine", sharding.engine, allowed)
+            raise RecipeError("sharding.engine", engine, allowed)
         return runs
 
     def stack(

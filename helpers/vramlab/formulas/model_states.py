@@ -115,8 +115,8 @@ def compute_recipe(recipe: Recipe) -> Recipe:
 
     "-mixed" is a half-precision model under FSDP and DeepSpeed.
     """
-    sharding = recipe.sharding
-    if not recipe.precision.endswith("-mixed") or not sharding or sharding.engine == "ddp":
+    sharding = recipe.group
+    if not recipe.precision.endswith("-mixed") or sharding.engine == "ddp":
         return recipe
     quantization = recipe.quantization
     if quantization:

@@ -13,7 +13,7 @@ from .graph import Parameter
 def parameters_of(recipe: Recipe) -> dict[str, Parameter]:
     """Return them by name; a tied head is another name for the embedding."""
     shape = recipe.shape
-    sharded = recipe.sharding and recipe.sharding.engine == "fsdp"
+    sharded = recipe.group.engine == "fsdp"
     # FSDP prefetches the next layer, so two more stand beside the one that others are like.
     layers = 3 if sharded else 2
     rows = _settings(

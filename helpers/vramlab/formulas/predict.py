@@ -72,7 +72,7 @@ def predict(
     # Segments that the allocator took while loading are still reserved in the step, so the higher
     # moment of the two counts for reserved memory.
     most = max(peak.total, loading.total if loading else 0)
-    sharded = bool(recipe.sharding and recipe.sharding.stage)
+    sharded = bool(recipe.group.stage)
     alive = blocks.counts(groups, peak)
     by_default = reserved.reserved(alive, peak.total, sharded)
     # Nothing is known of the blocks that loading holds.
@@ -109,13 +109,13 @@ def _refusals(recipe: Recipe) -> Refusals:
     """Yield what the formulas do not know: (field, whether the recipe has it, what is allowed)."""
     shape = recipe.shape
     lora = recipe.lora
-    sharding = recipe.sharding
+    sharding = recipe.group
 
     for name in ("cp_size", "sp_size"):
-        together = sharding and getattr(sharding, name) > 1
+        together = getattr(sharding, name) > 1
         allowed = "the formulas give each rank samples of its own: ask simulate"
         yield f"sharding.{name}", together, allowed
-    unknown = sharding and not shards.is_known(sharding)
+    unknown = not shards.is_known(sharding)
     allowed = "the formulas know of ddp, fsdp and deepspeed the ways that plan tries: ask simulate"
     yield "sharding", unknown, allowed
 
@@ -176,22 +176,21 @@ def _refusals_of_shards_and_kernels(recipe: Recipe) -> Refusals:
     """Yield what the formulas do not know of some engine or kernel with what else is asked for."""
     shape = recipe.shape
     lora = recipe.lora
-    sharding = recipe.sharding
+    sharding = recipe.group
 
-    rank = sharding.rank if sharding else 0
-    later = sharding and sharding.engine == "deepspeed" and sharding.stage == 1
+    later = sharding.engine == "deepspeed" and sharding.stage == 1
     unset = recipe.precision in ("fp16-true", "bf16-true") and not lora
     reduced = "what a later rank keeps of gradients at stage 1 in such half precision"
     allowed = f"{reduced} is not known: ask simulate"
-    yield "sharding.rank", later and rank > 0 and unset, allowed
+    yield "sharding.rank", later and sharding.rank > 0 and unset, allowed
 
     # A gradient larger than the bucket waits for the next one, and those of all experts are one.
-    waits = sharding and sharding.engine == "deepspeed" and sharding.stage >= 2
+    waits = sharding.engine == "deepspeed" and sharding.stage >= 2
     allowed = "how long DeepSpeed keeps the gradients of all experts is not known: ask simulate"
     yield "sharding.stage", waits and shape.experts_per_token and not lora, allowed
 
     kernels = liger.kernels(recipe)
-    untold_head = kernels and sharding and sharding.engine == "fsdp" and not recipe.adapters
+    untold_head = kernels and sharding.engine == "fsdp" and not recipe.adapters
     allowed = (
         "the formulas do not know what FSDP keeps of the head of Liger's kernels: ask simulate"
     )
@@ -203,13 +202,13 @@ def _refusals_of_shards_and_kernels(recipe: Recipe) -> Refusals:
     yield "use_liger_kernel", untold, allowed
 
     # Under DDP and the lower stages each rank has whole copies.
-    divided = sharding and (sharding.stage == 3 or sharding.engine == "fsdp")
+    divided = sharding.stage == 3 or sharding.engine == "fsdp"
     unplaced = lora and lora.modules_to_save and divided
     allowed = "the formulas do not know where copies are among shards: ask simulate"
     yield "lora.modules_to_save", unplaced, allowed
 
     # TRL moves hidden states to where the head's weight is.
-    offloads = sharding and sharding.engine == "fsdp" and sharding.offload and shape.layout
+    offloads = sharding.engine == "fsdp" and sharding.offload and shape.layout
     on_host = offloads and unit_of(f"{shape.head}.weight", recipe) == APART
     allowed = "the loss is computed on the host, which the formulas do not know: ask simulate"
     yield "sharding.offload", on_host, allowed
@@ -220,9 +219,8 @@ def _as_stepped(recipe: Recipe) -> Recipe:
 
     Its `step` frees the gradients, whatever the loop around it says.
     """
-    sharding = recipe.sharding
     loop = recipe.loop
-    if not sharding or sharding.engine != "deepspeed":
+    if recipe.group.engine != "deepspeed":
         return recipe
     if loop.zero_grad == "end" and loop.set_to_none is True:
         return recipe
@@ -231,12 +229,12 @@ def _as_stepped(recipe: Recipe) -> Recipe:
 
 def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
     """Say what the figures leave out or take for granted."""
-    sharding = recipe.sharding
+    sharding = recipe.group
     notes = []
-    if sharding and sharding.world_size > 1:
+    if sharding.world_size > 1:
         rank = f"rank {sharding.rank} of {sharding.world_size}"
         notes.append(f"{rank}: buffers of NCCL are in the process, not in the peak")
-    if sharding and sharding.offload:
+    if sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     notes += lora_modules.notes(recipe)
     if card:

@@ -1,5 +1,8 @@
 """A layer's attention: projections, rotary positions, a cache, attention itself, the way back."""
 
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
 from ..recipe.shapes import Shape
 from . import liger_kernels
 from .attention import AttentionKernels
@@ -9,6 +12,10 @@ from .operators import Operators
 
 Table = tuple[Tensor, Tensor]  # cos and sin of every position
 Modules = dict[str, str]  # role in a layer to the module's name
+
+# The transformers from which a cache has values in their own dtype (`DynamicLayer.update`). Until
+# then it had them in that of the keys, which autocast leaves in fp32 where they are rotated.
+VALUES_OF_THEIR_OWN = (5, 24)
 
 
 class SelfAttention:
@@ -67,9 +74,9 @@ class SelfAttention:
         elif table:
             q, k = [self._turned(x, table) for x in (q, k)]
         if self.caches is not None:
-            # `use_cache` copies both (`DynamicLayer.update`); the cache takes the keys' dtype.
+            # `use_cache` copies both (`DynamicLayer.update`).
             copy = m.cat([k], k.shape)
-            v = m.cat([v], v.shape, width=k.width)
+            v = m.cat([v], v.shape, width=_cached_width(k, v))
             k = copy
             self.caches += [k, v]
         return q, k, v
@@ -129,7 +136,7 @@ class SelfAttention:
         turned, key = [self._rotary(x, table, rope, False) for x in (turned, key)]
         if self.caches is not None:
             copy = m.cat([kv], kv.shape)
-            key = m.cat([key], key.shape, width=kv.width)
+            key = m.cat([key], key.shape, width=_cached_width(kv, key))
             kv = copy
             self.caches += [kv, key]
         q = m.cat([q, turned], both)
@@ -208,3 +215,19 @@ class SelfAttention:
         # number in fp32.
         by_head = x.view(b, tokens, width // channels, channels)
         return self.norms.apply(by_head, at[role])
+
+
+def _cached_width(keys: Tensor, values: Tensor) -> int:
+    """Return the bytes of a value in the cache of the installed transformers."""
+    return values.width if _values_of_their_own() else keys.width
+
+
+@cache
+def _values_of_their_own() -> bool:
+    """Tell whether a cache keeps its values' dtype; without transformers the larger is counted."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return False
+    major, minor = installed.split(".")[:2]
+    return (int(major), int(minor)) >= VALUES_OF_THEIR_OWN

@@ -21,7 +21,6 @@ from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from . import fsdp_memory, model_states
 from .deepspeed_memory import deepspeed_bytes
-from .engine_memory import sharding_of
 from .model_states import ParameterRow, RankBytes, Settings, tensors_in_order
 from .reserved import internal_fragmentation, pack
 from .step import step_temporaries
@@ -125,7 +124,7 @@ def _ddp(recipe: Recipe) -> RankBytes:
 
 def _fsdp(recipe: Recipe) -> RankBytes:
     """Hold padded shards of weights, states of this rank's rows, flat shards of gradients."""
-    if sharding_of(recipe).offload:
+    if recipe.group.offload:
         # The rest is on the host.
         scales = _quantization_states(recipe)
         fragmentation = {"parameters": pack(scales) - sum(scales)}
@@ -171,7 +170,7 @@ def _quantization_states(recipe: Recipe) -> list[int]:
 
 def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
     """Return what the recipe's rank has of the tensors of `row`."""
-    sharding = sharding_of(recipe)
+    sharding = recipe.group
     ranks = sharding.shards
     shape = fsdp_memory.own(row.shape, ranks, sharding.shard)
     if row.quantized:
@@ -197,7 +196,7 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
 
 def _unit_gradients(recipe: Recipe) -> list[int]:
     """List the bytes of each unit's shard of gradients."""
-    ranks = sharding_of(recipe).shards
+    ranks = recipe.group.shards
     units: Counter[str] = Counter()  # with * for the number of a layer, all layers together
     for row in model_states.parameter_table(recipe):
         if row.trained:

@@ -122,9 +122,9 @@ def all_sensors() -> Iterator[Sensors]:
         yield sensors
 
 
-def held_by_others(index: int = 0) -> int:
-    """Return bytes of that GPU that a display or other processes hold; 0 where NVML is silent."""
-    sensors = nvml_snapshot(index)
+def held_by_others() -> int:
+    """Return bytes of the first GPU that others hold, as a display; 0 where NVML is silent."""
+    sensors = nvml_snapshot()
     return max(0, (sensors.used or 0) - (sensors.process or 0))
 
 

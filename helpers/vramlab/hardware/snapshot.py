@@ -252,9 +252,7 @@ def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
     is_cell = "ipykernel" in name or name.startswith("<ipython")
     text = frame.get("text")  # the source's line, where a snapshot has it; torch's own have not
     if not text:
-        # A notebook's cells are in the cache, and in no file.
-        known = linecache.getlines(name) if name in linecache.cache else _lines(name)
-        text = "".join(known[number - 1 : number])
+        text = "".join(source_lines(name)[number - 1 : number])
     return Line(
         file=_shortened("cell" if is_cell else Path(name).name),
         number=number,
@@ -266,6 +264,11 @@ def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
 def _shortened(text: str) -> str:
     """Return text that may be shown: in one line, and no longer than one reads."""
     return one_line(text)[:MOST_LETTERS]
+
+
+def source_lines(name: str) -> list[str]:
+    """Return the lines of a Python file or a notebook's cell, which is in the cache alone."""
+    return linecache.getlines(name) if name in linecache.cache else _lines(name)
 
 
 @lru_cache

@@ -40,6 +40,9 @@ RING = (
     "not modelled: ring-flash-attn's ring; these figures are of accelerate's, by sdpa, whose ranks "
 )
 RING += "hold as many tokens"
+# flash-attn's `mha_varlen_bwd` sums up dQ in fp32 over `total_q + 128 * batch_size` rows.
+PACKED = "each packed row is taken as one sample; the backward pass of flash-attn has 128 rows of "
+PACKED += "fp32 queries more for each further one (2 MiB with 32 heads of 128 channels)"
 # `utils/__init__.py`, `set_pytorch_cuda_alloc_conf`; of requests that are no 16th of a power of two
 # the allocator takes up to a 16th more
 SEGMENTS = "axolotl sets expandable segments, so the tier is with them; not modelled: that it also "
@@ -141,6 +144,8 @@ def _take_attention(configuration: Configuration) -> None:
     elif kernel != "flash_attention_2":
         rest = "packed samples get a mask of tokens × tokens without flash_attention_2, which no "
         raise configuration.refuse("sample_packing", rest + "recipe models: take that kernel")
+    else:
+        configuration.notes.append(PACKED)
 
 
 def _take_checkpointing(configuration: Configuration) -> None:

@@ -95,6 +95,7 @@ COMPILES += "on a free core; without --torch-compile the eager step takes second
 # CPU seconds of qwen3-0.6b at torch 2.13: 12.6 with one layer, 18.6 with four.
 COMPILES_IN = (11, 2)  # at all, and for each layer
 CONFIRM = "Simulate each answer; with --no-confirm only what no formula knows, as GRPO's sampling."
+EXPLAIN = "Next: `vramlab explain` with the same words, for the three cheapest changes"
 Pretrained = option(
     bool,
     "Download the model's tokenizer for the text of --dataset.",
@@ -145,7 +146,7 @@ def predict(
         if train_sampling_strategy is not None:
             rest = "it orders the samples of --lengths: name their file too, or leave it out"
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
-        finish(predict(recipe, gpu=card, **granted), card, as_json)
+        finish(predict(recipe, gpu=card, **granted), card, as_json, then=EXPLAIN)
         return
     # A tokenizer is loaded only where a sample is text: lengths and input_ids need none.
     counted = read_lengths(lengths, functools.partial(tokens_of, recipe.model, pretrained))
@@ -179,7 +180,7 @@ def simulate(
         layers = recipe.shape.num_layers
         start, each = COMPILES_IN
         say(COMPILES.format(layers, start + each * layers), err=True)
-    finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
+    finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json, then=EXPLAIN)
 
 
 @app.command(

@@ -9,7 +9,7 @@ from ..recipe.diffusion import Diffusion
 from ..recipe.knobs import options
 from ..training.quiet import no_collection
 from .command_options import JSON, Expandable, GpuName, OtherMemory, Target, takes
-from .command_output import card_of, finish, granted_to
+from .command_output import card_of, finish, granted_to, say
 from .recipe_options import Options, fields_of
 
 OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Diffusion)}
@@ -32,6 +32,9 @@ def diffusion(
     with no_collection(before=False):
         from ..simulation.simulate_diffusion import simulate_diffusion
 
+    if asked.config is not asked.record["config"]:
+        known = asked.record["published"]
+        say(f"note: a denoiser like that of {known}, with its script, VAE and encoders", err=True)
     card = card_of(gpu) if gpu else None
     why = card.why_not(asked.precision) if card else ""
     if why:

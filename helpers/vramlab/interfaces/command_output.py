@@ -246,8 +246,11 @@ def finish(
     as_json: bool,
     whole: Any = None,
     host: Host | None = None,
+    then: str = "",
 ) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card and the `host`.
+
+    `then` is what to ask where it does not.
 
     Exit as both mean: a tight answer is one of which half die (site/accuracy.md), and no fit.
 
@@ -280,6 +283,8 @@ def finish(
                 needs = Interval.of(report.process)
                 has = format_bytes(report.usable)
                 sentence = f"{tier}: {card.name} has {has}, the process needs {needs}, but {rest}"
+        if then and tier == NO_TIER:
+            sentence += f". {then}"
         report.environment |= {"gpu": card.name, "fits": fits, "tier": tier, "grade": grade}
         report.environment["host_memory"] = free
         # JSON has one document and no line under it, so the sentence goes among the notes.

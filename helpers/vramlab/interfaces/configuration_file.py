@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,8 +58,11 @@ class Configuration:
         return default if value is None else value
 
     def refuse(self, name: str, rest: str) -> RecipeError:
-        """Return the error of a setting that cannot be taken."""
-        return RecipeError(f"{self.path.name}: {name}", self.values.get(name), rest)
+        """Return the error of a setting that cannot be taken, with its line where it has one."""
+        lines = read_text(self.path).splitlines()
+        sets = re.compile(rf"\W*{re.escape(name)}\b")
+        line = next((f", line {i}" for i, text in enumerate(lines, 1) if sets.match(text)), "")
+        return RecipeError(f"{self.path.name}{line}: {name}", self.values.get(name), rest)
 
 
 def note_others(configuration: Configuration, read: Iterable[str] = ()) -> None:

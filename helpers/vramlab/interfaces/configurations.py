@@ -7,7 +7,7 @@ programs make of the settings that are taken stands in `axolotl_file`, `trl_file
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,33 @@ def recipe_or_configuration(model: str, given: Mapping[str, Any]) -> Recipe:
             say(f"note: {line}", err=True)
         return recipe
     if not is_configuration(model):
-        return recipe_of(model, given)
+        recipe = recipe_of(model, given)
+        for note in loaded_otherwise(recipe):
+            say(f"note: {note}", err=True)
+        return recipe
     recipe, notes = read_configuration(model, given)
     for note in [str(recipe), *notes]:
         say(f"note: {note}", err=True)
     return recipe
+
+
+def loaded_otherwise(recipe: Recipe) -> Iterator[str]:
+    """Say which dtype of weights is counted, where from_pretrained loads another by itself.
+
+    Since transformers 5 that is the published one (`dtype="auto"`).
+    """
+    published = recipe.shape.config.get("dtype")
+    if recipe.quantization or recipe.dtype or published in (None, recipe.weights_dtype):
+        return
+    try:
+        recipe.replace(dtype=published)
+    except RecipeError:  # no training takes weights of that kind, as fp16 without adapters
+        return
+    what = "base" if recipe.adapters else "weights"
+    yield (
+        f"{recipe.weights_dtype} {what} counted; transformers 5 loads the published {published} "
+        f"where no dtype is said: --dtype {published}"
+    )
 
 
 def recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
@@ -182,8 +204,8 @@ def question_of(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     # read.
     sharding = {"world_size": given["gpus"]} if "gpus" in given else {}
     recipe = recipe_or_configuration(path, sharding)
-    ranks = recipe.sharding.world_size if recipe.sharding else 1
-    if recipe.sharding and recipe.sharding.parallelism:
+    ranks = recipe.group.world_size
+    if recipe.group.parallelism:
         own = "plan tries no meshes of ranks: each GPU of its answers has samples of its own"
         say(f"note: {own}; vramlab simulate {path} says what the file's take", err=True)
     method = "full"

@@ -74,8 +74,8 @@ def of_message(message: Message, alone: bool) -> list[str]:
     # repeat.
     if alone:
         lines += _likely_card(message)
-        # The training's tensors would not tell what vLLM asked for.
-        if not message.in_vllm:
+        # The training's tensors would not tell what vLLM, NCCL or a kernel's block asked for.
+        if not message.in_vllm and message.kind != "other":
             lines.append(MORE)
     return lines
 

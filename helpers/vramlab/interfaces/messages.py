@@ -60,6 +60,8 @@ def read_message(text: str) -> Message:
     `context` what this one holds outside of PyTorch, and `lack` what the request lacks. Sizes
     are as exact as the message: two digits of their unit.
     """
+    # Who printed a line: srun's or a cluster's node, torchrun's rank, Ray's worker.
+    text = re.sub(WORDS["prefix"], "", text, flags=re.MULTILINE)
     # Logs break a message over lines, so its patterns are looked for with all white space as one
     # blank.
     line = " ".join(text.split())

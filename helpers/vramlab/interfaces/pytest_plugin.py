@@ -54,11 +54,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             "nothing: return Recipe(…), or a module's dict(model=…, batch=…, optimizer=…)",
             pytrace=False,
         )
+    why = ""
     try:
         assert_fits(returned, *marker.args, **marker.kwargs)
     except AssertionError as error:
-        # Its sentences say all; the frames would be this plug-in's.
-        pytest.fail(str(error), pytrace=False)
+        why = str(error)
+    # Its sentences say all, once; the frames would be this plug-in's.
+    if why:
+        pytest.fail(why, pytrace=False)
     # pytest stops at the first hook that returns a value, so the test is not called a second time.
     return True
 

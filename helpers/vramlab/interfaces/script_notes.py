@@ -1,6 +1,7 @@
 """Notes on lines of a script that are not in its recipe."""
 
 import ast
+import shlex
 import textwrap
 from typing import NoReturn
 
@@ -47,11 +48,13 @@ class Notes:
     def refuse(self, node: ast.AST | None, why: str) -> NoReturn:
         """Raise RecipeError, which names the line and the command that runs the script."""
         where = f"line {line_of(node)} (`{self.text(node)}`) " if node is not None else ""
-        name = self.tree.path.name
-        rest = (
-            f"{where}{why}: vramlab run --gpu NAME -- python {name} runs it and says what it holds"
+        path = self.tree.path
+        runs = f"vramlab run --gpu NAME -- python {shlex.quote(str(path))}"
+        raise RecipeError(
+            "script",
+            path.name,
+            f"{where}{why}: {runs} runs it and says what it holds",
         )
-        raise RecipeError("script", name, rest)
 
     def listed(self) -> list[str]:
         """The notes, in the script's order.

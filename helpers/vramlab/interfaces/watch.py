@@ -10,8 +10,8 @@ micro-batch follows, or nothing) there was no step.
 """
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -24,18 +24,21 @@ from torch.optim.optimizer import (
 from ..base.errors import VramLabError
 from ..hardware.gpu import source_of
 from ..hardware.overhead import UNIT
-from ..private.of_torch import address_of
+from ..private.of_torch import address_of, next_number
 from ..private.patched import plain, replaced
 from ..report.report import KiB, Report, format_bytes, unit_for
 from ..simulation.any_module import SCRIPTED, is_compiled, lazy_parameter
 from ..tracking.history import History, to_report
+from ..tracking.keepers import Name, holders, steps_in_graph, variables
+from ..tracking.recorder import LineTracker
 from ..tracking.tensors import plain_tensors, tensors_in
 from ..tracking.tracked import claim_model, claim_states, fsdp_units_named, gradients_named
-from ..tracking.tracker import Tracker
+from ..tracking.tracker import Storage
 
 LEAST = 64 * KiB  # a step: less is no growth to note
 LEAST_STEPS = 3  # between the first and the last one that is followed
 MOST_NAMED = 3
+MOST_LINES = 1000  # of a loop
 KEPT = ("activations", "temporaries", "unexplained")
 
 
@@ -78,14 +81,14 @@ class watch:
         # The device of the first parameter: on another one nothing is followed.
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self.target = "cuda" if self._device == "cuda" else "cpu"
-        self.tracker: Tracker | None = None
+        self.tracker: LineTracker | None = None
         self.history: History | None = None
         # Those whose states exist before the block; others are learned as they step.
         self._optimizers = [optimizer] if optimizer else []
         self._stack = contextlib.ExitStack()
 
     @property
-    def _followed(self) -> Tracker:
+    def _followed(self) -> LineTracker:
         """The tracker, once the block has begun."""
         assert self.tracker is not None
         return self.tracker
@@ -97,13 +100,18 @@ class watch:
                 "this watch is running: take another one for a block inside its block"
             )
         # CUDA's allocator hands out multiples of 512 bytes, a CPU's what was asked for.
-        self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
+        self.tracker = LineTracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
         # Storages made before the block are met when an operator first uses them.
         self._followed.meets = True
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
         self._backwards = 0
         self._stepped = False
+        # Of each step: where it begins in the log, and autograd's number of its first operator.
+        self._starts: list[int] = []
+        self._numbers: list[int] = []
+        self._lines: dict[str, str] = {}  # of what is kept, that made it
+        self._held: dict[int, Name] = {}  # by address
         # Before anything runs: a storage is named by the first that claims it.
         claim_model(self._followed, self.model)
         claim_states(self._followed, self._optimizers, self.target)
@@ -133,6 +141,11 @@ class watch:
             self._begin("between_steps")
         self._followed.finish()
         self.history = History(self._followed.log, self._followed.marks)
+        # Now, for the variables that keep something are there.
+        found = variables(sys._getframe(1))
+        if self._followed.keeps_stacks:
+            self._held = holders(found)
+        self._growth = [*self._grown(self.history), *self._graphs(found)]
 
     def report(self) -> Report:
         """Return a measured report of the last step.
@@ -152,9 +165,7 @@ class watch:
         report.notes.append(
             "storages of the watched code; the allocator's own peak needs measure()"
         )
-        grown = self._grown(self.history)
-        if grown:
-            report.notes.append(f"memory grows with every step, which keeps {grown}")
+        report.notes += self._growth
         if is_compiled(self.model):
             report.notes.append(
                 "torch.compile: a watched model runs as eager operators, and that is what is "
@@ -162,33 +173,41 @@ class watch:
             )
         return report
 
-    def _grown(self, history: History) -> str:
-        """Return what each step made and nothing freed, "" for little or after few steps."""
+    def _grown(self, history: History) -> Iterator[str]:
+        """Yield what each step made and nothing freed; nothing for little or after few steps."""
         # What lives between two steps is what each of them has left.
         ends = [start for name, start, _ in history.stretches if name == "between_steps"]
         # The first step makes states, and what the last one made may still be freed.
-        steps = [self._kept(start, end) for start, end in pairwise(ends[:-1])]
-        if len(steps) < LEAST_STEPS:
-            return ""
-        # What only some steps leave, such as a cached mask of a new length, is no leak.
-        in_every_step = set.intersection(*(set(step) for step in steps))
-        least = {made: min(step[made] for step in steps) for made in in_every_step}
-        # By size, then by name, so that two runs list them alike.
-        ranked = sorted(least.items(), key=lambda item: (-item[1], item[0]))
-        said = []
-        for made, size in ranked[:MOST_NAMED]:
-            if size >= LEAST:
-                said.append(f"{format_bytes(size, unit_for(size))} of {made}")
-        return ", ".join(said)
+        steps = list(pairwise(ends[:-1]))
+        if len(steps) >= LEAST_STEPS:
+            left = self._followed.left_by(self._made, steps, LEAST)
+            for made, size, _ in left[:MOST_NAMED]:
+                said = f"{format_bytes(size, unit_for(size))} of {made}{self._lines.get(made, '')}"
+                yield f"memory grows with every step, which keeps {said}"
 
-    def _kept(self, start: int, end: int) -> Counter[str]:
-        """Return bytes that were made between two positions and live, by what made them."""
-        kept: Counter[str] = Counter()
-        for size, storage, _ in self._followed.log[start:end]:
-            if size > 0 and storage.alive and storage.category in KEPT:
-                where = f" in {storage.where}" if storage.where else ""
-                kept[f"{storage.category} by {storage.op}{where}"] += size
-        return kept
+    def _graphs(self, found: list[tuple[Name, Any]]) -> Iterator[str]:
+        """Yield variables whose graph has operators of several steps."""
+        for name, value in found:
+            if (
+                isinstance(value, torch.Tensor)
+                and steps_in_graph(value, self._numbers) >= LEAST_STEPS
+            ):
+                line = name.set_at(range(name.frame.f_lineno, name.frame.f_lineno + MOST_LINES))
+                rest = f"add .item() or .detach() ({line})"
+                yield f"`{name.text}` keeps autograd's graph of every step: {rest}"
+
+    def _made(self, storage: Storage) -> str:
+        """Return what made a storage and what name leads to it; "" for what has a purpose."""
+        if storage.category not in KEPT:
+            return ""
+        where = f" in {storage.where}" if storage.where else ""
+        made = f"{storage.category} by {storage.op}{where}"
+        handle = storage.ref() if storage.ref else None
+        if handle is not None and address_of(handle) in self._held:
+            made += f": in {self._held[address_of(handle)]}"
+        if id(storage) in self._followed.frames:
+            self._lines[made] = f", made at {self._followed.line_of(storage)}"
+        return made
 
     def _begin(self, phase: str) -> None:
         self._move_frees()
@@ -205,6 +224,12 @@ class watch:
         # backward pass
         if not self._backwards and torch.is_grad_enabled() and self._followed.phase != "forward":
             self._end_step()
+            self._starts.append(len(self._followed.log))
+            self._numbers.append(next_number())
+            # What the step before the last one made and is still there will stay.
+            if len(self._starts) > LEAST_STEPS and not self._followed.keeps_stacks:
+                left = self._followed.left_by(self._made, [self._starts[-3:-1]], LEAST)
+                self._followed.keeps_stacks = bool(left)
             self._begin("forward")
 
     def _around(self, original: Callable[..., None]) -> Callable[..., None]:

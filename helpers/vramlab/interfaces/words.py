@@ -14,7 +14,12 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.report import Report
 from . import configurations, script
-from .configurations import is_configuration, read_configuration, recipe_in
+from .configurations import (
+    is_configuration,
+    loaded_otherwise,
+    read_configuration,
+    recipe_in,
+)
 from .recipe_options import OPTIONS, recipe_of, recipe_of_arguments
 from .script import recipe_of_script
 
@@ -104,7 +109,9 @@ def _recipe_said(
         return read_configuration(given["model"], known)
     if arguments is None:
         recipe = recipe_of(given["model"], known)
-        return recipe, [recipe.shape.shares] if recipe.shape.shares else []
+        notes = [recipe.shape.shares] if recipe.shape.shares else []
+        # of a bare MODEL a message may say how it was loaded
+        return recipe, notes + (list(loaded_otherwise(recipe)) if len(words) > 1 else [])
     recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
     named = (
         [f"without {', '.join(foreign)}: the arguments have no field of that name"]

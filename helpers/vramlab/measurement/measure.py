@@ -154,12 +154,12 @@ def _record_of(recipe: Recipe, reason: str, look: bool = True) -> Report:
 
 def cannot(recipe: Recipe, device: str) -> str:
     """Return why `device` cannot run `recipe` at all, as a clause, or ""."""
-    if recipe.sharding and recipe.sharding.world_size > MOST_RANKS and device == "cpu":
-        processes = f"{recipe.sharding.world_size} processes"
+    if recipe.group.world_size > MOST_RANKS and device == "cpu":
+        processes = f"{recipe.group.world_size} processes"
         return f"it needs {processes} and measure() starts {MOST_RANKS} at most on a CPU"
     if recipe.attn_implementation == "flash_attention_2" and device == "cpu":
         return "flash-attention needs a GPU"
-    if recipe.sharding and recipe.sharding.cp_size > 1 and device == "cpu":
+    if recipe.group.cp_size > 1 and device == "cpu":
         return "torch's ring attention needs GPUs"
     return ""
 
@@ -172,7 +172,7 @@ def too_much(
 
     `estimate` gives the bytes that one process needs.
     """
-    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    ranks = recipe.group.world_size
     _, free = host.memory()
     needed = ranks * estimate(recipe) if estimate else 0
     if needed > FREE_SHARE * free:
@@ -209,7 +209,7 @@ def run_here(
     recipe = order["recipe"]
     device = order["device"]
     # A rank alone keeps its bytes: collectives of a fake group move nothing.
-    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    ranks = recipe.group.world_size
     if device == "cuda" and ranks > torch.cuda.device_count():
         ranks = 1
     if ranks > 1:
@@ -238,7 +238,7 @@ def run_here(
         kind = LateError if isinstance(error, LateError) else MeasurementError
         raise kind(f"{recipe} could not be measured: {error}") from error
     # Ranks hold different bytes, so the answer is that of the one that was asked for.
-    report = reports[recipe.sharding.rank if ranks > 1 else 0]
+    report = reports[recipe.group.rank if ranks > 1 else 0]
     if ranks > 1:
         peaks = ", ".join(format_bytes(each.allocated) for each in reports)
         report.notes.append(f"{ranks} processes on this machine; their peaks by rank: {peaks}")

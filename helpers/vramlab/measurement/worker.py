@@ -43,8 +43,8 @@ def run(
     before = nvml_snapshot()  # torch has not touched the device yet
     with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"):
         report = _both_passes(recipe, repeats, warmup, device, before)
-    if recipe.sharding and recipe.sharding.world_size > 1:
-        rank = f"rank {recipe.sharding.rank} of {recipe.sharding.world_size} alone"
+    if recipe.group.world_size > 1:
+        rank = f"rank {recipe.group.rank} of {recipe.group.world_size} alone"
         group = "in a process group whose collectives move nothing"
         time = "time is that of its computation only"
         report.notes.append(f"{rank}, {group}: bytes are a real rank's, {time}")

@@ -77,7 +77,7 @@ def alternatives(answer: Candidate) -> Iterator[Alternative]:
 def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each switch that can be turned, and the fields that turn it."""
     plain = {"use_liger_kernel": False}
-    offloads = recipe.sharding is not None and bool(recipe.sharding.offload)
+    offloads = bool(recipe.group.offload)
     # Without fp32 weights and states nothing has to go to the host.
     half = "bf16-true" if question.gpu.supports("bf16") else ""
     if offloads and question.gpus == 1 and half and not question.precisions:

@@ -175,8 +175,7 @@ class Candidate:
             error = 1.0 if self.simulated else reserved.EXACT
             inside = expandable(least_held, error)
         else:
-            sharding = self.recipe.sharding
-            is_sharded = bool(sharding and sharding.stage)
+            is_sharded = bool(self.recipe.group.stage)
             inside = reserved.reserved(Counter(), least_held, is_sharded)
         process = inside + self._context
         return getattr(process if self.simulated else self._beside_vllm(process), TIERS[tier])
@@ -421,8 +420,7 @@ def best_first(choices: Sequence[Choice]) -> list[Choice]:
         # time.
         alike = [choice for choice in left if is_as_fast(choice, left[0])]
         # What waits for the host is no simpler if it has to hold more there.
-        sharding = left[0].recipe.sharding
-        if sharding and sharding.offload:
+        if left[0].recipe.group.offload:
             alike = [choice for choice in alike if choice.host <= left[0].host]
         simplest = min(alike, key=lambda choice: METHODS.index(choice.method))
         ordered.append(simplest)

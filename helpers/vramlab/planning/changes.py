@@ -180,7 +180,7 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
     """Yield fields to change, and whether the training stays the same up to rounding."""
     yield {"attn_implementation": "sdpa"}, True
     yield {"use_liger_kernel": True}, True
-    divided = recipe.sharding is not None and recipe.sharding.engine in WITHOUT_LIGER
+    divided = recipe.group.engine in WITHOUT_LIGER
     if divided and recipe.trainer == "transformers":
         yield {"trainer": "sft"}, True
     yield {"gradient_checkpointing": True}, True

@@ -57,8 +57,8 @@ def _is_unknown(shape: Shape, lora: LoRA) -> bool:
 
 def host_bytes(recipe: Recipe) -> int:
     """Return the bytes that all ranks together offload to the host's memory or may page there."""
-    sharding = recipe.sharding
-    if not (sharding and sharding.offload):
+    sharding = recipe.group
+    if not sharding.offload:
         return paged_bytes(recipe)
     computed = recipe
     moved = model_states.optimizer_state_bytes(recipe)

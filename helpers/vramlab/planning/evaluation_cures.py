@@ -11,7 +11,11 @@ from ..report.report import Interval, Report, format_bytes, unit_for
 from ..simulation.simulate import simulate_evaluation
 from .counted import host_memory
 
-ENOUGH = ("safe", "likely")
+SAFE = "safe"
+ENOUGH = (SAFE, "likely")
+SMALLER = (
+    "a smaller per_device_eval_batch_size alone keeps as many outputs: all of the set are joined"
+)
 ALIKE = 0.05  # of a process: two changes leave as much
 
 
@@ -44,7 +48,9 @@ def cures(
             tried.append((changes, leaves(**changes)))
             yield _sentence(_said(changes), tried[-1][1], host)
         yield from _less(evaluation, found, leaves, host)
-    if any(_fits(left, host) for _, left in tried):
+        if not evaluation.batch_eval_metrics:
+            yield SMALLER
+    if any(left.verdict == SAFE and _fits(left, host) for _, left in tried):
         return
     # what is left then is the batch's own; of what leaves as little, what changes least code
     held = [one for one in tried if on_host(one[1]) <= host] or tried
@@ -52,15 +58,20 @@ def cures(
     changes = next(
         changes for changes, left in held if int(left.process or 0) <= (1 + ALIKE) * least
     )
-    # Halved until it fits, each time by a simulation.
+    # Halved until it is safe, each time by a simulation; else the largest that fits.
     size = evaluation.per_device_eval_batch_size // 2
-    while size:
+    fitting = ""
+    is_safe = False
+    while size and not is_safe:
         both = {"per_device_eval_batch_size": size, **changes}
         left = leaves(**both)
         if _fits(left, host):
-            yield _sentence(_said(both), left, host)
-            return
+            is_safe = left.verdict == SAFE
+            sentence = _sentence(_said(both), left, host)
+            fitting = sentence if is_safe else fitting or sentence
         size //= 2
+    if fitting:
+        yield fitting
 
 
 def _said(changes: dict[str, Any]) -> str:

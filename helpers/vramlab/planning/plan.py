@@ -45,6 +45,7 @@ _SHORTER = "one sample of the micro-batch is shorter, which takes a mask"
 WORDS = {
     "not prepared": f"{_UNPREPARED}, which makes norms, embeddings and head fp32",
     "padded": f"{_SHORTER}: more here than rows of one length",
+    "DPOTrainer": "a sample is a pair, and tokens are prompt and answer of each of its two",
 }
 
 

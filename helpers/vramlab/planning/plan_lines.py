@@ -58,8 +58,13 @@ def host_memory_of(choice: Choice) -> str:
 
 def costs_of(choice: Choice) -> str:
     """Return what leaving out each switch of a choice would add to its peak."""
-    added = [f"{name} {size / GiB:+.2f}" for name, size in choice.without.items()]
-    return f"{choice.method} without: {', '.join(added)} GiB"
+    added = [f"{name} {n / GiB:+.2f}" for name, n in choice.without.items() if n >= 0]
+    line = f"{choice.method} without: {', '.join(added)} GiB" if added else choice.method
+    for name, size in choice.without.items():
+        # Such as the format of a base that is offloaded: it saves the host's memory.
+        if size < 0:
+            line += f"; {name} takes {-size / GiB:.2f} GiB more on the card than it saves there"
+    return line
 
 
 def alternative_to(choice: Choice, other: Alternative) -> str:

@@ -77,12 +77,12 @@ def scripts(
     rest = "written programs train all of a base, or adapters: no part of it is frozen"
     if recipe.freeze:
         raise RecipeError("freeze", recipe.freeze, rest)
-    sharding = recipe.sharding
+    sharding = recipe.group
     stem = Path(name).stem
     beside = ""
-    if sharding and sharding.engine != "ddp":
+    if sharding.engine != "ddp":
         beside = f"{stem}.{sharding.engine}.json"
-    ranks = sharding.world_size if sharding else 1
+    ranks = sharding.world_size
     arguments, config = _arguments(recipe)
     values = planned | {
         **_about_the_recipe(recipe),
@@ -322,8 +322,8 @@ def _arguments(recipe: Recipe) -> tuple[Arguments, dict[str, Any]]:
     for name in {"fsdp_config", "deepspeed"} & arguments.keys():
         arguments[name] = Code("CONFIG")
         config = wanted[name]
-    sharding = recipe.sharding
-    if sharding and sharding.engine == "deepspeed" and sharding.stage == 3:  # else none is saved
+    sharding = recipe.group
+    if sharding.engine == "deepspeed" and sharding.stage == 3:  # else none is saved
         saves = {"stage3_gather_16bit_weights_on_model_save": True}
         config["zero_optimization"] = config["zero_optimization"] | saves
     if "fsdp_config" in arguments:  # accelerate sends the first rank's weights to the others

@@ -239,7 +239,7 @@ def effort_of(recipe: Recipe) -> str:
     """Return what `recipe` goes without to take less: one of `EFFORTS`."""
     if recipe.activation_offloading:
         return "activations"
-    if recipe.sharding and recipe.sharding.offload:
+    if recipe.group.offload:
         return "offload"
     return "in_backward" if recipe.loop.optimizer_in_backward else ""
 
@@ -263,11 +263,16 @@ def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
         size = format_bytes(activations_on_host(recipe), digits=2)
         yield f"activations offloaded: up to {size} of host memory, pinned"
     yield from unquantized(recipe)
-    sharding = recipe.sharding
-    if sharding and sharding.offload:
+    sharding = recipe.group
+    if sharding.offload:
         size = format_bytes(host_bytes(recipe), digits=0)
         yield f"{sharding.offload} offloaded: {size} of host memory for all ranks"
-    if sharding and sharding.world_size > 8:
+        resident = dataclasses.replace(sharding, offload=None)
+        with contextlib.suppress(RecipeError):
+            alone = recipe.replace(batch_size=1, lengths=None, sharding=resident)
+            answer = predict(counted_as(alone), card).answer(card.name)
+            yield f"with nothing offloaded, batch 1: {answer}"
+    if sharding.world_size > 8:
         rest = "say link=, the bytes a second of one GPU's network"
         yield f"more than 8 GPUs are several machines: {rest}"
 
@@ -342,7 +347,7 @@ def to_install(recipe: Recipe) -> Iterator[str]:
         yield "vllm"
     if recipe.attn_implementation == "flash_attention_2":
         yield "flash-attn"
-    if recipe.sharding and recipe.sharding.engine == "deepspeed":
+    if recipe.group.engine == "deepspeed":
         yield "deepspeed"
 
 

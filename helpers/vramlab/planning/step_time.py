@@ -122,7 +122,7 @@ def step_time(
     if waiting:
         basis += f"; {' and '.join(waiting)}: at shares of the line rate that others measured"
     likely, least, most = (sum(each.values()) for each in parts)
-    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    ranks = recipe.group.world_size
     return StepTime(
         likely,
         least,

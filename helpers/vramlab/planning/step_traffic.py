@@ -62,8 +62,8 @@ CPU_ADAM = 28
 
 def optimizer_traffic(recipe: Recipe) -> float:
     """Return the bytes that clipping and the update read and write on one rank's GPU in a step."""
-    sharding = recipe.sharding
-    if sharding and sharding.offload:
+    sharding = recipe.group
+    if sharding.offload:
         return 0
     rows = _trained(recipe)
     weights = sum(row.count * row.size for row in rows)
@@ -74,7 +74,7 @@ def optimizer_traffic(recipe: Recipe) -> float:
     states = paged_bytes(recipe) + sum(row.count * sum(row.states) for row in rows)
     # A foreach update reads and writes its states several times.
     state_passes = 4 if recipe.optim in FOREACH else 2
-    share = 1 / sharding.shards if sharding and sharding.stage else 1
+    share = 1 / sharding.shards if sharding.stage else 1
     return (passes * weights + state_passes * states) * share
 
 
@@ -83,8 +83,7 @@ def waiting_tensors(recipe: Recipe) -> int:
 
     That is in a step; 0 for other optimizers.
     """
-    sharding = recipe.sharding
-    if MODELLED[recipe.optim].library != "bitsandbytes" or (sharding and sharding.offload):
+    if MODELLED[recipe.optim].library != "bitsandbytes" or recipe.group.offload:
         return 0
     return sum(row.count for row in _trained(recipe))
 
@@ -96,12 +95,12 @@ def searched_states(recipe: Recipe) -> int:
     between its neighbours in a table of 256 by halves (`quantize_2D`), a step after the other.
     """
     optimizer = MODELLED[recipe.optim]
-    sharding = recipe.sharding
-    if optimizer.width != 1 or (sharding and sharding.offload):
+    sharding = recipe.group
+    if optimizer.width != 1 or sharding.offload:
         return 0
     # Tensors too small for 8 bits are too small to count.
     numbers = sum(row.count * prod(row.shape) for row in _trained(recipe))
-    shards = sharding.shards if sharding and sharding.stage else 1
+    shards = sharding.shards if sharding.stage else 1
     return sum(optimizer.states) * numbers // shards
 
 
@@ -117,8 +116,8 @@ def updating_calls(recipe: Recipe) -> int:
 
 def sent(recipe: Recipe) -> float:
     """Return the bytes that one rank sends, and receives, in a step: the module's table."""
-    sharding = recipe.sharding
-    if sharding is None or sharding.world_size == 1:
+    sharding = recipe.group
+    if sharding.world_size == 1:
         return 0.0
     return _sent_of_states(recipe, sharding) + _sent_of_tokens(recipe, sharding)
 
@@ -169,8 +168,8 @@ def to_host(recipe: Recipe) -> tuple[float, float]:
     With an offloaded optimizer gradients go down, the CPU updates, weights come back. Offloaded
     parameters also come up twice a micro-batch.
     """
-    sharding = recipe.sharding
-    if not (sharding and sharding.offload):
+    sharding = recipe.group
+    if not sharding.offload:
         return 0.0, 0.0
     numbers = sum(row.count * prod(row.shape) for row in _trained(recipe))
     if sharding.engine == "deepspeed":  # whose device has half-precision weights in "-mixed"

@@ -38,10 +38,6 @@ MAY_BE_ZERO = ("sliding_window", "num_experts", "experts_per_token")  # where th
 READERS: dict[str, dict[str, Any]] = json.loads(
     data_path("image_readers.json").read_text(encoding="utf-8"),
 )
-# Image models by name, whose training `diffusion.py` describes.
-DIFFUSION: dict[str, dict[str, Any]] = json.loads(
-    data_path("diffusion_models.json").read_text(encoding="utf-8"),
-)
 BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
 
 
@@ -184,17 +180,6 @@ def parse(name: str, text: str) -> dict[str, Any]:
     Raises RecipeError if it is none, or not of one language or image model.
     """
     config = read_json("model", text, name)
-    if isinstance(config, dict) and "_class_name" in config and "model_type" not in config:
-        rest = f"it is the configuration of diffusers' {config['_class_name']}, and recipes train "
-        rest += "transformers' models: "
-        kinds = [record["config"]["_class_name"] for record in DIFFUSION.values()]
-        if config["_class_name"] in kinds:
-            # `name` may be that of the folder alone, which is no path.
-            rest += "vramlab diffusion, given the path of this config.json, simulates diffusers' "
-            rest += "own step, "
-        rest += "simulate(model=…, batch=…) takes the module, "
-        rest += "vramlab run --gpu CARD -- python train.py its script"
-        raise RecipeError("model", name, rest)
     if not isinstance(config, dict) or not config.get("model_type"):
         rest = "its configuration must say a 'model_type', as every config.json does"
         raise RecipeError("model", name, rest)

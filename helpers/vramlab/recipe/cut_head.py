@@ -22,7 +22,7 @@ def refusals(recipe: RecipeFields) -> Refusals:
     is_plain = shape.family in FAMILIES.split() and shape.task == "causal-lm"
     allowed = f"it is modelled for causal-lm of {FAMILIES}"
     yield FIELD, not is_plain, allowed
-    engine = recipe.sharding.engine if recipe.sharding else "ddp"
+    engine = recipe.group.engine
     is_usual = recipe.trainer == "transformers" and engine == "ddp"
     smooths = recipe.label_smoothing_factor
     allowed = "it is modelled with trainer 'transformers', without label smoothing, on one device "

@@ -58,9 +58,9 @@ def check_dtype(recipe: RecipeFields) -> None:
     transformers/modeling_utils.py gives it no other). Quantized weights are not made so
     (`get_init_context` there).
     """
-    sharding = recipe.sharding
+    sharding = recipe.group
     dtype = recipe.weights_dtype
-    if sharding is None or (sharding.engine, sharding.stage) != ("deepspeed", 3):
+    if (sharding.engine, sharding.stage) != ("deepspeed", 3):
         return
     if recipe.quantization or recipe.precision.endswith("-mixed") or dtype == "float32":
         return
@@ -79,8 +79,7 @@ def filled_in(recipe: RecipeFields) -> dict[str, Any]:
     nor bf16 for DeepSpeed, as for the `Trainer`, which cannot make such a model at stage 3
     (`check_dtype`).
     """
-    assert recipe.sharding is not None  # it is DeepSpeed's
-    config = deepspeed_config(recipe.sharding)
+    config = deepspeed_config(recipe.group)
     zero = config["zero_optimization"]
     for name, value in zero.items():
         if value == "auto":

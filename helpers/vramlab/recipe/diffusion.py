@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from ..base.errors import RecipeError
-from .configuration import DIFFUSION as MODELS
 from .configuration import read_json_file
+from .denoisers import MODELS, config_file, is_of, published_like
 from .knobs import Refusals, check, documented, knob, knobs, refuse
 
 # accelerate's names to those of a recipe
@@ -30,7 +30,8 @@ class Diffusion:
     """Training of an image or video model's denoiser on latents, with AdamW.
 
     Names are those of diffusers' scripts where they have them. `model` is a name of
-    `data/diffusion_models.json`, a published one, or the path of a denoiser's config.json.
+    `data/diffusion_models.json`, a published one, or the path of a pipeline's folder, of its
+    denoiser's or of that one's config.json.
     """
 
     model: str
@@ -142,7 +143,7 @@ class Diffusion:
         lacks = self.has_text_encoders and not self.record["encoders"]
         allowed = f"the script frees that of {self.model} before it trains: say 'cached'"
         yield "text_encoders", lacks, allowed
-        is_unlike = self.config is not self.record["config"] and self.has_text_encoders
+        is_unlike = self.has_text_encoders and not is_of(self.record, self.config)
         allowed = "those of another configuration are not known: say 'cached'"
         yield "text_encoders", is_unlike, allowed
 
@@ -244,19 +245,15 @@ def _record(model: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
         if model in (name, record["published"]):
             return record, record["config"]
     known = ", ".join(MODELS)
-    if not str(model).endswith(".json"):
-        rest = f"known are {known}, and a config.json of their architectures, which lies in a "
-        rest += "pipeline's folder as unet/config.json or transformer/config.json; "
-        rest += "vramlab run --gpu CARD -- python train.py runs any script"
+    runs = "vramlab run --gpu CARD -- python train.py runs any script"
+    file = config_file(str(model))
+    if file is None:
+        rest = f"known are {known}, and the folder of a pipeline or of a denoiser of their "
+        rest += f"architectures (unet or transformer, with its config.json); {runs}"
         raise RecipeError("model", model, rest)
-    config = read_json_file("model", model)
-    kind = config.get("_class_name") if isinstance(config, dict) else None
-    for record in MODELS.values():
-        own = record["config"]
-        embeds_alike = kind and config.get("addition_embed_type") == own.get("addition_embed_type")
-        # the VAE's; of Wan's those that continue an image have more
-        reads_alike = kind and own.get("in_channels") in (None, config.get("in_channels"))
-        if kind == own["_class_name"] and embeds_alike and reads_alike:
-            return record, config
-    rest = f"it must be the configuration of a denoiser like that of {known}"
-    raise RecipeError("model", model, rest)
+    config = read_json_file("model", file)
+    like = published_like(config) if isinstance(config, dict) else None
+    if like is None:
+        rest = f"it must be the configuration of a denoiser like that of {known}; {runs}"
+        raise RecipeError("model", model, rest)
+    return like, config

@@ -131,10 +131,15 @@ class Evaluation:
             yield min(at_once, self.samples - start)
 
     @property
+    def batches(self) -> int:
+        """Batches of the evaluation set."""
+        return -(-self.samples // self.per_device_eval_batch_size)
+
+    @property
     def sizes(self) -> list[int]:
         """Samples of each batch until predictions first go to the host; later ones repeat these."""
         size = self.per_device_eval_batch_size
-        batches = -(-self.samples // size)
+        batches = self.batches
         if self.eval_accumulation_steps:
             batches = min(batches, self.eval_accumulation_steps)
         return [min(size, self.samples - i * size) for i in range(batches)]

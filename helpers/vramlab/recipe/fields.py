@@ -32,17 +32,12 @@ MOST_MICRO_BATCHES = 2**16  # each of them is run
 WITH_PAIRS = ("dpo", "reward")  # trainers of which a sample is a pair of sequences
 WITH_REFERENCE = ("dpo", "kto")  # trainers that hold the model against a frozen one
 
-
-def _lengths_in_words(lengths: tuple[int, ...]) -> str:
-    return f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
+# How one rank alone works, which divides nothing.
+ALONE = Sharding(stage=0, engine="ddp")
 
 
 def _frozen_in_words(names: tuple[str, ...]) -> str:
     return f"{' and '.join(names)} frozen"
-
-
-def _labels_in_words(lengths: tuple[int, ...]) -> str:
-    return f"{sum(lengths):,} tokens with a label"
 
 
 @frozen
@@ -239,7 +234,7 @@ class RecipeFields:
     )
     lengths: tuple[int, ...] | None = knob(
         None,
-        shown=_lengths_in_words,
+        shown=samples.lengths_in_words,
         help=(
             "Tokens of each sample of a micro-batch, which is padded to the longest; all have "
             "seq_len when left out."
@@ -247,7 +242,7 @@ class RecipeFields:
     )
     completion_lengths: tuple[int, ...] | None = knob(
         None,
-        shown=_labels_in_words,
+        shown=samples.labels_in_words,
         help=(
             "Tokens of each sample, its last, that have a label (SFTTrainer); all when left out."
         ),
@@ -372,15 +367,19 @@ class RecipeFields:
         return self.is_ragged or has_images or self.ranks_of_sample > 1
 
     @property
+    def group(self) -> Sharding:
+        """How ranks divide the work: `sharding`, or that of one rank alone."""
+        return self.sharding or ALONE
+
+    @property
     def ranks_of_sample(self) -> int:
         """The number of ranks that have one sample's tokens together."""
-        return self.sharding.ranks_of_sample if self.sharding else 1
+        return self.group.ranks_of_sample
 
     @property
     def pieces(self) -> int:
         """The number of equal pieces into which a row is divided among ranks; a ring's have two."""
-        in_ring = self.sharding and self.sharding.cp_size > 1
-        return self.ranks_of_sample * (2 if in_ring else 1)
+        return self.ranks_of_sample * (2 if self.group.cp_size > 1 else 1)
 
     @property
     def joins(self) -> bool:

@@ -30,7 +30,7 @@ def refusals(recipe: RecipeFields) -> Refusals:
     if not switches:
         return
     shape = recipe.shape
-    engine = recipe.sharding.engine if recipe.sharding else "ddp"
+    engine = recipe.group.engine
     allowed = "it is modelled with trainer 'transformers' and 'sft'"
     yield FIELD, recipe.trainer not in ("transformers", "sft"), allowed
     allowed = "it is modelled on one device and on ranks of 'ddp' and 'fsdp'"

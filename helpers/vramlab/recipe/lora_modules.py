@@ -58,7 +58,7 @@ class WithAdapters(Protocol):
     @property
     def use_reentrant(self) -> bool: ...
     @property
-    def sharding(self) -> Sharding | None: ...
+    def group(self) -> Sharding: ...
 
 
 @lru_cache(maxsize=512)
@@ -264,11 +264,11 @@ def unquantized(recipe: WithAdapters) -> list[str]:
         return []
     in_int8 = recipe.quantization.quant_type == INT8
     notes = [OUTLIERS] if in_int8 else []
-    if recipe.sharding and recipe.sharding.engine == "fsdp":
+    if recipe.group.engine == "fsdp":
         # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
         stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
         notes.append(f"accelerate's FSDP shards 4-bit weights {stored}")
-        if recipe.sharding.offload == "parameters":
+        if recipe.group.offload == "parameters":
             notes.append(ON_HOST)
     if in_int8 and recipe.gradient_checkpointing and not recipe.use_reentrant:
         notes.append(KEPT_INPUTS)

@@ -52,9 +52,9 @@ def refusals(recipe: RecipeFields) -> Refusals:
         yield from _in_ulysses(recipe, sharding.sp_size)
 
 
-def notes(sharding: Sharding | None) -> list[str]:
+def notes(sharding: Sharding) -> list[str]:
     """Return what a library computes in another way than one would think; no byte shows it."""
-    if sharding is None or sharding.sp_size == 1 or sharding.stage == 3:
+    if sharding.sp_size == 1 or sharding.stage == 3:
         return []
     # Each rank's loss is that of all, and stages 1 and 2 divide the sum of the ranks' gradients by
     # the number of groups (stage_1_and_2.py, dp_world_size / sequence_parallel_size), stage 3 by
@@ -114,7 +114,7 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
 
 def check_ring(recipe: RecipeFields, target: str) -> None:
     """Raise RecipeError for a ring that torch has no kernels for, or whose own code fails in it."""
-    if recipe.sharding is None or recipe.sharding.cp_size == 1:
+    if recipe.group.cp_size == 1:
         return
     if target == "cpu":
         rest = "torch's ring attention has kernels for CUDA only: simulate it for target='cuda'"

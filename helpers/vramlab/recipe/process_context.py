@@ -23,8 +23,7 @@ def context_of(recipe: Recipe | None, card: Gpu | None) -> Interval:
     """
     if recipe is None:
         return context_on(card)
-    ranks = recipe.sharding.world_size if recipe.sharding else 1
-    return context_on(card, _loaded(recipe, card), ranks)
+    return context_on(card, _loaded(recipe, card), recipe.group.world_size)
 
 
 def _loaded(recipe: Recipe, card: Gpu | None) -> str:
@@ -46,8 +45,8 @@ def loads_whole(recipe: Recipe) -> bool:
     which moves one unit at a time and shards it
     (`torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device`).
     """
-    sharding = recipe.sharding
-    if sharding is None or sharding.engine != "fsdp" or recipe.loop.name == "trainer":
+    sharding = recipe.group
+    if sharding.engine != "fsdp" or recipe.loop.name == "trainer":
         return False
     return not (recipe.quantization or sharding.offload)
 
@@ -61,10 +60,8 @@ def loads_on_host(recipe: Recipe) -> bool:
     (`fsdp_utils.fsdp2_prepare_model`) except quantized weights. Of one in host memory
     `fully_shard` moves one unit at a time to the card and its shards back.
     """
-    sharding = recipe.sharding
-    if sharding is None or not recipe.quantization:
-        return False
-    return sharding.engine == "fsdp" and sharding.offload == "parameters"
+    where = recipe.group.engine, recipe.group.offload
+    return recipe.quantization is not None and where == ("fsdp", "parameters")
 
 
 def room_on(

@@ -206,7 +206,7 @@ class Recipe(RecipeFields):
         known = ", ".join(able)
         allowed = f"only trainers {known} offload activations, and on one device here"
         yield "activation_offloading", offloads, allowed
-        engine = self.sharding.engine if self.sharding else "ddp"
+        engine = self.group.engine
         whole = self.gradient_checkpointing and engine == "ddp" and not self.rollouts
         allowed = "it says how gradient_checkpointing recomputes: on one device or ranks of 'ddp', "
         yield "use_reentrant", self.use_reentrant and not whole, allowed + "without rollouts"
@@ -232,10 +232,10 @@ class Recipe(RecipeFields):
         is_wide = compute in (*WITHOUT_AUTOCAST, "float32")
         allowed = "flash_attention_2 computes in fp16 and bf16 only"
         yield "precision", is_flash and is_wide, allowed
-        engine = self.sharding and self.sharding.engine
+        engine = self.group.engine
         in_int8 = quantization and quantization.quant_type == INT8
         allowed = "bases in int8 are modelled on one device, and on ranks of 'ddp'"
-        yield "quantization.quant_type", in_int8 and engine not in (None, "ddp"), allowed
+        yield "quantization.quant_type", in_int8 and engine != "ddp", allowed
         if quantization and quantization.experts:
             yield from self._expert_refusals()
         if quantization and quantization.skip_modules:
@@ -257,17 +257,15 @@ class Recipe(RecipeFields):
             "PEFT 0.21 fails in the second step with adapters on packed experts: adapt linear "
         )
         yield name, targets, allowed + "layers"
-        engine = self.sharding and self.sharding.engine
         allowed = "packed experts are modelled where weights are whole: one device, or 'ddp'"
-        yield name, engine and engine != "ddp", allowed
+        yield name, self.group.engine != "ddp", allowed
 
     def _backward_refusals(self) -> Refusals:
         """Return what updates in the backward pass exclude."""
         allowed = "with optimizer_in_backward no gradient survives to accumulate: use 1"
         accumulates = self.gradient_accumulation_steps > 1
         yield "gradient_accumulation_steps", accumulates, allowed
-        sharding = self.sharding
-        is_sharded = sharding and (sharding.world_size > 1 or sharding.engine == "deepspeed")
+        is_sharded = self.group.world_size > 1 or self.group.engine == "deepspeed"
         allowed = "optimizer_in_backward is modelled for one device only, and not under DeepSpeed"
         yield "loop", is_sharded, allowed
 
@@ -276,7 +274,7 @@ class Recipe(RecipeFields):
         dtype = self.weights_dtype
         form, _, kind = self.precision.partition("-")
         half = HALF.get(form)
-        engine = self.sharding and self.sharding.engine
+        engine = self.group.engine
         is_other = kind == "true" and dtype not in (half, self.implied_dtype)
         allowed = f"precision {self.precision!r} keeps the weights in {half}: '{form}-mixed' "
         yield "dtype", is_other, allowed + "computes in it only"

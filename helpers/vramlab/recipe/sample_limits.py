@@ -40,7 +40,7 @@ def refusals(recipe: RecipeFields) -> Refusals:
         return
     allowed = "it is modelled for samples of one length only"
     yield "trainer", recipe.trainer not in ("transformers", "sft"), allowed
-    is_divided = recipe.sharding and recipe.sharding.engine in ("tensor", "pipeline")
+    is_divided = recipe.group.engine in ("tensor", "pipeline")
     yield "sharding.engine", is_divided, allowed
     lengths = recipe.lengths or ()
     name = "lengths" if lengths else "pad_to_multiple_of"

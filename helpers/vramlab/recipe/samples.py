@@ -31,3 +31,13 @@ def shape_of(lengths: tuple[int, ...], joins: bool, multiple: int | None = None)
     rows = 1 if joins else len(lengths)
     width = sum(lengths) if joins else max(lengths)
     return rows, -(-width // multiple) * multiple
+
+
+def lengths_in_words(lengths: tuple[int, ...]) -> str:
+    """Return `lengths` of samples as a recipe's words say them."""
+    return f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
+
+
+def labels_in_words(lengths: tuple[int, ...]) -> str:
+    """Return how many tokens with a label there are."""
+    return f"{sum(lengths):,} tokens with a label"

@@ -16,7 +16,7 @@ from typing import Any
 from ..base.data import data_path
 from ..base.errors import FileError, RecipeError, needing
 from ..base.files import read_text
-from . import configuration, hub_names, lora_modules
+from . import configuration, denoisers, hub_names, lora_modules
 from .configuration import plain
 from .families import TASKS, Layout
 from .from_transformers import describe
@@ -116,6 +116,7 @@ def read_shape(
     """
     if isinstance(model, Mapping):
         config = plain(model)
+        denoisers.refuse_as_recipe("", config)
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
         return _shape(name, None, json.dumps(config), num_layers, task, num_labels)
     if not isinstance(model, str):
@@ -139,6 +140,7 @@ def read_shape(
         rest += "model that stands in it, and its settings as fields"
         raise RecipeError("model", model, rest)
     path, text = _read_file(model)
+    denoisers.refuse_as_recipe(model, configuration.read_json("model", text, model))
     is_usual = path.name == "config.json"
     name = path.resolve().parent.name if is_usual else path.name.removesuffix(".json")
     return _shape(name, None, text, num_layers, task, num_labels)
@@ -189,14 +191,15 @@ def _read_file(model: str) -> tuple[Path, str]:
     """Return the path of a configuration and its text. Raises RecipeError."""
     path = Path(model)
     try:
-        path = path / "config.json" if path.is_dir() else path
+        if path.is_dir() or path.name == denoisers.INDEX:
+            path = denoisers.config_file(model) or path / "config.json"
         return path, read_text(path)
     except FileError as error:
         reason = str(error).rstrip(".")
         rest = f"{reason}: it must be a name, or the path of a config.json"
         raise RecipeError("model", model, rest) from None
     except (OSError, ValueError):  # no such file, or a zero byte in a name
-        for name, record in configuration.DIFFUSION.items():
+        for name, record in denoisers.MODELS.items():
             if model in (name, record["published"]):
                 rest = f"it makes images: vramlab diffusion {name} simulates its training"
                 raise RecipeError("model", model, rest) from None

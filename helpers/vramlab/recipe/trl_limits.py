@@ -37,7 +37,7 @@ def refusals(recipe: RecipeFields) -> Refusals:
 
 def _sharding_refusals(recipe: RecipeFields, name: str) -> Refusals:
     """Return how TRL's trainers are not modelled on many ranks."""
-    engine = recipe.sharding.engine if recipe.sharding else "ddp"
+    engine = recipe.group.engine
     allowed = f"{name} is modelled on 'ddp', 'fsdp' and 'deepspeed'"
     yield "sharding.engine", engine not in ("ddp", "fsdp", "deepspeed"), allowed
     precomputes = engine == "deepspeed" and recipe.precompute_ref_log_probs
@@ -45,7 +45,7 @@ def _sharding_refusals(recipe: RecipeFields, name: str) -> Refusals:
     allowed = f"{name}'s reference model is modelled whole: add lora, which needs none, or "
     allowed += "take engine 'ddp'"
     yield "sharding.engine", engine != "ddp" and is_whole, allowed
-    is_third = recipe.sharding and engine == "deepspeed" and recipe.sharding.stage == 3
+    is_third = engine == "deepspeed" and recipe.group.stage == 3
     allowed = f"{name} trains adapters otherwise there: take stage 2, or engine 'fsdp'"
     yield "sharding.stage", is_third and recipe.lora, allowed
 

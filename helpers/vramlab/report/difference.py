@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from .byte_counts import TensorGroup, format_bytes, unit_for
 from .report import Report
 
+NOTED = 0.001  # of the largest change: what is less explains nothing
+
 
 def cause_notes(a: Report, b: Report) -> Iterator[str]:
     """Say why each peak is where it is, unless the causes are the same."""
@@ -17,7 +19,15 @@ def cause_notes(a: Report, b: Report) -> Iterator[str]:
 
 
 def tensor_notes(a: Report, b: Report) -> Iterator[str]:
-    """Say which tensors differ, the largest difference first."""
+    """Say which tensors differ, the largest difference first.
+
+    A compiled step's are Inductor's buffers, no two of which can be told apart.
+    """
+    compiled = [report for report in (a, b) if (report.recipe or {}).get("torch_compile")]
+    if len(compiled) == 1:
+        yield "a compiled step's tensors have no modules' names: compare them by category, above"
+        yield from (note for note in compiled[0].notes if note.startswith("torch_compile: "))
+        return
     groups: dict[tuple[str, ...], TensorGroup] = {}
     # Tensors of one kind are summed: a report groups them by shape.
     before = _sizes(a, groups)
@@ -26,10 +36,11 @@ def tensor_notes(a: Report, b: Report) -> Iterator[str]:
     def smallest_change_last(key: tuple[str, ...]) -> int:
         return -abs(after[key] - before[key])
 
-    for key in sorted(groups, key=smallest_change_last):
+    ranked = sorted(groups, key=smallest_change_last)
+    for key in ranked:
         old = before[key]
         new = after[key]
-        if old == new:
+        if old == new or smallest_change_last(key) > NOTED * smallest_change_last(ranked[0]):
             continue
         kind = "changed"
         if not old or not new:

@@ -54,8 +54,8 @@ def streams_weights(recipe: Recipe) -> bool:
     weights are trained: gradients of adapters fit into one bucket, which is reduced behind the last
     layer.
     """
-    sharding = recipe.sharding
-    if sharding is None or recipe.adapters or recipe.quantization or recipe.freeze:
+    sharding = recipe.group
+    if recipe.adapters or recipe.quantization or recipe.freeze:
         return False
     streams = (sharding.engine, sharding.offload) == ("deepspeed", "parameters")
     return streams and sharding.world_size == 1

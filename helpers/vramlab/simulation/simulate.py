@@ -40,7 +40,7 @@ from ..training.trl_trainers import trl_class
 from . import fakes, shallow
 from .any_module import ModuleStep, loop_notes
 from .colocated import colocated, with_vllm
-from .compiled import TRIED, compiled_step, failed, is_compiled
+from .compiled import TIMED, TRIED, compiled_step, failed, is_compiled
 from .compiled_updates import compiled_updates, fill_code_tables, load_torchao, updates_of
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
@@ -145,11 +145,11 @@ def _of_recipe(
     room: Room | None,
 ) -> Report:
     parallel_limits.check_ring(recipe, target)
-    notes = [TRIED] if recipe.torch_compile and target == "cuda" else []
+    notes = [TRIED, TIMED] if recipe.torch_compile and target == "cuda" else []
     if recipe.activation_offloading:
         note = "activation_offloading: reserved is that of one stream, "
         notes.append(note + "where the copies use a second one")
-    notes += parallel_limits.notes(recipe.sharding) + rollouts.notes(recipe.rollouts)
+    notes += parallel_limits.notes(recipe.group) + rollouts.notes(recipe.rollouts)
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
     notes += peft_methods.notes(recipe.peft)
     if card and (why := card.why_not(recipe.precision)):
@@ -327,10 +327,8 @@ def simulate_evaluation(
             rest = "the evaluation of transformers' own Trainer is simulated with "
             raise RecipeError(field, value, f"{rest}{usual!r} only")
     if evaluation.predict_with_generate and recipe.shape.task != "seq2seq-lm":
-        rest = (
-            f"{recipe.name} reads no prompt apart from its answer, which a Seq2SeqTrainer needs: "
-        )
-        rest += "ask simulate_generation"
+        rest = f"{recipe.name} reads no prompt apart from its answer, which a Seq2SeqTrainer "
+        rest += "needs: ask simulate_generation"
         raise RecipeError("evaluation.predict_with_generate", True, rest)
     notes = ["torch_compile: the eager evaluation is simulated"] if recipe.torch_compile else []
     if not evaluation.compute_metrics:
@@ -346,6 +344,7 @@ def simulate_evaluation(
         title=f"{recipe} · {evaluation}",
         notes=notes + tracker.notes,
         kept_on_host=tracker.kept_on_host,
+        batches=(tracker.batches, evaluation.batches),
     )
 
 
@@ -418,6 +417,7 @@ def _evaluate(
     """Run the evaluation under `tracker`, which is told what the host keeps of it."""
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
+        tracker.batches.append(len(tracker.log))
         made = tr.make_batch(recipe.replace(batch_size=samples), str(training.device))
         tracker.claim(made.values(), "inputs")
         return made

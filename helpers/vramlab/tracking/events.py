@@ -78,6 +78,8 @@ class EventLog:
         self.log: list[Event] = []
         self.marks: list[Mark] = []
         self.calls: list[Call] = []
+        # positions at which an evaluation's batches begin
+        self.batches: list[int] = []
         # met in the step and made before it: they are there from the start
         self.given: list[Storage] = []
 
@@ -105,9 +107,10 @@ class EventLog:
         self._move(moved.__getitem__)
 
     def _move(self, moved: Callable[[int], int]) -> None:
-        """Move the marks' and calls' positions as the log's events have moved."""
+        """Move the positions of marks, calls and batches as the log's events have moved."""
         self.marks = [(moved(position), phase) for position, phase in self.marks]
         self.calls = [call._replace(position=moved(call.position)) for call in self.calls]
+        self.batches = list(map(moved, self.batches))
 
     def _sort_frees(self) -> None:
         births = {}

@@ -150,13 +150,16 @@ class FakeTracker(Tracker):
 
         A module draws a place among several, as BOFT's dropout does. It draws a number and asks if
         it is below a rate, as LayerDrop does: no layer is dropped. Or it asks if any value is
-        infinite, as VB-LoRA does.
+        infinite, as VB-LoRA does, or if the positions of a row are several samples' (transformers'
+        `_is_packed_sequence`): rows of joined samples have values.
         """
-        # The operator that made the value, and the one before it.
-        asked = [call.op for call in self.calls[-2:]]
+        # The operator that made the value, and those before it.
+        asked = [call.op for call in self.calls[-3:]]
         if tensor.dtype != torch.bool:
             return asked[-1:] == ["randint"]
-        return asked[-1:] in (["lt"], ["le"]) or asked == ["isinf", "any"]
+        if asked == ["abs", "sum", "_to_copy"]:
+            return True
+        return asked[-1:] in (["lt"], ["le"]) or asked[-2:] == ["isinf", "any"]
 
 
 def unmasked(func: OpOverload, args: tuple, kwargs: dict) -> Any:

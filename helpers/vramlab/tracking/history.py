@@ -306,11 +306,13 @@ def to_report(
 ) -> Report:
     """Return the report of a replayed run, with its peak from position `since` on.
 
-    That of a simulated run also says what is reserved, of which loading left `unused` bytes.
+    That of a simulated run also says what is reserved, of which loading left `unused` bytes. An
+    evaluation has `batches`: the positions at which they begin, and how many the whole set has.
     """
     at = history.highest(since)
     room = history.room
     unused = more.pop("unused", 0)
+    batches = more.pop("batches", ((), 0))
     if source == "simulated" and history.replayed:
         allocated = int(history.live.max())
         # from a later position on the allocator's own peak would be another one's
@@ -334,7 +336,8 @@ def to_report(
             more["usable"] = room.usable
             more["granted"] = str(room)
         if room and failed:
-            failure = _failure(history, failed)
+            moment = history.log.batch_at(failed.event, *batches)
+            failure = _failure(history, failed, moment)
             note = f"does not fit {room.card.name}: {failure}"
             more["notes"] = [*more.get("notes", ()), note]
     return Report(
@@ -353,15 +356,15 @@ def to_report(
     )
 
 
-def _failure(history: History, error: AllocatorError) -> str:
+def _failure(history: History, error: AllocatorError, moment: str) -> str:
     """Say which request of a run found no room, and what filled the card then.
 
-    The words are those of PyTorch's own message.
+    The words are those of PyTorch's own message. `moment` is of an evaluation, else "".
     """
     begun = [name for name, start, _ in history.stretches if start <= error.event]
     if begun == ["load"]:
         moment = "load"
-    else:
+    elif not moment:
         step = 1 + begun[:-1].count("between_steps")
         moment = f"step {step}, {begun[-1]},"
     asked = _in_words(history.log.storage(error.event).asked)

@@ -1,6 +1,6 @@
 """A tracker's events in an order, which may repeat them for layers that were not run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -42,6 +42,20 @@ class Log:
         if self.renamed is None:
             return storage
         return storage.copy(self.renamed(storage.where, int(self.shifts[at])))
+
+    def batch_at(self, at: int, batches: Sequence[int], count: int) -> str:
+        """Return in which of an evaluation's `count` batches event `at` is; "" if in none.
+
+        The Trainer joins the outputs of all batches (`EvalLoopContainer.add` of transformers).
+        """
+        number = sum(start <= at for start in batches)
+        if not number:
+            return ""
+        storage = self.storage(at)
+        words = ""
+        if storage.op == "cat" and not storage.where:
+            words = " joining all outputs until then, of which the old copy is still there,"
+        return f"evaluation batch {number:,} of {count:,},{words}"
 
     def __len__(self) -> int:
         return len(self.order)

@@ -4,8 +4,7 @@ So it names the lines of code whose storages are never freed.
 """
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -22,13 +21,60 @@ from .tracker import Storage, Tracker
 TRACKER_FILES = (__file__, str(Path(__file__).with_name("tracker.py")))
 
 
-class Recorder(Tracker):
+class LineTracker(Tracker):
+    """A tracker that keeps the stack of every birth while `keeps_stacks`."""
+
+    keeps_stacks = False
+
+    def __init__(self, device: str = "cpu", round_to: int = 1) -> None:
+        super().__init__(device, round_to)
+        # by `id` of a storage: from its birth's line, without the tracker's own, to the user's
+        self.frames: dict[int, list[dict[str, Any]]] = {}
+
+    def log_birth(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
+        """Log the storage of `tensor`, with the stack at this moment if stacks are kept."""
+        storage = super().log_birth(tensor, op, where)
+        if storage and self.keeps_stacks:
+            self.frames[id(storage)] = _stack_to_user(sys._getframe(1))
+        return storage
+
+    def line_of(self, storage: Storage) -> Line:
+        """Return the user's line that made a storage."""
+        return user_line(self.frames.get(id(storage), ()))
+
+    def left_by(
+        self,
+        key: Callable[[Storage], Any],
+        steps: Iterable[Sequence[int]],
+        least: int,
+    ) -> list[tuple[Any, int, int]]:
+        """Return what each step made and nothing freed: key, and the least bytes and count.
+
+        Steps are pairs of positions in the log. What has no key, or what some step left less than
+        `least` bytes of (as a cached mask of a new length), is no leak. Largest first.
+        """
+        left: list[dict[Any, list[int]]] = []
+        for start, end in steps:
+            by_key: dict[Any, list[int]] = {}
+            for size, storage, _ in self.log[start:end]:
+                if size > 0 and storage.alive and (name := key(storage)):
+                    by_key.setdefault(name, []).append(size)
+            left.append(by_key)
+        found = []
+        for name in set.intersection(*map(set, left)):
+            size = min(sum(step[name]) for step in left)
+            if size >= least:
+                found.append((name, size, min(len(step[name]) for step in left)))
+        return sorted(found, key=lambda each: (-each[1], each[0]))
+
+
+class Recorder(LineTracker):
     """Follows what is made while it is entered, and no storage that was there before."""
+
+    keeps_stacks = True
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
-        # by `id` of a storage: from its birth's line, without the tracker's own, to the user's
-        self.frames: dict[int, list[dict[str, Any]]] = {}
         # addresses of the storages that the running operator was given
         self._given: set[int] = set()
 
@@ -53,10 +99,7 @@ class Recorder(Tracker):
         """Log the storage of `tensor` with the stack at this moment, unless it was there before."""
         if address_of(tensor.untyped_storage()) in self._given:
             return None
-        storage = super().log_birth(tensor, op, where)
-        if storage:
-            self.frames[id(storage)] = _stack_to_user(sys._getframe(1))
-        return storage
+        return super().log_birth(tensor, op, where)
 
     def leaks(self, ends: Sequence[int], least: int) -> Groups:
         """Return the lines of which every step but the last left `least` bytes or more.
@@ -64,24 +107,8 @@ class Recorder(Tracker):
         `ends` are the positions in the log at which the steps ended.
         """
         # what the last step made may still be freed by the next one
-        steps = [self._left_by_line(start, end) for start, end in pairwise(ends[:-1])]
-        in_every_step = set.intersection(*(set(step) for step in steps))
-        leaking = []
-        for line in in_every_step:
-            size = min(step[line]["bytes"] for step in steps)
-            count = min(step[line]["count"] for step in steps)
-            if size >= least:
-                leaking.append(Group(line, size, count))
-        return Groups(sorted(leaking, key=lambda group: (-group.size, group.line)))
-
-    def _left_by_line(self, start: int, end: int) -> dict[Line, Counter]:
-        """Return bytes and count, by line, of what was born between two positions and lives."""
-        by_line: dict[Line, Counter] = {}
-        for size, storage, _ in self.log[start:end]:
-            if size > 0 and storage.alive:
-                line = user_line(self.frames.get(id(storage), ()))
-                by_line.setdefault(line, Counter()).update(bytes=size, count=1)
-        return by_line
+        left = self.left_by(self.line_of, pairwise(ends[:-1]), least)
+        return Groups(Group(*each) for each in left)
 
 
 def _stack_to_user(frame: FrameType | None) -> list[dict[str, Any]]:

@@ -53,7 +53,10 @@ def _forward(self: Any, labels: torch.Tensor, **inputs: Any) -> Any:
     valid = found.sum(1)
     del found
     loss = LinearCrossEntropyFunction.apply(rows, weight, labels.flatten(), valid)
-    return CausalLMOutputWithPast(loss=loss, past_key_values=outputs.past_key_values)
+    # The cache, where one is kept, under the name that this transformers has for it.
+    kept = dict(outputs)
+    del kept["last_hidden_state"]
+    return CausalLMOutputWithPast(loss=loss, **kept)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):

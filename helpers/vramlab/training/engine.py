@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..private import of_torch
-from ..recipe.options import Loop, Sharding
+from ..recipe.options import Loop
 from ..recipe.recipe import Recipe
 from .process_group import is_fake_group
 
@@ -103,9 +103,8 @@ class ShardedEngine(Engine):
     """One rank of many."""
 
     def __init__(self, recipe: Recipe) -> None:
-        assert recipe.sharding is not None  # `engine_of` asks for it
         self.recipe = recipe
-        self.sharding: Sharding = recipe.sharding
+        self.sharding = recipe.group
 
 
 def _always_step(optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,9 @@ from .engine import Model, makes_fakes
 from .models import build_model, weight_dtype
 from .quiet import unlogged
 
-# Names under which models hand on their cache (`transformers.generation.utils.ALL_CACHE_NAMES`).
-CACHES = ("past_key_values", "cache_params")
+# Names under which models hand on their cache (`transformers.generation.utils.ALL_CACHE_NAMES`);
+# the first since transformers 5.24, the others until then.
+CACHES = ("cache", "past_key_values", "cache_params")
 PARTS = ("self_attention_cache", "cross_attention_cache")
 OnStep = Callable[[int, Any], None]
 

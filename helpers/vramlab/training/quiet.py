@@ -77,13 +77,13 @@ def unheard(*patterns: str, category: type[Warning] = Warning) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def unlogged(name: str, level: int = logging.CRITICAL + 1) -> Iterator[None]:
-    """While entered, drop what this thread logs below `level` by the logger of that name."""
+def unlogged(name: str) -> Iterator[None]:
+    """While entered, drop what this thread logs by the logger of that name."""
     logger = logging.getLogger(name)
     thread = threading.get_ident()
 
     def is_kept(record: logging.LogRecord) -> bool:
-        return threading.get_ident() != thread or record.levelno >= level
+        return threading.get_ident() != thread
 
     logger.addFilter(is_kept)
     try:

@@ -75,7 +75,7 @@ def start(
             autocast_inside(each, training.device.type, training.precision)
     vars(trainer).update(_fields(training, recipe, model))
     # FSDP gathers a unit's weights in `forward`, which `generate` does not go through as a whole.
-    if recipe.sharding and recipe.sharding.engine == "fsdp":
+    if recipe.group.engine == "fsdp":
         _gather_for_generation(model)
     plan = plan_of(recipe)
     # So many steps train on what was sampled once.

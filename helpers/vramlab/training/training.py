@@ -157,7 +157,7 @@ def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
         collate = image_batch
     with real_tensors():
         batch = collate(recipe, generator)
-        if recipe.sharding and recipe.sharding.sp_size > 1:
+        if recipe.group.sp_size > 1:
             from .engines.ulysses import part_of_rows
 
             batch = part_of_rows(batch, recipe)

@@ -171,9 +171,9 @@ def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
 
 def parallelism_of(recipe: Recipe) -> Any:
     """Return what the Trainers read of accelerate's `ParallelismConfig`; None without Ulysses."""
-    if recipe.sharding is None or recipe.sharding.sp_size == 1:
+    ranks = recipe.group.sp_size
+    if ranks == 1:
         return None
-    ranks = recipe.sharding.sp_size
     return SimpleNamespace(sp_backend="deepspeed", sp_enabled=True, sp_size=ranks)
 
 

@@ -65,31 +65,28 @@ def replayed(
     return follow(requests(), lengths or LENGTHS, Allocator(limit=limit), empty_cache)
 
 
-def checkpointing_pairs(name: str = "nvidia-h100") -> dict[str, float]:
-    """How many times as long a step took with checkpointing, by the recipe without.
+def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> list[float]:
+    """How many times as long a step took after a change of a recipe's `fields`, ascending.
 
-    The least come first.
-
-    Of all pairs that were recorded on a card and differ in nothing else.
+    Of all pairs that were recorded on a card, differ in nothing else and see as many samples. The
+    last field's least value is the one before: no checkpointing, or no accumulation.
     """
-    seconds = {}
-    titles = {}
+    alike: dict[str, list[tuple[int, float]]] = {}
     for path in sorted(measurements_folder().glob(f"{name}-*.json")):
         # Read as JSON: a report's class checks all fields, and only two are needed.
         for report in json.loads(path.read_text(encoding="utf-8"))["reports"].values():
             if report["speed"]:
                 recipe = dict(report["recipe"])
-                is_checkpointed = recipe.pop("gradient_checkpointing")
-                # The recipe without this one field, so that both of a pair have one key.
-                key = json.dumps(recipe, sort_keys=True)
-                seconds[key, is_checkpointed] = report["speed"]["median"]
-                if not is_checkpointed:
-                    titles[key] = report["title"]
-    ratios = {}
-    for key, title in titles.items():
-        if (key, True) in seconds:
-            ratios[title] = seconds[key, True] / seconds[key, False]
-    return dict(sorted(ratios.items(), key=lambda pair: pair[1]))
+                samples = recipe["batch_size"] * recipe["gradient_accumulation_steps"]
+                values = [recipe.pop(field) for field in fields]
+                # The recipe without these fields, so that both of a pair have one key.
+                key = json.dumps([samples, recipe], sort_keys=True)
+                alike.setdefault(key, []).append((values[-1], report["speed"]["median"]))
+    ratios = []
+    for group in alike.values():
+        (least, before), *others = sorted(group)
+        ratios += [after / before for value, after in others if value != least]
+    return sorted(ratios)
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.engine import Training
 from vramlab.training.process_group import one_gloo_thread
+
+ERROR = ".error"  # how the file is called in which a rank leaves its error
+STARTS = 3  # of a group that lost a connection
 
 
 class RankFailed(VramLabError):
@@ -40,10 +44,24 @@ def on_ranks(
 
     They are the ranks of a gloo group.
 
-    A rank waits `seconds` at most for another. Raises RankFailed with the error of the rank that
-    failed first.
+    A rank waits `seconds` at most for another. What loses a connection starts again, with ports of
+    its own. Raises RankFailed with the error of a rank, and not with what it did to the others.
     """
-    return _forked(_rank, world, (function, seconds))
+    for _ in range(STARTS):
+        try:
+            return _forked(_rank, world, (function, seconds))
+        except RankFailed as error:
+            if not _lost_a_rank(str(error)):
+                raise
+    raise RankFailed(
+        f"a rank waits for one that has ended, in each of {STARTS} starts: all ranks have to call "
+        "the same collectives"
+    )
+
+
+def _lost_a_rank(text: str) -> bool:
+    """Tell whether this error is of a connection, as "…/gloo/…: Connection closed by peer"."""
+    return "gloo" in text and "onnect" in text
 
 
 def apart(function: Callable[[], Any]) -> Any:
@@ -64,10 +82,10 @@ def _forked(work: Callable[..., Any], count: int, given: tuple) -> list[Any]:
             # join returns False when one process has ended and others run.
             while not processes.join():
                 pass
-        except mp.ProcessRaisedException as error:
-            # the text of a traceback, whose last line is what `_enter` raised
-            last = error.msg.strip().splitlines()[-1]
-            raise RankFailed(last.removeprefix("RuntimeError: ")) from None
+        except mp.ProcessRaisedException:
+            errors = [path.read_text() for path in sorted(Path(folder).glob(f"*{ERROR}"))]
+            # The others lost the rank that failed, and torch may have met one of them first.
+            raise RankFailed(min(errors, key=_lost_a_rank)) from None
         # start_processes hands back no results, so each rank leaves its own in a file.
         return [torch.load(f"{folder}/{number}", weights_only=False) for number in range(count)]
 
@@ -84,9 +102,10 @@ def _enter(
     try:
         found = work(number, count, folder, *given)
     except Exception as error:
-        # torch.multiprocessing gives the parent the traceback as text, so its last line has to say
-        # all.
-        raise RuntimeError(traceback.format_exception_only(error)[-1].strip()) from None
+        # torch.multiprocessing gives the parent one rank's traceback only.
+        text = traceback.format_exception_only(error)[-1].strip()
+        Path(f"{folder}/{number}{ERROR}").write_text(text)
+        raise
     torch.save(found, f"{folder}/{number}")
 
 

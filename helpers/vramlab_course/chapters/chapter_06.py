@@ -1,7 +1,11 @@
-"""Chapter 06: steps of an 8B with a frozen base that were recorded."""
+"""Chapter 06: steps with a frozen base, in 16 bits and in 4, that were timed."""
+
+from itertools import permutations
 
 from vramlab import Recipe, Report
 from vramlab.measurement.records import load, measurements_folder
+
+from .. import published
 
 
 def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
@@ -23,3 +27,18 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
 def _order(found: tuple[Recipe, Report]) -> tuple[int, bool]:
     recipe, _ = found
     return recipe.batch_size, recipe.quantization is not None
+
+
+def slower_on_t4() -> list[float]:
+    """Seconds of a QLoRA step over those of LoRA, of each pair that others timed on a T4.
+
+    The two runs of a pair differ in the base alone.
+    """
+    timed = [run for run in published.runs() if run.gpu == "T4" and run.seconds]
+    ratios = []
+    for quantized, other in permutations(timed, 2):
+        if not quantized.recipe.quantization or quantized.as_run or other.as_run:
+            continue
+        if quantized.recipe.replace(quantization=None) == other.recipe:
+            ratios.append(quantized.seconds / other.seconds)
+    return ratios

@@ -9,6 +9,7 @@ Prints one line of JSON.
 """
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -31,8 +32,9 @@ def experiment(steps: int) -> dict[str, Any]:
     """Train `steps` steps with and as many without averaging gradients; return what this rank saw.
 
     Seconds are medians of steps. `sent_buckets`: bytes that DDP hands to the all-reduce in a step.
-    `parameters`: their number. `same`: whether all ranks hold equal weights at the end. Needs
-    torchrun's environment.
+    `parameters`: their number. `same`: whether all ranks hold equal weights at the end.
+    `link_gb_per_second`: 10**9 bytes that a rank sends in a second of an
+    all-reduce as large as the gradients, with nothing else going on. Needs torchrun's environment.
     """
     import torch
     import torch.distributed as dist
@@ -66,16 +68,24 @@ def experiment(steps: int) -> dict[str, Any]:
     # The same computing without the all-reduce: the difference is what the link costs.
     with ddp.no_sync():
         alone = [step() for _ in range(steps)]
+    parameters = sum(p.numel() for p in ddp.parameters())
+    exchange = all_reduce_seconds(torch.zeros(parameters, device=device), steps)
     facts = {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "backend": dist.get_backend(),
         "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
-        "parameters": sum(p.numel() for p in ddp.parameters()),
+        "parameters": parameters,
         "sent_buckets": sent,
         "step_seconds": median(together),
         "alone_seconds": median(alone),
+        # In a ring each of N ranks sends 2 (N - 1) / N times what is added up.
+        "link_gb_per_second": 2 * (world - 1) / world * 4 * parameters / exchange / 1e9,
         "same": same,
     }
+    # Before the group: DDP as its last owner would join gloo's threads while it holds the GIL, for
+    # which they may wait (torch 2.13; pytorch/pytorch issue 56297).
+    del step, ddp
+    gc.collect()
     dist.destroy_process_group()
     return facts
 
@@ -113,6 +123,23 @@ def timed_step(ddp: Any, tokens: Any) -> Callable[[], float]:
         return time.perf_counter() - start
 
     return step
+
+
+def all_reduce_seconds(buffer: Any, times: int) -> float:
+    """The median of the seconds that an all-reduce of `buffer` takes, after a first one."""
+    import torch
+    import torch.distributed as dist
+
+    wait = torch.cuda.synchronize if buffer.is_cuda else lambda: None
+    seconds = []
+    for _ in range(times + 1):
+        dist.barrier()  # or the rank that comes first would count its waiting for the other
+        wait()
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])
 
 
 def weights_are_equal(ddp: Any) -> bool:

@@ -45,7 +45,7 @@ def two_steps(
         )
         top = max(total)
         ax.annotate(
-            f"{top:.1f} GiB",
+            f"{top:.2f} GiB",
             (x[total.index(top)], top),
             (7, -9),
             **NEAR,

@@ -111,7 +111,7 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
         costs_said.append(f"{name}: {percent}")
         labels.append(f"{name}: {bits:g} bits")
     said = f"Bars. {'; '.join(costs_said)}."
-    about = "measured: base model, all matrices rounded, 12,000 bytes of programs"
+    about = "measured: base model, all matrices rounded if not said, 12,000 bytes of programs"
     looks = {"one scale": (RED, "//"), "blocks": (BLUE, ""), "no scale": (INK, "")}
     with canvas(title, said, about, rows) as ax:
         for y, (name, (_, cost)) in enumerate(ways):

@@ -11,7 +11,14 @@ RED = "#D55E00"
 GREEN = "#009E73"
 GREY = "#DDDDDD"
 PALE = "#CFE8F7"
-CROWDED = ("gate_proj, up_proj, down_proj",)  # another setting lies to the right of it
+# Where a setting's words stand, in points from its dot: right of its seeds' dots, and for one
+# setting left of them, because another lies to its right.
+BESIDE = {"xytext": (26, -4)}
+BESIDE_OF = {
+    ("all-linear", 1): {"xytext": (18, -5)},
+    ("all-linear", 64): {"xytext": (18, -8)},
+    ("gate_proj, up_proj, down_proj", 8): {"xytext": (-8, -14), "ha": "right"},
+}
 TARGETS = {
     "all-linear": "all linear",
     "gate_proj, up_proj, down_proj": "feed-forward",
@@ -155,9 +162,7 @@ def frontier(sweep: SimpleNamespace, title: str):
             ax.plot(*_both(run.seeds), "o", color=colour, markersize=4, alpha=0.35)
             place = run.programs, run.documentation
             ax.plot(*place, "o", color=colour, markersize=9)
-            beside = {"xytext": (8, 4)}
-            if run.targets in CROWDED:
-                beside = {"xytext": (-8, -14), "ha": "right"}
+            beside = BESIDE_OF.get((run.targets, run.r), BESIDE)
             ax.annotate(label(run), place, textcoords="offset points", fontsize=9, **beside)
         for run in sweep.where["longer"]:
             place = run["programs"], run["documentation"]

@@ -152,8 +152,8 @@ def layer_times(
         least = line[tokens]
         rows.append((f"{tokens:,}", f"{1e3 * least:.2f}", f"{1e3 * took:.2f}"))
     alt = (
-        "A line of the least time is flat for few tokens and then rises. The measured dots lie "
-        "on or above it."
+        "A line of the least time is flat for few tokens and then rises. The measured dots rise "
+        "with it."
     )
     with canvas(title, alt, subtitle, rows) as ax:
         ax.plot(

@@ -1,10 +1,13 @@
-"""Drawing of chapter 09: when each stage of a pipeline works."""
+"""Drawings of chapter 09: when each stage of a pipeline works, and what each split costs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 
 from vramlab.interfaces.plot import style
+from vramlab.interfaces.plot.splits import draw_limit, layers, split_of
+from vramlab.report.report import Bytes, GiB
 
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
@@ -135,3 +138,88 @@ def pipeline(
         rows.append((name, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
     axes[-1].set_xlabel("time, in forward passes of one stage")
     return style.finish(figure, rows, f"Two timelines. {title}, {about}.", say_rows=True)
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one way of cutting a run costs a rank, in a pass.
+
+    Attributes:
+        peak: its bytes by category.
+        sent: bytes that it sends.
+        computing: seconds that it computes.
+        hides: of these, the seconds in which it can send.
+        idle: the part of the time that a pipeline's stage waits for another.
+    """
+
+    peak: Bytes
+    sent: float
+    computing: float
+    hides: float
+    idle: float = 0
+
+    def times(self, bandwidth: float) -> float:
+        """Return how many times its computing a pass takes over a link of so many bytes/s."""
+        waits = max(0, self.sent / bandwidth - self.hides)
+        return 1 / (1 - self.idle) + waits / self.computing
+
+
+@style.styled()
+def ways_to_cut(
+    ways: Mapping[str, Way],
+    links: Mapping[str, float],
+    limit: str,
+    title: str,
+    about: str,
+):
+    """Return a figure of the ways: GiB a rank above, and below how much longer a pass takes.
+
+    `links` are bytes per second by name. A pass that only computes takes 1 ×, which has no bar.
+    """
+    figure, axes = style.start(title, about, rows=2, sharex=True)
+    above, below = axes
+    places = range(len(ways))
+    bottoms = [0.0] * len(ways)
+    for heights, look in layers([split_of(way.peak) for way in ways.values()], "GiB"):
+        above.bar(places, heights, 0.62, bottoms, **look)
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    for place, top in zip(places, bottoms, strict=True):
+        above.annotate(
+            f"{top:.0f}",
+            (place, top),
+            (0, 2),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+    draw_limit(above.axhline, limit, "GiB")
+    above.set(ylabel="GiB a rank", ylim=(0, 1.15 * max(bottoms)))
+    width = 0.8 / len(links)
+    # Greys, the slower the darker: the colours are those of the bytes above.
+    greys = ("#EEEEEE", "#BBBBBB", "#777777", style.INK)
+    for number, ((name, bandwidth), grey) in enumerate(zip(links.items(), greys, strict=False)):
+        offset = (number - (len(links) - 1) / 2) * width
+        times = [way.times(bandwidth) for way in ways.values()]
+        # On this axis a bar begins at 1 ×, where nothing is waited for.
+        below.bar(
+            [place + offset for place in places],
+            [more - 1 for more in times],
+            width,
+            1,
+            color=grey,
+            edgecolor=style.INK,
+            linewidth=0.5,
+            label=name,
+        )
+    marks = [2**power for power in range(7)]
+    below.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
+    below.set_yticks(marks, [f"{mark} ×" for mark in marks])
+    below.minorticks_off()
+    below.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
+    rows = [("a rank", "GiB", "GB sent", *links, "hidden from, GB/s")]
+    for name, way in ways.items():
+        enough = f"{way.sent / way.hides / 1e9:,.0f}" if way.hides else "never"
+        longer = (f"{way.times(bandwidth):.1f} ×" for bandwidth in links.values())
+        sizes = (f"{way.peak.total / GiB:.1f}", f"{way.sent / 1e9:.1f}")
+        rows.append((name, *sizes, *longer, enough))
+    return style.finish(figure, rows, f"Two rows of bars. {title}. {about}.", say_rows=True)

@@ -18,14 +18,12 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
     about = f"predicted: {first.name}, LoRA, {first.precision}, one text"
     figure, ax = style.start(title, about)
     rows = [("peak, GiB, at tokens", *(f"{length:,}" for length in LENGTHS))]
-    highest = 0.0
     looks = zip(ladder.items(), style.LINES, strict=False)
     for (name, recipe), (colour, mark, dash) in looks:
         peaks = []
         for length in LENGTHS:
             report = predict(recipe.replace(seq_len=length), gpu=limit)
             peaks.append(report.peak.total / GiB)
-            highest = max(highest, round(peaks[-1], 1))
         ax.plot(
             LENGTHS,
             peaks,
@@ -36,11 +34,11 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
         )
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
     draw_limit(ax.axhline, limit, "GiB")
-    ax.set(xlabel="tokens of a text", ylabel="peak, GiB", xlim=(0, None))
-    ax.set_ylim(0, 1.1 * highest)
-    # The shorter lengths would touch each other on a linear axis.
-    shown = LENGTHS[-4:]
-    ax.set_xticks(shown, [f"{length // 1024}k" for length in shown])
+    ax.set(xlabel="tokens of a text", ylabel="peak, GiB", xscale="log", yscale="log")
+    ax.minorticks_off()
+    ax.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
+    sizes = [2**power for power in range(4, 11)]
+    ax.set_yticks(sizes, [f"{size:,}" for size in sizes])
     room = usable_memory(find_gpu(limit)) / GiB
     alt = f"Lines over the length of a text. {title}. {about}. The card has {room:.1f} GiB. "
     return style.finish(figure, rows, alt, say_rows=True)

@@ -44,6 +44,16 @@ def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
     return model, optimizer
 
 
+def tied_model() -> tuple[Any, Any]:
+    """A model of 200 fp32 weights that two layers share, with a buffer of 50 numbers, its AdamW."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 20), torch.nn.Linear(20, 10, bias=False))
+    model[1].weight = model[0].weight
+    model.register_buffer("positions", torch.ones(50))
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def largest_batch(
     model: str,
     gpu: str,

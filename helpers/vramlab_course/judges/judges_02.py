@@ -1,5 +1,6 @@
 """What chapter 02's tracker is held against: a few operators whose storages are known."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,20 @@ def followed(tracker: Callable[..., Any]) -> dict[str, int]:
 
     "given": before any operator; "view", "part": after a view of all of it and of a half; "made",
     "freed": with another tensor, and without it again; "tail": with a later part of that tensor;
-    "saved": with what autograd alone holds; "left": what a step leaves; "top": the most.
+    "saved": with what autograd alone holds; "left": what a step leaves; "top": the most. "failed":
+    how many of the tracker's finalizers raised, which Python only prints.
     """
+    failed: list[type | None] = []
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda error: failed.append(error.exc_type)
+    try:
+        sizes = _sizes(tracker)
+    finally:
+        sys.unraisablehook = hook
+    return sizes | {"failed": len(failed)}
+
+
+def _sizes(tracker: Callable[..., Any]) -> dict[str, int]:
     import torch
 
     x = torch.ones(SIZE // 4)

@@ -275,13 +275,7 @@ def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     # fp64, so that rounding cannot pass for a mistake, nor a mistake for rounding.
     x = torch.randn(10, 4, generator=draw, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(
-        VOCABULARY,
-        4,
-        generator=draw,
-        dtype=torch.float64,
-        requires_grad=True,
-    )
+    weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     return x, weight, torch.randint(VOCABULARY, (10,), generator=draw)
 
 
@@ -301,7 +295,6 @@ def fused(answer: Any) -> dict[str, Any]:
         "x": off[0],
         "weight": off[1],
         "rows": seen.most,
-        "input": not torch.equal(x, _problem()[0]),
     }
 
 
@@ -331,6 +324,12 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
     tokens = (labels[:, 1:] != -100).sum()
     mean = loss_of(ids, labels) / tokens
     (exact,) = torch.autograd.grad(mean, table)
+    # Two wrong answers: each part's own mean, and the labels of first tokens counted too.
+    of_means = torch.zeros_like(exact)
+    for few, right in zip(ids.chunk(parts), labels.chunk(parts), strict=True):
+        own = loss_of(few, right) / (right[:, 1:] != -100).sum() / parts
+        of_means += torch.autograd.grad(own, table)[0]
+    with_firsts = exact * tokens / (labels != -100).sum()
     rows.clear()
     gradients.clear()
     loss = answer(loss_of, ids, labels, parts)
@@ -339,19 +338,28 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
         "loss": loss,
         "off": torch.as_tensor(loss, dtype=torch.float64).item() - mean.item(),
         "gradient": float((gradient - exact).norm() / exact.norm()),
+        "means": torch.allclose(gradient, of_means),
+        "firsts": torch.allclose(gradient, with_firsts),
         "rows": list(rows),
         "piled": _piled_up(gradients),
     }
 
 
+def formats(answer: Any) -> list[torch.dtype]:
+    """The formats in which a reader's Recompute runs a block under autocast, run by run."""
+    made: list[torch.dtype] = []
+    block = nn.Linear(4, 4)
+    block.register_forward_hook(lambda module, given, result: made.append(result.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = answer.apply(block, torch.randn(3, 4, requires_grad=True))
+    result.float().sum().backward()
+    return made
+
+
 def again(answer: Any) -> dict[str, Any]:
     """What a reader's Recompute does for a block of two layers, once and twice in a row."""
     torch.manual_seed(0)
-    block = nn.Sequential(
-        nn.Linear(4, 4),
-        nn.Tanh(),
-        nn.Linear(4, 4),
-    ).double()
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     weights = list(block.parameters())
     # The block twice, so that a piece which forgets the gradient of its input is wrong.

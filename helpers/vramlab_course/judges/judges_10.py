@@ -120,6 +120,7 @@ class Sampled:
     tokens_right: bool = False
     calls: int = 0
     again: int = 0  # tokens that were computed although the cache had them
+    handed_again: bool = False  # whether a cache came with tokens that it had
     graph: bool = False  # whether autograd recorded a call
     restored: bool = True  # whether autograd is on afterwards
     cached: list[int] = field(default_factory=list)
@@ -155,6 +156,10 @@ def _counting_step(result: Sampled) -> Callable[..., Any]:
         result.calls += 1
         # Tokens that a call before this one had computed.
         known = result.cached[-1] if result.cached else 0
+        # With all ids next to the cache, what the cache has would stand there twice.
+        if 0 < before.shape[1] <= ids.shape[1]:
+            is_same = torch.equal(ids[:, : before.shape[1]], before)
+            result.handed_again = result.handed_again or is_same
         whole = torch.cat([before, ids], 1)
         # What it had and was not handed back has to be computed again.
         result.again += max(0, known - before.shape[1])
@@ -190,6 +195,15 @@ def _with_cache(step: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
     return ids
 
 
+def _all_ids(step: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
+    ids = prompt
+    cache = None
+    for _ in range(new):
+        logits, cache = step(ids, cache)
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
 def _twice(step: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
     _with_cache(step, prompt, new)
     return _with_cache(step, prompt, new)
@@ -206,6 +220,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "no_grad": torch.no_grad()(_with_cache),
     "inference": torch.inference_mode()(_with_cache),
     "twice": torch.no_grad()(_twice),
+    "all_ids": torch.no_grad()(_all_ids),
     "no_cache": torch.no_grad()(_as_given),
     "off_for_good": _off_for_good,
     "one_too_few": lambda step, prompt, new: _with_cache(step, prompt, new - 1),

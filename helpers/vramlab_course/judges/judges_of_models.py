@@ -1,4 +1,4 @@
-"""Judges of projects that change a whole model.
+"""What judges pieces that change a whole model.
 
 Chapter 05 adapts it, chapter 06 puts it into 4 bits.
 """
@@ -96,46 +96,6 @@ def _inner(model: Any) -> list[torch.nn.Linear]:
         # Not isinstance: a quantized or adapted layer may be a subclass.
         if type(m) is torch.nn.Linear and m is not model.get_output_embeddings()
     ]
-
-
-def adapted_model(answer: Callable) -> Feedback:
-    """Whether `answer(model, r, alpha)` adapts all linear layers but the head, as PEFT does."""
-    from peft import LoraConfig, get_peft_model
-
-    ids = torch.arange(64).view(1, 64)
-    for model, r, alpha in zip(small_models(), (4, 3), (8, 12), strict=True):
-        start = model(ids).logits
-        # Each layer gets two matrices, r × inputs and outputs × r.
-        expected = sum(r * sum(layer.weight.shape) for layer in _inner(model))
-        # PEFT changes the model that it is given.
-        theirs = get_peft_model(
-            copy.deepcopy(model),
-            LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"),
-        )
-        ours = called(answer, model, r, alpha)
-        trained = [p for p in ours.parameters() if p.requires_grad]
-        trained_numbers = sum(p.numel() for p in trained)
-        same = torch.allclose(ours(ids).logits, start, atol=1e-5)
-        zeros = sum(not p.any() for p in trained)
-        # Both models' adapters get the same numbers, in the order in which both have them.
-        for parameter in (*trained, *(p for p in theirs.parameters() if p.requires_grad)):
-            parameter.data = random_tensor(*parameter.shape) / 8
-        wrong = {
-            f"{trained_numbers:,} numbers are trained, not {expected:,}": trained_numbers
-            != expected,
-            "before the first step it is not the base any more": not same,
-            "one half of the new matrices begins at zero, the other at random": 2 * zeros
-            != len(trained),
-            "with the same A and B its logits are not PEFT's": not torch.allclose(
-                ours(ids).logits,
-                theirs(ids).logits,
-                atol=1e-3,
-            ),
-        }
-        text = next((text for text, is_so in wrong.items() if is_so), "")
-        if text:
-            return Feedback(False, f"{model.config.model_type}, r={r}, alpha={alpha}: {text}.")
-    return Feedback(True, "Right: it is PEFT's model.")
 
 
 def four_bit_model(answer: Callable) -> Feedback:

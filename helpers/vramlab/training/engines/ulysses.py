@@ -33,12 +33,11 @@ def attach(training: Training, recipe: Recipe) -> tuple[Any, Callable]:
     """
     from deepspeed import comm
 
-    assert recipe.sharding is not None  # it is DeepSpeed's
     comm.init_distributed(dist_init_required=False)
     name = recipe.attn_implementation
     groups = _library().UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=training.model,
-        sequence_parallel_size=recipe.sharding.sp_size,
+        sequence_parallel_size=recipe.group.sp_size,
         seq_length_is_variable=True,
         core_attn_implementation=name,
         micro_batch_size=recipe.batch_size,
@@ -76,8 +75,7 @@ def _give_loss(training: Training, parallelism: Any) -> None:
 
 def part_of_rows(batch: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Return a rank's part of whole rows, as `UlyssesSPDataLoaderAdapter.refill` makes it."""
-    sharding = recipe.sharding
-    assert sharding is not None  # who has the tokens together
+    sharding = recipe.group
     rows, width = batch["input_ids"].shape
     # Shifted over the whole row: the last token of a part is labelled by the next part's first.
     labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=WITHOUT_LABEL)
