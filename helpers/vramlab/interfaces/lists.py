@@ -43,14 +43,7 @@ def models_table(found: list[dict[str, Any]]) -> str:
         table.append(line)
         also = ", ".join(other.rpartition("/")[2] for other in one["also"])
         if also:
-            indent = 4 * " "
-            table += textwrap.wrap(
-                f"also {also}",
-                width,
-                initial_indent=indent,
-                subsequent_indent=indent,
-                break_on_hyphens=False,
-            )
+            table.append(textwrap.indent(textwrap.fill(f"also {also}", width - 4), 4 * " "))
     return "\n".join(table)
 
 

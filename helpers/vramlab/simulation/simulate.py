@@ -45,9 +45,10 @@ from .compiled_updates import compiled_updates, fill_code_tables, load_torchao, 
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
-from .deepen import deepen, repeat
+from .deepen import deepen
 from .fake_operators import keep_storage
 from .fakes import compiled_late, fake_world
+from .micro_batches import repeat
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .values import Values, readable_values
@@ -225,25 +226,18 @@ def trace(
 
 
 def _lengthened(
-    recipe: Recipe,
-    target: str,
-    card: Gpu | None,
-    steps: int,
-    room: Room | None,
-    least: bool,
+    recipe: Recipe, target: str, card: Gpu | None, steps: int, room: Room | None, least: bool
 ) -> History:
     """Return the history of a run of few layers and micro-batches, made longer. Raises NotRegular.
 
-    The `least` layers that may stand for all are tried first. Layers are run whole where that is
-    the lesser work.
+    With `least` the fewest layers that may do; whole ones where that is the lesser work.
     """
     log: Log | list[Event]
     layers = None
     if shallow.may_be_deepened(recipe, target):
         frees_late = bool(recipe.sharding) or frees_late_in_backward(recipe.shape)
         streams = shallow.streams_weights(recipe)
-        # with a fused loss the first product of backward is in the last layer, which then differs
-        # from the others
+        # with a fused loss the last layer has the first product of backward, and differs
         may_be_alike = least and not (recipe.use_liger_kernel or streams)
         layers = find(recipe.shape, frees_late, may_be_alike)
         if streams:

@@ -214,7 +214,7 @@ class Values:
     ) -> Any:
         """Return the fake result of `func`; with its content, where all arguments' is known."""
         # Asked before the operator runs, which may write into its arguments.
-        has_unknown = self._has_unknown(args) or self._has_unknown(kwargs)
+        has_unknown = self._has_unknown((args, *kwargs.values()))
         # The result of a mask is as long as the mask has ones, which a fake mask does not say.
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], self._all_places(args[1]))
@@ -236,11 +236,9 @@ class Values:
         return result
 
     def _has_unknown(self, values: Any) -> bool:
-        """Tell whether there is a tensor of unknown content in nested sequences and mappings."""
+        """Tell whether there is a tensor of unknown content in nested sequences."""
         if isinstance(values, torch.Tensor):
             return self.of(values) is None
-        if isinstance(values, dict):
-            return any(map(self._has_unknown, values.values()))
         return isinstance(values, list | tuple) and any(map(self._has_unknown, values))
 
     def _may_be_run(self, func: Any, made: list[torch.Tensor]) -> bool:
