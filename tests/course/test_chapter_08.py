@@ -13,7 +13,13 @@ import torch
 import vramlab
 from vramlab import GiB, MiB, Recipe, step_time
 from vramlab.interfaces.messages import read_message
-from vramlab_course.chapters.chapter_08 import package_texts, questions, run, small_card
+from vramlab_course.chapters.chapter_08 import (
+    chat,
+    run,
+    small_card,
+    typed_heads,
+    untyped_heads,
+)
 from vramlab_course.figures import figures_08
 from vramlab_course.guesses import guess
 
@@ -23,7 +29,19 @@ TEMPLATE = (
     "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ASKED = ["What does vramlab's `plan` do?"]
+PROGRAM = """
+class Card:
+    def size(self, unit: str = "GiB") -> float: ...
+    def name(self) -> str: ...
+    def room(self, unit): ...
+    def rest(self, unit="GiB"): ...
+def load(path, mode="r"): ...
+def pair(path: str, mode: str = "r") -> str: ...
+def half(path: str): ...
+def late(path: str, *, mode: str = "r") -> str: ...
+def _own(path): ...
+async def later(path: str) -> None: ...
+"""
 
 
 def test_a_program_that_fails_leaves_arguments_and_callback(tmp_path, capsys, monkeypatch):
@@ -67,11 +85,20 @@ def test_a_small_card_refuses_in_words_that_explain_reads():
         torch.zeros(MiB // 4)  # what was held before does not count
 
 
-def test_the_texts_are_the_packages_own_and_no_more_than_asked():
-    texts = package_texts(20_000)
-    assert sum(map(len, texts)) == 20_000 and len(texts) > 1
-    asked = {turns[0]["content"]: turns[1]["content"] for turns in questions()}
-    assert "Return the plan" not in asked[ASKED[0]] and len(asked) > 100
+def test_samples_are_the_heads_that_name_all_types(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "card.py").write_text(PROGRAM)
+    (head,) = typed_heads(tmp_path)
+    assert head == "def size(unit: str='GiB') -> float:"
+    question, reply = chat(head)
+    assert (question["role"], question["content"]) == ("user", "def size(unit='GiB'):")
+    assert reply == {"role": "assistant", "content": head}
+
+
+def test_questions_are_public_heads_without_a_type():
+    assert untyped_heads([PROGRAM], 1) == ["def room(unit):"]
+    more = untyped_heads([PROGRAM, PROGRAM.replace("room", "used")], 2)
+    assert more == ["def room(unit):", "def used(unit):"]
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +137,26 @@ def cells_of_section_5() -> str:
     return "\n".join("".join(cell["source"]) for cell in code)
 
 
+def evaluations(checkpoint):
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
+
+
 def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, monkeypatch, capsys):
     """By the very lines that the notebook has."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    shorter = {'"Qwen/Qwen3-0.6B"': repr(str(folder)), '"80"': '"3"', ": 256,": ": 64,"}
-    shorter |= {'"global_batch": 8': '"global_batch": 2', "in questions()]": "in questions()[:40]]"}
+    shorter = {'"Qwen/Qwen3-0.6B"': repr(str(folder)), "UPDATES = 80": "UPDATES = 3"}
+    shorter |= {": 256,": ": 64,", '"global_batch": 8': '"global_batch": 2'}
     shorter |= {'rate, on = "2e-4", None': 'rate, on = "2e-4", "T4"'}
+    shorter["held_out(), 20"] = "held_out(), 3"
     lines = cells_of_section_5()
     for old, new in shorter.items():
         assert lines.count(old) == 1, old
         lines = lines.replace(old, new)
     names = {"folder": tmp_path, "Path": Path, "json": json, "plan": vramlab.plan, "torch": torch}
     names |= {"device": "cpu", "live": print, "guess": guess, "subprocess": subprocess, "sys": sys}
-    names |= {"MiB": MiB, "simulate": vramlab.simulate}
+    names |= {"MiB": MiB, "simulate": vramlab.simulate, "evaluations": evaluations}
+    names["heads"] = typed_heads(Path(vramlab.__file__).parent / "recipe")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert (folder / "model.safetensors.index.json").exists()
     exec(lines, names)
@@ -141,8 +175,8 @@ def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, m
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"
         assert torch.equal(weight, after) == (key not in adapter), name
     said = capsys.readouterr().out
-    assert said.count("  before: ") == said.count("  after:  ") == 3
-    assert "printed: peak" in said
+    assert said.count("  before: ") == said.count("  after:  ") == 1
+    assert "printed: peak" in said and "right before: 0 of 3" in said
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 

@@ -4,7 +4,7 @@ readers get wrong is told apart.
 
 import pytest
 import torch
-from vramlab_course import exercises
+from vramlab_course import blank, exercises
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("09")
@@ -72,3 +72,21 @@ def test_right_answers_in_other_words(name, answer):
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):
     verdict = judge(FOUND[name], answer)
     assert not verdict.right and said in verdict.text, verdict
+
+
+def test_the_wide_numbers_may_be_dealt_out_in_any_way():
+    def strided(x, up, down, rank, world):
+        return (x @ up[:, rank::world]).relu() @ down[rank::world]
+
+    verdict = blank.judge(blank.find("09.my_part"), strided)
+    assert verdict.right, verdict
+
+
+def test_matrices_that_do_not_fit_are_told_by_their_sizes():
+    def both_by_columns(x, up, down, rank, world):
+        wide = (x @ up.chunk(world, 1)[rank]).relu()
+        return wide @ down.chunk(world, 1)[rank]
+
+    verdict = blank.judge(blank.find("09.my_part"), both_by_columns)
+    assert not verdict.right
+    assert "tokens of 4 numbers by a matrix of 12 rows" in verdict.text

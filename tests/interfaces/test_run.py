@@ -68,7 +68,8 @@ def test_wrong_requests_are_sentences():
     for words, why in (
         (["--gpu", "T4"], "Missing argument"),
         (["--gpu", "T4", "--", "no-such-program"], "finds no program 'no-such-program'"),
-        (["--gpu", "T44", "python"], "GPU 'T44' is not in the table"),
+        (["--gpu", "A100 80G", "python"], "did you mean 'A100 80GB'? known are P100"),
+        (["--gpu", "T44", "python"], "is not in the table: did you mean 'T4'? known"),
     ):
         result = CliRunner().invoke(app, ["run", *words])
         assert result.exit_code == 2 and why in " ".join(result.stderr.split())

@@ -342,7 +342,7 @@ def run_of(tmp_path, monkeypatch, sizes, hoard):
 def test_a_leak_is_named_by_its_line(tmp_path, monkeypatch):
     with pytest.warns(
         UserWarning,
-        match=r"(?s)memory grows with every step.*modeling_gpt2.py:\d+ logits = self.lm_head",
+        match=r"(?s)every step in `kept` \(.*modeling_gpt2.py:\d+ logits = self.lm_head",
     ):
         seen, _, _ = run_of(tmp_path, monkeypatch, range(0, 2**40, 2**20), hoard=True)
     (leak,) = seen.leaks

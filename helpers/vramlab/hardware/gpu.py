@@ -4,6 +4,7 @@ Rates are bytes or operations per second.
 """
 
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -239,8 +240,13 @@ def find_gpu(name: "str | Gpu") -> Gpu:
         return name
     gpu = _index().get(_key(name)) if isinstance(name, str) else None
     if gpu is None:
+        key = _key(str(name))
+        # "A100 80G" looks like one of the table, and "RTX 4080 Ti" begins as one
+        near = difflib.get_close_matches(key, _index(), n=1, cutoff=0.85)
+        near = near or [known for known in sorted(_index(), key=len) if key.startswith(known)][-1:]
+        hint = f"did you mean {_index()[near[0]].name!r}? " if near else ""
         known = ", ".join(gpu_names())
-        raise GpuError(f"GPU {name!r} is not in the table: known are {known}.")
+        raise GpuError(f"GPU {name!r} is not in the table: {hint}known are {known}.")
     return gpu
 
 

@@ -15,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from ..hardware.snapshot import Groups
 from ..measurement.host_memory import peak_rss, rss
 from ..report.report import GiB, KiB, Report
+from ..tracking.keepers import holders, variables
 from ..tracking.recorder import Recorder
 from .watch import watch
 
@@ -204,5 +205,11 @@ class WatchCallback(TrainerCallback):
         found = recorder.leaks(self._ends, LEAST)
         if found:
             self.leaks = found
-            why = "memory grows with every step; what one step leaves, by the line that made it:"
+            lines = {group.line for group in found}
+            held = holders(variables(sys._getframe(1)))
+            left = [at for at, one in recorder.live.items() if recorder.line_of(one) in lines]
+            names = ", ".join(sorted({str(held[at]) for at in left if at in held}))
+            kept = f" in {names}" if names else ""
+            why = f"memory grows with every step{kept}; what one step leaves, by the line that "
+            why += "made it:"
             warnings.warn(f"{why}\n{found}", stacklevel=2)

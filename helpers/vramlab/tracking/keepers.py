@@ -12,6 +12,7 @@ import torch
 
 from ..hardware.snapshot import is_users, source_lines, user_line
 from ..private.of_torch import address_of, number_of
+from .tensors import WITH_STORAGE
 
 COLLECTIONS = (list, tuple, set, deque)
 SECONDS = 1.0  # of a search, which is made where memory grows
@@ -58,7 +59,7 @@ def holders(found: list[tuple[Name, Any]]) -> dict[int, Name]:
         if id(value) in seen or isinstance(value, ModuleType):
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout in WITH_STORAGE:
             held.setdefault(address_of(value.untyped_storage()), name)
         elif isinstance(value, COLLECTIONS):
             queue.extend((name, item) for item in list(value))

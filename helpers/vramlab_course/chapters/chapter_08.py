@@ -6,7 +6,7 @@ import runpy
 import signal
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from vramlab.report.report import MiB, Report
 from .small_card import Card
 
 HUB = "https://huggingface.co"
+LINE = 100  # characters
 
 
 def run(program: Path, *options: str, stop_in: int = 0) -> Report:
@@ -109,33 +110,64 @@ def small_card(limit: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def package_texts(most: int) -> list[str]:
-    """The first `most` characters of vramlab's own source, file by file."""
-    texts = []
-    for path in sorted((Path(vramlab.__file__).parent / "recipe").glob("*.py")):
-        # What is left of `most`: nothing for files past it.
-        left = most - sum(map(len, texts))
-        texts.append(path.read_text(encoding="utf-8")[:left])
-    return [text for text in texts if text]
+def typed_heads(folder: Path | None = None) -> list[str]:
+    """The head of each function of one parameter under `folder` that names both types, each once.
 
-
-def questions() -> list[list[dict[str, str]]]:
-    """What each public function of vramlab does, as chats.
-
-    A chat is a question, and the beginning of the docstring as the answer.
+    Such as "def usable(card: Gpu) -> int:". Longer ones than a line are left out. None is vramlab.
     """
-    chats = []
-    for path in sorted(Path(vramlab.__file__).parent.rglob("*.py")):
-        # Read and not imported, as importing all of the package would load every library.
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
-                continue
-            said = ast.get_docstring(node)
-            if said:
-                asked = f"What does vramlab's `{node.name}` do?"
-                # The first paragraph alone: a small model learns a sentence, no list of arguments.
-                chats.append([_turn("user", asked), _turn("assistant", said.split("\n\n")[0])])
-    return chats
+    heads = {}
+    for path in sorted((folder or Path(vramlab.__file__).parent).rglob("*.py")):
+        # Read and not imported, as importing all of a package would load every library.
+        for function in _functions(path.read_text(encoding="utf-8")):
+            head = ast.unparse(function)
+            # A dictionary keeps the order, and each head once.
+            if all(_types(function)) and len(head) <= LINE:
+                heads[head] = True
+    return list(heads)
+
+
+def untyped_heads(texts: Iterable[str], count: int) -> list[str]:
+    """Heads without a type, as "def normpath(path):", of `count` public functions of one parameter.
+
+    They are spread over the programs `texts`.
+    """
+    heads = []
+    for text in texts:
+        for function in _functions(text):
+            head = ast.unparse(function)
+            is_plain = not any(_types(function)) and not function.args.defaults
+            if is_plain and not function.name.startswith("_") and head not in heads:
+                heads.append(head)
+    return heads[:: len(heads) // count][:count]
+
+
+def chat(head: str) -> list[dict[str, str]]:
+    """A head as a chat: without its types it is the question, with them the answer."""
+    (function,) = _functions(f"{head} ...")
+    function.returns = None
+    for each in function.args.args:
+        each.annotation = None
+    plain = ast.unparse(function)
+    return [{"role": "user", "content": plain}, {"role": "assistant", "content": head}]
+
+
+def _functions(text: str) -> Iterator[ast.FunctionDef]:
+    """The functions of a program that have one parameter, without `self` and without body."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        args = node.args
+        args.args = [each for each in args.args if each.arg not in ("self", "cls")]
+        others = args.posonlyargs or args.kwonlyargs or args.vararg or args.kwarg
+        if len(args.args) == 1 and not others:
+            node.body = []
+            node.decorator_list = []
+            yield node
+
+
+def _types(function: ast.FunctionDef) -> list[ast.expr | None]:
+    """The types of parameters and result, None where there is none."""
+    return [each.annotation for each in function.args.args] + [function.returns]
 
 
 def reachable(model: str) -> bool:
@@ -148,7 +180,3 @@ def reachable(model: str) -> bool:
         return bool(urllib.request.urlopen(HUB, timeout=5))
     except OSError:
         return False
-
-
-def _turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
