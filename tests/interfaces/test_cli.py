@@ -763,6 +763,12 @@ def test_models_and_cards_are_listed_by_a_filter():
     assert "T4" in run("gpus").output
 
 
+def test_a_list_is_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    lines = run("models").output.split("\n")
+    assert max(map(len, lines)) <= 90
+
+
 def test_a_shared_architecture_is_said_and_leaves_json_alone():
     found = run("predict", "gemma-3-4b-it", "--json")
     assert "note: gemma-3-4b-it has the architecture of gemma-3-4b" in found.stderr

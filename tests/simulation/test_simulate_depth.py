@@ -13,7 +13,7 @@ from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.report import CATEGORIES, GiB, Report
 from vramlab.simulation.repetition import GROUPS, NotRegular, Repetition, find, longest_pattern
-from vramlab.simulation.shallow import may_be_deepened
+from vramlab.simulation.shallow import may_be_deepened, streamed
 from vramlab.simulation.simulate import simulate, trace
 
 EVERYWHERE = LoRA(r=4, target_modules="all-linear")
@@ -301,7 +301,7 @@ def test_one_rank_of_many(name, checkpointing, taken):
 
 
 # Layers of 0.9, 0.3, and 0.2 billion elements, of which a billion are there at once, in TRL's case
-# with the head's.
+# with the head's. Where the fewest layers do not do, more are run ("more than the fewest").
 STREAMED = {
     "by TRL": ("llama-3.1-70b", 8, {"trainer": "sft"}),
     "by TRL, accumulating": (
@@ -311,10 +311,12 @@ STREAMED = {
     ),
     "two ahead": ("llama-3.1-70b", 12, {"precision": "fp16-mixed"}),
     "four ahead": ("qwen3-14b", 20, {"gradient_checkpointing": True, "optim": "sgd"}),
+    "the fewest, by TRL": ("qwen2.5-7b", 10, {"trainer": "sft"}),
+    "more than the fewest": ("phi-4", 16, {}),
 }
 
 
-@pytest.mark.parametrize("name", params(list(STREAMED), ["by TRL"]))
+@pytest.mark.parametrize("name", params(list(STREAMED), ["the fewest, by TRL"]))
 def test_layers_whose_weights_come_from_the_host_stand_for_all(name, taken):
     """By DeepSpeed's stage 3, which prefetches across layers."""
     pytest.importorskip("deepspeed")
@@ -323,6 +325,16 @@ def test_layers_whose_weights_come_from_the_host_stand_for_all(name, taken):
     recipe = Recipe(model, 1, 64, "bf16-mixed", num_layers=layers, sharding=sharding)
     assert_same(recipe.replace(**fields), "cuda")
     assert taken == ["deepened"]
+
+
+def test_the_fewest_layers_stand_for_all_where_weights_are_fetched_few_ahead():
+    sharding = Sharding(3, 1, "deepspeed", offload="parameters")
+    recipe = Recipe("llama-3.1-8b", 1, 64, "bf16-mixed", sharding=sharding, trainer="sft")
+    repetition = find(recipe.shape, frees_late=True, may_be_alike=False)
+    least = repetition.widened(*streamed(recipe), least=True)
+    assert (least.shallow, least.is_least) == (11, True)
+    more = repetition.widened(*streamed(recipe))
+    assert (more.shallow, more.is_least) == (15, False)
 
 
 def test_weights_that_are_fetched_further_ahead_are_run_whole(taken):

@@ -52,7 +52,7 @@ LITTLE = 0.05  # of what is reserved: fragments that would cure nothing
 
 def sized(n: int) -> str:
     """Return `n` bytes with two digits in the unit that suits them."""
-    return format_bytes(n, unit_for(n), 2)
+    return format_bytes(n, unit_for(n), 2) if n else "0 bytes"
 
 
 def missing_of(message: Message) -> int | None:

@@ -1,5 +1,7 @@
 """The lists of the command line: the models and the cards that have a name."""
 
+import shutil
+import textwrap
 from typing import Any
 
 from ..hardware.gpu import find_gpu, gpu_names, usable_memory
@@ -28,13 +30,21 @@ def models(filtered: str = "") -> list[dict[str, Any]]:
 
 
 def models_table(found: list[dict[str, Any]]) -> str:
-    """Return the models as a table."""
-    rows = [("model", "parameters", "GiB in 16 bits", "task", "also")]
+    """Return the models as a table, with their other names under each, in the terminal's width."""
+    rows = [("model", "parameters", "GiB in 16 bits", "task")]
     for one in found:
-        also = ", ".join(other.rpartition("/")[2] for other in one["also"])
         size = f"{one['bytes_in_16_bits'] / GiB:,.2f}"
-        rows.append((one["name"], f"{one['parameters']:,}", size, one["task"], also))
-    return text_table(rows)
+        rows.append((one["name"], f"{one['parameters']:,}", size, one["task"]))
+    head, rule, *lines = text_table(rows).split("\n")
+    # COLUMNS says it where there is no terminal.
+    width = shutil.get_terminal_size().columns
+    table = [head, rule]
+    for line, one in zip(lines, found, strict=True):
+        table.append(line)
+        also = ", ".join(other.rpartition("/")[2] for other in one["also"])
+        if also:
+            table.append(textwrap.indent(textwrap.fill(f"also {also}", width - 4), 4 * " "))
+    return "\n".join(table)
 
 
 def gpus(filtered: str = "") -> list[dict[str, Any]]:

@@ -145,13 +145,17 @@ class Writer:
 def _never_freed(log: Log) -> np.ndarray:
     """Return the keys of births that no free follows.
 
-    Raises NotRegular where a free follows no birth.
+    Raises NotRegular where a free follows no birth, or one of another category.
     """
     # stable: events of one storage stay in the log's order, a birth before its free
     by_key = np.argsort(log.keys, kind="stable")
     keys = log.keys[by_key]
     sizes = log.sizes[by_key]
-    is_freed_next = (keys[1:] == keys[:-1]) & (sizes[1:] == -sizes[:-1])
+    names = [storage.category or "" for _, storage, _ in log.events]
+    _, numbers = np.unique(names, return_inverse=True)
+    categories = numbers[log.order[by_key]]
+    is_of_one = (keys[1:] == keys[:-1]) & (categories[1:] == categories[:-1])
+    is_freed_next = is_of_one & (sizes[1:] == -sizes[:-1])
     is_freed = np.append(is_freed_next, False)
     follows_birth = np.roll(is_freed, 1)
     lost = by_key[np.flatnonzero((sizes < 0) & ~follows_birth)]
@@ -206,6 +210,7 @@ def _walk(groups: int) -> re.Pattern:
 class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int) -> None:
         super().__init__(tracker.log, repetition.middle, more, repetition.reach)
+        self.fetches_ahead = repetition.fetches_ahead
         self.marks = tracker.marks
         self.unit = tracker.round_to
         self.groups = repetition.groups
@@ -213,6 +218,7 @@ class _Deepener(Writer):
         self.group = cache(repetition.group)
         self.renamed = cache(repetition.renumbered)
         self.walks: list[Walk] = []
+        self.rows = 0  # numbers that are taken
         calls = _calls_by_phase(tracker)
         starts = [(0, "load"), *self.marks, (len(self.events), "")]
         steps = []
@@ -275,18 +281,42 @@ class _Deepener(Writer):
         """
         self.walks.append(walk)
         born = {part.group: self._born(part) for part in walk}
+        sizes = {}
+        for group, storages in born.items():
+            sizes[group] = [storage.asked for storage in storages]
+        if any(sizes.get(group, []) != sizes[self.middle] for group in self._alike(walk)):
+            raise NotRegular("layers of one kind do not all make the same")
+        others = []
+        longest = 0
+        for group, storages in born.items():
+            is_end = group in (0, self.groups - 1)
+            if is_end or sizes[group] == sizes[self.middle]:
+                self._place(group, storages)
+                longest = max(longest, len(storages))
+            else:
+                others.append(group)
+        self.rows += longest
+        # What these make has no counterparts, so nothing that is repeated may free it.
+        for group in others:
+            self._place(group, born[group])
+            self.rows += len(born[group])
+
+    def _place(self, group: int, storages: list[Storage]) -> None:
+        for row, storage in enumerate(storages, self.rows):
+            self.places[storage] = Place(group, row)
+
+    def _alike(self, walk: Walk) -> set[int]:
+        """Return the groups that have to make the same in `walk`: all that are not at the ends.
+
+        Where weights are fetched ahead those that come after the middle one in the walk may not.
+        """
+        if self.fetches_ahead:
+            is_up = _is_up(walk)
+            return set(range(1, self.middle + 1) if is_up else range(self.middle, self.groups - 1))
         alike = set(range(1, self.groups - 1))
         if self.middle == 1:  # then the first layer is like the others
             alike.add(walk[0].group)
-        sizes = []
-        for group in alike:
-            sizes.append([storage.asked for storage in born.get(group, ())])
-        if any(size != sizes[0] for size in sizes):
-            raise NotRegular("layers of one kind do not all make the same")
-        first = len(self.places)
-        for group, storages in born.items():
-            for row, storage in enumerate(storages, first):
-                self.places[storage] = Place(group, row)
+        return alike
 
     def _born(self, part: Part) -> list[Storage]:
         storages = []
@@ -335,16 +365,34 @@ class _Deepener(Writer):
         position = 0
         for walk in self.walks:
             self._write_until(walk[0].first, position, marks)
+            if self.fetches_ahead:
+                self._check_steady(walk)
             for part in walk:
                 shifts = self._shifts(part.group)
                 # a walk down comes to the uppermost copy first
-                is_up = walk[0].group < 2
+                is_up = _is_up(walk)
                 self.write(part.first, part.end, part.group, shifts if is_up else shifts[::-1])
             position = walk[-1].end
         self._write_until(len(self.events), position, marks)
         log, left = self.longer(self.renamed)
         self._check_left(left)
         return log, marks
+
+    def _check_steady(self, walk: Walk) -> None:
+        """Raise NotRegular unless the group after the middle one does the same, one further."""
+        after = self.middle + (1 if _is_up(walk) else -1)
+        stretches = {part.group: self._stretch(part) for part in walk}
+        if stretches[self.middle] != stretches[after]:
+            raise NotRegular("layers of one kind do not all do the same")
+
+    def _stretch(self, part: Part) -> list[tuple]:
+        """Return what happens in a group's part of a walk, and to whose storages."""
+        stretch = []
+        for size, storage, op in self.events[part.first : part.end]:
+            place = self.places.get(storage)
+            away = place and place.group - part.group
+            stretch.append((size, op, away))
+        return stretch
 
     def _write_until(self, end: int, position: int, marks: list[Mark]) -> None:
         """Write what is outside of walks, and the `marks` on the way."""
@@ -382,90 +430,10 @@ def _calls_by_phase(tracker: Tracker) -> dict[int, list[tuple[int, str]]]:
     return calls
 
 
+def _is_up(walk: Walk) -> bool:
+    return walk[0].group < 2
+
+
 def _is_birth(numbered: tuple[int, Event]) -> bool:
     _, (size, _, _) = numbered
     return size > 0
-
-
-def repeat(log: Iterable[Event], marks: list[Mark], count: int) -> tuple[Log, list[Mark]]:
-    """Return the log and marks of steps of `count` micro-batches.
-
-    They are made from those of a first step of two and further steps of one. Raises NotRegular
-    where the second frees or leaves other things than a third would.
-    """
-    return _Repeater(log, marks, count).repeated()
-
-
-class _Repeater(Writer):
-    """Writes a first step's second micro-batch again, for all that are missing."""
-
-    def __init__(self, log: Iterable[Event], marks: list[Mark], count: int) -> None:
-        # The log has a first and a second micro-batch; the second, group 1, stands for all that
-        # follow.
-        super().__init__(list(log), 1, count - 2)
-        self.count = count
-        self.names = ["load", *(name for _, name in marks)]
-        self.cuts = [0, *(position for position, _ in marks), len(self.events)]
-        self.marks: list[Mark] = []
-        forwards = [phase for phase, name in enumerate(self.names) if name == "forward"]
-        # The first step's two micro-batches, then one of each further step.
-        first, self.second, *others = forwards
-        self.others = [first, *others]
-        self._note_counterparts()
-
-    def _micro_batch(self, forward: int) -> list[Event]:
-        """Return the events of a micro-batch: those of the phase `forward` and its backward."""
-        return self.events[self.cuts[forward] : self.cuts[forward + 2]]
-
-    def _note_counterparts(self) -> None:
-        """Note the places of what the second micro-batch makes, and of what others leave for it."""
-        repeated = self._micro_batch(self.second)
-        for row, (size, storage, _) in enumerate(repeated):
-            if size > 0:
-                self.places[storage] = Place(1, row)
-        left = _left(repeated)
-        kinds = [_kind(storage) for storage in left]
-        for forward in self.others:
-            left_alike = []
-            for storage in _left(self._micro_batch(forward)):
-                if _kind(storage) in kinds:
-                    left_alike.append(storage)
-            if [_kind(storage) for storage in left_alike] != kinds:
-                raise NotRegular("a micro-batch leaves other tensors than the next one frees")
-            for storage, counterpart in zip(left_alike, left, strict=True):
-                self.places[storage] = Place(0, self.places[counterpart].row)
-
-    def repeated(self) -> tuple[Log, list[Mark]]:
-        """Return the longer log and its marks."""
-        for phase in range(len(self.names)):
-            if phase not in (self.second, self.second + 1):
-                self._write_phase(phase, 2, self.more)
-            # a micro-batch has just ended
-            if phase - 1 in self.others:
-                for shift in range(self.count - 1):
-                    self._write_phase(self.second, 1, shift)
-                    self._write_phase(self.second + 1, 1, shift)
-        log, _ = self.longer(lambda name, groups: name)
-        return log, self.marks[1:]
-
-    def _write_phase(self, phase: int, at: int, shift: int) -> None:
-        self.marks.append((self.length, self.names[phase]))
-        self.write(self.cuts[phase], self.cuts[phase + 1], at, [shift])
-
-
-def _left(events: list[Event]) -> list[Storage]:
-    """Return the storages that `events` make and do not free."""
-    freed = {storage for size, storage, _ in events if size < 0}
-    return [storage for size, storage, _ in events if size > 0 and storage not in freed]
-
-
-def _kind(storage: Storage) -> tuple:
-    """Return what is equal of counterparts."""
-    return (
-        storage.asked,
-        storage.op,
-        storage.where,
-        storage.shape,
-        storage.dtype,
-        storage.stream,
-    )

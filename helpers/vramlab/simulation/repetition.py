@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Groups of a shallow model whose first and last layers may be of other kinds than those between.
 GROUPS = 4
+FEW = 3  # layers ahead: further ahead even the third layer's fetches differ from later ones'
 Description = dict[tuple[str, str, str], Any]  # a layer's settings and tensors
 
 
@@ -35,7 +36,8 @@ class Repetition:
 
     They are the `first` layers, periods of which number `middle` repeats, and the `last` layers. A
     middle group needs one like it before it: group 1, or the first layer where all are alike. What
-    a group frees was made at most `reach` groups away.
+    a group frees was made at most `reach` groups away. An engine that fetches weights ahead finds
+    nothing more to fetch in the last groups of a pass.
     """
 
     lists: tuple[str, ...]  # names of the module lists that hold the layers
@@ -46,6 +48,7 @@ class Repetition:
     groups: int = GROUPS
     middle: int = 2
     reach: int = 1
+    fetches_ahead: bool = False
 
     @property
     def shallow(self) -> int:
@@ -63,22 +66,39 @@ class Repetition:
         left_out = (self.more - extra) * self.period
         return [*range(end), *range(end + left_out, self.depth)]
 
-    def widened(self, ahead: int, last: int) -> "Repetition":
+    def widened(self, ahead: int, last: int, least: bool = False) -> "Repetition":
         """Return it for an engine that fetches weights up to `ahead` layers ahead.
 
         The first ones have fewer layers before them and the embedding, and of the `last` ones
-        weights are still there in backward. Raises NotRegular where no group is left to repeat.
+        weights are still there in backward. Where it fetches up to `FEW` ahead, the `least` that
+        may do are two at either end. Raises NotRegular where no group is left to repeat.
         """
         period = self.period
         reach = ceil(ahead / period)
-        first = self.first + period * ceil(max(0, ahead + 1 - self.first) / period)
+        first = ahead + 1
+        if least and period == 1 and 1 < ahead <= FEW:
+            first = 2
+            last = 2
+        first = self.first + period * ceil(max(0, first - self.first) / period)
         last = self.last + period * ceil(max(0, last - self.last) / period)
+        groups = 2 * reach + 3
         wide = replace(
-            self, first=first, last=last, groups=2 * reach + 3, middle=reach + 1, reach=reach
+            self,
+            first=first,
+            last=last,
+            groups=groups,
+            middle=reach + 1,
+            reach=reach,
+            fetches_ahead=True,
         )
         if wide.more < 1:
             raise NotRegular(f"weights are fetched {ahead} layers ahead")
         return wide
+
+    @property
+    def is_least(self) -> bool:
+        """Whether more layers may stand for all where these do not."""
+        return self.first <= self.reach if self.fetches_ahead else self.middle == 1
 
     @cached_property
     def _numbered(self) -> re.Pattern:

@@ -45,9 +45,10 @@ from .compiled_updates import compiled_updates, fill_code_tables, load_torchao, 
 from .completions import completions_known, skipped
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch, lasting_workspaces
-from .deepen import deepen, repeat
+from .deepen import deepen
 from .fake_operators import keep_storage
 from .fakes import compiled_late, fake_world
+from .micro_batches import repeat
 from .quantized_loading import loading_peak, unused_after_loading
 from .repetition import NotRegular, Repetition, find
 from .values import Values, readable_values
@@ -216,10 +217,7 @@ def trace(
     notes = []
     if not full and not recipe.torch_compile:
         try:
-            # with a fused loss the first product of backward is in the last layer, which then
-            # differs from the others
-            may_be_alike = not (recipe.use_liger_kernel or shallow.streams_weights(recipe))
-            return _lengthened(recipe, target, card, steps, room, may_be_alike)
+            return _lengthened(recipe, target, card, steps, room, least=True)
         except NotRegular as error:
             depth = recipe.shape.num_layers
             notes.append(f"all {depth} layers were run, none repeated: {error}")
@@ -228,24 +226,22 @@ def trace(
 
 
 def _lengthened(
-    recipe: Recipe,
-    target: str,
-    card: Gpu | None,
-    steps: int,
-    room: Room | None,
-    may_be_alike: bool,
+    recipe: Recipe, target: str, card: Gpu | None, steps: int, room: Room | None, least: bool
 ) -> History:
     """Return the history of a run of few layers and micro-batches, made longer. Raises NotRegular.
 
-    Layers are run whole where that is the lesser work.
+    With `least` the fewest layers that may do; whole ones where that is the lesser work.
     """
     log: Log | list[Event]
     layers = None
     if shallow.may_be_deepened(recipe, target):
         frees_late = bool(recipe.sharding) or frees_late_in_backward(recipe.shape)
+        streams = shallow.streams_weights(recipe)
+        # with a fused loss the last layer has the first product of backward, and differs
+        may_be_alike = least and not (recipe.use_liger_kernel or streams)
         layers = find(recipe.shape, frees_late, may_be_alike)
-        if shallow.streams_weights(recipe):
-            layers = layers.widened(*shallow.streamed(recipe))
+        if streams:
+            layers = layers.widened(*shallow.streamed(recipe), least)
     # another architecture's is run twice: `_deeper`
     runs = 1 if shallow.is_written_down(recipe) else 2
     if layers is None or layers.depth <= layers.shallow * runs:
@@ -256,9 +252,9 @@ def _lengthened(
         try:
             tracker, log, marks = _deeper(recipe, target, card, steps, layers)
         except NotRegular:
-            if layers.middle > 1:
+            if not layers.is_least:
                 raise
-            return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
+            return _lengthened(recipe, target, card, steps, room, least=False)
     if shallow.is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
     log, marks = unfold(log, marks)
@@ -371,7 +367,8 @@ def _run(
         readable_values() if recipe.reads_values else nullcontext(),
     ):
         try:
-            training = tr.build(recipe, device, target=target)
+            with compiled_late():  # DeepSpeed imports its Muon now, which has such a function
+                training = tr.build(recipe, device, target=target)
             training.abridged = not (full or evaluation) and shallow.is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.rollouts:
@@ -431,11 +428,11 @@ def load_libraries(recipe: Recipe) -> None:
             import bitsandbytes  # noqa: F401
         elif recipe.adapters:
             import peft  # noqa: F401 — which imports it too
-    if recipe.trainer != "transformers":
-        trl_class(TRL[recipe.trainer])
-    if liger.kernels(recipe):
-        with needing("use_liger_kernel"):
-            import liger_kernel.transformers  # noqa: F401
+        if recipe.trainer != "transformers":
+            trl_class(TRL[recipe.trainer])  # which imports both
+        if liger.kernels(recipe):
+            with needing("use_liger_kernel"):
+                import liger_kernel.transformers  # noqa: F401
     load_torchao(recipe)
 
 

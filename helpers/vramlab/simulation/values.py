@@ -214,30 +214,38 @@ class Values:
     ) -> Any:
         """Return the fake result of `func`; with its content, where all arguments' is known."""
         # Asked before the operator runs, which may write into its arguments.
-        unknown = [tensor for tensor in _tensors((args, kwargs)) if self.of(tensor) is None]
+        has_unknown = self._has_unknown((args, *kwargs.values()))
         # The result of a mask is as long as the mask has ones, which a fake mask does not say.
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], self._all_places(args[1]))
         try:
             result = func(*args, **kwargs)
         except UNFAKED:
-            if unknown:
+            if has_unknown:
                 raise
             fake_of = partial(self.faked, "cpu")
             return tree_map_only(torch.Tensor, fake_of, self._really(func, args, kwargs))
-        made = _tensors(result)
-        # Random numbers are not run for real: they would move the user's generator.
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        is_small = all(tensor.numel() <= self.limit for tensor in made)
-        if not unknown and not is_drawn and is_small:
+        if not has_unknown and self._may_be_run(func, _tensors(result)):
             contents = _tensors(self._really(func, args, kwargs))
-            for fake, real in zip(made, contents, strict=True):
+            for fake, real in zip(_tensors(result), contents, strict=True):
                 if isinstance(fake, FakeTensor) and fake.shape == real.shape:
                     _set_content(fake, real)
         elif schema_of(func).is_mutable:
             # An operator that writes does so into its first argument, or into `out`.
             self._written(_tensors((args[:1], kwargs.get("out"))), where)
         return result
+
+    def _has_unknown(self, values: Any) -> bool:
+        """Tell whether there is a tensor of unknown content in nested sequences."""
+        if isinstance(values, torch.Tensor):
+            return self.of(values) is None
+        return isinstance(values, list | tuple) and any(map(self._has_unknown, values))
+
+    def _may_be_run(self, func: Any, made: list[torch.Tensor]) -> bool:
+        """Tell whether an operator that makes these tensors may be run for real, too."""
+        # Random numbers are not run for real: they would move the user's generator.
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        return not is_drawn and all(tensor.numel() <= self.limit for tensor in made)
 
     def _really(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Return the result of `func` on the content of its tensors, in place too."""
