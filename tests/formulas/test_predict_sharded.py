@@ -357,7 +357,7 @@ def test_gradients_are_added_up_beside_those_of_a_tied_embedding(stage, offload,
         ), name
 
 
-@pytest.mark.parametrize("precision", ["fp16-true", "fp16-mixed"])
+@pytest.mark.parametrize("precision", params(("fp16-true", "fp16-mixed"), ("fp16-true",)))
 def test_gradients_to_offload_stay_whole_until_the_last_micro_batch(precision):
     """Predict was 7.6 and 9.4 % too low for the last rank; the first has only the embedding's."""
     pytest.importorskip("deepspeed")
@@ -538,7 +538,7 @@ OTHER_HEADS = _with_other_heads()
 FEW_HEADS = [*OTHER_HEADS[9::16], OTHER_HEADS[33]]
 
 
-@pytest.mark.parametrize("steps", (1, 2))
+@pytest.mark.parametrize("steps", params((1, 2), (2,)))
 @pytest.mark.parametrize("changes", params(OTHER_HEADS, FEW_HEADS), ids=_named)
 def test_ranks_divide_the_heads_of_trl_and_liger_as_others(changes, steps):
     """The same engines run them: what was refused is within 0.3 %."""

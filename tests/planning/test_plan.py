@@ -682,20 +682,28 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
         found.best  # noqa: B018
 
 
+NEAREST = {"seq_len": 16384, "offload": False}
+
+
 def test_the_nearest_try_is_named_where_nothing_fits():
-    found = plan("llama-3.1-8b", "T4", seq_len=16384, offload=False, confirm=False)
-    question = Question("llama-3.1-8b", "T4", seq_len=16384, offload=False, tier="tight")
+    found = plan("llama-3.1-8b", "T4", confirm=False, **NEAREST)
     assert not found.choices and sorted(near.method for near in found.better) == [
         "full",
         "lora",
         "qlora",
     ]
     for near in found.better:
-        least = min(over for _, over in every(question, near.method))
-        assert near.over == int(least) > NEAR
+        assert near.over > NEAR
         assert f"{near.method}: the nearest lacks {near.over / GiB:.2f} GiB" in " ".join(
             str(found).split()
         )
+
+
+@pytest.mark.parametrize("method", params(("full", "lora", "qlora"), ("full",)))
+def test_the_nearest_try_lacks_least_of_all_of_its_method(method):
+    (near,) = plan("llama-3.1-8b", "T4", confirm=False, method=method, **NEAREST).better
+    question = Question("llama-3.1-8b", "T4", tier="tight", method=method, **NEAREST)
+    assert near.over == int(min(over for _, over in every(question, method)))
 
 
 def test_the_rule_that_refused_is_named_and_what_lifts_it():

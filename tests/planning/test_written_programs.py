@@ -38,8 +38,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def combinations() -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield the names and the fields of each combination of options."""
+    """Yield the names and the fields of each combination of options.
+
+    What repeats keys is written the same beside any step, so one step has it.
+    """
     for chosen in itertools.product(*(values.items() for values in OPTIONS.values())):
+        step, attention = (name for name, _ in chosen[-2:])
+        if attention == "repeated" and step != "checkpointed":
+            continue
         fields: dict[str, Any] = {}
         for _, more in chosen:
             fields |= more
