@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from quick import params
 from typer.testing import CliRunner
 from vramlab.base.errors import FileError, RecipeError
+from vramlab.interfaces import command_output
 from vramlab.interfaces.cli import app
 from vramlab.planning.plan import plan
 
@@ -281,13 +283,15 @@ STARTS = {
         "",
         "The working directory was removed, ",
     ),
-    "pipe": ("head -c 70M /dev/zero | {} explain -", 2, "", "this is no out-of-memory message"),
+    "pipe": ("head -c 1M /dev/zero | {} explain -", 2, "", "this is no out-of-memory message"),
+    # more than MOST_TEXT, which takes seconds to look through
+    "flood": ("head -c 70M /dev/zero | {} explain -", 2, "", "this is no out-of-memory message"),
     "closed input": ("{} explain - <&-", 2, "", "standard input is closed"),
 }
 
 
 @POSIX
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", params(STARTS, STARTS.keys() - {"flood"}))
 def test_it_is_started_in_odd_ways(name, tmp_path):
     line, status, out, err = STARTS[name]
     line = line.format(f"{sys.executable} -m vramlab", python=sys.executable)
@@ -297,6 +301,14 @@ def test_it_is_started_in_odd_ways(name, tmp_path):
     shown = done.stdout.decode("cp1252" if name == "cp1252" else "utf-8")
     assert done.returncode == status and out in shown, done
     assert err in done.stderr.decode() and done.stderr.count(b"\n") == bool(err), done.stderr
+
+
+def test_of_what_is_piped_in_only_so_much_is_read(monkeypatch):
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert CliRunner().invoke(app, ["explain", "-"], input=message).exit_code == 0
+    monkeypatch.setattr(command_output, "MOST_TEXT", 8)
+    done = CliRunner().invoke(app, ["explain", "-"], input=message)
+    assert done.exit_code == 2 and "this is no out-of-memory message" in done.stderr
 
 
 def test_an_order_of_samples_without_samples_is_refused():

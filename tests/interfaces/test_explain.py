@@ -172,6 +172,13 @@ def test_a_bare_model_is_trained_as_the_message_says():
     assert "LoRA over fp16 weights" in older and "bf16" not in older, "a T4 has no bf16"
 
 
+def test_a_batch_and_a_length_that_are_given_stay():
+    usual = run(message(asked="7.83 GiB"), "llama-3.1-8b").stdout
+    assert "32 × 512 tokens" in usual
+    given = run(message(asked="7.83 GiB"), "llama-3.1-8b", "--batch-size", "1").stdout
+    assert "32 × 512 tokens" not in given and "LoRA over bf16 weights" in given
+
+
 def test_an_option_that_names_the_default_counts_before_the_message():
     """An H100 ran out of memory in the first step of fp32 weights, which the options say."""
     full = {"free": "22.44 MiB", "process": "78.53 GiB", "allocated": "77.78 GiB"}

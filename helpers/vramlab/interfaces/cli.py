@@ -314,7 +314,7 @@ def explain(
     as_json: JSON = False,
 ) -> None:
     from .explain import explain
-    from .explain_recipe import OF_METHOD, says_no_method
+    from .explain_recipe import OF_METHOD, OF_SIZE, says_no_method
 
     # Without words the message is piped in, as in `python train.py 2>&1 | vramlab explain`.
     first, *rest = words or ["-"]
@@ -335,19 +335,20 @@ def explain(
         rest = []
     recipe: Any = None
     assumed = False
+    # An option that names the default says it, too.
+    options = {word.partition("=")[0] for word in rest}
     if rest:
         recipe, notes = said(rest, _predict_options)
         read_from_file = any(word.endswith((".py", ".json", *SUFFIXES)) for word in rest)
         # A message plus a bare model says nothing of LoRA or precision, so the answer has to call
         # its recipe assumed.
-        # An option that names the default says it, too.
-        said_method = any(word.partition("=")[0] in OF_METHOD for word in rest)
-        assumed = not read_from_file and not said_method and says_no_method(recipe)
+        said_method = read_from_file or not options.isdisjoint(OF_METHOD)
+        assumed = not said_method and says_no_method(recipe)
     card = card_of(gpu) if gpu is not None else None
     # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
-    found = explain(what, recipe, card, assumed, **granted)
+    found = explain(what, recipe, card, assumed, not options.isdisjoint(OF_SIZE), **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))
 

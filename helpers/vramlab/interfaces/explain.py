@@ -57,6 +57,7 @@ def explain(
     recipe: Recipe | str | None = None,
     gpu: str | Gpu | None = None,
     assumed: bool = False,
+    said_size: bool = False,
     **granted: Any,
 ) -> Explanation:
     """Say in plain lines what filled, or would fill, the memory, and the three cheapest changes.
@@ -68,6 +69,7 @@ def explain(
             the message.
         gpu: the card that it ran or is to run on.
         assumed: take how it was trained from the message although `recipe` is a Recipe.
+        said_size: leave its batch and length as they are then.
         granted: `other_memory` and `expandable_segments`, as for `simulate`.
     Raises:
         MessageError, SnapshotError: `what` is no such message or snapshot.
@@ -97,7 +99,11 @@ def explain(
     if isinstance(recipe, str):
         recipe = Recipe(recipe)
         assumed = True
-    return _of_both(message, recipe, assumed, card, granted)
+    taken = ""
+    # Before the run, whose report then is of the recipe as the message corrected it.
+    if assumed:
+        recipe, taken = taken_from(message, recipe, card, said_size)
+    return _of_both(message, recipe, taken, card, granted)
 
 
 def _of_recipe(run: Run) -> Explanation:
@@ -114,15 +120,11 @@ def _of_recipe(run: Run) -> Explanation:
 def _of_both(
     message: Message,
     recipe: Recipe,
-    assumed: bool,
+    taken: str,
     card: Gpu | None,
     granted: dict[str, Any],
 ) -> Explanation:
     """Return what message and recipe say together, with one figure for what is missing."""
-    taken = ""
-    # Before the run, whose report then is of the recipe as the message corrected it.
-    if assumed:
-        recipe, taken = taken_from(message, recipe, card)
     run = Run(recipe, card, granted)
     if card is None:
         fitting = (one for one in likely_cards(message) if one.supports(recipe.precision))

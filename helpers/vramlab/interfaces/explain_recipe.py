@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 OF_METHOD = ("--precision", "--optim", "--dtype", "--trainer")  # a default's name is an answer
+OF_SIZE = ("--batch-size", "--seq-len", "--tokens")
 WITHOUT_BF16 = {"bf16-mixed": "fp16-mixed", "bf16-true": "fp16-true", "bfloat16": "float16"}
 # The allocator asks CUDA for requests over 10 MiB in multiples of this (kRoundLarge).
 ROUNDED = 2 * MiB
@@ -322,15 +323,20 @@ def says_no_method(recipe: Recipe) -> bool:
     return all(getattr(recipe, name) == getattr(usual, name) for name in names)
 
 
-def taken_from(message: Message, recipe: Recipe, card: Gpu | None) -> tuple[Recipe, str]:
-    """Return the recipe trained as the message says, and a sentence on what was taken from it."""
+def taken_from(
+    message: Message, recipe: Recipe, card: Gpu | None, said_size: bool = False
+) -> tuple[Recipe, str]:
+    """Return the recipe trained as the message says, and a sentence on what was taken from it.
+
+    With `said_size` its batch and length stay.
+    """
     fields, why = _method(message, recipe)
     if card and not card.supports("bf16-mixed"):
         # as many bytes, in the half precision that it has
         fields = {name: WITHOUT_BF16.get(str(value), value) for name, value in fields.items()}
         why = why.replace("bf16", "fp16")
     recipe = recipe.replace(**fields)
-    sized_as = _tokens(message, recipe)
+    sized_as = {} if said_size else _tokens(message, recipe)
     said = [why] if why else []
     if sized_as:
         recipe = recipe.replace(**sized_as)
