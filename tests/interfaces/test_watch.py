@@ -556,6 +556,7 @@ def test_each_of_two_leaks_has_its_keeper_and_its_line():
     grown, other, *graphs = [note for note in watched.report().notes if "every step" in note]
     assert re.search(r"4.000 MiB of activations by relu, made at .* penalty = penalty \+", grown)
     assert "160.000 KiB of activations by addmm in 2: in `log.stats` (test_watch.py), made" in other
+    assert not watched._held, "a watch keeps no frame, and with it all variables"
     for name, note in zip(("total", "penalty"), graphs, strict=True):
         assert note.startswith(f"`{name}` keeps autograd's graph of every step: add .item()")
         assert f"{name} = {name} + " in note

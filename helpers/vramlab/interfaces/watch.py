@@ -146,6 +146,8 @@ class watch:
         if self._followed.keeps_stacks:
             self._held = holders(found)
         self._growth = [*self._grown(self.history), *self._graphs(found)]
+        # Names hold frames, and these all variables.
+        self._held.clear()
 
     def report(self) -> Report:
         """Return a measured report of the last step.

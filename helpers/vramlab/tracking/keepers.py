@@ -15,6 +15,7 @@ from ..private.of_torch import address_of, number_of
 from .tensors import WITH_STORAGE
 
 COLLECTIONS = (list, tuple, set, deque)
+PLAIN = (int, float, str)
 SECONDS = 1.0  # of a search, which is made where memory grows
 NODES = 20_000  # of autograd's graph that are looked at, for one tensor
 
@@ -33,7 +34,10 @@ class Name(NamedTuple):
         """Return the first of the frame's lines, by `numbers`, that sets the name; else ""."""
         file = self.frame.f_code.co_filename
         lines = source_lines(file)
-        sets = re.compile(rf"(?<![\w.]){re.escape(self.text)}\s*(:[^=]+)?[-+]?=(?!=)")
+        # an attribute is set under another name than the one that leads to it, as self's
+        _, dot, last = self.text.rpartition(".")
+        before = r"\." if dot else r"(?<![\w.])"
+        sets = re.compile(rf"{before}{re.escape(last)}\s*(:[^=]+)?[-+]?=(?!=)")
         number = next((n for n in numbers if sets.search("".join(lines[n - 1 : n]))), 0)
         return str(user_line([{"filename": file, "line": number, "name": ""}]))
 
@@ -62,7 +66,8 @@ def holders(found: list[tuple[Name, Any]]) -> dict[int, Name]:
         if isinstance(value, torch.Tensor) and value.layout in WITH_STORAGE:
             held.setdefault(address_of(value.untyped_storage()), name)
         elif isinstance(value, COLLECTIONS):
-            queue.extend((name, item) for item in list(value))
+            # a data set has millions of numbers
+            queue.extend((name, item) for item in list(value) if not isinstance(item, PLAIN))
         elif isinstance(value, dict):
             queue.extend((name, item) for item in list(value.values()))
         else:
