@@ -7,11 +7,12 @@ import sys
 import pytest
 
 LOADING = """
-import time
+import contextlib, multiprocessing, time
 from vramlab.planning import workers
-with workers.loaded_early():
-    print("started", flush=True)
+with contextlib.suppress(KeyboardInterrupt), workers.loaded_early():
+    print(len(multiprocessing.active_children()), flush=True)
     time.sleep(60)
+print(len(multiprocessing.active_children()))
 """
 
 
@@ -24,12 +25,11 @@ def test_what_loads_early_ends_with_the_plan(ending):
         [sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        assert child.stdout.readline() == "started\n"
+        assert child.stdout.readline() == "1\n"
         child.send_signal(ending)
         # until everybody who could write has ended
         out, _ = child.communicate(timeout=30)
     finally:
         child.kill()
-    assert child.returncode == -ending
-    assert ("KeyboardInterrupt" in out) == (ending == signal.SIGINT)
-    assert "Process" not in out
+    is_killed = ending == signal.SIGKILL
+    assert (child.returncode, out) == ((-ending, "") if is_killed else (0, "0\n"))

@@ -71,6 +71,7 @@ class Choice:
         epoch: seconds of one over the data set, where its lengths are known.
         without: by switch that is on, bytes that leaving it out adds.
         unsimulated: why the formulas answer where a simulation was asked for.
+        text_tokens: tokens of a sample that are left for text, where the model reads images.
     """
 
     recipe: Recipe
@@ -85,6 +86,7 @@ class Choice:
     epoch: float | None = None
     without: dict[str, int] = field(default_factory=dict)
     unsimulated: str = ""
+    text_tokens: int | None = None
 
     @property
     def method(self) -> str:

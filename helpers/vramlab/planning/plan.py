@@ -32,7 +32,7 @@ from .plan_notes import notes_on_question
 from .plan_script import scripts, words
 from .question import Question
 from .search import Search
-from .search_space import to_install
+from .search_space import to_install, warned
 from .vllm_share import asleep, may_fit_asleep, search_of
 from .workers import loaded_early
 
@@ -296,7 +296,8 @@ class Plan:
         if better.tier:
             lacks += f" ({better.tier} as it is)"
         if answer is None:
-            return f"{better.method}: the nearest {lacks}: {short_words(better.recipe)}"
+            nearest = f"{short_words(better.recipe)}{warned(better.recipe)}"
+            return f"{better.method}: the nearest {lacks}: {nearest}"
         assert better.time  # of a model that formulas know
         rate = f"{better.time.tokens_per_second:,.0f} tokens/s"
         return f"{better.method} at {rate} {lacks}: {short_words(better.recipe)}"
