@@ -162,16 +162,14 @@ def _grow(cache: Any, tracker: Tracker) -> None:
 
     It is made once for all layers alike: a cache copies it, and the next layer's takes its place.
     """
-    made: dict[tuple, list[torch.Tensor]] = {}
+    made: dict[tuple, tuple] = {}
     for layer in getattr(cache, "layers", ()):
         if getattr(layer, "keys", None) is None:  # a state that does not grow
             continue
         with tracker.inside(tracker.owner(layer.keys)):
-            held = layer.keys, layer.values
-            form = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in held)
+            form = layer.keys.shape, layer.values.shape
             if form not in made:
-                made[form] = list(map(_of_one_token, held))
-            del held  # the cache lets go of it
+                made[form] = _of_one_token(layer.keys), _of_one_token(layer.values)
             layer.update(*made[form])
         tracker.claim([layer.keys, layer.values], "kv_cache")
 
