@@ -37,6 +37,7 @@ from vramlab.planning.search_space import (
     micro_batches,
     saved_bytes,
     sizes_of,
+    warned,
     with_micro_batch,
 )
 from vramlab.planning.step_time import _ratios, estimate, issuing
@@ -563,7 +564,8 @@ def test_answers_simulated_side_by_side_are_the_same():
         [sys.executable, "-c", SIDE_BY_SIDE], capture_output=True, text=True, check=True
     )
     alone = plan("gpt2", "T4", seq_len=64, num_layers=2, offload=False, global_batch=2)
-    assert done.stderr == "fork\n"
+    # one that loads early, which forks what simulates
+    assert done.stderr == 2 * "fork\n"
     assert json.loads(done.stdout) == json.loads(alone.to_json())
     assert {choice.report.source for choice in alone.choices} == {"simulated"}
 
@@ -683,6 +685,21 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
 
 
 NEAREST = {"seq_len": 16384, "offload": False}
+
+
+def test_half_precision_is_advised_where_mixed_does_not_fit_and_its_price_is_said():
+    """With adapters in fp32 its bound of memory is lower, and its peak may be higher."""
+    asked = {"seq_len": 8192, "method": "lora", "checkpointing": True, "offload": False}
+    question = Question("llama-3.1-8b", "RTX 4090", **asked)
+    mixed = Search(question).any_fit()
+    recipe = Search(dataclasses.replace(question, precisions=("bf16-true",))).any_fit()
+    assert mixed.precision == "bf16-mixed" and warned(mixed) == ""
+    assert predict(mixed, "RTX 4090").peak.total < predict(recipe, "RTX 4090").peak.total
+    assert warned(recipe) == "; without autocast PEFT copies each adapter's input to fp32"
+    narrow = dataclasses.replace(recipe.lora, autocast_adapter_dtype=False)
+    assert warned(recipe.replace(lora=narrow)) == ""
+    full = Recipe("gpt2", 1, precision="bf16-true")
+    assert warned(full) == "; bf16-true rounds small updates away"
 
 
 def test_the_nearest_try_is_named_where_nothing_fits():

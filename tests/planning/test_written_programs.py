@@ -108,6 +108,17 @@ def test_every_option_is_written(written):
     assert len(written) > 400
 
 
+def test_a_quantized_base_is_loaded_so_again_and_in_16_bits_only_to_merge(written):
+    """Whose size is Llama 3.2 1B's 1,235,814,400 numbers in two bytes each."""
+    for names, program in written.items():
+        to_use, _, to_merge = program.partition('print("\\nTo use it')[2].partition("To merge")
+        is_quantized = "qlora" in names[1] or "int8" in names[1]
+        assert ('quantization_config=program["QUANTIZATION"]' in to_use) is is_quantized
+        assert ('dtype="auto"' in to_use) is not is_quantized
+        assert ("over 2.3 GiB of the host's memory" in to_merge) is is_quantized
+        assert "quantization_config" not in to_merge
+
+
 def test_each_compiles_and_stands_on_public_names(written):
     for text in set(written.values()):
         tree = compile(text, "train.py", "exec", ast.PyCF_ONLY_AST)

@@ -1,6 +1,7 @@
 """A plan for samples with images: the largest that fit, and the program that it writes."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,16 @@ def test_few_simulations_find_the_largest(bytes_by_pixel, flat, monkeypatch):
     assert len(tried) <= 6
 
 
+@pytest.mark.parametrize(("tokens", "advised"), [(64, ""), (63, "; --tokens 2554")])
+def test_too_few_tokens_for_text_are_said_with_what_to_ask(tokens, advised):
+    image = "qwen3-vl-2b", 1, 2042 + tokens
+    recipe = Recipe(*image, trainer="sft", images=1, image_size="1920x1080")
+    assert len(images.shown(recipe)) == 2042
+    said = image_search._about_text(recipe, tokens)
+    assert said.startswith(f"{tokens} of {2042 + tokens:,} tokens are left for text")
+    assert said.endswith(advised) and ("leaves it out" in said) is bool(advised)
+
+
 def test_a_written_program_trains_on_images(tmp_path):
     """Its bytes and dtypes on a CPU are those that were simulated."""
     made = processor()
@@ -92,6 +103,10 @@ def test_a_written_program_trains_on_images(tmp_path):
     lines = [json.dumps(each) for each in (*[row] * 40, too_many)]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     found.write(tmp_path / "train.py")
+    text = (tmp_path / "train.py").read_text()
+    shown = re.search(r"\nTEXT = TOKENS - (\d+) ", text)
+    assert found.best.text_tokens == found.best.recipe.seq_len - int(shown[1])
+    assert f"{found.best.text_tokens} of {found.best.recipe.seq_len} tokens are left" in str(found)
     (seen,) = run_script(tmp_path, "--watch", watched=2, steps=(2,))
     said = simulated(found.best.recipe, 2)
     assert differing_dtypes(seen, said) == {}

@@ -88,6 +88,20 @@ def chatting(base) -> str:  # noqa: F811
     return base
 
 
+def use(shown: str, recipe: Recipe, folder: Path) -> None:
+    """Run the lines that a program ends with: load what it trained, then merge it."""
+    lines = [line for line in shown.split("\n") if not line.endswith(":")]
+    *load, merge = [line.replace('"out', f'"{folder}/out') for line in lines if line]
+    again = []
+    if recipe.quantization:
+        load, again = load[:-2], load[-2:]  # in 16 bits
+    names: dict[str, Any] = {}
+    exec("\n".join(load), names)
+    assert bool(getattr(names["model"], "is_quantized", False)) is bool(recipe.quantization)
+    exec("\n".join([*again, merge]), names)
+    assert (folder / "out-merged" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("name", params(list(map(named, ROWS)), list(map(named, QUICK))))
 def test_a_written_program_trains(name: str, chatting: str, tmp_path: Path, capsys) -> None:
     row = next(row for row in ROWS if named(row) == name)
@@ -102,7 +116,9 @@ def test_a_written_program_trains(name: str, chatting: str, tmp_path: Path, caps
     losses = [line["eval_loss"] for line in log if "eval_loss" in line]
     assert losses and all(0 < loss < 100 for loss in losses)
     shown = capsys.readouterr().out
-    assert "To use it:" in shown
+    assert "To use it" in shown
+    if recipe.lora and row["trainer"] != "reward":
+        use(shown.partition("To use it")[2], recipe, tmp_path)
     is_quantized = recipe.quantization is not None
     answers = 0 if row["trainer"] == "reward" or is_quantized else 3
     assert shown.count("\nafter:  ") == answers

@@ -18,6 +18,7 @@ from ..simulation.colocated import least_share
 from .counted import counted_as
 from .question import LIGER_SINCE, RANK, Question
 from .search import Search
+from .search_space import warned
 from .step_time import estimate
 from .vllm_share import with_least_share
 
@@ -283,7 +284,7 @@ def _first_fit(
                     share = change["rollouts"].vllm_gpu_memory_utilization
                     change = {"vllm_gpu_memory_utilization": share}
                 fields = ", ".join(f"{name}={value!r}" for name, value in change.items())
-                yield f"{fields} fits: {recipe}"
+                yield f"{fields} fits: {recipe}{warned(recipe)}"
                 return
 
 

@@ -11,9 +11,10 @@ from ..hardware.overhead import expandable
 from ..recipe import images
 from ..recipe.options import HALF, Quantization
 from ..recipe.process_context import context_of
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import USUAL_LENGTH, Recipe
 from ..report.report import TIERS, Interval, Report, format_bytes
 from .candidate import TIGHT, Choice, simulate_briefly
+from .changes import SHORTEST
 from .counted import has_room, host_memory, refused_by_host
 from .question import METHODS, Question
 from .search_space import least_bytes, method_of, notes_on, precisions_to_try
@@ -203,6 +204,8 @@ class ImageSearch:
             notes.append(f"the largest images that fit: {size}; {beyond:,} pixels do not fit")
         elif recipe.images:
             notes.append(f"whole images fit: {max(images.tokens(recipe)):,} tokens each")
+        left = recipe.seq_len - len(images.shown(recipe))
+        notes.append(_about_text(recipe, left))
         return Choice(
             recipe=recipe,
             report=report,
@@ -212,7 +215,20 @@ class ImageSearch:
             tier=needs.tier(self.question.usable),
             host=host_memory(recipe),
             notes=tuple(notes),
+            text_tokens=left,
         )
+
+
+def _about_text(recipe: Recipe, left: int) -> str:
+    """Return how many tokens a sample's images leave for its text, and what to ask if too few."""
+    said = f"{left:,} of {recipe.seq_len:,} tokens are left for text, the chat template's included"
+    # Of which Qwen3-VL's chat template takes a dozen. Nor does plan advise shorter texts.
+    if left >= SHORTEST:
+        return said
+    enough = recipe.seq_len - left + USUAL_LENGTH
+    return (
+        f"{said}: nearly every sample is longer, and the program leaves it out; --tokens {enough}"
+    )
 
 
 def _pixels(recipe: Recipe) -> int:

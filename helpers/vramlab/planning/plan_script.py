@@ -28,7 +28,7 @@ from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
 from ..recipe.process_context import loads_on_host
 from ..recipe.recipe import Recipe
-from ..report.report import installed, repository
+from ..report.report import format_bytes, installed, repository
 from .counted import counted_as
 from .search_space import to_install
 from .source_text import Code, docstring, identifier, literal
@@ -126,7 +126,7 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "own": trainer,
         "longer": Code("refused" if _is_uncut(recipe) else trainer["longer"]),
         "uncut": _is_uncut(recipe),
-        "shown_tokens": sum(map(len, images.marked(recipe))) if recipe.images else 0,
+        "shown_tokens": len(images.shown(recipe)),
         "trl": TRL.get(recipe.trainer),
         "trainer_class": _trainer_class(recipe),
         "words": textwrap.fill(words(recipe), WIDTH, subsequent_indent=4 * " "),
@@ -141,6 +141,8 @@ def _about_the_recipe(recipe: Recipe) -> dict[str, Any]:
         "arguments_class": arguments_class(recipe).__name__,
         "unseen": _unseen(recipe),
         "loads_on_host": loads_on_host(recipe),
+        # two bytes for each number
+        "merged_size": Code(format_bytes(2 * recipe.shape.num_parameters, digits=1)),
         "witness": _witness(recipe),
         "adapters": _adapters(recipe) if recipe.adapters else {},
         "adapters_class": recipe.peft.class_name if recipe.peft else "LoraConfig",

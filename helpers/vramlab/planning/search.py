@@ -24,6 +24,7 @@ from .search_space import (
     least_bytes,
     micro_batches,
     sizes_of,
+    warned,
     with_micro_batch,
 )
 
@@ -249,9 +250,9 @@ class Search:
         usable = self.question.usable
         light = [one for one in self.ends if least_bytes(one.recipe) <= usable]
         simulated = 0
-        for candidate in sorted(light, key=self._lightness):
+        for candidate in sorted(light, key=self._advised_first):
             if candidate.fits(tier) and candidate.must_be_simulated:
-                # They come lightest first, so what follows two that do not fit is no lighter.
+                # They come lightest first, so what follows two that do not fit is hardly lighter.
                 if simulated == MOST_SIMULATED:
                     return None
                 simulated += 1
@@ -263,6 +264,14 @@ class Search:
     def lightest(self) -> Candidate | None:
         """Return the recipe that takes the least of those that are sound and of least effort."""
         return min(self.ends, key=self._lightness, default=None)
+
+    def _advised_first(self, candidate: Candidate) -> tuple:
+        """Return the same key, but that mixed precision comes before half with fp32 adapters.
+
+        A bound of memory does not see the copies in fp32 that those make.
+        """
+        *best, bound = self._lightness(candidate)
+        return *best, warned(candidate.recipe), bound
 
     def _lightness(self, candidate: Candidate) -> tuple:
         """Return the key by which what is sound comes first, then less effort, then less memory."""

@@ -277,6 +277,15 @@ def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
         yield f"more than 8 GPUs are several machines: {rest}"
 
 
+def warned(recipe: Recipe) -> str:
+    """Return what a line that only names `recipe` has to say of its precision, "" mostly."""
+    if recipe.precision not in ROUNDING:
+        return ""
+    if recipe.lora and recipe.lora.autocast_adapter_dtype:
+        return "; without autocast PEFT copies each adapter's input to fp32"
+    return "" if recipe.adapters else f"; {recipe.precision} rounds small updates away"
+
+
 def _cures(recipe: Recipe, card: Gpu) -> Iterator[str]:
     """Yield what keeps small updates, instead of training all weights in half precision."""
     precision = recipe.precision.replace("-true", "-mixed")

@@ -389,8 +389,9 @@ def _apart(log: Log, end: int, left: float) -> int:
     """Return the bytes of segments if none served requests of two sizes, up to the event `end`.
 
     A KV cache has another size with each token, whose segments serve the next one's too: it is
-    replayed by itself, and in what the others leave of `left` where it has room there, as the
-    allocator gives back what is cached before it takes more than there is.
+    replayed by itself, and in what the others leave of `left` where it has room there, else in
+    LARGER times its peak: the allocator gives back what is cached before it takes more than there
+    is.
     """
     grows = np.array([storage.category == "kv_cache" for _, storage, _ in log.events], bool)
     is_cache = grows[log.order]
@@ -401,9 +402,13 @@ def _apart(log: Log, end: int, left: float) -> int:
     if is_cache.any():
         cache = (log.sizes[is_cache], log.keys[is_cache], log.streams[is_cache])
         taken = replay(*cache, None).reserved
-        if size < left < size + taken:
-            within = replay(*cache, int(left) - size)
-            taken = taken if within.failed else within.reserved
+        if size + taken > left:
+            # Where the others leave too little, the card is a larger one, but not without an end.
+            for limit in (int(left) - size, LARGER * int(cache[0].cumsum().max())):
+                within = replay(*cache, limit)
+                if within.failed is None:
+                    taken = within.reserved
+                    break
         size += taken
     return size
 
