@@ -412,8 +412,6 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 def _has_real(values: Any) -> bool:
     """Tell whether there is a tensor in nested sequences and mappings that is not fake."""
-    if isinstance(values, FakeTensor):
-        return False
     if isinstance(values, torch.Tensor):
         return _is_real(values)
     if isinstance(values, dict):

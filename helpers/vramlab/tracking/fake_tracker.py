@@ -166,11 +166,8 @@ def unmasked(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
     *whole, last = indices
-    return last is not None and last.dtype == torch.bool and not any(map(_is_given, whole))
-
-
-def _is_given(index: torch.Tensor | None) -> bool:
-    return index is not None
+    is_last = all(index is None for index in whole)
+    return last is not None and last.dtype == torch.bool and is_last
 
 
 @cache
