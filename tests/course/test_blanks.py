@@ -270,7 +270,7 @@ class Failing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y):
-        return None, block(d_y)  # noqa: F821: the reader's slip
+        return None, block(d_y)  # noqa: F821
 
 
 class Absent:
