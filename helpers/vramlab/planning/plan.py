@@ -28,7 +28,7 @@ from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .image_search import ImageSearch
 from .plan_lines import alternative_to, costs_of, figures_of, host_memory_of, short_words, wrapped
-from .plan_notes import notes_on_question
+from .plan_notes import notes_on_question, with_reference_first
 from .plan_script import scripts, words
 from .question import Question
 from .search import Search
@@ -375,6 +375,10 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         nearly = search.better(method, tier, answer)
         if nearly:
             better.append(nearly.choice(tier))
+    notes = list(notes_on_question(question, choices))
+    if is_last:
+        lacking = [method for method, (answer, _) in answers.items() if answer is None]
+        notes += with_reference_first(search, lacking)
     return Plan(
         question=_said(question),
         usable=question.usable,
@@ -385,7 +389,7 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         refused=_refused(search),
         considered=len(search.candidates),
         predicted=search.predicted,
-        notes=tuple(notes_on_question(question, choices)),
+        notes=tuple(notes),
     )
 
 
