@@ -34,6 +34,7 @@ COMPILED = (
     "--torch-compile says what its answer takes compiled, and torch_compile=True in its "
     "TrainingArguments trains so"
 )
+TWO_CARDS = "diff compares bytes, on whatever card; simulate says of each whether it fits"
 MESH = "plan tries no meshes of ranks: vramlab simulate MODEL {} N --world-size M --stage 3 "
 MESH += "--engine {} says what a rank of one holds"
 SAY = {
@@ -61,6 +62,8 @@ def instead(error: Any, command: str | None) -> str:
     why = f"say {SAY[name]}" if SAY.get(name) in known else why
     if name == "torch_compile" and command == "plan":
         why = COMPILED
+    if name == "gpu" and command == "diff":
+        why = TWO_CARDS
     # `plan` chooses much of a recipe itself.
     if not why and name in OPTIONS and command in ("plan", "generate"):
         others = "simulate does" if name == "torch_compile" else "predict and simulate do"
