@@ -11,7 +11,8 @@ from ..hardware.gpu import Gpu, find_gpu
 from ..hardware.snapshot import read_snapshot
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report, format_bytes
-from .explain_message import likely_cards, missing_of, of_message
+from .explain_elsewhere import of_model
+from .explain_message import likely_cards, missing_of, more_of, of_message
 from .explain_recipe import Run, parts, taken_from
 from .messages import Message, MessageError, read_message
 
@@ -92,8 +93,16 @@ def explain(
     message = read_message(str(what))
     # A message alone names its own lack; which change would help depends on what was trained.
     # What vLLM asked for is none of the tensors of a training without it.
-    if recipe is None or (message.in_vllm and not getattr(recipe, "rollouts", None)):
+    if message.kind == "share":
+        is_step = getattr(recipe, "rollouts", None) is not None
+    else:
+        is_step = not message.frames
+    if recipe is None or not is_step:
         lines = of_message(message, alone=True)
+        if recipe is None:
+            lines += more_of(message)
+        else:
+            lines += of_model(message, Recipe(recipe) if isinstance(recipe, str) else recipe)
         return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
     # A bare name says nothing of precision or method, so the message may.
     if isinstance(recipe, str):

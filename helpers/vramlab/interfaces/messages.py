@@ -49,7 +49,8 @@ class Message:
     holders: list[Holder] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     says: list[str] = field(default_factory=list)
-    in_vllm: bool = False  # vLLM's frames are in the traceback
+    tokens: dict[str, int] = field(default_factory=dict)  # of vLLM's: `longest`, `room`
+    frames: str = ""  # whose in the traceback asked, where it was no step: a name of WORDS["frames"]
     in_softmax: bool = False  # the frame that asked is a softmax, which is not the loss's
 
 
@@ -95,12 +96,14 @@ def read_message(text: str) -> Message:
 def _find_frames(message: Message, text: str) -> None:
     """Put into `message` whose frames of the traceback asked for memory."""
     message.in_softmax = re.search(WORDS["in_softmax"], text) is not None
-    vllm = WORDS["in_vllm"]
-    if re.search(vllm["pattern"], text):
-        message.in_vllm = True
+    for entry in WORDS["frames"]:
+        if re.search(entry["pattern"], text):
+            message.frames = entry["name"]
+            message.who = entry["who"]
+            message.remedy = entry["remedy"]
+            break
+    if message.frames == "vllm":
         message.kind = "share"
-        message.who = vllm["who"]
-        message.remedy = vllm["remedy"]
 
 
 def _size(match: re.Match) -> int:
@@ -150,7 +153,12 @@ def _of_share(line: str) -> Message | None:
                 sizes[name] = _size(match)
         if sizes.keys() >= {"asked", "free"}:
             sizes["lack"] = sizes["asked"] - sizes["free"]
-        return Message("share", sizes, entry["who"], entry["remedy"])
+        tokens = {}
+        for name, pattern in WORDS["tokens"].items():
+            match = re.search(pattern, line)
+            if match:
+                tokens[name] = int(match.group(1))
+        return Message("share", sizes, entry["who"], entry["remedy"], tokens=tokens)
     return None
 
 
