@@ -50,7 +50,9 @@ class Message:
     fields: dict[str, Any] = field(default_factory=dict)
     says: list[str] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)  # of vLLM's: `longest`, `room`
-    frames: str = ""  # whose in the traceback asked, where it was no step: a name of WORDS["frames"]
+    frames: str = (
+        ""  # whose in the traceback asked, where it was no step: a name of WORDS["frames"]
+    )
     in_softmax: bool = False  # the frame that asked is a softmax, which is not the loss's
 
 
