@@ -91,23 +91,17 @@ def explain(
     if isinstance(what, Recipe):
         return _of_recipe(Run(what, card, granted))
     message = read_message(str(what))
-    # A message alone names its own lack; which change would help depends on what was trained.
-    # What vLLM asked for is none of the tensors of a training without it.
-    if message.kind == "share":
-        is_step = getattr(recipe, "rollouts", None) is not None
-    else:
-        is_step = not message.frames
-    if recipe is None or not is_step:
-        lines = of_message(message, alone=True)
-        if recipe is None:
-            lines += more_of(message)
-        else:
-            lines += of_model(message, Recipe(recipe) if isinstance(recipe, str) else recipe)
-        return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
     # A bare name says nothing of precision or method, so the message may.
     if isinstance(recipe, str):
         recipe = Recipe(recipe)
         assumed = True
+    # A message alone names its own lack; which change would help depends on what was trained.
+    # What vLLM asked for is none of the tensors of a training without it.
+    samples = message.kind == "share" and recipe and recipe.rollouts
+    if recipe is None or (message.is_elsewhere and not samples):
+        lines = of_message(message, alone=True)
+        lines += of_model(message, recipe) if recipe else more_of(message)
+        return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
     taken = ""
     # Before the run, whose report then is of the recipe as the message corrected it.
     if assumed:

@@ -85,7 +85,7 @@ def more_of(message: Message) -> list[str]:
     if message.kind == "other":
         return []
     # The training's tensors would not tell what vLLM or an evaluation asked for.
-    return [MORE_ELSEWHERE if message.kind == "share" or message.frames else MORE]
+    return [MORE_ELSEWHERE if message.is_elsewhere else MORE]
 
 
 def likely_cards(message: Message) -> list[Gpu]:

@@ -50,10 +50,13 @@ class Message:
     fields: dict[str, Any] = field(default_factory=dict)
     says: list[str] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)  # of vLLM's: `longest`, `room`
-    frames: str = (
-        ""  # whose in the traceback asked, where it was no step: a name of WORDS["frames"]
-    )
+    frames: str = ""  # those in the traceback that are of no step: a name of WORDS["frames"]
     in_softmax: bool = False  # the frame that asked is a softmax, which is not the loss's
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether something else than a training step asked for the memory."""
+        return self.kind == "share" or self.frames != ""
 
 
 def read_message(text: str) -> Message:
@@ -77,8 +80,6 @@ def read_message(text: str) -> Message:
     if message is None:
         rest = (
             "PyTorch's says 'Tried to allocate …' and what is free, vLLM's what its share lacks; "
-        )
-        rest += (
             "logs of Slurm, Ray, DeepSpeed, a container or Linux say that a process was killed, "
             "and nvidia-smi's table who holds what."
         )

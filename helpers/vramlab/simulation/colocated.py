@@ -82,8 +82,10 @@ def colocated(recipe: Recipe, card: Gpu | None) -> Colocated | None:
     cache = share - weights - PROFILED
     if cache <= 0:
         least = (weights + PROFILED) / usable_memory(card)
-        rest = f"vLLM's weights take {format_bytes(weights)}, and a cache has to follow: "
-        rest += f"take more than {least:.2f}"
+        rest = (
+            f"vLLM's weights take {format_bytes(weights)}, and a cache has to follow: "
+            f"take more than {least:.2f}"
+        )
         value = rollouts.vllm_gpu_memory_utilization
         raise RecipeError("rollouts.vllm_gpu_memory_utilization", value, rest)
     return Colocated(weights, cache, PROFILED, rollouts.vllm_enable_sleep_mode)
