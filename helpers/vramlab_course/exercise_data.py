@@ -27,6 +27,7 @@ import ast
 import importlib
 import re
 import tomllib
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -298,8 +299,28 @@ def _holds(condition: str, known: Names) -> bool:
     except BrokenPiece:
         # The reader's own error has a sentence of its own.
         raise
-    except Exception:
+    except Exception as error:
+        # A function is guarded before it is checked. A class fails inside of a method.
+        answer = known["answer"]
+        method = _failing_method(answer, error) if isinstance(answer, type) else ""
+        if method:
+            raise BrokenPiece(
+                f"Your {method} fails with {type(error).__name__}: {error}."
+            ) from None
         return False
+
+
+def _failing_method(answer: type, error: Exception) -> str:
+    """The innermost method of a class in the traceback, or "" where its caller raised `error`."""
+    methods = {}
+    for name, part in vars(answer).items():
+        # staticmethod and classmethod wrap the function in __func__.
+        code = getattr(getattr(part, "__func__", part), "__code__", None)
+        methods[code] = name
+    failing = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        failing = methods.get(frame.f_code, failing)
+    return failing
 
 
 def _recipe(entry: Mapping[str, Any], names: Names) -> Judge:

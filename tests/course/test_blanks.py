@@ -267,6 +267,48 @@ def test_a_wrong_piece_is_told_why_and_replaced(small, wrong, said, capsys):
     )
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        return None, block(d_y)  # noqa: F821
+
+
+class Absent:
+    def __init__(self, *given):
+        self.see(given)
+
+    def see(self, tensors):
+        self.alive = [tensor.storage_address() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("03.Recompute", Failing, "Your backward fails with NameError: name 'block' is not"),
+        ("02.Tracker", Absent, "Your see fails with AttributeError: 'Tensor' object has no"),
+    ],
+)
+def test_a_class_that_fails_is_told_its_own_error_and_method(name, wrong, said):
+    assert blank.judge(EVERY[name], wrong).text.startswith(said)
+
+
+def test_an_accumulate_that_multiplies_by_a_reciprocal_is_right():
+    def accumulate(loss_of, ids, labels, parts):
+        scale, total = 1 / (labels[:, 1:] != -100).sum(), 0.0  # in fp32
+        for few, right in zip(ids.chunk(parts), labels.chunk(parts), strict=True):
+            loss = loss_of(few, right) * scale
+            loss.backward()
+            total += loss.item()
+        return total
+
+    assert blank.judge(EVERY["03.accumulate"], accumulate).right
+
+
 def test_hints_come_one_by_one_and_the_solution_is_source(small, capsys):
     for _ in range(3):
         blank.hint("99.double")

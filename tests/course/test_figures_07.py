@@ -32,6 +32,7 @@ def seen(*events):
 def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
     found = seen(
         (WAIT, 1, 4),
+        ("tokenize", 1.5, 3.5),
         ("forward", 4, 5),
         ("aten::mm", 4, 5),
         ("forward", 4, 5, "CUDA"),
@@ -42,6 +43,7 @@ def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
         "forward": [(4, 1)],
         "backward": [],
         "update": [(5, 2)],
+        "tokenize": [(1.5, 2)],
     }
     assert (found.seconds, found.share("waiting for data"), found.total("update")) == (6, 0.5, 2)
     assert (found.computing("waiting for data"), found.computing("forward")) == (0, 1)

@@ -6,7 +6,7 @@ autocast's two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own cast
 
 from math import ceil, prod
 
-from ..hardware.kernels import FEW_ROWS
+from ..hardware.fused_4bit import is_fused
 from .elementwise import Elementwise, factors
 from .graph import BIAS, OWN, PART, PASS, Parameter, Tensor
 from .tensor_sizes import BLOCK, FP32
@@ -231,7 +231,7 @@ class Operators(Elementwise):
         return self.ledger.tensor("dequantize_4bit", weight.shape, numerics.unpacked)
 
     def in_4_bits(self, x: Tensor, weight: Tensor, bias: Parameter | None) -> Tensor:
-        """Unpack the weight whole for each product, forward with more than a few rows and backward.
+        """Unpack the weight whole for each product, backward, and forward unless it `is_fused`.
 
         Backward unpacks into the dtype that it was loaded in, and casts that; nested scales into
         two fp32 temporaries (`bitsandbytes.autograd.MatMul4Bit`).
@@ -251,15 +251,18 @@ class Operators(Elementwise):
             without, biased = self.ledger.workspaces
             workspace = without if bias is None else biased
         size = whole + max(scales, workspace)
-        if prod(x.shape[:-1]) <= FEW_ROWS:
+        # For few rows a kernel may read the packed weight as it is.
+        rows = prod(x.shape[:-1])
+        outputs = numbers // x.shape[-1]
+        shape = (outputs, x.shape[-1])
+        if is_fused(rows, shape, numerics.compute, not numerics.bf16, numerics.chip):
             size = 0
-        # It is there before the result and goes before the result is cast. Up to eight rows a
-        # kernel reads the packed weight as it is.
+        # It is there before the result and goes before the result is cast.
         temporary = self.ledger.block("gemm_4bit", (size,), 1, "workspace")
         y = self.op(
             "gemm_4bit",
             [a] if bias is None else [a, bias],
-            (*x.shape[:-1], numbers // x.shape[-1]),
+            (*x.shape[:-1], outputs),
             numerics.compute,
             grads=(OWN, BIAS),
             extra=whole,

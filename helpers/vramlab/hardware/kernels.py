@@ -20,7 +20,6 @@ MAX_VALUES = 256  # per thread: max_values_per_thread
 INT32 = 2**31 - 1
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0))  # a tile of 128 x 128 fits
 VECTOR = 4  # vt0 and input_vec_size: values loaded at once
-FEW_ROWS = 8  # that bitsandbytes multiplies with a 4-bit weight as it is
 NORM_CHUNK = 65536  # elements: MultiTensorApply.cuh, kChunkSize
 
 Dims = list[tuple[int, int]]  # (size, stride) of dimensions in elements, the fastest first

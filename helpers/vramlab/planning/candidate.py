@@ -5,13 +5,8 @@ Recipes are held against the card by their prediction, and answers by their simu
 
 import itertools
 import math
-import multiprocessing
-import os
-import signal
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,7 +15,6 @@ from ..formulas import reserved
 from ..formulas.predict import predict
 from ..hardware.gpu import usable_memory
 from ..hardware.overhead import expandable
-from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
 from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
@@ -41,6 +35,7 @@ from .search_space import (
 )
 from .step_time import WAITS, StepTime, estimate, issuing, step_time
 from .work import tell_work
+from .workers import simulations
 
 Kind = tuple[str, bool, str]  # of a recipe: its method, whether it is sound, its effort
 
@@ -340,17 +335,8 @@ def confirm(candidates: list[Candidate], tell: Callable[[int, int], None] | None
     if tell:
         tell(0, count)
     tell_work([candidate.recipe for candidate in candidates if candidate.recipe.rollouts])
-    # Had torch been used, a forked process could wait for its threads.
-    forks = sys.platform == "linux" and "torch" not in sys.modules
-    forks = forks and threading.active_count() == 1
-    simulations: Iterable[Report | str]
-    try:
-        with needing("a simulation"):
-            build(candidates[0].recipe.shape)  # loads the libraries once for all
-        simulations = _simulations(candidates, forks)
-    except (VramLabError, ImportError) as error:
-        simulations = [str(error)] * len(candidates)
-    for done, (candidate, simulation) in enumerate(zip(candidates, simulations, strict=True), 1):
+    answers = zip(candidates, simulations(candidates), strict=True)
+    for done, (candidate, simulation) in enumerate(answers, 1):
         candidate.tried = True
         if isinstance(simulation, str):
             candidate.unsimulated = simulation
@@ -358,21 +344,6 @@ def confirm(candidates: list[Candidate], tell: Callable[[int, int], None] | None
             candidate.simulated = simulation
         if tell:
             tell(done, count)
-
-
-def _simulations(
-    candidates: list[Candidate],
-    forks: bool,
-) -> Iterator[Report | str]:
-    """Yield each candidate's simulation, or why there is none."""
-    workers = min(len(candidates), os.cpu_count() or 1)
-    if not forks or workers < 2:
-        yield from (candidate.simulation() for candidate in candidates)
-        return
-    fork = multiprocessing.get_context("fork")
-    # An interrupt is this process's to answer.
-    with fork.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield from pool.imap(Candidate.simulation, candidates)
 
 
 def epoch_of(

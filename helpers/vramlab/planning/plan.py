@@ -13,6 +13,7 @@ what is assumed of the context. Memory is `predict`'s, then `simulate`'s; second
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from .question import Question
 from .search import Search
 from .search_space import to_install, warned
 from .vllm_share import asleep, may_fit_asleep, search_of
+from .workers import loaded_early
 
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
@@ -334,21 +336,22 @@ def plan(
     question = Question(model, gpu, gpus, **asked)
     if question.reads_images:
         return _with_images(question, confirm, standing)
-    search = search_of(question)
 
     # Each standing is a plan of its own: an answer that did not fit has given way by then.
     def tell(done: int, count: int) -> None:
         if standing is not None:
             standing(_found(search, search.answers(False), False), done, count)
 
-    answers = search.answers(confirm, tell)
-    if question.may_sleep and not _has_any(answers) and may_fit_asleep(question):
-        awake = search, answers
-        search = search_of(asleep(question))
+    with loaded_early() if confirm else nullcontext():
+        search = search_of(question)
         answers = search.answers(confirm, tell)
-        if not _has_any(answers):
-            search, answers = awake
-    return _found(search, answers, True)
+        if question.may_sleep and not _has_any(answers) and may_fit_asleep(question):
+            awake = search, answers
+            search = search_of(asleep(question))
+            answers = search.answers(confirm, tell)
+            if not _has_any(answers):
+                search, answers = awake
+        return _found(search, answers, True)
 
 
 def _has_any(answers: dict[str, tuple[Candidate | None, str]]) -> bool:

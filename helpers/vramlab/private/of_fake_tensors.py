@@ -33,9 +33,7 @@ run_backward: Callable = torch.autograd.graph._engine_run_backward
 schema_of: Callable[[OpOverload], Any] = attrgetter("_schema")
 
 # Modes.
-FAKE = torch._C._TorchDispatchModeKey.FAKE
-take_mode: Callable[[Any], Any] = torch._C._unset_dispatch_mode
-put_mode: Callable[[Any], None] = torch._C._set_dispatch_mode
+meta_kernels: Callable[[Any], Any] = fake_tensor.in_kernel_invocation_manager
 pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_function_mode: Callable[[Any], None] = torch.overrides._push_mode
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -55,6 +53,22 @@ has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispa
 operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 
 
+def run_fake(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Return what the entered fake mode makes of an operator, without the dispatcher's way there.
+
+    Where the mode is switched off, as in FSDP's hooks, the operator is called.
+    """
+    key = torch._C._TorchDispatchModeKey.FAKE
+    # an operator of higher order has no other way
+    mode = torch._C._unset_dispatch_mode(key) if isinstance(func, OpOverload) else None
+    if mode is None:
+        return func(*args, **kwargs)
+    try:
+        return mode.__torch_dispatch__(func, (FakeTensor,), args, kwargs)
+    finally:
+        torch._C._set_dispatch_mode(mode)
+
+
 def new_cache_entry(mode: Any, *call: Any) -> Any:
     """Return what torch's cache would keep of a fake result; None where it would keep nothing.
 
@@ -66,15 +80,16 @@ def new_cache_entry(mode: Any, *call: Any) -> Any:
         return None
 
 
-def new_fake(meta: torch.Tensor, requires_grad: bool, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor of `device` over a meta tensor, without `FakeTensor`'s attributes."""
+def new_fake(meta: torch.Tensor, requires_grad: bool, attributes: Mapping) -> torch.Tensor:
+    """Return a fake tensor with these of `FakeTensor`'s attributes over a meta tensor."""
     make: Any = torch.Tensor._make_subclass
     fake = make(
         FakeTensor,
         meta,
         requires_grad,
         dispatch_device=True,
-        device_for_backend_keys=device,
+        device_for_backend_keys=attributes["_fake_device"],
     )
+    vars(fake).update(attributes)
     torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     return fake

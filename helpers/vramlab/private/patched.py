@@ -213,6 +213,9 @@ class _Object:
     def __getitem__(self, key: Any) -> Any:
         return _Object._value(self)[key]
 
+    def __bool__(self) -> bool:
+        return bool(_Object._value(self))
+
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, _Object._value(self))
 

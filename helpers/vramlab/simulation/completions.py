@@ -158,12 +158,19 @@ def _tokens_skipped(training: Training, tracker: Tracker, rollouts: Rollouts) ->
 
 
 def _grow(cache: Any, tracker: Tracker) -> None:
-    """Let each layer of `cache` keep one token more."""
+    """Let each layer of `cache` keep one token more.
+
+    It is made once for all layers alike: a cache copies it, and the next layer's takes its place.
+    """
+    made: dict[tuple, tuple] = {}
     for layer in getattr(cache, "layers", ()):
         if getattr(layer, "keys", None) is None:  # a state that does not grow
             continue
         with tracker.inside(tracker.owner(layer.keys)):
-            layer.update(_of_one_token(layer.keys), _of_one_token(layer.values))
+            form = layer.keys.shape, layer.values.shape
+            if form not in made:
+                made[form] = _of_one_token(layer.keys), _of_one_token(layer.values)
+            layer.update(*made[form])
         tracker.claim([layer.keys, layer.values], "kv_cache")
 
 

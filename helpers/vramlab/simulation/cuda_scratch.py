@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..hardware.fused_4bit import is_fused
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.kernels import efficient_scratch, norms_scratch, reduction_scratch
 from ..hardware.overhead import (
@@ -18,7 +19,6 @@ from ..hardware.overhead import (
     has_lt_workspaces,
     rounded,
 )
-from ..tracking.tracked_operators import is_few_rows
 
 CONVOLUTIONS = (
     "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
@@ -214,14 +214,16 @@ def _embedding_backward(args: Sequence, chip: Chip) -> list[int]:
 def _dequantized(args: Sequence, chip: Chip) -> list[int]:
     """Return the blocks of a 4-bit weight that is dequantized whole, for cuBLAS to multiply.
 
-    It is, except for a handful of rows (bitsandbytes 0.50, backends/cuda/ops.py). Some cards have a
-    fused kernel for some shapes of up to 1,536 rows: this is too much then.
+    It is, except where a kernel reads the codes (bitsandbytes 0.50, backends/cuda/ops.py).
     """
     activation = args[0]
-    size = math.prod(args[2])
+    shape = tuple(args[2])
+    size = math.prod(shape)
     block_size = args[4]
     has_nested = _argument(args, 7) is not None
-    if is_few_rows(activation):
+    rows = activation.numel() // activation.shape[-1]
+    is_fp16 = activation.dtype == torch.float16
+    if is_fused(rows, shape, activation.itemsize, is_fp16, chip, block_size):
         return []
     scales = FP32 * math.ceil(size / block_size) if has_nested else 0
     return [size * activation.element_size(), scales, scales]

@@ -14,6 +14,14 @@ from .fake_operators import rules_of
 aten = torch.ops.aten
 # Of this process, by target: torch's entries by operator and arguments, None where it makes none.
 CACHED: dict[str, dict[tuple, Any]] = {"cuda": {}, "cpu": {}}
+# Views whose kernels take no longer than a cached result.
+VIEWS = (
+    aten.detach.default,
+    aten.slice.Tensor,
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+)
 PLAIN = (
     type(None),
     bool,
@@ -112,6 +120,12 @@ class QuickFakeMode(RuledFakeMode):
         kwargs = kwargs or {}
         if func is aten._unsafe_view.default:
             func = aten.view.default  # which torch caches
+        # torch finds the content of a constant's view
+        if func in VIEWS and getattr(args[0], "constant", 0) is None:
+            with of_fake_tensors.meta_kernels(self):
+                view = func(*args, **kwargs)
+            attributes = self._attributes(args[0].fake_device)
+            return of_fake_tensors.new_fake(view, False, attributes)
         try:
             described = _described(args), _described(kwargs.items())
             key = (func, torch.get_default_dtype(), *described)
@@ -162,9 +176,8 @@ class QuickFakeMode(RuledFakeMode):
         if output.view_idx is not None:
             storage = args[output.view_idx].untyped_storage()
             meta.set_(storage, made.storage_offset, made.shape, made.stride)
-        fake = of_fake_tensors.new_fake(meta, made.requires_grad, made.device)
-        vars(fake).update(self._attributes(made.device))
-        return fake
+        attributes = self._attributes(made.device)
+        return of_fake_tensors.new_fake(meta, made.requires_grad, attributes)
 
     def _validate_cache_key(self, func: Any, args: Any, kwargs: Any) -> None:
         # torch caches its own operators only

@@ -94,6 +94,8 @@ class EventLog:
 
     def _put_given_first(self) -> None:
         """Log the births of what a step was given before all others."""
+        if not self.given:
+            return
         births = [(storage.size, storage, storage.op) for storage in self.given]
         self.log[:0] = births
         self._move(lambda position: position + len(births))

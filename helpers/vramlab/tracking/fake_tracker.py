@@ -9,14 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..private.of_fake_tensors import (
-    FAKE,
-    FakeTensor,
-    put_mode,
-    schema_of,
-    take_mode,
-    without_functions,
-)
+from ..private.of_fake_tensors import FakeTensor, run_fake, schema_of, without_functions
 from ..private.of_torch import OpOverload
 from .tracked_operators import is_wrapper
 from .tracker import DEVICE_QUERY, Tracker, aten
@@ -168,23 +161,13 @@ def unmasked(func: OpOverload, args: tuple, kwargs: dict) -> Any:
         values, (*whole, mask) = args
         before = values.shape[: len(whole)]
         return values.new_empty(*before, mask.numel(), *values.shape[len(whole) + mask.dim() :])
-    mode = take_mode(FAKE)
-    if mode is None:  # switched off, as in FSDP's hooks
-        return func(*args, **kwargs)
-    try:
-        # what the call of `func` comes to, without the way through the dispatcher
-        return mode.__torch_dispatch__(func, (FakeTensor,), args, kwargs)
-    finally:
-        put_mode(mode)
+    return run_fake(func, args, kwargs)
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
     *whole, last = indices
-    return last is not None and last.dtype == torch.bool and not any(map(_is_given, whole))
-
-
-def _is_given(index: torch.Tensor | None) -> bool:
-    return index is not None
+    is_last = all(index is None for index in whole)
+    return last is not None and last.dtype == torch.bool and is_last
 
 
 @cache

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..hardware.kernels import FEW_ROWS
 from ..private.of_torch import OpOverload, qualified_name, users_of
 
 aten = torch.ops.aten
@@ -34,8 +33,8 @@ COLLECTIVES = {
     "_c10d_functional::all_gather_into_tensor",
     "_c10d_functional::wait_tensor",
 }
-# bitsandbytes unpacks a 4-bit weight for a product, except for a handful of rows, and multiplies
-# as any linear layer does (0.50, backends/cuda/ops.py, `_dequant_linear_fallback`).
+# bitsandbytes unpacks a 4-bit weight for a product, except for few rows, and multiplies as any
+# linear layer does (0.50, backends/cuda/ops.py, `_dequant_linear_fallback`).
 UNPACKED = "gemm_4bit"
 BIAS = 6  # place of its bias
 # Operators whose kernels are cuBLAS's, which has a workspace.
@@ -84,7 +83,7 @@ def workspaces_taken(
     Forward's is made as the phase begins, backward's with its first product, after the gradients of
     the logits.
     """
-    if operator == UNPACKED and not is_few_rows(args[0]):
+    if operator == UNPACKED:
         has_bias = len(args) > BIAS and args[BIAS] is not None
         operator = "addmm" if has_bias else "mm"
     if operator not in PRODUCTS:
@@ -94,11 +93,6 @@ def workspaces_taken(
         size = sizes.pop(name, None)
         if size is not None:
             yield size
-
-
-def is_few_rows(activation: torch.Tensor) -> bool:
-    """Tell whether bitsandbytes multiplies `activation` with a 4-bit weight as it is."""
-    return activation.numel() // activation.shape[-1] <= FEW_ROWS
 
 
 def accumulates(held: Any, new: Any, **options: Any) -> bool:

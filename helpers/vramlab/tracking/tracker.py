@@ -23,6 +23,7 @@ from .tensors import plain_tensors, tensors_in
 from .tracked_operators import (
     DEVICE_QUERY,
     READ_SCALAR,
+    UNPACKED,
     about,
     accumulates,
     aten,
@@ -245,7 +246,9 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
         # After it ran, so that an operator that raised is none that ran.
         self.calls.append(Call(start, known.name, where, len(self.marks)))
         self._record(result, known.name, where, args)
-        self._log_workspace(known.name, args)
+        # a 4-bit weight that is not unpacked takes no scratch, and no product of cuBLAS
+        if block or known.name != UNPACKED:
+            self._log_workspace(known.name, args)
         for place in known.buffers:
             buffer = args[place] if isinstance(place, int) else kwargs[place]
             for tensor in tensors_in(buffer):

@@ -4,6 +4,8 @@ These go through the allocator of a card of 24 GB.
 """
 
 import random
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.data import DataLoader
 
 WHOLE = Recipe(
     "llama-3.1-8b",
@@ -52,6 +55,33 @@ def draw_lengths(count: int = 24) -> list[int]:
 
 
 LENGTHS = draw_lengths()
+
+
+def waiting_and_training(
+    batches: "DataLoader",
+    train: Callable[[list[Any]], None],
+) -> tuple[float, float]:
+    """Seconds a batch that a loop waits and that it trains.
+
+    The first batch is left out: while it comes, the workers start.
+    """
+    import torch
+
+    coming = iter(batches)
+    next(coming)
+    waited = trained = 0.0
+    before = time.perf_counter()
+    while (batch := next(coming, None)) is not None:
+        ready = time.perf_counter()
+        train([batch])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # Python does not wait for a GPU by itself
+        done = time.perf_counter()
+        waited += ready - before
+        trained += done - ready
+        before = done
+    count = len(batches) - 1
+    return waited / count, trained / count
 
 
 def room(trainer: str = "transformers") -> int:

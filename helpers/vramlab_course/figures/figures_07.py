@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Labels of a loop and their colours; PyTorch itself labels the first, under another name.
 WAITING = "waiting for data"
+TOKENIZING = "tokenize"  # a label within the waiting
 BLUE = "#0072B2"
 RED = "#D55E00"
 GREEN = "#009E73"
@@ -78,7 +79,7 @@ class Trace:
 
 def traced(profiler: "profile") -> Trace:
     """What `profiler` saw of a loop over a DataLoader whose parts are labelled as in COLOURS."""
-    labels: dict[str, list[Span]] = {label: [] for label in COLOURS}
+    labels: dict[str, list[Span]] = {label: [] for label in (*COLOURS, TOKENIZING)}
     lanes: dict[str, list[Span]] = {OPERATORS: [], KERNELS: []}
     for event in profiler.events():
         # The DataLoader's label ends with a # and its class.

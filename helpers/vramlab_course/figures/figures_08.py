@@ -60,7 +60,7 @@ def cloud(
                 linestyle=dash,
                 label=label,
             )
-        corners = itertools.cycle(((0.05, 0.9), (0.45, 0.13), (0.02, 0.04)))  # where no recipe is
+        corners = itertools.cycle(((0.05, 0.9), (0.36, 0.13), (0.02, 0.04)))  # where no recipe is
         for name, (kind, row) in marked.items():
             corner = next(corners)
             place = row[1][1] / GiB, row[0]

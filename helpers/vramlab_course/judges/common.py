@@ -282,14 +282,15 @@ def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
             plain(x).square().mean().backward()
             sgd.step()
             sgd.zero_grad()
+            # Before the weights: a gradient that is left adds to the next step's.
+            if any(p.grad is not None for p in model.parameters()):
+                return Feedback(False, "After backward there are still gradients.")
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
             if not all(p.allclose(q, atol=1e-6) for p, q in pairs):
                 return Feedback(
                     False,
                     f"After step {step + 1} the weights are not those of SGD with lr={lr}.",
                 )
-        if any(p.grad is not None for p in model.parameters()):
-            return Feedback(False, "After backward there are still gradients.")
         if most > 1:
             return Feedback(False, f"In backward, {most} gradients were alive at once.")
     return Feedback(

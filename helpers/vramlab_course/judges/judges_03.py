@@ -5,6 +5,7 @@ Each judges by what a function does over several inputs.
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -372,14 +373,16 @@ def again(answer: Any) -> dict[str, Any]:
     result = answer.apply(block, answer.apply(block, x))
     recorded = True
     detached = True
+    paired = True
     try:
         (result**2).sum().backward()
     except RuntimeError as error:
-        # PyTorch's words where a piece returned something outside the graph, and where the input
-        # still hangs on the graph that made it.
+        # PyTorch's words where a piece returned something outside the graph, where the input still
+        # hangs on the graph that made it, and where the results don't go with the arguments.
         recorded = "does not require grad" not in str(error)
         detached = "a second time" not in str(error)
-        if recorded and detached:
+        paired = not re.search("returned an? (incorrect|gradient different)", str(error))
+        if recorded and detached and paired:
             raise
     off = []
     for tensor, right in zip((x, *weights), exact, strict=True):
@@ -391,6 +394,7 @@ def again(answer: Any) -> dict[str, Any]:
         "runs": len(ran),
         "recorded": recorded,
         "detached": detached,
+        "paired": paired,
     }
 
 

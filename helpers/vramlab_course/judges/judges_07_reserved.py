@@ -26,13 +26,14 @@ def names_kept(answer: Callable[[Any, Any], Any]) -> set[str] | None:
     out = model[1](bent)
     raised = out.exp()
     positions = torch.tensor([0, 3])
-    loss = raised[positions].sum()
+    total = raised[positions].sum()
+    loss = total.square()
     found = answer(loss, model)
     if not isinstance(found, set):
         return None
-    # A product keeps its inputs, tanh and exp their results, an index its positions, in a list; the
-    # rest nobody needs again.
-    tensors = dict(x=x, hidden=hidden, bent=bent, out=out, raised=raised, loss=loss)
+    # A product and a square keep their inputs, tanh and exp their results, an index its positions,
+    # in a list; the rest nobody needs again.
+    tensors = dict(x=x, hidden=hidden, bent=bent, out=out, raised=raised, total=total, loss=loss)
     tensors["positions"] = positions
     tensors["weight"] = model[1].weight
     return {name for name, tensor in tensors.items() if tensor.untyped_storage() in found}

@@ -55,10 +55,13 @@ def _process() -> Iterator[contextlib.AbstractContextManager]:
     from deepspeed.comm import utils as comm_utils
     from deepspeed.runtime import engine
     from deepspeed.runtime.zero import partition_parameters, utils
+    from deepspeed.utils import nvtx
 
     # `choose_accelerator` may replace it
     yield replaced(real_accelerator, "ds_accelerator", get_accelerator())
     # DeepSpeed requires a local rank; torchrun sets it for real ranks
+    # tens of thousands of ranges for a profiler that does not run
+    yield replaced(nvtx, "enable_nvtx", False)
     environment = {"LOCAL_RANK": "0", **os.environ}
     own_os = SimpleNamespace(**vars(os) | {"environ": environment})
     for module in (comm_utils, engine, partition_parameters, utils):
