@@ -99,8 +99,8 @@ def explain(
     # What vLLM asked for is none of the tensors of a training without it.
     samples = message.kind == "share" and recipe and recipe.rollouts
     if recipe is None or (message.is_elsewhere and not samples):
-        lines = of_message(message, alone=True)
-        lines += of_model(message, recipe) if recipe else more_of(message)
+        more = of_model(message, recipe) if recipe else more_of(message)
+        lines = [*of_message(message, alone=True), *more]
         return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
     taken = ""
     # Before the run, whose report then is of the recipe as the message corrected it.

@@ -53,13 +53,13 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
     if sharding.engine != "deepspeed":
         yield AS_IT_RAN
         return
-    changes = {"offload": "optimizer", "world_size": 2 * sharding.world_size}
-    for name, value in {"engine": "deepspeed", **changes}.items():
-        changed = recipe.replace(sharding=dataclasses.replace(sharding, **{name: value}))
+    offloaded = dataclasses.replace(sharding, offload="optimizer")
+    wider = dataclasses.replace(sharding, world_size=2 * sharding.world_size)
+    for each in (sharding, offloaded, wider):
         # Formulas do not know every recipe.
         with contextlib.suppress(RecipeError):
-            kept = predict(changed).phases["between_steps"].end.total
-            yield f"a rank keeps {sized(kept)} between two steps with {changed.group.words()}"
+            kept = predict(recipe.replace(sharding=each)).phases["between_steps"].end.total
+            yield f"a rank keeps {sized(kept)} between two steps with {each.words()}"
 
 
 def _of_evaluation(message: Message, recipe: Recipe) -> Iterator[str]:

@@ -179,10 +179,8 @@ class Recipe(RecipeFields):
             rest = f"transformers has none for a {shape.family}: use 'eager'"
             raise RecipeError("attn_implementation", self.attn_implementation, rest)
         if self.attn_implementation == REPEATED and not shape.shares_keys:
-            rest = (
-                "it is for known families of text models that hand shared keys to the "
-                f"kernel, and {shape.name} is none: use 'sdpa'"
-            )
+            rest = "it is for known families of text models that hand shared keys to the "
+            rest += f"kernel, and {shape.name} is none: use 'sdpa'"
             raise RecipeError("attn_implementation", REPEATED, rest)
         # Called for its error too: the targets have to match something of this model.
         lora_modules.adapted(shape, self.lora)
@@ -242,10 +240,8 @@ class Recipe(RecipeFields):
             yield from self._expert_refusals()
         if quantization and quantization.skip_modules:
             modules = [weight.name.removesuffix(".weight") for weight in self.shape.weights()]
-            allowed = (
-                "transformers looks for it where a module's name begins or ends, and no "
-                f"weight's does: {modules[-1]} and others"
-            )
+            allowed = "transformers looks for it where a module's name begins or ends, and no "
+            allowed += f"weight's does: {modules[-1]} and others"
             is_lost = not any(map(quantization.skips, modules))
             yield "quantization.skip_modules", is_lost, allowed
 
@@ -421,10 +417,8 @@ def refuse_generating(trainer: str) -> None:
     """Raise RecipeError for a trainer of NOT_MODELLED."""
     if trainer in NOT_MODELLED:
         known = ", ".join(TRL)
-        rest = (
-            "it generates while it trains, which no recipe models yet: WatchCallback() in its "
-            f"Trainer measures it on a card, and recipes train as {known} do"
-        )
+        rest = "it generates while it trains, which no recipe models yet: WatchCallback() in its "
+        rest += f"Trainer measures it on a card, and recipes train as {known} do"
         raise RecipeError("trainer", trainer, rest)
 
 
