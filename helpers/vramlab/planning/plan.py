@@ -370,15 +370,14 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         if answer and is_last:
             others[method] = tuple(alternatives(answer))
     better = []
+    notes = list(notes_on_question(question, choices))
     for method, (answer, tier) in answers.items():
         # What is faster by much and lacks little is worth knowing, for a card can be emptied.
         nearly = search.better(method, tier, answer)
         if nearly:
             better.append(nearly.choice(tier))
-    notes = list(notes_on_question(question, choices))
-    if is_last:
-        lacking = [method for method, (answer, _) in answers.items() if answer is None]
-        notes += with_reference_first(search, lacking)
+            if is_last and answer is None:
+                notes += with_reference_first(nearly, search.offloads)
     return Plan(
         question=_said(question),
         usable=question.usable,

@@ -1,7 +1,7 @@
 """What to know about a question that `plan` has answered: one sentence each."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..hardware.gpu import cards_of, is_also
 from ..recipe import rollouts
@@ -14,7 +14,6 @@ from .candidate import Candidate, Choice, confirm, epoch_of, is_as_fast
 from .counted import counted_as
 from .plan_lines import short_words
 from .question import METHODS, Question
-from .search import Search
 from .step_walk import walk
 from .vllm_share import about_share
 
@@ -47,28 +46,22 @@ def notes_on_question(
                 yield faster
 
 
-def with_reference_first(search: Search, methods: Iterable[str]) -> Iterator[str]:
-    """Yield which of `methods`, of which nothing fits, do without a reference model beside them.
+def with_reference_first(lacking: Candidate, confirmed: bool) -> Iterator[str]:
+    """Yield what a recipe that does not fit takes without its reference model, if it fits then.
 
-    Of each the recipe that lacks least is tried. TRL's trainers ask the reference before training
-    and drop it (`precompute_ref_log_probs`).
+    TRL's trainers ask the reference before training and drop it (`precompute_ref_log_probs`).
     """
-    question = search.question
-    for method in methods:
-        nearest = search.nearest(method, question.tiers[-1])
-        if nearest is None or not nearest.recipe.has_reference:
-            continue
-        recipe = unchecked(nearest.recipe, precompute_ref_log_probs=True)
-        candidate = Candidate(question, recipe, nearest.family)
-        if search.offloads:  # answers are simulated
-            confirm([candidate])
-        for tier in question.tiers:
-            if candidate.fits(tier):
-                found = f"{tier}, at most {candidate.choice(tier).needs.high / GiB:.2f} GiB"
-                how = f"precompute_ref_log_probs=True, {short_words(recipe)}"
-                price = "a pass of the reference over all data before training"
-                yield f"{method} fits with {how}: {found}; it costs {price}"
-                break
+    if not lacking.recipe.has_reference:
+        return
+    recipe = unchecked(lacking.recipe, precompute_ref_log_probs=True)
+    changed = Candidate(lacking.question, recipe, lacking.family)
+    if confirmed:
+        confirm([changed])
+    tier = next(filter(changed.fits, lacking.question.tiers), "")
+    if tier:
+        needs = f"{tier}, at most {changed.choice(tier).needs.high / GiB:.2f} GiB"
+        asked = "precompute_ref_log_probs=True, for a pass over all data before training"
+        yield f"{changed.method} with {asked}: {needs}: {short_words(recipe)}"
 
 
 def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:

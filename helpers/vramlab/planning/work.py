@@ -41,5 +41,4 @@ def tell_compiling(recipe: Recipe) -> None:
     """Say that a recipe is simulated whose layers are compiled, and how long that takes."""
     if recipe.torch_compile:
         layers = recipe.shape.num_layers
-        start, each = COMPILES_IN
-        tell(COMPILES.format(layers, start + each * layers))
+        tell(COMPILES.format(layers, COMPILES_IN[0] + COMPILES_IN[1] * layers))
