@@ -5,7 +5,7 @@
 
 The loop, the texts, the measure and the rate are those of `quality.py`, whose record gives the runs
 in fp32. A seed draws the adapters and the order of the texts, the same for every base: what differs
-is the base.
+is the base, and in the last run the type of what is not quantized.
 """
 
 import argparse
@@ -21,31 +21,32 @@ import torch
 import transformers
 from vramlab import Quantization
 from vramlab_course.base_model import bits_per_byte, finetuning_texts, load_base_model
-from vramlab_course.finetuning import adapted, finetune, recorded_sweep
+from vramlab_course.finetuning import adapted, finetune, recorded_quality, recorded_sweep
 
 STEPS, BATCH_SIZE, CONTEXT, RANK, SCALE = 60, 4, 128, 8, 2
 SEEDS = 5
 RATE = 1e-2  # quality.json's best for rank 8
 WINDOW = 256  # new tokens of each window that is judged, as in quality.py
+# The 4-bit type, and the dtype of all else: in fp32 as prepare_model_for_kbit_training makes it, in
+# bf16 as it is without that function.
 BASES = {
-    "nf4": Quantization("nf4"),
-    "nf4 double": Quantization("nf4", double=True),
-    "fp4": Quantization("fp4"),
+    "nf4": (Quantization("nf4"), "float32"),
+    "nf4 double": (Quantization("nf4", double=True), "float32"),
+    "fp4": (Quantization("fp4"), "float32"),
+    "nf4 double, all else in bf16": (Quantization("nf4", double=True), "bfloat16"),
 }
 
 
-def base_of(quantization: Quantization) -> torch.nn.Module:
+def base_of(name: str) -> torch.nn.Module:
     """The base model in 4 bits, ready to be trained."""
-    model = load_base_model(quantization=quantization)
-    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    quantization, dtype = BASES[name]
+    return load_base_model(dtype, quantization)
 
 
-def one(
-    quantization: Quantization, seed: int, steps: int, train: list[str], held_out: list[str]
-) -> float:
+def one(name: str, seed: int, steps: int, train: list[str], held_out: list[str]) -> float:
     """Bits per byte on `held_out` after `steps` of training."""
     torch.manual_seed(seed)
-    model = adapted(base_of(quantization), RANK, lora_alpha=SCALE * RANK)
+    model = adapted(base_of(name), RANK, lora_alpha=SCALE * RANK)
     finetune(model, train, steps, RATE, BATCH_SIZE, CONTEXT, seed, autocast=True)
     return round(bits_per_byte(model, held_out, stride=WINDOW), 4)
 
@@ -76,22 +77,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--documents", type=int, help="topics to use of each split; all of them by default"
     )
+    parser.add_argument(
+        "--bases", nargs="+", default=list(BASES), help="which to run; others stay as recorded"
+    )
     parser.add_argument("--hardware", default="CPU", help="for the record")
     args = parser.parse_args(argv)
     topics = finetuning_texts("train")[: args.documents]
     train = [text for i, text in enumerate(topics) if i % 10 or len(topics) == 1]
     held_out = finetuning_texts("held_out")[: args.documents]
     before = {}
-    for name, base in BASES.items():
-        before[name] = round(bits_per_byte(base_of(base), held_out, stride=WINDOW), 4)
-    found = {name: [] for name in BASES}
+    for name in args.bases:
+        before[name] = round(bits_per_byte(base_of(name), held_out, stride=WINDOW), 4)
+    found = {name: [] for name in args.bases}
     for seed in range(args.seeds):
-        for name, base in BASES.items():
-            found[name].append(one(base, seed, args.steps, train, held_out))
+        for name in args.bases:
+            found[name].append(one(name, seed, args.steps, train, held_out))
             print(name, seed, before[name], found[name][-1], flush=True)
     runs = in_fp32(args.seeds)
-    for name, bits in found.items():
-        runs[name] = row(before[name], bits)
+    recorded = {} if found.keys() == BASES.keys() else recorded_quality()["runs"]
+    for name in BASES:
+        runs[name] = row(before[name], found[name]) if name in found else recorded[name]
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, bitsandbytes)}
     facts = {
         "about": "LoRA and QLoRA of the base model on documentation, made by quality_4bit.py; "
@@ -101,7 +106,8 @@ def main(argv: list[str] | None = None) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "recipe": f"{args.steps} steps × {BATCH_SIZE} × {CONTEXT} tokens, AdamW at {RATE:g} "
         f"(0.001 for all weights), r = {RANK} on all linear layers, α / r = {SCALE}, bf16 "
-        f"autocast (4-bit layers compute in fp32), {args.seeds} seeds",
+        f"autocast (4-bit layers compute in the type of all else, fp32 or bf16), "
+        f"{args.seeds} seeds",
         "runs": runs,
     }
     args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

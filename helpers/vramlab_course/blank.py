@@ -186,6 +186,11 @@ def _guarded(answer: Any) -> Any:
     def call(*arguments: Any, **named: Any) -> Any:
         try:
             returned = answer(*arguments, **named)
+        except RecursionError:
+            raise BrokenPiece(
+                f"Your {answer.__name__} never ends (RecursionError). Does it walk into what it "
+                "has just put in? Collect first, then replace."
+            ) from None
         except Exception as error:
             raise BrokenPiece(
                 f"Your {answer.__name__} fails with {type(error).__name__}: {error}."

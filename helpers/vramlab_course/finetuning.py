@@ -145,7 +145,7 @@ def recorded_quality() -> dict[str, Any]:
 
 
 def recorded_merges() -> dict[str, Any]:
-    """Adapters trained next to a base in 4 bits and merged in three ways.
+    """Adapters trained next to a base in 4 bits and merged in four ways.
 
     Raises RecordError if it has not been run.
     """

@@ -179,6 +179,10 @@ mistakes = [["return math.fsum([number, number])", "return number + 1.0"]]
 '''
 
 
+def endless(number):
+    return endless(number)
+
+
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """Chapter 99, which has one blank."""
@@ -249,6 +253,7 @@ def test_a_right_piece_in_other_words_is_used(small, capsys):
         (lambda number: number + int(torch.tensor([1, 0])[..., ::2]), "Of 3 it makes 4."),
         (lambda number: number, "Twice one is not that."),
         (lambda number: number / 0, "fails with ZeroDivisionError: division by zero."),
+        (endless, "never ends (RecursionError)."),
         (lambda number: None if number == 3 else 2 * number, "returns nothing."),
         (lambda: 2, "fails with TypeError"),
         (7, "Twice one is not that."),

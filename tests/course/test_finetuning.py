@@ -131,7 +131,7 @@ def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
     assert facts.keys() == recorded.keys() and facts["runs"].keys() == recorded["runs"].keys()
     found = [facts["runs"][name] for name in script.BASES]
     befores = [run["before"] for run in found]  # near to each other
-    assert len({*befores}) == 3 and max(befores) < 1.05 * min(befores)
+    assert len({*befores}) == len(script.BASES) and max(befores) < 1.05 * min(befores)
     for run in found:
         one, other = run["seeds"]
         assert one != other and run["after"] == pytest.approx((one + other) / 2, abs=1e-4)
@@ -177,3 +177,7 @@ def test_the_record_of_merges_is_of_its_scripts_recipe():
     script, record = script_of("merge_4bit"), finetuning.recorded_merges()
     assert record["recipe"].startswith(f"{script.STEPS} steps")
     assert {len(seeds) for seeds in record["runs"].values()} == {script.SEEDS}
+    # What is merged is the run of the other record.
+    run, quality = record["runs"], recorded_quality()["runs"]["nf4 double"]
+    assert run["adapters next to the codes"] == quality["seeds"]
+    assert {*run["untrained"]} == {quality["before"]}

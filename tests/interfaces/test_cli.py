@@ -417,6 +417,12 @@ def test_an_option_of_a_recipe_that_plan_does_not_take_is_said_to_be_anothers():
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize("option", ["--gpu", "--use-liger-kernel=3"])
+def test_an_option_with_no_value_or_one_too_many_is_a_sentence(option):
+    result = run("predict", "gpt2", option)
+    assert result.exit_code == 2 and f"Option '{option.partition('=')[0]}'" in result.stderr
+
+
 @pytest.mark.parametrize("words", ["", "--torch-compile"])
 def test_a_compiled_simulation_says_first_that_it_takes_long(words, monkeypatch):
     def stopped(recipe, **granted):

@@ -193,6 +193,25 @@ def test_ranks_come_from_the_command_line(tmp_path):
         read(tmp_path, AXOLOTL, {"world_size": 4}, **lost)
 
 
+def test_an_older_name_of_fsdps_settings_counts(tmp_path):
+    """axolotl and transformers take the prefix off; most of axolotl's own examples have it."""
+    full = {"adapter": None, "load_in_4bit": None, "gradient_checkpointing": None}
+    full["optimizer"] = "adamw_torch"
+    names = {"fsdp_offload_params": True, "fsdp_activation_checkpointing": True}
+    recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 4}, fsdp_config=names, **full)
+    assert recipe.sharding == Sharding(3, 4, "fsdp", offload="parameters")
+    assert recipe.gradient_checkpointing
+    names = {"fsdp_reshard_after_forward": False}
+    recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 4}, fsdp_config=names, **full)
+    assert recipe.sharding == Sharding(2, 4, "fsdp")
+
+
+def test_the_trainers_own_name_of_fsdps_offloading_counts(tmp_path):
+    says = {"fsdp": "full_shard", "fsdp_config": {"cpu_offload": True}}
+    recipe, _ = read(tmp_path, TRL, {"world_size": 2}, gradient_checkpointing=None, **says)
+    assert recipe.sharding == Sharding(3, 2, "fsdp", offload="parameters")
+
+
 def test_many_ranks_without_an_engine_hold_copies(tmp_path):
     recipe, _ = read(tmp_path, AXOLOTL, {"world_size": 2})
     assert recipe.sharding == Sharding(0, 2, "ddp")

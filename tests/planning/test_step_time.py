@@ -23,7 +23,7 @@ from vramlab.planning.step_time import (
     timed_records,
     walk,
 )
-from vramlab.planning.step_traffic import moved_pages, paged_bytes, sent
+from vramlab.planning.step_traffic import moved_pages, paged_bytes, sent, to_host
 
 BENCHMARK = Path(__file__).parent.parent.parent / "benchmarks" / "step_times.py"
 
@@ -109,6 +109,42 @@ def test_heads_are_exchanged_with_the_results_of_attention():
     together = whole.replace(sharding=Sharding(3, 4, "deepspeed", sp_size=4))
     numbers = 4 * 8192 // 4 * (2 * 16 + 2 * 8) * 128 * 3  # samples, tokens, heads, channels, layers
     assert sent(together) - sent(whole) == numbers * 2 * 2 * 3 // 4
+
+
+@pytest.mark.parametrize(
+    "stage, engine, once, again",
+    [(0, "ddp", 2, 0), (1, "ddp", 3, 0), (1, "deepspeed", 3, 0), (2, "deepspeed", 3, 2)],
+)
+def test_the_libraries_lower_stages_send_all_gradients_twice_and_weights_once(
+    stage, engine, once, again
+):
+    """As real ranks sent them, counted (chapter 04)."""
+    recipe = Recipe("qwen3-0.6b", **PLAIN | {"precision": "bf16-true"})
+    recipe = recipe.replace(sharding=Sharding(stage, 4, engine))
+    weights = 2 * recipe.shape.num_parameters
+    assert sent(recipe) == pytest.approx(weights * once * 3 / 4, rel=1e-5)  # with padding
+    three = recipe.replace(gradient_accumulation_steps=3)
+    whole = weights * (once + 2 * again)
+    assert sent(three) == pytest.approx(whole * 3 / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sharding, of_one, of_three",
+    [
+        # Weights come up once; gradients go down in fp32, and their sum five times of three.
+        (Sharding(2, 1, "deepspeed", offload="optimizer"), 2 + 4, 2 + 4 + 5 * 2),
+        # Weights come up twice a micro-batch; the sum goes down and up with each.
+        (Sharding(3, 1, "deepspeed", offload="parameters"), 4 + 4 + 4, 12 + 4 + 12),
+        # Weights twice and gradients, in fp32 (torch's `fully_shard`): no sum is on the card.
+        (Sharding(3, 1, "fsdp", offload="parameters"), 8 + 4, 3 * 12),
+    ],
+)
+def test_what_is_updated_on_the_host_comes_up_when_it_is_gathered(sharding, of_one, of_three):
+    recipe = Recipe("qwen3-0.6b", **PLAIN, sharding=sharding)
+    for times, a_number in ((1, of_one), (3, of_three)):
+        crossing, through = to_host(recipe.replace(gradient_accumulation_steps=times))
+        numbers = through / 28
+        assert crossing / numbers == pytest.approx(a_number, rel=1e-5)  # with padding
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,10 @@ def names_in(value: Any) -> list[str] | None:
 def take_sharding(configuration: Configuration) -> None:
     """Take DeepSpeed's stage and offloading, or FSDP's, which no Trainer's class reads then."""
     deepspeed = configuration.get("deepspeed")
-    fsdp = configuration.get("fsdp_config", {})
+    # `check_fsdp_config_kwargs_prefix` of axolotl and `_process_fsdp_args` of transformers take an
+    # older name, such as fsdp_offload_params, for the one without its prefix.
+    said = configuration.get("fsdp_config", {})
+    fsdp = {name.removeprefix("fsdp_"): value for name, value in said.items()}
     # The reader of the Trainer's arguments would make a sharding of them once more.
     for name in ("deepspeed", "fsdp", "fsdp_config"):
         if configuration.arguments is not None:
@@ -129,7 +132,8 @@ def take_sharding(configuration: Configuration) -> None:
         # FSDP2's name for what FSDP1 called a sharding strategy, of which full_shard reshards and
         # shard_grad_op does not.
         reshards = fsdp.get("reshard_after_forward", True)
-        offloads = fsdp.get("offload_params") or "offload" in words
+        # The Trainer's own name is the second (`_process_fsdp_args`).
+        offloads = fsdp.get("offload_params") or fsdp.get("cpu_offload") or "offload" in words
         # The Trainer refuses its own switch beside FSDP's, so in such a file only this one is on.
         if fsdp.get("activation_checkpointing"):
             configuration.fields["gradient_checkpointing"] = True

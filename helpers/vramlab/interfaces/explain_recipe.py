@@ -238,8 +238,6 @@ class Run:
                 text = (
                     f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated and "
                     f"{sized(asked)} more asked for: a larger batch, "
-                )
-                text += (
                     "longer samples or another precision ran, or more than this training is "
                     "in the process"
                 )
@@ -249,8 +247,6 @@ class Run:
             elif loaded > (1 + TOLERANCE) * (held + sizes["asked"]):
                 text = (
                     f"the recipe's weights take {sized(loaded)}, but {sized(held)} were allocated: "
-                )
-                text += (
                     "it died while they were loading, or they are in fewer bits or on several cards"
                 )
                 said.append(text)
@@ -290,25 +286,17 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, int]]:
             f"the logits in {form}, {rows} × {shape.vocab_size:,} words (or their gradient)",
             tokens * shape.vocab_size * width,
         )
+    hidden = shape.hidden_size
+    inner = shape.intermediate_size
+    by_tokens = {"an activation of an MLP": inner, "a hidden state": hidden}
+    matrices = {"the embedding or the head": shape.vocab_size, "a matrix of an MLP": inner}
     for width, form in FORMATS.items():
         if recipe.attn_implementation == "eager":
             yield f"one layer's attention scores in {form}, {rows} squared a head", squared * width
-        yield (
-            f"an activation of an MLP in {form}, {rows} × {shape.intermediate_size:,}",
-            tokens * shape.intermediate_size * width,
-        )
-        yield (
-            f"a hidden state in {form}, {rows} × {shape.hidden_size:,}",
-            tokens * shape.hidden_size * width,
-        )
-        yield (
-            f"the embedding or the head in {form}, {shape.vocab_size:,} × {shape.hidden_size:,}",
-            shape.vocab_size * shape.hidden_size * width,
-        )
-        yield (
-            f"a matrix of an MLP in {form}, {shape.intermediate_size:,} × {shape.hidden_size:,}",
-            shape.intermediate_size * shape.hidden_size * width,
-        )
+        for what, size in by_tokens.items():
+            yield f"{what} in {form}, {rows} × {size:,}", tokens * size * width
+        for what, size in matrices.items():
+            yield f"{what} in {form}, {size:,} × {hidden:,}", size * hidden * width
 
 
 def says_no_method(recipe: Recipe) -> bool:

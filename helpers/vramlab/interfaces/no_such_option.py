@@ -48,7 +48,8 @@ def instead(error: Any, command: str | None) -> str:
     "" unless a Trainer's arguments have it.
     """
     option = getattr(error, "option_name", "")
-    if not option:
+    # click's BadOptionUsage, as of an option without its value, has a name and no context.
+    if not (option and error.ctx):
         return ""
     name = option.lstrip("-").replace("-", "_")
     known = {o for each in error.ctx.command.params for o in each.opts}

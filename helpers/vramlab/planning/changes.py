@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..base.errors import RecipeError
@@ -89,22 +90,14 @@ def cheapest(
     `witness` refuses the recipe itself.
     """
     report = witness(recipe)
-    before = report.peak.total
-    seconds = _seconds(recipe, card)
+    tried = partial(_tried, recipe, report, _seconds(recipe, card), card, witness)
     changes = []
-    for fields, same in _changes(recipe):
-        if fields.keys() & OF_TRITON and not supports_liger(card):
-            continue
+    for fields, same in _possible(recipe, card):
         # This model or trainer cannot have it, or the formulas do not know it.
         with contextlib.suppress(RecipeError, GpuError):
-            changed = recipe.replace(**fields)
-            changed_report = witness(changed)
-            saves = before - changed_report.peak.total
-            after = _seconds(changed, card)
-            if saves > LEAST_SAVED * before:
-                time = after / seconds if after and seconds else None
-                frees = _process(report) - _process(changed_report)
-                changes.append(Change(fields, saves, time, same, frees))
+            change = tried(fields, same)
+            if change.saves > LEAST_SAVED * report.peak.total:
+                changes.append(change)
 
     # An unknown time counts as no slower.
     def order(change: Change) -> tuple:
@@ -131,12 +124,9 @@ def cheapest_pair(
 
     The second is looked for after the first, so what depends on it counts.
     """
-    report = witness(recipe)
-    seconds = _seconds(recipe, card)
+    tried = partial(_tried, recipe, witness(recipe), _seconds(recipe, card), card, witness)
     found = []
-    for fields, same in [*_changes(recipe), *_unprepared(recipe)]:
-        if fields.keys() & OF_TRITON and not supports_liger(card):
-            continue
+    for fields, same in [*_possible(recipe, card), *_unprepared(recipe)]:
         with contextlib.suppress(RecipeError, GpuError):
             halfway = recipe.replace(**fields)
             if halfway == recipe:
@@ -146,14 +136,7 @@ def cheapest_pair(
                 # A second change of one field would undo the first.
                 if fields.keys() & change.fields.keys():
                     continue
-                both = fields | change.fields
-                changed = recipe.replace(**both)
-                after = witness(changed)
-                saves = report.peak.total - after.peak.total
-                frees = _process(report) - _process(after)
-                time = _seconds(changed, card)
-                relative = time / seconds if time and seconds else None
-                pair = Change(both, saves, relative, same and change.same, frees)
+                pair = tried(fields | change.fields, same and change.same)
                 if pair.takes(need, process):
                     found.append(pair)
 
@@ -161,6 +144,28 @@ def cheapest_pair(
         return not change.same, change.time or 1.0, -change.saves
 
     return min(found, key=order, default=None)
+
+
+def _tried(
+    recipe: Recipe,
+    report: Report,
+    seconds: float | None,
+    card: Gpu | None,
+    witness: Callable[..., Report],
+    fields: Fields,
+    same: bool,
+) -> Change:
+    """Return what changing `fields` does to a recipe whose `report` and `seconds` are given."""
+    changed = recipe.replace(**fields)
+    after = witness(changed)
+    time = _seconds(changed, card)
+    return Change(
+        fields=fields,
+        saves=report.peak.total - after.peak.total,
+        time=time / seconds if time and seconds else None,
+        same=same,
+        frees=_process(report) - _process(after),
+    )
 
 
 def _process(report: Report) -> int:
@@ -175,6 +180,13 @@ def _seconds(recipe: Recipe, card: Gpu | None) -> float | None:
     except (GpuError, RecipeError):
         return None
     return sum(parts.values())
+
+
+def _possible(recipe: Recipe, card: Gpu | None) -> Iterator[tuple[Fields, bool]]:
+    """Yield those of `_changes` whose kernels the card supports."""
+    for fields, same in _changes(recipe):
+        if supports_liger(card) or not fields.keys() & OF_TRITON:
+            yield fields, same
 
 
 def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:

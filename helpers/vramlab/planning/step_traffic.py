@@ -8,8 +8,12 @@ and Yuan 2009):
 
     ddp                    2 f G          an all-reduce, once a step: `no_sync` holds it back while
                                           accumulating
-    deepspeed stage 1      f (G + W)      once a step
-    deepspeed stage 2      f (A G + W)    gradients are reduced to shards after each micro-batch
+    ddp stage 1            f (2 G + W)    DDP's all-reduce, then a broadcast from each rank of the
+                                          weights that it updated (`ZeroRedundancyOptimizer`)
+    deepspeed stage 1      f (2 G + W)    gradients are all-reduced in buckets, of which a rank
+                                          keeps its part (`use_multi_rank_bucket_allreduce`, on
+                                          by default; zero/stage_1_and_2.py, `average_tensor`)
+    deepspeed stage 2      f (2 A G + W)  the same, after each micro-batch
     fsdp stage 2           A f (W + G)    weights are gathered once a micro-batch, for forward and
                                           backward
     stage 3                A f (2 W + G)  weights are gathered twice (Rajbhandari et al. 2020,
@@ -29,7 +33,7 @@ from math import prod
 from ..formulas import model_states
 from ..formulas.model_states import ParameterRow, parameter_table
 from ..formulas.predict import predict
-from ..formulas.tensor_sizes import SMALLEST_PAGED
+from ..formulas.tensor_sizes import FP32, SMALLEST_PAGED
 from ..hardware.gpu import Gpu
 from ..hardware.links import (
     NETWORK_SHARE,
@@ -132,14 +136,12 @@ def _sent_of_states(recipe: Recipe, sharding: Sharding) -> float:
     copies = sharding.dp_replicate_size
     # 0 with one copy of the model.
     averaged = 2 * (1 - 1 / copies) * gradients / sharding.shards
-    if sharding.stage == 3:
-        return times * share * (2 * weights + gradients) + averaged
-    if sharding.engine == "fsdp":
-        return times * share * (weights + gradients) + averaged
-    if sharding.stage == 2:
-        return share * ((times + 1) * gradients)
-    # A ring's two rounds, whether the second gathers gradients or weights of their size.
-    return share * (2 * gradients)
+    if sharding.stage == 3 or sharding.engine == "fsdp":
+        gathers = sharding.stage - 1
+        return times * share * (gathers * weights + gradients) + averaged
+    reductions = times if sharding.stage == 2 else 1
+    gathered = gradients if sharding.stage else 0
+    return share * (2 * reductions * gradients + gathered)
 
 
 def _sent_of_tokens(recipe: Recipe, sharding: Sharding) -> float:
@@ -165,21 +167,42 @@ def _sent_of_tokens(recipe: Recipe, sharding: Sharding) -> float:
 def to_host(recipe: Recipe) -> tuple[float, float]:
     """Return (bytes of one rank over PCIe, bytes of all ranks through the host's memory) in a step.
 
-    With an offloaded optimizer gradients go down, the CPU updates, weights come back. Offloaded
-    parameters also come up twice a micro-batch.
+    The CPU updates. Offloaded parameters come up twice a micro-batch, and their new values when
+    they are next gathered; others come up once they are updated.
     """
     sharding = recipe.group
     if not sharding.offload:
         return 0.0, 0.0
     numbers = sum(row.count * prod(row.shape) for row in _trained(recipe))
-    if sharding.engine == "deepspeed":  # whose device has half-precision weights in "-mixed"
+    times = recipe.gradient_accumulation_steps
+    crossing, sums = 0, times  # torch adds gradients up on the host (`foreach_reduce`)
+    if sharding.engine == "deepspeed":
+        # Its device has half-precision weights in "-mixed".
         recipe = model_states.compute_recipe(recipe)
-    # Gradients go down and weights of their size come up.
-    crossing = 2 * model_states.gradient_bytes(recipe) / sharding.world_size
+        crossing, sums = FP32 * numbers, _ways_of_sum(sharding.stage, times)
+    gradients = model_states.gradient_bytes(recipe)
+    crossing += sums * gradients
     if sharding.offload == "parameters":
-        times = 2 * recipe.gradient_accumulation_steps
-        crossing += times * model_states.parameter_bytes(recipe) / sharding.world_size
-    return crossing, CPU_ADAM * numbers
+        crossing += 2 * times * model_states.parameter_bytes(recipe)
+    else:
+        crossing += gradients  # weights of their size
+    return crossing / sharding.world_size, CPU_ADAM * numbers
+
+
+def _ways_of_sum(stage: int, times: int) -> int:
+    """Return how often DeepSpeed 0.19.8 moves gradients until a step's are summed.
+
+    The sum lies on the host between micro-batches and the device adds to it. It goes down once
+    more, in fp32, when it is complete. Stage 3 brings it up even after the first micro-batch
+    (zero/stage3.py, `partition_grads`). Stage 2 does not, nor moves it if there is one
+    micro-batch only; stage 1 reduces after the last (zero/stage_1_and_2.py,
+    `copy_grads_in_partition` and `async_accumulate_grad_in_cpu_via_gpu`).
+    """
+    if stage == 3:
+        return 2 * times
+    if times == 1:
+        return 0
+    return 2 * times - 1 if stage == 2 else 2
 
 
 def paged_bytes(recipe: Recipe) -> int:

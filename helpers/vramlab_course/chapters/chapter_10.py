@@ -56,13 +56,23 @@ class _Largest(MadeTensors):
         self.bytes = 0
 
     def see(self, tensor: torch.Tensor) -> None:
-        # An expanded view has more numbers than memory, a slice's memory more than numbers.
         size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.bytes = max(self.bytes, size)
 
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        if func.is_view:  # it looks at memory that is there
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
 
 def largest_made(call: Callable[[], Any]) -> int:
-    """Return the bytes of the largest tensor that some operator of a call makes."""
+    """Return the bytes of the largest tensor that a call makes; views make none."""
     with _Largest() as largest:
         call()
     return largest.bytes

@@ -60,7 +60,9 @@ def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]
 
 def kept_by_product(product: type[torch.autograd.Function]) -> int:
     """How many tensors `product` keeps for the backward of x times a layer's weight."""
-    made: list[weakref.ref] = []
+    # No leaf, as in a model: nothing but the product can keep it.
+    x = random_tensor(3, 8).requires_grad_() * 1
+    made: list[weakref.ref] = [weakref.ref(x)]
     saved: list[torch.Tensor] = []
 
     def weight() -> torch.Tensor:
@@ -73,18 +75,19 @@ def kept_by_product(product: type[torch.autograd.Function]) -> int:
         lambda tensor: saved.append(tensor) or tensor,
         lambda tensor: tensor,
     ):
-        output = product.apply(random_tensor(3, 8).requires_grad_(), SimpleNamespace(weight=weight))
+        output = product.apply(x, SimpleNamespace(weight=weight))
+    del x
     alive = sum(reference() is not None for reference in made)
     del output
     return alive + len(saved)
 
 
 def trouble_with_product(product: type[torch.autograd.Function]) -> str:
-    """What PyTorch says of the backward of x times a layer's weight; "" where it runs."""
+    """What PyTorch says of x times a layer's weight, forward and backward; "" where it runs."""
     layer = SimpleNamespace(weight=lambda: random_tensor(5, 8))
     try:
         product.apply(random_tensor(3, 8).requires_grad_(), layer).sum().backward()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         return str(error)
     return ""
 
