@@ -408,9 +408,6 @@ def diff(
         for note in notes:
             say(f"{text}: {note}", err=True)
     with telling():
-        for each, _ in both:
-            if isinstance(each, Recipe):  # and no report, which is computed already
-                tell_compiling(each)
         found = diff(*(report_of(each, target=target) for each, _ in both))
     say(as_text(asdict(found)) if as_json else str(found))
 
