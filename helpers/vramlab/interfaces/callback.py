@@ -210,6 +210,8 @@ class WatchCallback(TrainerCallback):
             left = [at for at, one in recorder.live.items() if recorder.line_of(one) in lines]
             names = ", ".join(sorted({str(held[at]) for at in left if at in held}))
             kept = f" in {names}" if names else ""
-            why = f"memory grows with every step{kept}; what one step leaves, by the line that "
-            why += "made it:"
+            why = (
+                f"memory grows with every step{kept}; what one step leaves, by the line that "
+                "made it:"
+            )
             warnings.warn(f"{why}\n{found}", stacklevel=2)

@@ -41,8 +41,8 @@ OF_SWIFT = {"command", "tuner_type", "train_type"}  # what no other program's fi
 SHELL = ".sh"
 WITHOUT_IMAGES = (
     "its model reads images, of which no file says how many and how large: these figures "
+    "are of text alone, --images and --image-size add them"
 )
-WITHOUT_IMAGES += "are of text alone, --images and --image-size add them"
 EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
 SUFFIXES = (".yaml", ".yml", SHELL)
 
@@ -261,8 +261,10 @@ def _program(path: Path, values: Mapping[str, Any]) -> str:
         # apart.
         theirs = {*own["mapped"], *own["neutral"]} - {*DECLARED, *OF_TRL}
         return LLAMA_FACTORY if theirs & values.keys() else "TRL"
-    rest = "a YAML must be axolotl's (base_model), LLaMA-Factory's or TRL's (model_name_or_path), "
-    rest += "or ms-swift's (model, tuner_type): "
+    rest = (
+        "a YAML must be axolotl's (base_model), LLaMA-Factory's or TRL's (model_name_or_path), "
+        "or ms-swift's (model, tuner_type): "
+    )
     raise RecipeError("model", str(path), rest + "give a model and its settings as options")
 
 

@@ -11,7 +11,8 @@ from ..hardware.gpu import Gpu, find_gpu
 from ..hardware.snapshot import read_snapshot
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report, format_bytes
-from .explain_message import likely_cards, missing_of, of_message
+from .explain_elsewhere import of_model
+from .explain_message import likely_cards, missing_of, more_of, of_message
 from .explain_recipe import Run, parts, taken_from
 from .messages import Message, MessageError, read_message
 
@@ -90,15 +91,17 @@ def explain(
     if isinstance(what, Recipe):
         return _of_recipe(Run(what, card, granted))
     message = read_message(str(what))
-    # A message alone names its own lack; which change would help depends on what was trained.
-    # What vLLM asked for is none of the tensors of a training without it.
-    if recipe is None or (message.in_vllm and not getattr(recipe, "rollouts", None)):
-        lines = of_message(message, alone=True)
-        return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
     # A bare name says nothing of precision or method, so the message may.
     if isinstance(recipe, str):
         recipe = Recipe(recipe)
         assumed = True
+    # A message alone names its own lack; which change would help depends on what was trained.
+    # What vLLM asked for is none of the tensors of a training without it.
+    samples = message.kind == "share" and recipe and recipe.rollouts
+    if recipe is None or (message.is_elsewhere and not samples):
+        more = of_model(message, recipe) if recipe else more_of(message)
+        lines = [*of_message(message, alone=True), *more]
+        return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
     taken = ""
     # Before the run, whose report then is of the recipe as the message corrected it.
     if assumed:

@@ -47,6 +47,9 @@ MORE = (
     "three cheapest changes follow, each with its GiB and seconds, as in "
     "vramlab explain MESSAGE train.py"
 )
+MORE_ELSEWHERE = (
+    "say MODEL with its options after the message: then what of that model it is about follows"
+)
 LITTLE = 0.05  # of what is reserved: fragments that would cure nothing
 
 
@@ -74,10 +77,15 @@ def of_message(message: Message, alone: bool) -> list[str]:
     # repeat.
     if alone:
         lines += _likely_card(message)
-        # The training's tensors would not tell what vLLM, NCCL or a kernel's block asked for.
-        if not message.in_vllm and message.kind != "other":
-            lines.append(MORE)
     return lines
+
+
+def more_of(message: Message) -> list[str]:
+    """Return the line on what more a message with MODEL tells, none where it tells no more."""
+    if message.kind == "other":
+        return []
+    # The training's tensors would not tell what vLLM or an evaluation asked for.
+    return [MORE_ELSEWHERE if message.is_elsewhere else MORE]
 
 
 def likely_cards(message: Message) -> list[Gpu]:
@@ -109,6 +117,10 @@ def _by_kind(message: Message, alone: bool) -> list[str]:
     lines = _of_card(message, alone)
     if message.who == "Apple":
         return [line.replace(CARD_REMEDY, APPLE_REMEDY) for line in lines]
+    if message.frames:
+        # What helps a step would not help what asked.
+        lines = [line for line in lines if line != CARD_REMEDY]
+        lines += [message.who, message.remedy]
     return lines
 
 
@@ -144,9 +156,15 @@ def _of_share(message: Message) -> list[str]:
     lines = [message.who + (f": {said}" if said else "")]
     sizes = message.bytes
     # Of PyTorch's own message vLLM holds a part already.
-    if "total" in sizes and not message.in_vllm:
+    if "total" in sizes and not message.frames:
         share = math.floor(100 * sizes["free"] / sizes["total"]) / 100
         lines.append(f"what is free is {share:.2f} of the card: no larger share starts there")
+    if "rest" in sizes:
+        sign = "−" if sizes["rest"] < 0 else ""
+        lines.append(f"{sign}{sized(abs(sizes['rest']))} were left for it")
+    if "room" in message.tokens:
+        room = message.tokens["room"]
+        lines.append(f"max_model_len={room} is the longest that has room there, by the message")
     found = "vramlab plan MODEL --trainer grpo --use-vllm --gpu CARD finds a share that fits"
     return [*lines, f"{message.remedy}; {found}"]
 

@@ -131,28 +131,36 @@ class Run:
         ranked = cheapest(self.recipe, self.timed, need, witness=self.witness, process=process)
         facts = [self._facts(change, lacks) for change in ranked]
         # A pair takes a hundred reports, which formulas give at once.
-        # With a change that is enough alone there is nothing to combine.
-        none_is_enough = lacks.most and not any(fact["enough"] for fact in facts)
-        if none_is_enough and self._source is predict:
-            facts += self._pairs(lacks)
+        # With the same training that is enough alone there is nothing to combine.
+        enough = {fact["same"] for fact in facts if fact["enough"]}
+        if lacks.most and True not in enough and self._source is predict:
+            pairs = self._pairs(lacks)
+            # Another training is there already, so only a pair that keeps this one is news.
+            facts += [pair for pair in pairs if pair["same"] or not enough]
         return facts
 
     def _pairs(self, lacks: Lacks) -> Iterator[dict[str, Any]]:
-        """Yield the cheapest pair that is enough, with expandable segments if none is without."""
+        """Yield the cheapest pair that is enough.
+
+        With expandable segments too where none is without, or none that keeps the training.
+        """
         need = lacks.tensors or 0
         pair = cheapest_pair(self.recipe, self.timed, need, self.witness, lacks.process or 0)
-        words = "enough together"
+        found = {"enough together": pair}
+        has_same = pair is not None and pair.same
         # The setting alone is said by `_setting`; here it gives what a pair still lacks.
-        if pair is None and self.card and not self.report.expandable_segments:
+        if self.card and not has_same and not self.report.expandable_segments:
             with_them = Run(self.recipe, self.card, self.granted | {"expandable_segments": True})
             process = with_them.lacks().process or 0
-            pair = cheapest_pair(self.recipe, self.timed, need, with_them.witness, process)
-            words += f" with {SEGMENTS}"
-        if pair:
-            fact = self._facts(pair, lacks)
-            fact["enough"] = True
-            fact["text"] += f", {words}"
-            yield fact
+            other = cheapest_pair(self.recipe, self.timed, need, with_them.witness, process)
+            if other and (pair is None or other.same):
+                found[f"enough together with {SEGMENTS}"] = other
+        for words, each in found.items():
+            if each:
+                fact = self._facts(each, lacks)
+                fact["enough"] = True
+                fact["text"] += f", {words}"
+                yield fact
 
     def _facts(self, change: Change, lacks: Lacks) -> dict[str, Any]:
         seconds = None
@@ -238,8 +246,6 @@ class Run:
                 text = (
                     f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated and "
                     f"{sized(asked)} more asked for: a larger batch, "
-                )
-                text += (
                     "longer samples or another precision ran, or more than this training is "
                     "in the process"
                 )
@@ -249,8 +255,6 @@ class Run:
             elif loaded > (1 + TOLERANCE) * (held + sizes["asked"]):
                 text = (
                     f"the recipe's weights take {sized(loaded)}, but {sized(held)} were allocated: "
-                )
-                text += (
                     "it died while they were loading, or they are in fewer bits or on several cards"
                 )
                 said.append(text)
@@ -290,25 +294,17 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, int]]:
             f"the logits in {form}, {rows} × {shape.vocab_size:,} words (or their gradient)",
             tokens * shape.vocab_size * width,
         )
+    hidden = shape.hidden_size
+    inner = shape.intermediate_size
+    by_tokens = {"an activation of an MLP": inner, "a hidden state": hidden}
+    matrices = {"the embedding or the head": shape.vocab_size, "a matrix of an MLP": inner}
     for width, form in FORMATS.items():
         if recipe.attn_implementation == "eager":
             yield f"one layer's attention scores in {form}, {rows} squared a head", squared * width
-        yield (
-            f"an activation of an MLP in {form}, {rows} × {shape.intermediate_size:,}",
-            tokens * shape.intermediate_size * width,
-        )
-        yield (
-            f"a hidden state in {form}, {rows} × {shape.hidden_size:,}",
-            tokens * shape.hidden_size * width,
-        )
-        yield (
-            f"the embedding or the head in {form}, {shape.vocab_size:,} × {shape.hidden_size:,}",
-            shape.vocab_size * shape.hidden_size * width,
-        )
-        yield (
-            f"a matrix of an MLP in {form}, {shape.intermediate_size:,} × {shape.hidden_size:,}",
-            shape.intermediate_size * shape.hidden_size * width,
-        )
+        for what, size in by_tokens.items():
+            yield f"{what} in {form}, {rows} × {size:,}", tokens * size * width
+        for what, size in matrices.items():
+            yield f"{what} in {form}, {size:,} × {hidden:,}", size * hidden * width
 
 
 def says_no_method(recipe: Recipe) -> bool:

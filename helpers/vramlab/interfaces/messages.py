@@ -49,8 +49,14 @@ class Message:
     holders: list[Holder] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     says: list[str] = field(default_factory=list)
-    in_vllm: bool = False  # vLLM's frames are in the traceback
+    tokens: dict[str, int] = field(default_factory=dict)  # of vLLM's: `longest`, `room`
+    frames: str = ""  # those in the traceback that are of no step: a name of WORDS["frames"]
     in_softmax: bool = False  # the frame that asked is a softmax, which is not the loss's
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether something else than a training step asked for the memory."""
+        return self.kind == "share" or self.frames != ""
 
 
 def read_message(text: str) -> Message:
@@ -74,8 +80,6 @@ def read_message(text: str) -> Message:
     if message is None:
         rest = (
             "PyTorch's says 'Tried to allocate …' and what is free, vLLM's what its share lacks; "
-        )
-        rest += (
             "logs of Slurm, Ray, DeepSpeed, a container or Linux say that a process was killed, "
             "and nvidia-smi's table who holds what."
         )
@@ -95,12 +99,14 @@ def read_message(text: str) -> Message:
 def _find_frames(message: Message, text: str) -> None:
     """Put into `message` whose frames of the traceback asked for memory."""
     message.in_softmax = re.search(WORDS["in_softmax"], text) is not None
-    vllm = WORDS["in_vllm"]
-    if re.search(vllm["pattern"], text):
-        message.in_vllm = True
+    for entry in WORDS["frames"]:
+        if re.search(entry["pattern"], text):
+            message.frames = entry["name"]
+            message.who = entry["who"]
+            message.remedy = entry["remedy"]
+            break
+    if message.frames == "vllm":
         message.kind = "share"
-        message.who = vllm["who"]
-        message.remedy = vllm["remedy"]
 
 
 def _size(match: re.Match) -> int:
@@ -150,7 +156,12 @@ def _of_share(line: str) -> Message | None:
                 sizes[name] = _size(match)
         if sizes.keys() >= {"asked", "free"}:
             sizes["lack"] = sizes["asked"] - sizes["free"]
-        return Message("share", sizes, entry["who"], entry["remedy"])
+        tokens = {}
+        for name, pattern in WORDS["tokens"].items():
+            match = re.search(pattern, line)
+            if match:
+                tokens[name] = int(match.group(1))
+        return Message("share", sizes, entry["who"], entry["remedy"], tokens=tokens)
     return None
 
 

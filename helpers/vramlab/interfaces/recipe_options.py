@@ -246,8 +246,10 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not pretrained)
     except (OSError, ValueError) as error:
-        rest = f"no tokenizer of {model} is here to count it: take a folder that has one as MODEL, "
-        rest += "--pretrained to download it, or say each sample's length"
+        rest = (
+            f"no tokenizer of {model} is here to count it: take a folder that has one as MODEL, "
+            "--pretrained to download it, or say each sample's length"
+        )
         raise RecipeError("dataset", ", ".join(rows[0]), rest) from error
 
     def count(row: dict) -> int:

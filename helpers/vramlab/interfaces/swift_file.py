@@ -38,8 +38,8 @@ ZERO["zero3_offload"] = {
 FSDP = {"reshard_after_forward": True, "activation_checkpointing": True}
 ULYSSES = (
     "not modelled: ms-swift's own Ulysses; these figures are of DeepSpeed's, whose ranks hold as "
+    "many tokens and heads"
 )
-ULYSSES += "many tokens and heads"
 GLOBAL_BATCH = 16  # `TrainArgumentsMixin.__post_init__`, where no accumulation is said
 DEFAULTS = {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05}
 
@@ -204,8 +204,10 @@ def _take_ranks(configuration: Configuration) -> None:
     devices = configuration.get("cuda_visible_devices", 1)
     # `is_mp`: each process divides its model among its devices; DeepSpeed and FSDP do not
     if devices >= 2 * ranks and "sharding" not in configuration.fields:
-        rest = "a process divides its model among several, which no recipe models: as many as "
-        rest += "NPROC_PER_NODE are read"
+        rest = (
+            "a process divides its model among several, which no recipe models: as many as "
+            "NPROC_PER_NODE are read"
+        )
         raise configuration.refuse("cuda_visible_devices", rest)
     take_ranks(configuration, "nproc_per_node")
     together = configuration.get("sequence_parallel_size") or 1

@@ -107,8 +107,10 @@ def share(
         paths = sorted(source.glob("*.json"))
     if own:
         paths = [path for path in paths if not SENT.search(path.name)]
-        why = "this machine has measured nothing there; `vramlab card` on a GPU does, then say its "
-        why += "folder: `vramlab share my_records`"
+        why = (
+            "this machine has measured nothing there; `vramlab card` on a GPU does, then say its "
+            "folder: `vramlab share my_records`"
+        )
     for path in paths:
         records = read_records(path)
         left_out = [*_leave_out(records.reports), *_leave_out(records.facts)]

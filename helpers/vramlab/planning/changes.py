@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..base.errors import RecipeError
@@ -12,7 +13,7 @@ from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
 from ..recipe.knobs import knobs
 from ..recipe.options import TRL, Quantization
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import OPTIMIZERS, Recipe
 from ..report.report import Report, format_bytes, unit_for
 from ..simulation.colocated import least_share
 from .counted import counted_as
@@ -28,7 +29,7 @@ DEFAULT_CARD = "A100 80GB"  # for relative times where no card is named
 LEAST_SAVED = 0.01  # of the peak: less is no help
 LEAST_SLOWER = 0.02  # of the step: less is not said
 SHORTEST = 64  # tokens
-MOST_CHANGES = 13  # that `_changes` has
+MOST_CHANGES = 14  # that `_changes` has
 MOST_GPUS = 1024
 OF_TRITON = {"use_liger_kernel", "trainer"}  # fields whose change brings kernels of Triton's
 WITHOUT_LIGER = ("fsdp", "deepspeed")  # engines under which formulas know SFTTrainer's loss only
@@ -89,22 +90,14 @@ def cheapest(
     `witness` refuses the recipe itself.
     """
     report = witness(recipe)
-    before = report.peak.total
-    seconds = _seconds(recipe, card)
+    tried = partial(_tried, recipe, report, _seconds(recipe, card), card, witness)
     changes = []
-    for fields, same in _changes(recipe):
-        if fields.keys() & OF_TRITON and not supports_liger(card):
-            continue
+    for fields, same in _possible(recipe, card):
         # This model or trainer cannot have it, or the formulas do not know it.
         with contextlib.suppress(RecipeError, GpuError):
-            changed = recipe.replace(**fields)
-            changed_report = witness(changed)
-            saves = before - changed_report.peak.total
-            after = _seconds(changed, card)
-            if saves > LEAST_SAVED * before:
-                time = after / seconds if after and seconds else None
-                frees = _process(report) - _process(changed_report)
-                changes.append(Change(fields, saves, time, same, frees))
+            change = tried(fields, same)
+            if change.saves > LEAST_SAVED * report.peak.total:
+                changes.append(change)
 
     # An unknown time counts as no slower.
     def order(change: Change) -> tuple:
@@ -131,12 +124,9 @@ def cheapest_pair(
 
     The second is looked for after the first, so what depends on it counts.
     """
-    report = witness(recipe)
-    seconds = _seconds(recipe, card)
+    tried = partial(_tried, recipe, witness(recipe), _seconds(recipe, card), card, witness)
     found = []
-    for fields, same in [*_changes(recipe), *_unprepared(recipe)]:
-        if fields.keys() & OF_TRITON and not supports_liger(card):
-            continue
+    for fields, same in [*_possible(recipe, card), *_unprepared(recipe)]:
         with contextlib.suppress(RecipeError, GpuError):
             halfway = recipe.replace(**fields)
             if halfway == recipe:
@@ -146,14 +136,7 @@ def cheapest_pair(
                 # A second change of one field would undo the first.
                 if fields.keys() & change.fields.keys():
                     continue
-                both = fields | change.fields
-                changed = recipe.replace(**both)
-                after = witness(changed)
-                saves = report.peak.total - after.peak.total
-                frees = _process(report) - _process(after)
-                time = _seconds(changed, card)
-                relative = time / seconds if time and seconds else None
-                pair = Change(both, saves, relative, same and change.same, frees)
+                pair = tried(fields | change.fields, same and change.same)
                 if pair.takes(need, process):
                     found.append(pair)
 
@@ -161,6 +144,28 @@ def cheapest_pair(
         return not change.same, change.time or 1.0, -change.saves
 
     return min(found, key=order, default=None)
+
+
+def _tried(
+    recipe: Recipe,
+    report: Report,
+    seconds: float | None,
+    card: Gpu | None,
+    witness: Callable[..., Report],
+    fields: Fields,
+    same: bool,
+) -> Change:
+    """Return what changing `fields` does to a recipe whose `report` and `seconds` are given."""
+    changed = recipe.replace(**fields)
+    after = witness(changed)
+    time = _seconds(changed, card)
+    return Change(
+        fields=fields,
+        saves=report.peak.total - after.peak.total,
+        time=time / seconds if time and seconds else None,
+        same=same,
+        frees=_process(report) - _process(after),
+    )
 
 
 def _process(report: Report) -> int:
@@ -175,6 +180,13 @@ def _seconds(recipe: Recipe, card: Gpu | None) -> float | None:
     except (GpuError, RecipeError):
         return None
     return sum(parts.values())
+
+
+def _possible(recipe: Recipe, card: Gpu | None) -> Iterator[tuple[Fields, bool]]:
+    """Yield those of `_changes` whose kernels the card supports."""
+    for fields, same in _changes(recipe):
+        if supports_liger(card) or not fields.keys() & OF_TRITON:
+            yield fields, same
 
 
 def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
@@ -195,6 +207,10 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield halved, True
     if recipe.optim.startswith("adamw"):
         yield {"optim": "adamw_bnb_8bit"}, False
+    # The same update; its states move to host memory when the card is full.
+    paged = f"paged_{recipe.optim.replace('_bnb', '')}"
+    if paged in OPTIMIZERS:
+        yield {"optim": paged}, True
     if recipe.precision == "fp32":
         yield {"precision": "bf16-mixed"}, False
     # Adapters that are there stay, and of PEFT's other methods nothing is asked.

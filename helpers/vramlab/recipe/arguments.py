@@ -216,8 +216,10 @@ def _says_parallelism(args: Any, sharding: Any) -> bool:
     if not wanted:
         return False
     if any(getattr(said, name, 1) != size for name, size in wanted.items()):
-        rest = f"this sharding needs ParallelismConfig(**{wanted}), as "
-        rest += "Recipe.training_arguments() writes it"
+        rest = (
+            f"this sharding needs ParallelismConfig(**{wanted}), as "
+            "Recipe.training_arguments() writes it"
+        )
         raise RecipeError("parallelism_config", said, rest)
     return True
 
@@ -335,8 +337,9 @@ def _check_sharding(args: Any, sharding: Sharding | None) -> None:
     """Raise RecipeError unless `sharding` is what the arguments' FSDP or DeepSpeed says."""
     engine = "fsdp" if args.fsdp else "deepspeed"
     if sharding is None or getattr(sharding, "engine", None) != engine:
-        rest = "the arguments ask for it: say "
-        rest += f"sharding=Sharding(stage, world_size, engine={engine!r})"
+        rest = (
+            f"the arguments ask for it: say sharding=Sharding(stage, world_size, engine={engine!r})"
+        )
         raise RecipeError("sharding", sharding, rest)
     if engine == "deepspeed":
         said = args.deepspeed
@@ -363,8 +366,10 @@ def _check_entries(name: str, said: Mapping[str, Any], wanted: Mapping[str, Any]
         if isinstance(value, dict) and isinstance(expected, dict):
             _check_entries(f"{name}.{key}", value, expected)
         elif value != expected and key not in CLASSIFIED["neutral_in_deepspeed"]:
-            rest = f"this sharding is modelled with {expected!r}, as "
-            rest += "Recipe.training_arguments() writes it"
+            rest = (
+                f"this sharding is modelled with {expected!r}, as "
+                "Recipe.training_arguments() writes it"
+            )
             raise RecipeError(f"{name}.{key}", value, rest)
 
 

@@ -10,8 +10,10 @@ PACKAGE = (
 )
 # Whose patched forward passes have the same loss: neither scaled nor capped logits
 # (`cut_cross_entropy/transformers` of axolotl's fork at 5f0c7a7).
-FAMILIES = "gemma glm4_moe gpt_oss llama mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe "
-FAMILIES += "qwen3_next smollm3"
+FAMILIES = (
+    "gemma glm4_moe gpt_oss llama mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe "
+    "qwen3_next smollm3"
+)
 
 
 def refusals(recipe: RecipeFields) -> Refusals:

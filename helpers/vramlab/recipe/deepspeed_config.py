@@ -65,8 +65,10 @@ def check_dtype(recipe: RecipeFields) -> None:
     if recipe.quantization or recipe.precision.endswith("-mixed") or dtype == "float32":
         return
     mixed = "fp16-mixed" if dtype == "float16" else "bf16-mixed"
-    rest = f"at DeepSpeed's stage 3 from_pretrained makes fp32 of {dtype} weights then: take "
-    rest += f"{mixed!r}, whose weights are {dtype} beside DeepSpeed's fp32 copies, or 'fp32'"
+    rest = (
+        f"at DeepSpeed's stage 3 from_pretrained makes fp32 of {dtype} weights then: take "
+        f"{mixed!r}, whose weights are {dtype} beside DeepSpeed's fp32 copies, or 'fp32'"
+    )
     raise RecipeError("precision", recipe.precision, rest)
 
 

@@ -60,8 +60,10 @@ def refuse_as_recipe(model: str, config: Any) -> None:
     """
     if not isinstance(config, Mapping) or "_class_name" not in config or "model_type" in config:
         return
-    rest = f"it is the configuration of diffusers' {config['_class_name']}, and recipes train "
-    rest += "transformers' models: "
+    rest = (
+        f"it is the configuration of diffusers' {config['_class_name']}, and recipes train "
+        "transformers' models: "
+    )
     if published_like(config):
         path = shlex.quote(model) if model else "FOLDER"
         rest += f"vramlab diffusion {path} simulates diffusers' own step, "

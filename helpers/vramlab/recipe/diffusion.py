@@ -248,8 +248,10 @@ def _record(model: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
     runs = "vramlab run --gpu CARD -- python train.py runs any script"
     file = config_file(str(model))
     if file is None:
-        rest = f"known are {known}, and the folder of a pipeline or of a denoiser of their "
-        rest += f"architectures (unet or transformer, with its config.json); {runs}"
+        rest = (
+            f"known are {known}, and the folder of a pipeline or of a denoiser of their "
+            f"architectures (unet or transformer, with its config.json); {runs}"
+        )
         raise RecipeError("model", model, rest)
     config = read_json_file("model", file)
     like = published_like(config) if isinstance(config, dict) else None

@@ -91,6 +91,8 @@ def download(name: str) -> None:
     except Exception as error:  # no network, no such model, a gated one, a name that is none
         why = " ".join(str(error).split())[:200].rstrip(".")
         kind = type(error).__name__
-        rest = f"its config.json could not be downloaded ({kind}: {why}); a gated model wants "
-        rest += "`hf auth login` first, and a folder that has the file works without the hub"
+        rest = (
+            f"its config.json could not be downloaded ({kind}: {why}); a gated model wants "
+            "`hf auth login` first, and a folder that has the file works without the hub"
+        )
         raise RecipeError("model", name, rest) from error

@@ -43,7 +43,9 @@ def refusals(recipe: RecipeFields) -> Refusals:
     yield FIELD, shape.task != "causal-lm", allowed
     allowed = "beside adapters FSDP leaves the head's weight cut: take engine='ddp'"
     yield FIELD, recipe.lora and engine == "fsdp", allowed
-    allowed = f"Liger's head reads the weight of {shape.head} and not its adapter, which would "
-    allowed += "not be trained"
+    allowed = (
+        f"Liger's head reads the weight of {shape.head} and not its adapter, which would "
+        "not be trained"
+    )
     is_adapted = lora_modules.is_adapted(shape, recipe.lora, shape.head)
     yield "lora.target_modules", is_adapted, allowed

@@ -287,8 +287,7 @@ def unquantized(recipe: WithAdapters) -> list[str]:
         what += ", and prepare_model_for_kbit_training casts them to fp32"
     kept = sum(weight.size for weight in left)
     sizes = _share(kept, shape.num_parameters)
-    note = f"{sizes} weights are not quantized: "
-    note += f"transformers' loader takes nn.Linear layers, {what}"
+    note = f"{sizes} weights are not quantized: transformers' loader takes nn.Linear layers, {what}"
     if has_experts(shape) and not in_int8:
         note += "; quantization.experts says how to pack them too"
     return [*notes, note]

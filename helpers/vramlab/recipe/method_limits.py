@@ -35,8 +35,10 @@ def _method_refusals(recipe: RecipeFields, method: peft_methods.Peft) -> Refusal
     name = TRL.get(recipe.trainer)
     yield "peft", is_other, f"{name} is modelled with LoRA: take trainer 'sft', or lora"
     takes_whole = method.peft_type in peft_methods.NEED_WHOLE_WEIGHTS
-    allowed = f"{method.peft_type} computes with the base's own weights, which 4 bits pack: "
-    allowed += "take no quantization, or a method such as LoRA, OFT, VERA or IA3"
+    allowed = (
+        f"{method.peft_type} computes with the base's own weights, which 4 bits pack: "
+        "take no quantization, or a method such as LoRA, OFT, VERA or IA3"
+    )
     yield "peft", recipe.quantization and takes_whole, allowed
     # PeftModel.get_prompt
     keeps_keys = method.peft_type in peft_methods.WITH_CACHE

@@ -41,8 +41,10 @@ def refusals(recipe: RecipeFields) -> Refusals:
     allowed = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
     yield "sharding.stage", is_third and recipe.quantization, allowed
     has_two_formats = is_third and recipe.lora and _trains_two_formats(recipe, recipe.lora)
-    allowed = "DeepSpeed's stage 3 trains one format: fp32 adapters beside weights in half "
-    allowed += "precision need stage 2 or 'fp32'"
+    allowed = (
+        "DeepSpeed's stage 3 trains one format: fp32 adapters beside weights in half "
+        "precision need stage 2 or 'fp32'"
+    )
     yield "sharding.stage", has_two_formats, allowed
     if engine in ("tensor", "pipeline"):
         yield from _divided(recipe, sharding)
@@ -59,8 +61,10 @@ def notes(sharding: Sharding) -> list[str]:
     # Each rank's loss is that of all, and stages 1 and 2 divide the sum of the ranks' gradients by
     # the number of groups (stage_1_and_2.py, dp_world_size / sequence_parallel_size), stage 3 by
     # that of ranks.
-    text = f"the Trainer's Ulysses over DeepSpeed's stage {sharding.stage} makes gradients "
-    text += f"{sharding.sp_size} times as large as over stage 3; AdamW divides that out, SGD and "
+    text = (
+        f"the Trainer's Ulysses over DeepSpeed's stage {sharding.stage} makes gradients "
+        f"{sharding.sp_size} times as large as over stage 3; AdamW divides that out, SGD and "
+    )
     return [text + "max_grad_norm do not: take stage 3"]
 
 
@@ -71,9 +75,11 @@ def check_division(division: Any) -> None:
     sizes = {name: size for name, size in vars(division).items() if name.endswith("_size")}
     divided = ", ".join(f"{name}={size}" for name, size in sizes.items() if (size or 1) > 1)
     if divided:
-        rest = "from_pretrained divides such a model itself, which no recipe describes, and with "
-        rest += "expert parallel a rank holds the tokens that the router sends it: WatchCallback() "
-        rest += "in its Trainer measures it, and sharding=Sharding(…) is for FSDP and DeepSpeed"
+        rest = (
+            "from_pretrained divides such a model itself, which no recipe describes, and with "
+            "expert parallel a rank holds the tokens that the router sends it: WatchCallback() "
+            "in its Trainer measures it, and sharding=Sharding(…) is for FSDP and DeepSpeed"
+        )
         raise RecipeError("model.distributed_config", divided, rest)
 
 
@@ -96,8 +102,10 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = "the Trainer's context parallel computes attention by 'sdpa' only"
     yield "attn_implementation", recipe.attn_implementation != "sdpa", allowed
     yield from _of_a_divided_sample(recipe, "sharding.cp_size", "context parallel")
-    allowed = f"a token of {shape.name} looks back {shape.sliding_window} tokens only, which "
-    allowed += "accelerate refuses: the ring drops that mask"
+    allowed = (
+        f"a token of {shape.name} looks back {shape.sliding_window} tokens only, which "
+        "accelerate refuses: the ring drops that mask"
+    )
     yield "sharding.cp_size", shape.sliding_window, allowed
     allowed = "the ring drops the mask that keeps joined samples apart: leave packing and "
     yield "sharding.cp_size", recipe.joins, allowed + "padding_free out"
@@ -107,8 +115,10 @@ def _in_rings(recipe: RecipeFields, ranks: int) -> Refusals:
     allowed = f"rows of {width:,} tokens do not divide into two equal pieces for each of {ranks} "
     yield "sharding.cp_size", width % recipe.pieces, allowed + "ranks"
     is_wide = recipe.precision in ("fp32", "tf32") and not efficient_takes_groups()
-    allowed = "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
-    allowed += "compute in bf16 or fp16"
+    allowed = (
+        "no fused CUDA kernel takes fp32 queries that share keys, and the ring needs one: "
+        "compute in bf16 or fp16"
+    )
     yield "precision", is_wide and shape.num_kv_heads < shape.num_heads, allowed
 
 
@@ -123,8 +133,10 @@ def check_ring(recipe: RecipeFields, target: str) -> None:
     _, width = recipe.rows
     multiple = BLOCK * recipe.pieces
     if recipe.precision in ("fp32", "tf32") and width % multiple:
-        rest = f"torch's ring adds up whole blocks of {BLOCK} tokens in it, and rows of {width:,} "
-        rest += f"are no multiple of {multiple}: take such a length, or compute in bf16 or fp16"
+        rest = (
+            f"torch's ring adds up whole blocks of {BLOCK} tokens in it, and rows of {width:,} "
+            f"are no multiple of {multiple}: take such a length, or compute in bf16 or fp16"
+        )
         raise RecipeError("precision", recipe.precision, rest)
 
 
@@ -135,16 +147,20 @@ def _in_ulysses(recipe: RecipeFields, ranks: int) -> Refusals:
     is_known = recipe.attn_implementation in ("sdpa", "flash_attention_2")
     yield "attn_implementation", not is_known, allowed
     yield from _of_a_divided_sample(recipe, "sharding.sp_size", "Ulysses")
-    allowed = f"a token of {shape.name} looks back {shape.sliding_window} tokens only, and Ulysses "
-    allowed += "drops that mask"
+    allowed = (
+        f"a token of {shape.name} looks back {shape.sliding_window} tokens only, and Ulysses "
+        "drops that mask"
+    )
     yield "sharding.sp_size", shape.sliding_window, allowed
     allowed = "samples that are joined are not divided here: leave packing and padding_free out"
     yield "sharding.sp_size", recipe.joins, allowed
     _, width = recipe.rows
     allowed = f"rows of {width:,} tokens do not divide into an equal part for each of {ranks} ranks"
     yield "sharding.sp_size", width % ranks, allowed
-    allowed = f"it must divide the {shape.num_heads} heads of {shape.name}, and its "
-    allowed += f"{shape.num_kv_heads} key/value heads or be a multiple of them"
+    allowed = (
+        f"it must divide the {shape.num_heads} heads of {shape.name}, and its "
+        f"{shape.num_kv_heads} key/value heads or be a multiple of them"
+    )
     # With fewer key heads than ranks each is sent to several (kv_replication_factor in
     # ulysses_sp.py).
     keys = shape.num_kv_heads
@@ -216,9 +232,12 @@ def _stages(recipe: RecipeFields, sharding: Sharding) -> Refusals:
     yield "sharding.world_size", ranks > shape.num_layers, allowed
     allowed = f"a batch of {recipe.batch_size} samples does not divide into {parts} equal parts"
     yield "sharding.micro_batches", recipe.batch_size % parts, allowed
-    allowed = f"1f1b needs a micro-batch for each of the {ranks} stages at least; "
-    allowed += "schedule='gpipe' takes fewer"
+    allowed = (
+        f"1f1b needs a micro-batch for each of the {ranks} stages at least; "
+        "schedule='gpipe' takes fewer"
+    )
     yield "sharding.micro_batches", sharding.schedule == "1f1b" and parts < ranks, allowed
-    allowed = "each stage would scale its own loss: use 'bf16-mixed', or a precision without a "
-    allowed += "loss scale"
+    allowed = (
+        "each stage would scale its own loss: use 'bf16-mixed', or a precision without a loss scale"
+    )
     yield "precision", recipe.precision == "fp16-mixed", allowed

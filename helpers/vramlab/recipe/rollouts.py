@@ -19,8 +19,10 @@ def filled_in(recipe: RecipeFields) -> dict[str, Any]:
     rollouts = recipe.rollouts or Rollouts()
     length = rollouts.prompt_length + rollouts.max_completion_length
     if recipe.seq_len not in (None, length):
-        rest = f"a prompt of {rollouts.prompt_length} tokens and a completion of "
-        rest += f"{rollouts.max_completion_length} are {length}: leave seq_len out"
+        rest = (
+            f"a prompt of {rollouts.prompt_length} tokens and a completion of "
+            f"{rollouts.max_completion_length} are {length}: leave seq_len out"
+        )
         raise RecipeError("seq_len", recipe.seq_len, rest)
     fields: dict[str, Any] = {"rollouts": rollouts, "seq_len": length}
     # 1 is the default, and no group has one completion
@@ -103,8 +105,10 @@ def refusals(recipe: RecipeFields) -> Refusals:
         at_once *= sharding.world_size
         on_ranks = " × world_size"
         yield from _on_ranks(sharding, rollouts, name)
-    allowed = f"{at_once} completions are sampled at once (batch_size × steps_per_generation"
-    allowed += f"{on_ranks}), which has to be a multiple of it"
+    allowed = (
+        f"{at_once} completions are sampled at once (batch_size × steps_per_generation"
+        f"{on_ranks}), which has to be a multiple of it"
+    )
     yield "rollouts.num_generations", at_once % rollouts.num_generations, allowed
     allowed = f"{name} samples by itself what it trains on: leave it out"
     for field in ("lengths", "pad_to_multiple_of"):

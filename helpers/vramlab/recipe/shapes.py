@@ -120,8 +120,10 @@ def read_shape(
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
         return _shape(name, None, json.dumps(config), num_layers, task, num_labels)
     if not isinstance(model, str):
-        rest = "it must be a name, a path to a config.json or a configuration, such as a model's "
-        rest += "own `config`; a module goes to simulate(model=...)"
+        rest = (
+            "it must be a name, a path to a config.json or a configuration, such as a model's "
+            "own `config`; a module goes to simulate(model=...)"
+        )
         raise RecipeError("model", model, rest)
     # A catalogued name counts before a file or folder of that name.
     entry = _spellings().get(model.lower())
@@ -136,8 +138,8 @@ def read_shape(
     elif path.suffix.lower() in (".yaml", ".yml"):
         rest = (
             "the command line reads the YAML of axolotl, LLaMA-Factory and TRL; a recipe takes the "
+            "model that stands in it, and its settings as fields"
         )
-        rest += "model that stands in it, and its settings as fields"
         raise RecipeError("model", model, rest)
     path, text = _read_file(model)
     denoisers.refuse_as_recipe(model, configuration.read_json("model", text, model))
@@ -206,9 +208,11 @@ def _read_file(model: str) -> tuple[Path, str]:
         last_part = model.lower().rpartition("/")[2]
         near = difflib.get_close_matches(last_part, _spellings(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        rest = f"no model and no readable file is called so; {hint}`vramlab models` lists the "
-        rest += "names, the path of any config.json works too, and --download reads it from the "
-        rest += "hub (organisation/model)"
+        rest = (
+            f"no model and no readable file is called so; {hint}`vramlab models` lists the "
+            "names, the path of any config.json works too, and --download reads it from the "
+            "hub (organisation/model)"
+        )
         raise RecipeError("model", model, rest) from None
 
 

@@ -132,8 +132,10 @@ class Sharding:
         allowed = f"ranks of {self.world_size} go from 0 to {last}"
         yield "rank", self.rank > last, allowed
         copies = self.dp_replicate_size
-        allowed = f"copies of the model divide the {self.world_size} ranks into equal groups of 2 "
-        allowed += "at least"
+        allowed = (
+            f"copies of the model divide the {self.world_size} ranks into equal groups of 2 "
+            "at least"
+        )
         is_uneven = self.world_size % copies or self.world_size == copies
         yield "dp_replicate_size", copies > 1 and is_uneven, allowed
         of_copy = "world_size" if copies == 1 else "the ranks of a copy"

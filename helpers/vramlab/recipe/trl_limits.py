@@ -42,8 +42,10 @@ def _sharding_refusals(recipe: RecipeFields, name: str) -> Refusals:
     yield "sharding.engine", engine not in ("ddp", "fsdp", "deepspeed"), allowed
     precomputes = engine == "deepspeed" and recipe.precompute_ref_log_probs
     is_whole = recipe.has_reference or precomputes
-    allowed = f"{name}'s reference model is modelled whole: add lora, which needs none, or "
-    allowed += "take engine 'ddp'"
+    allowed = (
+        f"{name}'s reference model is modelled whole: add lora, which needs none, or "
+        "take engine 'ddp'"
+    )
     yield "sharding.engine", engine != "ddp" and is_whole, allowed
     is_third = engine == "deepspeed" and recipe.group.stage == 3
     allowed = f"{name} trains adapters otherwise there: take stage 2, or engine 'fsdp'"
@@ -55,12 +57,15 @@ def _adapter_refusals(recipe: RecipeFields, name: str, lora: LoRA) -> Refusals:
     shape = recipe.shape
     quantization = recipe.quantization
     keeps_copy = not quantization and recipe.trainer not in ("sft", "reward")
-    allowed = f"{name} keeps a copy of adapters that it does not make itself, which are in "
-    allowed += "fp32: leave it True"
+    allowed = (
+        f"{name} keeps a copy of adapters that it does not make itself, which are in "
+        "fp32: leave it True"
+    )
     is_half = keeps_copy and not lora.autocast_adapter_dtype
     yield "lora.autocast_adapter_dtype", is_half, allowed
-    allowed = f"{name} does not call prepare_model_for_kbit_training: say "
-    allowed += "Quantization(prepare=False)"
+    allowed = (
+        f"{name} does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
+    )
     yield "quantization.prepare", quantization and quantization.prepare, allowed
     # pytorch/pytorch#127176
     allowed = f"the loss scaler refuses the bfloat16 adapters that {name} makes: take "

@@ -26,11 +26,14 @@ from .fake_mode import RuledFakeMode
 from .users_objects import Remembered
 from .values import StandIns, Values, reason_at
 
-SCRIPTED = "cannot follow a TorchScript module, "
-SCRIPTED += "whose interpreter runs its forward out of Python's sight"
+SCRIPTED = (
+    "cannot follow a TorchScript module, whose interpreter runs its forward out of Python's sight"
+)
 WATCH = "`watch` measures a step that really runs"
-UNSIMULATED = "no recurrent layers, embedding bags or sparse tensors are simulated: "
-UNSIMULATED += f"{WATCH}, if none is sparse"
+UNSIMULATED = (
+    "no recurrent layers, embedding bags or sparse tensors are simulated: "
+    f"{WATCH}, if none is sparse"
+)
 IN_HALF = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
@@ -59,8 +62,10 @@ class ModuleStep:
         yield "batch", is_sparse, UNSIMULATED
         allowed = "a module needs what its forward takes: a mapping, a tuple or a tensor"
         yield "batch", self.batch is None, allowed
-        allowed = "it must be a torch.optim.Optimizer, a list of them, or a function that makes "
-        allowed += "one from parameters"
+        allowed = (
+            "it must be a torch.optim.Optimizer, a list of them, or a function that makes "
+            "one from parameters"
+        )
         yield "optimizer", not self._has_optimizer(), allowed
         allowed = "it is called as loss(output, batch): take two arguments"
         yield "loss", self.loss is not None and not _takes_two(self.loss), allowed
@@ -133,8 +138,10 @@ class ModuleStep:
         """Return the loss. Raises RecipeError unless it is one number to go backward from."""
         has_loss = isinstance(outputs, Mapping) and "loss" in outputs
         if self.loss is None and not has_loss:
-            rest = "the module returns no mapping with a 'loss': give loss=, a function of "
-            rest += "(outputs, batch) to one number"
+            rest = (
+                "the module returns no mapping with a 'loss': give loss=, a function of "
+                "(outputs, batch) to one number"
+            )
             raise RecipeError("loss", None, rest)
         value = outputs["loss"] if self.loss is None else self.loss(outputs, batch)
         is_number = isinstance(value, torch.Tensor) and value.numel() == 1
@@ -236,8 +243,9 @@ def _module_refusals(model: nn.Module) -> Refusals:
     allowed = f"simulate {SCRIPTED}: give the module that was scripted or traced"
     yield "model", is_scripted, allowed
     lazy = lazy_parameter(model)
-    allowed = f"its parameter {lazy!r} is lazy and has no shape: call the module once on a batch "
-    allowed += "before"
+    allowed = (
+        f"its parameter {lazy!r} is lazy and has no shape: call the module once on a batch before"
+    )
     yield "model", lazy, allowed
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     yield "model", not is_trained, "no parameter of it requires a gradient"

@@ -44,8 +44,10 @@ FAMILIES = ("gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
 FAMILIES_4_48 = ("llama", "mistral", "phi", "qwen2")
 DELTA_NETS = ("qwen3_next", "qwen3_5_text")
 _ALL = ("sdpa", "eager")
-_MASKS = "a batch without attention_mask gets a causal mask where no cache is kept; with an "
-_MASKS += "all-ones one leave as_run out"
+_MASKS = (
+    "a batch without attention_mask gets a causal mask where no cache is kept; with an "
+    "all-ones one leave as_run out"
+)
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,14 @@ def _as_5_16() -> Iterator[None]:
         yield
 
 
-_SHIFTED = "the loss copies the shifted logits in fp32, sdpa gets contiguous copies of query, "
-_SHIFTED += "repeated keys and values"
-_SHARED = "keys and values that query heads share are repeated before sdpa, so that every kernel "
-_SHARED += "takes them"
+_SHIFTED = (
+    "the loss copies the shifted logits in fp32, sdpa gets contiguous copies of query, "
+    "repeated keys and values"
+)
+_SHARED = (
+    "keys and values that query heads share are repeated before sdpa, so that every kernel "
+    "takes them"
+)
 _ROWS = "the delta rule solves its triangles row by row, and autograd keeps the rows"
 WAYS = {
     "transformers 4.48": Ways(_SHIFTED, _as_4_48, FAMILIES_4_48, ("sdpa",), reentrant=True),

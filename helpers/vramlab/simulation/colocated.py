@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..base.errors import RecipeError
 from ..hardware.gpu import Gpu, usable_memory
 from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
 from ..report.report import Bytes, GiB, Interval, Moment, Report, format_bytes
 
 # Of a 72B model on an A100: 0.25 GiB for activations and 0.15 GiB beside torch; 19.51 of 19.78 GiB
@@ -81,8 +82,10 @@ def colocated(recipe: Recipe, card: Gpu | None) -> Colocated | None:
     cache = share - weights - PROFILED
     if cache <= 0:
         least = (weights + PROFILED) / usable_memory(card)
-        rest = f"vLLM's weights take {format_bytes(weights)}, and a cache has to follow: "
-        rest += f"take more than {least:.2f}"
+        rest = (
+            f"vLLM's weights take {format_bytes(weights)}, and a cache has to follow: "
+            f"take more than {least:.2f}"
+        )
         value = rollouts.vllm_gpu_memory_utilization
         raise RecipeError("rollouts.vllm_gpu_memory_utilization", value, rest)
     return Colocated(weights, cache, PROFILED, rollouts.vllm_enable_sleep_mode)
@@ -96,13 +99,17 @@ def completions_at_once(recipe: Recipe) -> int:
     return max(recipe.batch_size * steps, rollouts.num_generations)
 
 
+def bytes_of_token(shape: Shape) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * WIDTH
+
+
 def cache_of_one(recipe: Recipe) -> int:
     """Return the bytes of keys and values of every token of one completion and its prompt."""
-    shape = recipe.shape
     rollouts = recipe.rollouts
     assert rollouts  # who samples
     tokens = rollouts.prompt_length + rollouts.max_completion_length
-    return tokens * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * WIDTH
+    return tokens * bytes_of_token(recipe.shape)
 
 
 def least_share(recipe: Recipe, card: Gpu, completions: int | None = None) -> float:

@@ -21,13 +21,19 @@ from .cuda import CudaKernels
 from .inductor import compiler
 from .values import reason_at
 
-TRIED = "torch_compile: what compiling the first step tries out on the card (autotuning) "
-TRIED += "is not counted, nor, where a graph breaks, that step's outputs until Python collects them"
+TRIED = (
+    "torch_compile: what compiling the first step tries out on the card (autotuning) "
+    "is not counted, nor, where a graph breaks, that step's outputs until Python collects them"
+)
 # Held against the records by a test.
-TIMED = "torch_compile: no formula knows a compiled step's time; on an H100 that of gpt2 was "
-TIMED += "0.49 of the eager one (8 × 1024 tokens, bf16-mixed) and 0.92 (8 × 512 tokens, fp32)"
-UNKNOWN = "the installed torch compiles in another way than this release knows: "
-UNKNOWN += "measure(recipe) runs it for real, torch_compile=False simulates the eager step"
+TIMED = (
+    "torch_compile: no formula knows a compiled step's time; on an H100 that of gpt2 was "
+    "0.49 of the eager one (8 × 1024 tokens, bf16-mixed) and 0.92 (8 × 512 tokens, fp32)"
+)
+UNKNOWN = (
+    "the installed torch compiles in another way than this release knows: "
+    "measure(recipe) runs it for real, torch_compile=False simulates the eager step"
+)
 
 
 def is_compiled(recipe: Recipe) -> bool:

@@ -17,8 +17,10 @@ from ..training.make_optimizer import torchao_optimizers
 from .compiled import UntracedTracker, compiler_for, compiling
 from .cuda import CudaKernels
 
-TRIED_UPDATES = "torchao: what compiling its updates tries out on the card in the first step "
-TRIED_UPDATES += "(autotuning, with copies of the states) is not counted"
+TRIED_UPDATES = (
+    "torchao: what compiling its updates tries out on the card in the first step "
+    "(autotuning, with copies of the states) is not counted"
+)
 
 
 def fill_code_tables() -> None:

@@ -321,8 +321,10 @@ def simulate_evaluation(
             rest = "the evaluation of transformers' own Trainer is simulated with "
             raise RecipeError(field, value, f"{rest}{usual!r} only")
     if evaluation.predict_with_generate and recipe.shape.task != "seq2seq-lm":
-        rest = f"{recipe.name} reads no prompt apart from its answer, which a Seq2SeqTrainer "
-        rest += "needs: ask simulate_generation"
+        rest = (
+            f"{recipe.name} reads no prompt apart from its answer, which a Seq2SeqTrainer "
+            "needs: ask simulate_generation"
+        )
         raise RecipeError("evaluation.predict_with_generate", True, rest)
     notes = ["torch_compile: the eager evaluation is simulated"] if recipe.torch_compile else []
     if not evaluation.compute_metrics:

@@ -374,8 +374,8 @@ def _failure(history: History, error: AllocatorError, moment: str) -> str:
     cached = _in_words(error.reserved - error.allocated)
     text = (
         f"in {moment} it tries to allocate {asked}, and {free} are free. Of {limit}, {allocated} "
+        f"are allocated, {cached} reserved but unallocated"
     )
-    text += f"are allocated, {cached} reserved but unallocated"
     if history.live.max() > error.limit:  # then none is shown (`Report.beyond`)
         return text
     return f"{text}. The figure for reserved memory is that of a larger card"

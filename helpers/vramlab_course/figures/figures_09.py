@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 
+from vramlab import find_gpu
+from vramlab.hardware.gpu import usable_memory
 from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import draw_limit, layers, split_of
 from vramlab.report.report import Bytes, GiB
@@ -183,17 +185,16 @@ def ways_to_cut(
     for heights, look in layers([split_of(way.peak) for way in ways.values()], "GiB"):
         above.bar(places, heights, 0.62, bottoms, **look)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    # What does not fit is cut off above the card's line, or it would press down all the rest.
+    ceiling = 1.2 * min(max(bottoms), usable_memory(find_gpu(limit)) / GiB)
+    write = partial(above.annotate, textcoords="offset points", fontsize=9)
     for place, top in zip(places, bottoms, strict=True):
-        above.annotate(
-            f"{top:.0f}",
-            (place, top),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
+        if top > ceiling:
+            write(f"{top:.0f}, cut off", (place + 0.31, ceiling), (3, -9), ha="left")
+        else:
+            write(f"{top:.0f}", (place, top), (0, 2), ha="center")
     draw_limit(above.axhline, limit, "GiB")
-    above.set(ylabel="GiB a rank", ylim=(0, 1.15 * max(bottoms)))
+    above.set(ylabel="GiB a rank", ylim=(0, ceiling))
     width = 0.8 / len(links)
     # Greys, the slower the darker: the colours are those of the bytes above.
     greys = ("#EEEEEE", "#BBBBBB", "#777777", style.INK)

@@ -1,10 +1,31 @@
-"""Judge of chapter 09's pieces: matrices that do not fit each other."""
+"""Judges of chapter 09's pieces: matrices that do not fit each other, or are multiplied whole."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..answers import BrokenPiece
+from ..made_tensors import MadeTensors
+
+
+class _Sizes(MadeTensors):
+    """While entered, collects the sizes of all tensors, each in ascending order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def see(self, tensor: torch.Tensor) -> None:
+        self.seen.add(tuple(sorted(tensor.shape)))
+
+
+def makes(piece: Callable[..., Any], size: tuple[int, int], *arguments: Any) -> bool:
+    """Tell whether the piece makes a matrix of that ascending size, or its transpose."""
+    with _Sizes() as sizes:
+        piece(*arguments)
+    return size in sizes.seen
 
 
 def unfit(piece: Callable[..., Any], *arguments: Any) -> tuple[int, int] | None:

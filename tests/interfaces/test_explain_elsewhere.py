@@ -1,0 +1,90 @@
+"""Messages whose traceback shows that no training step asked: DeepSpeed's start, an evaluation,
+vLLM.
+"""
+
+import pytest
+from vramlab import LoRA, MiB, Recipe, Sharding, explain, predict
+from vramlab.interfaces.explain_message import sized
+from vramlab.simulation.colocated import bytes_of_token
+
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity "
+    "of 23.69 GiB of which 2.31 GiB is free. Of the allocated memory 20.11 GiB is allocated by "
+    "PyTorch, and 194.00 MiB is reserved by PyTorch but unallocated."
+)
+# The lines of tracebacks as the libraries' sources name them.
+ENGINE = 'File "/lib/site-packages/deepspeed/runtime/{}", line 9, in {}\n'
+EVALUATION = 'File "/lib/site-packages/transformers/trainer.py", line 3031, in evaluation_loop\n'
+KEPT = 'File "/lib/transformers/trainer_pt_utils.py", line 128, in {}\n'
+SHORT = "The model's max seq len (4096) is larger than the maximum number of tokens that can be "
+SHORT += "stored in KV cache (3664). Try increasing `gpu_memory_utilization`"
+NEEDED = (
+    "ValueError: To serve at least one request with the models's max seq len (131072), (18.00 GiB "
+    "KV cache is needed, which is larger than the available KV cache memory (11.32 GiB). Based on "
+    "the available memory, the estimated maximum model length is 82416. Try increasing"
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [
+        ("zero/stage3.py", "_create_fp32_partitions"),
+        ("zero/stage_1_and_2.py", "initialize_optimizer_states"),
+        ("engine.py", "_configure_zero_optimizer"),
+        ("engine.py", "_configure_bf16_optimizer"),
+    ],
+)
+def test_deepspeed_died_before_any_batch(file, function):
+    text = ENGINE.format(file, function) + OOM.format("2.82 GiB")
+    said = str(explain(text))
+    assert "before the first batch" in said and "offload_optimizer" in said
+    assert "halve" not in said and "use_liger_kernel" not in said
+
+
+def test_what_a_rank_keeps_is_said_of_the_model_that_deepspeed_had():
+    text = ENGINE.format("zero/stage3.py", "_create_fp32_partitions") + OOM.format("2.82 GiB")
+    sharding = Sharding(stage=3, world_size=8, engine="deepspeed")
+    recipe = Recipe("llama-3.1-8b", precision="fp16-mixed", sharding=sharding)
+    found = explain(text, recipe)
+    wider = Sharding(stage=3, world_size=16, engine="deepspeed")
+    offloaded = Sharding(stage=3, world_size=8, engine="deepspeed", offload="optimizer")
+    for changed in (sharding, wider, offloaded):
+        kept = predict(recipe.replace(sharding=changed)).phases["between_steps"].end.total
+        line = f"a rank keeps {sized(kept)} between two steps with {changed.words()}"
+        assert line in found.lines
+    assert not found.contradictions and not found.changes
+    assert "--engine deepspeed" in str(explain(text, "llama-3.1-8b"))
+    # A step's frames are DeepSpeed's too.
+    step = explain(ENGINE.format("engine.py", "backward") + OOM.format("2.82 GiB"))
+    assert "halve per_device_train_batch_size" in str(step)
+
+
+def test_predictions_that_stay_on_the_card_are_no_lack_of_the_training():
+    text = EVALUATION + KEPT.format("nested_concat") + OOM.format("9.27 GiB")
+    alone = str(explain(text))
+    assert "eval_accumulation_steps" in alone and "preprocess_logits_for_metrics" in alone
+    assert "per_device_train_batch_size" not in alone
+    recipe = Recipe("qwen2.5-1.5b", seq_len=1024, precision="fp16-mixed", lora=LoRA())
+    found = explain(text, recipe)
+    assert "take 593.50 MiB: it asked for 16.0" in str(found) and "vramlab evaluate qwen2.5" in str(
+        found
+    )
+    assert not found.contradictions and not found.changes
+    forward = str(explain(EVALUATION + OOM.format("9.27 GiB")))
+    assert "a smaller per_device_eval_batch_size (8" in forward
+
+
+def test_a_kv_cache_is_computed_from_the_model():
+    assert bytes_of_token(Recipe("llama-2-7b").shape) == MiB // 2
+    found = str(explain(SHORT, "llama-2-7b"))
+    assert "max_model_len=3664" in found and "512.00 KiB" in found and "predicted" not in found
+    assert (
+        "longest: 4,096 tokens take 2.00 GiB" in found and "room: 3,664 tokens take 1.79" in found
+    )
+    found = str(explain(NEEDED, "qwen3-4b"))
+    assert "max_model_len=82416" in found, "the message's own remedy"
+    # vLLM's own figures, computed from the model
+    assert "131,072 tokens take 18.00 GiB" in found and "82,416 tokens take 11.32" in found
+    assert "keep less than the keys and values" in str(explain(NEEDED, "gpt-oss-20b"))
+    left = "INFO: Available KV cache memory: -1.05 GiB\nNo available memory for the cache blocks."
+    assert "−1.05 GiB were left" in str(explain(left))
