@@ -65,8 +65,8 @@ def replayed(
     return follow(requests(), lengths or LENGTHS, Allocator(limit=limit), empty_cache)
 
 
-def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> list[float]:
-    """How many times as long a step took after a change of a recipe's `fields`, ascending.
+def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> dict[str, list[float]]:
+    """How many times as long a step took after a change of a recipe's `fields`, by model.
 
     Of all pairs that were recorded on a card, differ in nothing else and see as many samples. The
     last field's least value is the one before: no checkpointing, or no accumulation.
@@ -82,11 +82,14 @@ def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> list[float]:
                 # The recipe without these fields, so that both of a pair have one key.
                 key = json.dumps([samples, recipe], sort_keys=True)
                 alike.setdefault(key, []).append((values[-1], report["speed"]["median"]))
-    ratios = []
-    for group in alike.values():
+    ratios: dict[str, list[float]] = {}
+    for key, group in alike.items():
         (least, before), *others = sorted(group)
-        ratios += [after / before for value, after in others if value != least]
-    return sorted(ratios)
+        changed = [after / before for value, after in others if value != least]
+        if changed:
+            model = json.loads(key)[1]["model"]
+            ratios.setdefault(model, []).extend(changed)
+    return ratios
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):
