@@ -134,6 +134,21 @@ def test_a_pair_may_need_expandable_segments_and_weights_that_are_not_prepared()
     assert predict(cured, gpu="RTX 4090", expandable_segments=True).verdict == "safe"
 
 
+def test_a_pair_that_keeps_the_training_is_named_though_another_training_is_enough():
+    recipe = Recipe("qwen3-4b", 1, 8192, "bf16-true", "adamw_8bit", gradient_checkpointing=True)
+    pair = explain(recipe, gpu="RTX 3090").changes[-1]
+    assert pair["enough"] and pair["same"]
+    assert pair["fields"] == {"use_liger_kernel": True, "optim": "paged_adamw_8bit"}
+    cured = recipe.replace(**pair["fields"])
+    assert predict(cured, gpu="RTX 3090").verdict in ("safe", "likely")
+    paged, lora = explain(recipe.replace(use_liger_kernel=True), gpu="RTX 3090").changes[:2]
+    assert paged["fields"] == {"optim": "paged_adamw_8bit"} and paged["same"]
+    assert lora["enough"] and not lora["same"]
+    *_, another, same = explain(recipe.replace(seq_len=16384), gpu="RTX 3090").changes
+    assert another["enough"] and not another["same"]
+    assert same["same"] and "enough together with PYTORCH_ALLOC_CONF" in same["text"]
+
+
 def test_explain_says_first_what_expandable_segments_do():
     recipe = Recipe("polyglot-ko-1.3b", 4, 256, "fp16-true")
     lines = explain(recipe, gpu="T4").lines

@@ -134,28 +134,36 @@ class Run:
         ranked = cheapest(self.recipe, self.timed, need, witness=self.witness, process=process)
         facts = [self._facts(change, lacks) for change in ranked]
         # A pair takes a hundred reports, which formulas give at once.
-        # With a change that is enough alone there is nothing to combine.
-        none_is_enough = lacks.most and not any(fact["enough"] for fact in facts)
-        if none_is_enough and self._source is predict:
-            facts += self._pairs(lacks)
+        # With the same training that is enough alone there is nothing to combine.
+        enough = {fact["same"] for fact in facts if fact["enough"]}
+        if lacks.most and True not in enough and self._source is predict:
+            pairs = self._pairs(lacks)
+            # Another training is there already, so only a pair that keeps this one is news.
+            facts += [pair for pair in pairs if pair["same"] or not enough]
         return facts
 
     def _pairs(self, lacks: Lacks) -> Iterator[dict[str, Any]]:
-        """Yield the cheapest pair that is enough, with expandable segments if none is without."""
+        """Yield the cheapest pair that is enough.
+
+        With expandable segments too where none is without, or none that keeps the training.
+        """
         need = lacks.tensors or 0
         pair = cheapest_pair(self.recipe, self.timed, need, self.witness, lacks.process or 0)
-        words = "enough together"
+        found = {"enough together": pair}
+        has_same = pair is not None and pair.same
         # The setting alone is said by `_setting`; here it gives what a pair still lacks.
-        if pair is None and self.card and not self.report.expandable_segments:
+        if self.card and not has_same and not self.report.expandable_segments:
             with_them = Run(self.recipe, self.card, self.granted | {"expandable_segments": True})
             process = with_them.lacks().process or 0
-            pair = cheapest_pair(self.recipe, self.timed, need, with_them.witness, process)
-            words += f" with {SEGMENTS}"
-        if pair:
-            fact = self._facts(pair, lacks)
-            fact["enough"] = True
-            fact["text"] += f", {words}"
-            yield fact
+            other = cheapest_pair(self.recipe, self.timed, need, with_them.witness, process)
+            if other and (pair is None or other.same):
+                found[f"enough together with {SEGMENTS}"] = other
+        for words, each in found.items():
+            if each:
+                fact = self._facts(each, lacks)
+                fact["enough"] = True
+                fact["text"] += f", {words}"
+                yield fact
 
     def _facts(self, change: Change, lacks: Lacks) -> dict[str, Any]:
         seconds = None

@@ -13,7 +13,7 @@ from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
 from ..recipe.knobs import knobs
 from ..recipe.options import TRL, Quantization
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import OPTIMIZERS, Recipe
 from ..report.report import Report, format_bytes, unit_for
 from ..simulation.colocated import least_share
 from .counted import counted_as
@@ -29,7 +29,7 @@ DEFAULT_CARD = "A100 80GB"  # for relative times where no card is named
 LEAST_SAVED = 0.01  # of the peak: less is no help
 LEAST_SLOWER = 0.02  # of the step: less is not said
 SHORTEST = 64  # tokens
-MOST_CHANGES = 13  # that `_changes` has
+MOST_CHANGES = 14  # that `_changes` has
 MOST_GPUS = 1024
 OF_TRITON = {"use_liger_kernel", "trainer"}  # fields whose change brings kernels of Triton's
 WITHOUT_LIGER = ("fsdp", "deepspeed")  # engines under which formulas know SFTTrainer's loss only
@@ -207,6 +207,10 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield halved, True
     if recipe.optim.startswith("adamw"):
         yield {"optim": "adamw_bnb_8bit"}, False
+    # The same update; its states move to host memory when the card is full.
+    paged = f"paged_{recipe.optim.replace('_bnb', '')}"
+    if paged in OPTIMIZERS:
+        yield {"optim": paged}, True
     if recipe.precision == "fp32":
         yield {"precision": "bf16-mixed"}, False
     # Adapters that are there stay, and of PEFT's other methods nothing is asked.
