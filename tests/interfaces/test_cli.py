@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import vramlab
 import vramlab.formulas.whole_run
-import vramlab.planning.plan  # before a test puts something in the place of predict
+import vramlab.interfaces.explain_recipe
+import vramlab.planning.plan  # both before a test puts something in the place of predict
 from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.base.errors import MeasurementError, RecipeError, RecordError
