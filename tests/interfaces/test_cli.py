@@ -239,6 +239,7 @@ def test_an_evaluation_is_judged_by_the_hosts_memory_too():
     assert said[-1].startswith("does not fit: T4") and f"but {size:.1f} GiB of host" in said[-1]
     assert "of 30.000 GiB (assumed, Kaggle's: --host-memory says another)" in said[-1]
     cures = [line for line in said if line.startswith("note: with ")]
+    assert "does not fit: simulating what is left with batch_eval_metrics=True\n" in shown.stderr
     for name, tier in {
         "preprocess_logits_for_metrics='argmax'": "safe",
         "batch_eval_metrics=True": "safe",
