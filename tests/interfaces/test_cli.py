@@ -239,6 +239,7 @@ def test_an_evaluation_is_judged_by_the_hosts_memory_too():
     assert said[-1].startswith("does not fit: T4") and f"but {size:.1f} GiB of host" in said[-1]
     assert "of 30.000 GiB (assumed, Kaggle's: --host-memory says another)" in said[-1]
     cures = [line for line in said if line.startswith("note: with ")]
+    assert "does not fit: simulating what is left with batch_eval_metrics=True\n" in shown.stderr
     for name, tier in {
         "preprocess_logits_for_metrics='argmax'": "safe",
         "batch_eval_metrics=True": "safe",
@@ -398,6 +399,7 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
         ("simulate gpt2 --ep-size 2", "a rank holds the tokens that the router sends it"),
         ("predict gpt2 --context-parallel-size 2", "say --cp-size"),
         ("plan gpt2 --gpu T4 --sp-size 2", "MODEL --sp-size N --world-size M --stage 3 --engine d"),
+        ("diff gpt2 gpt2 --gpu T4", "no option --gpu: diff compares bytes"),
         ("generate gpt2 --cache-backend fp8", "and only 'quantized' has a backend"),
     ],
 )
@@ -423,15 +425,24 @@ def test_an_option_with_no_value_or_one_too_many_is_a_sentence(option):
     assert result.exit_code == 2 and f"Option '{option.partition('=')[0]}'" in result.stderr
 
 
-@pytest.mark.parametrize("words", ["", "--torch-compile"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "gpt2"],
+        ["simulate", "gpt2", "--torch-compile"],
+        ["explain", "gpt2", "--torch-compile"],
+        ["diff", "gpt2 --torch-compile", "gpt2"],
+    ],
+)
 def test_a_compiled_simulation_says_first_that_it_takes_long(words, monkeypatch):
     def stopped(recipe, **granted):
         raise RecipeError("model", recipe.model, "nothing is simulated here")
 
     monkeypatch.setattr("vramlab.simulation.simulate.simulate", stopped)
-    result = run("simulate", "gpt2", *words.split())
+    result = run(*words)
     how_long = "compiles each of 12 layers for the card, as it would there: about 35 s"
-    assert (how_long in result.stderr) == bool(words) and "nothing is" in result.stderr
+    compiles = "--torch-compile" in " ".join(words)
+    assert (how_long in result.stderr) == compiles and "nothing is" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -974,6 +974,18 @@ def test_preferences_are_planned_on_several_gpus(trainer, tmp_path):
     assert cut.engine == "fsdp" or trainer != "dpo"
 
 
+def test_a_reference_that_answers_first_is_named_where_it_leaves_no_room():
+    asked = dict(trainer="dpo", method="full", seq_len=128, global_batch=1)
+    asked |= dict(confirm=False, offload=False)
+    found = plan("gpt2", "T4", memory="1.5GiB", **asked)
+    (said,) = (note for note in found.notes if "precompute_ref_log_probs=True" in note)
+    recipe = found.better[0].recipe.replace(precompute_ref_log_probs=True)
+    most = predict(recipe, gpu="T4", expandable_segments=True).process.high
+    assert not found.choices and f"likely, at most {most / GiB:.2f} GiB" in said
+    for memory in ("1GiB", "2.2GiB"):  # where it does not help, and where nothing has to
+        assert "precompute" not in str(plan("gpt2", "T4", memory=memory, **asked).notes)
+
+
 def test_ligers_kernels_are_planned_on_ranks_of_ddp():
     asked = dict(seq_len=1024, method="lora", confirm=False)
     best = plan("llama-3.2-1b", "RTX 4090", 2, **asked).best

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from settings import ROOT
-from vramlab import LoRA, Quantization, Recipe, Sharding
+from vramlab import LoRA, Quantization, Recipe, Rollouts, Sharding
 from vramlab.base.errors import RecipeError
 from vramlab.planning import plan_script
 from vramlab.planning.plan_script import PROGRAMS, scripts
@@ -91,6 +91,20 @@ def test_a_mesh_is_written_and_rows_divide_into_its_pieces(trainer):
     text = scripts(ulysses, "train.py", planned)["train.py"]
     says_positions = "data_collator=Positioned(tokenizer, pad_to_multiple_of=2)" in text
     assert says_positions is (trainer == "transformers")  # SFTTrainer's own collator does
+
+
+@pytest.mark.parametrize("version", [None, "0.30.0"])
+def test_a_vllm_that_is_not_here_is_of_the_versions_that_trl_works_with(version, monkeypatch):
+    versions = {"trl": "1.16.0", "vllm": version}
+    monkeypatch.setattr(plan_script, "installed", versions.get)
+    rollouts = Rollouts(num_generations=2, use_vllm=True)
+    fields = dict(precision="bf16-mixed", trainer="grpo", rollouts=rollouts)
+    recipe = Recipe("llama-3.2-1b", 2, gradient_accumulation_steps=8, **fields)
+    planned = PLANNED | {"packing": False, "expandable_segments": False}
+    text = scripts(recipe, "train.py", planned)["train.py"]
+    (line,) = (line for line in text.split("\n") if "pip install torch" in line)
+    said = "trl==1.16.0 vllm==0.30.0" if version else "'trl[vllm]==1.16.0'"
+    assert line.endswith(f"peft {said}") or line.endswith(f"datasets {said}")
 
 
 @pytest.fixture(scope="module")

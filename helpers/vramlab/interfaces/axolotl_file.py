@@ -133,6 +133,10 @@ def _take_loop(configuration: Configuration) -> None:
 
 def _take_attention(configuration: Configuration) -> None:
     """Take the kernel, and packed samples where they make no mask."""
+    if configuration.get("attention"):
+        # A branch of axolotl had it in its examples, no release does.
+        rest = "axolotl has no such setting: say attn_implementation, such as flash_attention_2"
+        raise configuration.refuse("attention", rest)
     kernel = configuration.get("attn_implementation")
     # These switches are older than `attn_implementation`, which counts where both are said.
     for name, old in OLD_ATTENTION.items():
@@ -155,7 +159,10 @@ def _take_attention(configuration: Configuration) -> None:
 def _take_checkpointing(configuration: Configuration) -> None:
     value = configuration.get("gradient_checkpointing", False)
     if not isinstance(value, bool):
-        rest = "it keeps or offloads in its own way, which no recipe models: take true or false"
+        # `check_gradient_checkpointing_w_offload` of its schemas, for both words that it takes
+        rest = "axolotl makes activation_offloading of it, which recipes have with TRL's trainers: "
+        rest += "take true or false, or ask simulate MODEL --trainer sft --gradient-checkpointing "
+        rest += "--activation-offloading, by the same code of TRL's"
         raise configuration.refuse("gradient_checkpointing", rest)
     configuration.fields["gradient_checkpointing"] = value
     # `utils/config/__init__.py`, `normalize_config`; its builder's default is the other kind

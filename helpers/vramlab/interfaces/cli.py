@@ -21,6 +21,7 @@ from ..base.errors import RecipeError
 from ..base.files import read_text, write_atomically
 from ..hardware.gpu import find_gpu
 from ..planning.question import Question
+from ..planning.work import tell_compiling, told_of_work
 from ..recipe.evaluation import Evaluation
 from ..recipe.generation import Generation
 from ..recipe.knobs import options
@@ -90,10 +91,7 @@ Release = option(
     "--transformers",
 )
 LENGTHS = "JSONL with each sample's length, input_ids, text or messages"
-COMPILES = "note: Inductor compiles each of {} layers for the card, as it would there: about {} s "
-COMPILES += "on a free core; without --torch-compile the eager step takes seconds"
-# CPU seconds of qwen3-0.6b at torch 2.13: 12.6 with one layer, 18.6 with four.
-COMPILES_IN = (11, 2)  # at all, and for each layer
+telling = functools.partial(told_of_work, functools.partial(say, err=True))
 CONFIRM = "Simulate each answer; with --no-confirm only what no formula knows, as GRPO's sampling."
 EXPLAIN = "Next: `vramlab explain` with the same words, for the three cheapest changes"
 Pretrained = option(
@@ -176,10 +174,8 @@ def simulate(
         simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
     card = asked_card(gpu, recipe)
     granted = granted_to(card, other_memory, expandable_segments)
-    if recipe.torch_compile:
-        layers = recipe.shape.num_layers
-        start, each = COMPILES_IN
-        say(COMPILES.format(layers, start + each * layers), err=True)
+    with telling():
+        tell_compiling(recipe)
     finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json, then=EXPLAIN)
 
 
@@ -204,10 +200,13 @@ def evaluate(
 
     card = asked_card(gpu, asked[0])
     host = host_of(host_memory)
-    found = simulate_evaluation(*asked, target=target, gpu=card)
-    # Each cure is simulated and judged by the card's room, so without a card none is looked for.
-    if card and target == "cuda":
-        found.notes += cures(*asked, found, card, host.size)
+    with telling():
+        tell_compiling(asked[0])
+        found = simulate_evaluation(*asked, target=target, gpu=card)
+        # Each cure is simulated and judged by the card's room, so without a card none is looked
+        # for.
+        if card and target == "cuda":
+            found.notes += cures(*asked, found, card, host.size)
     finish(found, card, as_json, host=host)
 
 
@@ -264,7 +263,6 @@ def plan(
     as_json: JSON = False,
 ) -> None:
     from ..planning.plan import plan
-    from ..planning.work import told_of_work
 
     check_written(write=write)
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
@@ -283,7 +281,7 @@ def plan(
             functools.partial(tokens_of, asked["model"], pretrained),
         )
     # Standings are for eyes only: they must never get between the lines of `--json`.
-    with InPlace() as place, told_of_work(functools.partial(say, err=True)):
+    with InPlace() as place, telling():
         standing = place.show_standing if is_watched() and not as_json else None
         planned = plan(gpu=gpu, confirm=confirm, standing=standing, **asked)
     say(as_text(planned.to_dict()) if as_json else str(planned))
@@ -348,7 +346,8 @@ def explain(
     # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
-    found = explain(what, recipe, card, assumed, not options.isdisjoint(OF_SIZE), **granted)
+    with telling():
+        found = explain(what, recipe, card, assumed, not options.isdisjoint(OF_SIZE), **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))
 
@@ -408,7 +407,8 @@ def diff(
     for text, (_, notes) in zip((a, b), both, strict=True):
         for note in notes:
             say(f"{text}: {note}", err=True)
-    found = diff(*(report_of(each, target=target) for each, _ in both))
+    with telling():
+        found = diff(*(report_of(each, target=target) for each, _ in both))
     say(as_text(asdict(found)) if as_json else str(found))
 
 

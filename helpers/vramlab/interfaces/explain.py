@@ -9,6 +9,7 @@ from ..base import html
 from ..base.errors import RecipeError, needing
 from ..hardware.gpu import Gpu, find_gpu
 from ..hardware.snapshot import read_snapshot
+from ..planning.work import tell_compiling
 from ..recipe.recipe import Recipe
 from ..report.report import TIERS, Interval, Report, format_bytes
 from .explain_elsewhere import of_model
@@ -202,6 +203,8 @@ def report_of(what: Any, **given: Any) -> Report:
         what = {}
     # A module is known by its parameters, so that torch need not be imported to ask for its class.
     elif not isinstance(what, Mapping):
+        if isinstance(what, Recipe):
+            tell_compiling(what)
         what = {"model" if hasattr(what, "named_parameters") else "recipe": what}
     # What a mapping says counts before the arguments of the call.
     return simulate(**{**given, **what})

@@ -11,6 +11,7 @@ from ..hardware.gpu import Gpu, GpuError, find_gpu
 from ..planning.changes import DEFAULT_CARD, Change, cheapest, cheapest_pair, supports_liger
 from ..planning.counted import counted_as, host_memory
 from ..planning.step_time import estimate
+from ..planning.work import tell_compiling
 from ..recipe.options import TRL, LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..report.report import NO_TIER, TIERS, MiB, Report, encode, format_bytes, unit_for
@@ -78,6 +79,8 @@ class Run:
 
     def witness(self, recipe: Recipe) -> Report:
         """Return the report of a recipe on the same card, with the same that is granted."""
+        if self._source is not predict:
+            tell_compiling(recipe)
         return self._source(recipe, gpu=self.card, **self.granted)
 
     def lines(self) -> list[str]:

@@ -10,6 +10,7 @@ from ..recipe.recipe import Recipe
 from ..report.report import Interval, Report, format_bytes, unit_for
 from ..simulation.simulate import simulate_evaluation
 from .counted import host_memory
+from .work import tell
 
 SAFE = "safe"
 ENOUGH = (SAFE, "likely")
@@ -40,6 +41,7 @@ def cures(
         return
 
     def leaves(**changes: Any) -> Report:
+        tell(f"it does not fit: simulating what is left with {_said(changes)}")
         return simulate_evaluation(recipe, dataclasses.replace(evaluation, **changes), gpu=card)
 
     tried: list[tuple[dict[str, Any], Report]] = [({}, found)]

@@ -28,7 +28,7 @@ from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .image_search import ImageSearch
 from .plan_lines import alternative_to, costs_of, figures_of, host_memory_of, short_words, wrapped
-from .plan_notes import notes_on_question
+from .plan_notes import notes_on_question, with_reference_first
 from .plan_script import scripts, words
 from .question import Question
 from .search import Search
@@ -176,10 +176,8 @@ class Plan:
             rows.append((choice.method, choice.tier, *sizes, speed, short_words(choice.recipe)))
         q = self.question
         room = format_bytes(self.usable, digits=2)
-        title = (
-            f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, "
-            f"on {self._cards}, {room}"
-        )
+        title = f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, "
+        title += f"on {self._cards}, {room}"
         # What leaving a switch out costs stands below, as in the text.
         costs = [costs_of(choice) for choice in self.choices if choice.without]
         by_default = [self._by_default()] if self.question["expandable_segments"] else []
@@ -372,11 +370,14 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         if answer and is_last:
             others[method] = tuple(alternatives(answer))
     better = []
+    notes = list(notes_on_question(question, choices))
     for method, (answer, tier) in answers.items():
         # What is faster by much and lacks little is worth knowing, for a card can be emptied.
         nearly = search.better(method, tier, answer)
         if nearly:
             better.append(nearly.choice(tier))
+            if is_last and answer is None:
+                notes += with_reference_first(nearly, search.offloads)
     return Plan(
         question=_said(question),
         usable=question.usable,
@@ -387,7 +388,7 @@ def _found(search: Search, answers: dict[str, tuple[Candidate | None, str]], is_
         refused=_refused(search),
         considered=len(search.candidates),
         predicted=search.predicted,
-        notes=tuple(notes_on_question(question, choices)),
+        notes=tuple(notes),
     )
 
 

@@ -10,8 +10,9 @@ from ..recipe.knobs import unchecked
 from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from ..report.report import GiB, format_bytes
-from .candidate import Choice, epoch_of, is_as_fast
+from .candidate import Candidate, Choice, confirm, epoch_of, is_as_fast
 from .counted import counted_as
+from .plan_lines import short_words
 from .question import METHODS, Question
 from .step_walk import walk
 from .vllm_share import about_share
@@ -43,6 +44,24 @@ def notes_on_question(
             faster = _packed(choices[0], question)
             if faster:
                 yield faster
+
+
+def with_reference_first(lacking: Candidate, confirmed: bool) -> Iterator[str]:
+    """Yield what a recipe that does not fit takes without its reference model, if it fits then.
+
+    TRL's trainers ask the reference before training and drop it (`precompute_ref_log_probs`).
+    """
+    if not lacking.recipe.has_reference:
+        return
+    recipe = unchecked(lacking.recipe, precompute_ref_log_probs=True)
+    changed = Candidate(lacking.question, recipe, lacking.family)
+    if confirmed:
+        confirm([changed])
+    tier = next(filter(changed.fits, lacking.question.tiers), "")
+    if tier:
+        needs = f"{tier}, at most {changed.choice(tier).needs.high / GiB:.2f} GiB"
+        asked = "precompute_ref_log_probs=True, for a pass over all data before training"
+        yield f"{changed.method} with {asked}: {needs}: {short_words(recipe)}"
 
 
 def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:
@@ -123,10 +142,8 @@ def _about_packing(question: Question, recipe: Recipe) -> str:
     elif family_of(recipe.shape).own_mask:
         apart = "another training: the samples of a row attend to those before them"
     else:
-        apart = (
-            "a mask of tokens × tokens keeps the samples of a row apart (TRL names "
-            "FlashAttention alone)"
-        )
+        apart = "a mask of tokens × tokens keeps the samples of a row apart (TRL names "
+        apart += "FlashAttention alone)"
     if not question.lengths:
         return apart
     per_row = len(question.lengths) / question.data.packed_rows

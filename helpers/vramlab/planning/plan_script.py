@@ -251,15 +251,25 @@ def _shell_word(value: Any) -> str:
 
 
 def _pins(recipe: Recipe) -> list[str]:
-    """Return what pip is to install, with the versions that are installed here."""
+    """Return what pip is to install, with the versions that are installed here.
+
+    Of a vLLM that is not here TRL's own extra says which versions it works with: the newest may be
+    none of them, or need older transformers.
+    """
     needed = {name for name in TESTED if name not in OPTIONAL}.union(to_install(recipe))
     pins = []
+    extra = ""
+    if "vllm" in needed and not installed("vllm"):
+        needed.remove("vllm")
+        extra = "[vllm]"
     for name in TESTED:
         if name in needed:
             version = installed(name)
             # PyPI has no local labels such as +cu130.
             public = version.partition("+")[0] if version else ""
-            pins.append(f"{name}=={public}" if version else name)
+            asked = name + extra if name == "trl" else name
+            # A shell reads brackets as a pattern.
+            pins.append(_shell_word(f"{asked}=={public}" if version else asked))
     return pins
 
 

@@ -54,6 +54,18 @@ def tied_model() -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters())
 
 
+def frozen_model() -> tuple[Any, Any]:
+    """A model of 2,000 fp32 weights, the first 1,000 of them frozen, and its AdamW."""
+    import torch
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(100, 10, bias=False),
+        torch.nn.Linear(10, 100, bias=False),
+    )
+    model[0].requires_grad_(False)
+    return model, torch.optim.AdamW(model[1].parameters())
+
+
 def largest_batch(
     model: str,
     gpu: str,
