@@ -160,9 +160,11 @@ def _take_checkpointing(configuration: Configuration) -> None:
     value = configuration.get("gradient_checkpointing", False)
     if not isinstance(value, bool):
         # `check_gradient_checkpointing_w_offload` of its schemas, for both words that it takes
-        rest = "axolotl makes activation_offloading of it, which recipes have with TRL's trainers: "
-        rest += "take true or false, or ask simulate MODEL --trainer sft --gradient-checkpointing "
-        rest += "--activation-offloading, by the same code of TRL's"
+        rest = (
+            "axolotl makes activation_offloading of it, which recipes have with TRL's trainers: "
+            "take true or false, or ask simulate MODEL --trainer sft --gradient-checkpointing "
+            "--activation-offloading, by the same code of TRL's"
+        )
         raise configuration.refuse("gradient_checkpointing", rest)
     configuration.fields["gradient_checkpointing"] = value
     # `utils/config/__init__.py`, `normalize_config`; its builder's default is the other kind
