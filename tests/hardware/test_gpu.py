@@ -68,6 +68,17 @@ def test_bare_family_name_means_the_smaller_card():
     assert find_gpu("V100").total < find_gpu("V100 32GB").total
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("4900", "did you mean 'RTX 4090'"),
+    ],
+)
+def test_a_name_that_is_nearly_one_is_guessed(wrong, said):
+    with pytest.raises(GpuError, match=said):
+        find_gpu(wrong)
+
+
 @pytest.mark.parametrize("wrong", ["", None, 5, "zzzzzz", "NVIDIA", "RTX 4080 Ti"])
 def test_an_unknown_name_lists_what_there_is(wrong):
     with pytest.raises(GpuError, match=r"known are .*T4"):

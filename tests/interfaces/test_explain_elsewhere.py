@@ -3,7 +3,9 @@ vLLM.
 """
 
 import pytest
+from typer.testing import CliRunner
 from vramlab import LoRA, MiB, Recipe, Sharding, explain, predict
+from vramlab.interfaces.cli import app
 from vramlab.interfaces.explain_message import sized
 from vramlab.simulation.colocated import bytes_of_token
 
@@ -88,3 +90,20 @@ def test_a_kv_cache_is_computed_from_the_model():
     assert "keep less than the keys and values" in str(explain(NEEDED, "gpt-oss-20b"))
     left = "INFO: Available KV cache memory: -1.05 GiB\nNo available memory for the cache blocks."
     assert "−1.05 GiB were left" in str(explain(left))
+
+
+DISPATCHED = "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have"
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["explain", DISPATCHED, *words])
+
+
+def test_quantized_weights_that_found_no_room_are_explained_without_adapters_said():
+    found = run("llama-3.1-8b", "--gpu", "T4", "--quantization", "nf4")
+    assert found.exit_code == 0 and "found no room on the card" in found.output
+    assert "note: --lora-r 16 taken" in found.output
+    assert "cannot fit" not in found.output
+    # A recipe's own error names its part as the title does.
+    error = CliRunner().invoke(app, ["predict", "gpt2", "--quantization", "nf4"])
+    assert error.output.startswith("--quantization is nf4, but quantized weights cannot be trained")

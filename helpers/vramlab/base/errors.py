@@ -29,7 +29,9 @@ class RecipeError(VramLabError, ValueError):
         self.value = value
         self.allowed = allowed
         try:
-            shown = " ".join(repr(value).split())
+            # A recipe's title calls its parts shorter than the call that makes them.
+            called = getattr(value, "words", None)
+            shown = str(called()) if called else " ".join(repr(value).split())
         except Exception:  # Python prints no integer of over 4,300 digits, and a repr can fail
             shown = f"a value of {type(value).__name__}"
         # A recipe may be given a whole model, whose repr fills pages.

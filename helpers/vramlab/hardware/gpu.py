@@ -244,6 +244,8 @@ def find_gpu(name: "str | Gpu") -> Gpu:
         # "A100 80G" looks like one of the table, and "RTX 4080 Ti" begins as one
         near = difflib.get_close_matches(key, _index(), n=1, cutoff=0.85)
         near = near or [known for known in sorted(_index(), key=len) if key.startswith(known)][-1:]
+        # "4900" has the digits of a card's name in another order
+        near = near or [known for known in _index() if sorted(known) == sorted(key)]
         hint = f"did you mean {_index()[near[0]].name!r}? " if near else ""
         known = ", ".join(gpu_names())
         raise GpuError(f"GPU {name!r} is not in the table: {hint}known are {known}.")

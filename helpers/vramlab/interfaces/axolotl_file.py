@@ -38,15 +38,19 @@ PLUGINS = ("LigerPlugin", CUT, "SwanLabPlugin", "LMEvalPlugin")
 KERNELS = "not modelled: the fused LoRA kernels that axolotl turns on; these are PEFT's layers"
 RING = (
     "not modelled: ring-flash-attn's ring; these figures are of accelerate's, by sdpa, whose ranks "
+    "hold as many tokens"
 )
-RING += "hold as many tokens"
 # flash-attn's `mha_varlen_bwd` sums up dQ in fp32 over `total_q + 128 * batch_size` rows.
-PACKED = "each packed row is taken as one sample; the backward pass of flash-attn has 128 rows of "
-PACKED += "fp32 queries more for each further one (2 MiB with 32 heads of 128 channels)"
+PACKED = (
+    "each packed row is taken as one sample; the backward pass of flash-attn has 128 rows of "
+    "fp32 queries more for each further one (2 MiB with 32 heads of 128 channels)"
+)
 # `utils/__init__.py`, `set_pytorch_cuda_alloc_conf`; of requests that are no 16th of a power of two
 # the allocator takes up to a 16th more
-SEGMENTS = "axolotl sets expandable segments, so the tier is with them; not modelled: that it also "
-SEGMENTS += "rounds each request up to a sixteenth of a power of two (roundup_power2_divisions:16)"
+SEGMENTS = (
+    "axolotl sets expandable segments, so the tier is with them; not modelled: that it also "
+    "rounds each request up to a sixteenth of a power of two (roundup_power2_divisions:16)"
+)
 # `utils/schemas/enums.py`: kernels for which axolotl casts embeddings and norms back to 16 bits
 KEEPS_FP32 = ("eager", "sdpa")
 OLD_ATTENTION = {
@@ -156,9 +160,11 @@ def _take_checkpointing(configuration: Configuration) -> None:
     value = configuration.get("gradient_checkpointing", False)
     if not isinstance(value, bool):
         # `check_gradient_checkpointing_w_offload` of its schemas, for both words that it takes
-        rest = "axolotl makes activation_offloading of it, which recipes have with TRL's trainers: "
-        rest += "take true or false, or ask simulate MODEL --trainer sft --gradient-checkpointing "
-        rest += "--activation-offloading, by the same code of TRL's"
+        rest = (
+            "axolotl makes activation_offloading of it, which recipes have with TRL's trainers: "
+            "take true or false, or ask simulate MODEL --trainer sft --gradient-checkpointing "
+            "--activation-offloading, by the same code of TRL's"
+        )
         raise configuration.refuse("gradient_checkpointing", rest)
     configuration.fields["gradient_checkpointing"] = value
     # `utils/config/__init__.py`, `normalize_config`; its builder's default is the other kind
@@ -291,8 +297,8 @@ def _take_precision(configuration: Configuration) -> None:
     if trains_all and keeps and dtype != "float32" and engine is None:
         rest = (
             "without an adapter axolotl keeps embeddings, head and norms in fp32 and the rest in "
+            "16 bits unless the kernel is flash_attention_2, which no recipe has: take that one"
         )
-        rest += "16 bits unless the kernel is flash_attention_2, which no recipe has: take that one"
         raise configuration.refuse("attn_implementation", rest)
     if engine is None or not trains_all:
         fields["dtype"] = dtype

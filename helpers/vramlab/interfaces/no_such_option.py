@@ -14,17 +14,19 @@ WHY_NOT = dict.fromkeys(
 WHY_NOT |= {
     name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]
 }
-TILED = "no Trainer's argument puts DeepSpeed's TiledMLP into a model: put it there yourself, and "
-TILED += "simulate(model=…) runs it"
+TILED = (
+    "no Trainer's argument puts DeepSpeed's TiledMLP into a model: put it there yourself, and "
+    "simulate(model=…) runs it"
+)
 TILED_LOSS = (
     "DeepSpeed's tiled loss is called by code of your own: SFTTrainer computes its loss in "
+    "parts by itself, and --use-liger-kernel keeps no logits either"
 )
-TILED_LOSS += "parts by itself, and --use-liger-kernel keeps no logits either"
-EXPERTS = "with expert parallel a rank holds the tokens that the router sends it, which no recipe "
-EXPERTS += (
+EXPERTS = (
+    "with expert parallel a rank holds the tokens that the router sends it, which no recipe "
     "says: WatchCallback() in its Trainer measures it, and --engine fsdp or deepspeed divides "
+    "experts as it does all weights"
 )
-EXPERTS += "experts as it does all weights"
 # What other programs name so.
 WHY_NOT |= {"tiled_mlp": TILED, "tiled_loss": TILED_LOSS, "tiled_logits": TILED_LOSS}
 WHY_NOT |= dict.fromkeys(("expert_parallel", "expert_parallel_size", "ep_size"), EXPERTS)
@@ -35,8 +37,10 @@ COMPILED = (
     "TrainingArguments trains so"
 )
 TWO_CARDS = "diff compares bytes, on whatever card; simulate says of each whether it fits"
-MESH = "plan tries no meshes of ranks: vramlab simulate MODEL {} N --world-size M --stage 3 "
-MESH += "--engine {} says what a rank of one holds"
+MESH = (
+    "plan tries no meshes of ranks: vramlab simulate MODEL {} N --world-size M --stage 3 "
+    "--engine {} says what a rank of one holds"
+)
 SAY = {
     name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere
 }

@@ -26,6 +26,7 @@ from .script import recipe_of_script
 DIFFERING = (
     "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 )
+ADAPTERS = ("--lora", "--peft")  # how the options of adapters begin
 EXPLAINED = (
     "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; "
     "then or alone MODEL "
@@ -74,6 +75,10 @@ def said(
         if found:
             fields, note = found
             return rebuild(Recipe, "recipe", fields), [note] if note else []
+    if "--quantization" in words and not any(each.startswith(ADAPTERS) for each in words):
+        # No recipe trains quantized weights by themselves, and a message may come before adapters.
+        recipe, notes = _recipe_said([*words, "--lora-r", "16"], options)
+        return recipe, [*notes, "--lora-r 16 taken: quantized weights are not trained"]
     return _recipe_said(words, options)
 
 

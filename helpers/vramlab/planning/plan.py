@@ -176,8 +176,10 @@ class Plan:
             rows.append((choice.method, choice.tier, *sizes, speed, short_words(choice.recipe)))
         q = self.question
         room = format_bytes(self.usable, digits=2)
-        title = f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, "
-        title += f"on {self._cards}, {room}"
+        title = (
+            f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, "
+            f"on {self._cards}, {room}"
+        )
         # What leaving a switch out costs stands below, as in the text.
         costs = [costs_of(choice) for choice in self.choices if choice.without]
         by_default = [self._by_default()] if self.question["expandable_segments"] else []

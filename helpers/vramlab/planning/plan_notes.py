@@ -142,8 +142,10 @@ def _about_packing(question: Question, recipe: Recipe) -> str:
     elif family_of(recipe.shape).own_mask:
         apart = "another training: the samples of a row attend to those before them"
     else:
-        apart = "a mask of tokens × tokens keeps the samples of a row apart (TRL names "
-        apart += "FlashAttention alone)"
+        apart = (
+            "a mask of tokens × tokens keeps the samples of a row apart (TRL names "
+            "FlashAttention alone)"
+        )
     if not question.lengths:
         return apart
     per_row = len(question.lengths) / question.data.packed_rows

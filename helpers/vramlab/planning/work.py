@@ -6,8 +6,10 @@ from contextvars import ContextVar
 
 from ..recipe.recipe import Recipe
 
-COMPILES = "note: Inductor compiles each of {} layers for the card, as it would there: about {} s "
-COMPILES += "on a free core; without --torch-compile the eager step takes seconds"
+COMPILES = (
+    "note: Inductor compiles each of {} layers for the card, as it would there: about {} s "
+    "on a free core; without --torch-compile the eager step takes seconds"
+)
 # CPU seconds of qwen3-0.6b at torch 2.13: 12.6 with one layer, 18.6 with four.
 COMPILES_IN = (11, 2)  # at all, and for each layer
 

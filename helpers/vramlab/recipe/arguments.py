@@ -425,6 +425,8 @@ def _precision(args: Any, wanted: str | None) -> str:
         return str(wanted)
     rest = f"the arguments say {said}"
     if is_true:
-        rest += ", which is autocast: unset fp16 and bf16, or say dtype for weights in half "
-        rest += "precision under it"
+        rest += (
+            ", which is autocast: unset fp16 and bf16, or say dtype for weights in half "
+            "precision under it"
+        )
     raise RecipeError("precision", wanted, rest)

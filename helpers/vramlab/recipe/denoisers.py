@@ -67,6 +67,8 @@ def refuse_as_recipe(model: str, config: Any) -> None:
     if published_like(config):
         path = shlex.quote(model) if model else "FOLDER"
         rest += f"vramlab diffusion {path} simulates diffusers' own step, "
-    rest += "simulate(model=…, batch=…) takes the module, "
-    rest += "vramlab run --gpu CARD -- python train.py its script"
+    rest += (
+        "simulate(model=…, batch=…) takes the module, "
+        "vramlab run --gpu CARD -- python train.py its script"
+    )
     raise RecipeError("model", model or config["_class_name"], rest)

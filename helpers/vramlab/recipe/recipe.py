@@ -220,7 +220,7 @@ class Recipe(RecipeFields):
         """Return quantized bases and formats that cannot be trained so."""
         lora = self.lora
         quantization = self.quantization
-        allowed = "quantized weights cannot be trained: add lora=LoRA(...)"
+        allowed = "quantized weights cannot be trained: add lora=LoRA(...) (--lora-r 16)"
         yield "quantization", quantization and not self.adapters, allowed
         is_dora = quantization and lora and lora.use_dora
         allowed = "it is modelled for weights that are not quantized only"

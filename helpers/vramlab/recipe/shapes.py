@@ -184,8 +184,10 @@ def _named_elsewhere(model: str, *said: Any) -> Shape | None:
     if differs:
         words += ", but " + ", ".join(f"{key} {value}" for key, value in differs.items())
     if model.lower().endswith("-4bit"):
-        words += "; its weights are stored in 4 bits: with --quantization nf4 and --lora-r 16 they "
-        words += "are counted so"
+        words += (
+            "; its weights are stored in 4 bits: with --quantization nf4 and --lora-r 16 they "
+            "are counted so"
+        )
     return dataclasses.replace(shape, shares=words)
 
 

@@ -369,8 +369,10 @@ def reason_at(error: Exception) -> str:
     said = str(error).strip() or type(error).__name__
     text = said.splitlines()[0].rstrip(".")
     if "Couldn't swap" in text:
-        text = "a module is cast or moved inside the step, which swaps its parameters, and fake "
-        text += "ones cannot be swapped"
+        text = (
+            "a module is cast or moved inside the step, which swaps its parameters, and fake "
+            "ones cannot be swapped"
+        )
     outermost_first = list(traceback.walk_tb(error.__traceback__))
     line = user_line(reversed(outermost_first))
     return (f"{text} ({line})" if line else text) + version_trouble()

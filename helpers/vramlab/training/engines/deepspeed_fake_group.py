@@ -32,8 +32,10 @@ def without_peers(device: str) -> Iterator[None]:
     from deepspeed.comm import comm
 
     if comm.cdb is not None:
-        rest = "this process trains with DeepSpeed, which keeps one process group for all threads: "
-        rest += "take another process"
+        rest = (
+            "this process trains with DeepSpeed, which keeps one process group for all threads: "
+            "take another process"
+        )
         raise RecipeError("sharding.engine", "deepspeed", rest)
     with contextlib.ExitStack() as stack:
         for patch in (
