@@ -72,6 +72,8 @@ def test_bare_family_name_means_the_smaller_card():
     ("wrong", "said"),
     [
         ("4900", "did you mean 'RTX 4090'"),
+        ("2x RTX 4090", r"did you mean 'RTX 4090'\? How many is --gpus 2 "),
+        ("8 × H100", r"did you mean 'H100 SXM'\? How many is --gpus 8 "),
     ],
 )
 def test_a_name_that_is_nearly_one_is_guessed(wrong, said):

@@ -107,3 +107,14 @@ def test_quantized_weights_that_found_no_room_are_explained_without_adapters_sai
     # A recipe's own error names its part as the title does.
     error = CliRunner().invoke(app, ["predict", "gpt2", "--quantization", "nf4"])
     assert error.output.startswith("--quantization is nf4, but quantized weights cannot be trained")
+
+
+def test_that_nothing_fits_is_said():
+    found = run("llama-3.1-70b", "--gpu", "RTX 4090", "--quantization", "nf4", "--lora-r", "16")
+    assert "this cannot fit RTX 4090: its weights in 4 bits alone take 36.87 GiB" in found.output
+
+
+def test_options_without_a_model_are_one_sentence():
+    found = run("--lora-r", "64")
+    assert found.exit_code == 2
+    assert found.output == "MODEL is '', but name one before its options.\n"

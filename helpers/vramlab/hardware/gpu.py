@@ -240,13 +240,17 @@ def find_gpu(name: "str | Gpu") -> Gpu:
         return name
     gpu = _index().get(_key(name)) if isinstance(name, str) else None
     if gpu is None:
-        key = _key(str(name))
+        # "2x RTX 4090" is how many, and a name
+        counted = re.match(r"(\d+) ?[x×*] ?", str(name))
+        key = _key(str(name)[counted.end() :] if counted else str(name))
         # "A100 80G" looks like one of the table, and "RTX 4080 Ti" begins as one
         near = difflib.get_close_matches(key, _index(), n=1, cutoff=0.85)
         near = near or [known for known in sorted(_index(), key=len) if key.startswith(known)][-1:]
         # "4900" has the digits of a card's name in another order
         near = near or [known for known in _index() if sorted(known) == sorted(key)]
         hint = f"did you mean {_index()[near[0]].name!r}? " if near else ""
+        if hint and counted:
+            hint += f"How many is --gpus {counted[1]} (plan, run) or --world-size {counted[1]}; "
         known = ", ".join(gpu_names())
         raise GpuError(f"GPU {name!r} is not in the table: {hint}known are {known}.")
     return gpu

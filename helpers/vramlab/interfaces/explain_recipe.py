@@ -1,5 +1,6 @@
 """What a recipe holds at its peak, compared with what a message says of it."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -219,7 +220,22 @@ class Run:
             if missing and not change["enough"]:
                 text += ", not enough alone"
             lines.append(text)
+        if missing and not any(change["enough"] for change in changes):
+            lines += self._never()
         return lines if changes else [*lines, "  none takes much off the peak"]
+
+    def _never(self) -> Iterator[str]:
+        """Yield that nothing fits the card where weights in the fewest bits alone do not."""
+        with contextlib.suppress(RecipeError):
+            # What is not quantized, as the embedding, in half precision.
+            base = Quantization("nf4", double=True, prepare=False)
+            least = self.recipe.replace(**METHODS["QLoRA"] | {"quantization": base})
+            weights = predict(least).phases["load"].end.parameters
+            if self.card and weights > self.card.total:
+                yield (
+                    f"  this cannot fit {self.card.name}: its weights in 4 bits alone take "
+                    f"{sized(weights)}; more cards or host memory: --world-size, --offload"
+                )
 
     def _setting(self) -> list[str]:
         """Return what expandable segments alone would do where they make it surer that it fits."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from ..base.errors import RecipeError
 from ..recipe import hub_names
 from ..recipe.argument_classes import DECLARED
@@ -103,7 +105,7 @@ def _recipe_said(
     # The options' reader needs a MODEL in front; an empty one leaves it to the script.
     if (script or arguments) and (not rest or rest[0].startswith("-")):
         rest.insert(0, "")
-    given = options(rest)
+    given = _given(rest, options)
     # Before the recipe is made, which reads the model's shape.
     if given["download"]:
         hub_names.download(given["model"])
@@ -124,6 +126,19 @@ def _recipe_said(
         else []
     )
     return recipe, named
+
+
+def _given(
+    rest: list[str],
+    options: Callable[[list[str]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return what `options` reads. Raises RecipeError where there is no MODEL."""
+    try:
+        return options(rest)
+    except typer.BadParameter as error:
+        if error.param is None or error.param.name != "model":
+            raise
+        raise RecipeError("model", "", "name one before its options") from None
 
 
 def _object(path: str) -> dict[str, Any]:
