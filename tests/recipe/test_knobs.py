@@ -60,7 +60,7 @@ UNREAD = {
         "all modules of a plan's model are trained": "freeze",
         "a factor, which has no bytes": f"{DRAWS} lora_dropout use_rslora",
         "adapters are PEFT's usual ones on all linear layers": "target_modules target_parameters "
-        "bias modules_to_save autocast_adapter_dtype lora_bias",
+        "bias modules_to_save lora_bias",
         "the rank that holds the most, and FSDP's usual units": "rank wrap",
         "plan proposes no pipeline": "schedule micro_batches",
         "the loop is the Trainer's own": "zero_grad set_to_none keep_outputs outputs_to_fp32 "

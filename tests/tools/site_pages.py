@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import nbformat
-from verify_record import markdown as plain
+from vramlab.base.text import markdown as plain
 from vramlab_course.claims import Verdict
 from vramlab_course.claims.verdicts import (
     HOLDS,

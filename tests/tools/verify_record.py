@@ -33,7 +33,7 @@ from vramlab import (
 )
 from vramlab.base.data import data_path
 from vramlab.base.files import read_text
-from vramlab.base.text import one_line
+from vramlab.base.text import markdown
 from vramlab.hardware.gpu import Gpu, GpuError, find_gpu
 from vramlab.hardware.overhead import rules_of
 from vramlab.interfaces.measure_and_record import card_of
@@ -63,9 +63,6 @@ SIMULATED_FOR = (
 # Letters of our own notes and of PyTorch's messages: nothing of HTML, Markdown's links and code, or
 # other people's names.
 TEXT = re.compile(r"""[0-9A-Za-z ·×→−–…µΔ%()\[\],.:;=/_+*{}'"?#-]*""")
-MARKUP = re.compile(r"([\\`*_{}\[\]<>|$~#])")
-LINKS = re.compile(r"(?<=www)\.|:(?=//)")  # of an address that GitHub links by itself
-ENTITIES = {"&": "&amp;", "@": "&#64;"}  # no HTML's character, and nobody is called by name
 MOST_REPEATS = 1000
 # of the clean pass's peak that the tracked one may hold more: 4 % at most among our records
 TRACKED = 0.1
@@ -91,13 +88,6 @@ DIES = re.compile(
     r"CUDA out of memory\. Tried to allocate [0-9.]+ [KMG]iB\. GPU \d+ has a total capacity of "
     r"([0-9.]+ GiB)"
 )
-
-
-def markdown(text: str) -> str:
-    """Return text that means itself in Markdown and inside a table, on one line."""
-    text = MARKUP.sub(r"\\\1", one_line(text))
-    text = "".join(ENTITIES.get(letter, letter) for letter in text)
-    return LINKS.sub(lambda found: f"&#{ord(found[0])};", text)
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Text of others, made safe for where it is shown, and ours where letters are few."""
+"""Text of others, made safe for where it is shown: a terminal, a comment or a page.
+
+And ours where letters are few.
+"""
 
 import codecs
 import re
@@ -9,6 +12,9 @@ from collections.abc import Sequence
 CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
+MARKUP = re.compile(r"([\\`*_{}\[\]<>|$~#])")
+LINKS = re.compile(r"(?<=www)\.|:(?=//)")  # of an address that GitHub links by itself
+ENTITIES = {"&": "&amp;", "@": "&#64;"}  # no HTML's character, and nobody is called by name
 # Characters of our own output, for streams whose encoding lacks them.
 PLAIN = {
     "─": "-",
@@ -44,6 +50,13 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Return `text` on one line and `printable`."""
     return printable(" ".join(text.split()))
+
+
+def markdown(text: str) -> str:
+    """Return text that means itself in Markdown and inside a table, on one line."""
+    text = MARKUP.sub(r"\\\1", one_line(text))
+    text = "".join(ENTITIES.get(letter, letter) for letter in text)
+    return LINKS.sub(lambda found: f"&#{ord(found[0])};", text)
 
 
 def text_table(rows: Sequence[tuple[str, ...]]) -> str:

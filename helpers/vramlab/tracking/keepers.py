@@ -9,6 +9,7 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..hardware.snapshot import is_users, source_lines, user_line
 from ..private.of_torch import address_of, number_of
@@ -63,6 +64,9 @@ def holders(found: list[tuple[Name, Any]]) -> dict[int, Name]:
         if id(value) in seen or isinstance(value, ModuleType):
             continue
         seen.add(id(value))
+        if is_lazy(value):
+            # a lazy module's parameter has no storage yet
+            continue
         if isinstance(value, torch.Tensor) and value.layout in WITH_STORAGE:
             held.setdefault(address_of(value.untyped_storage()), name)
         elif isinstance(value, COLLECTIONS):
