@@ -53,7 +53,7 @@ def test_the_lines_of_chapter_06_load_what_its_program_saves(tmp_path, monkeypat
 def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monkeypatch, capsys):
     (lines,) = (script for script in scripts("07") if "TrainerCallback" in script)
     calls = []
-    held = {"allocated_bytes.all.current": 2**30, "reserved_bytes.all.current": 2**31}
+    held = {"allocated_bytes.all.peak": 2**30, "reserved_bytes.all.peak": 2**31}
     memory = SimpleNamespace(
         _record_memory_history=lambda **options: calls.append(options),
         _dump_snapshot=lambda name: calls.append(name),
@@ -74,7 +74,7 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     trace = (tmp_path / "trace.json").read_text()
     assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) >= 1
     printed = capsys.readouterr().out
-    assert "reserved_bytes.all.current: 2.00 GiB" in printed and "retries: 3" in printed
+    assert "reserved_bytes.all.peak: 2.00 GiB" in printed and "retries: 3" in printed
 
 
 @pytest.mark.slow  # imports TRL
