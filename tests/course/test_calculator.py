@@ -117,7 +117,7 @@ def test_an_invalid_change_keeps_the_picture_and_says_why():
     shown = Calculator(**QLORA)
     before = str(shown)
     shown.change(lora_r=UNSET)
-    assert "quantized weights cannot be trained: add lora=LoRA(...)." in str(shown.error)
+    assert "quantized weights cannot be trained: add lora=LoRA(...)" in str(shown.error)
     assert str(shown.error) in str(shown) and "The picture is still that of: llama-3.1-8b" in str(
         shown
     )
