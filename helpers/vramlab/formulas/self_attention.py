@@ -1,8 +1,8 @@
 """A layer's attention: projections, rotary positions, a cache, attention itself, the way back."""
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
+from ..base.versions import installed
 from ..recipe.shapes import Shape
 from . import liger_kernels
 from .attention import AttentionKernels
@@ -225,9 +225,8 @@ def _cached_width(keys: Tensor, values: Tensor) -> int:
 @cache
 def _values_of_their_own() -> bool:
     """Tell whether a cache keeps its values' dtype; without transformers the larger is counted."""
-    try:
-        installed = version("transformers")
-    except PackageNotFoundError:
+    release = installed("transformers")
+    if release is None:
         return False
-    major, minor = installed.split(".")[:2]
+    major, minor = release.split(".")[:2]
     return (int(major), int(minor)) >= VALUES_OF_THEIR_OWN

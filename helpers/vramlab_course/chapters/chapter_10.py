@@ -51,6 +51,8 @@ def nbytes(tensors: Any) -> int:
 class _Largest(MadeTensors):
     """While entered, notes the bytes of the largest tensor that an operator makes."""
 
+    sees_views = False
+
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
@@ -58,17 +60,6 @@ class _Largest(MadeTensors):
     def see(self, tensor: torch.Tensor) -> None:
         size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.bytes = max(self.bytes, size)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        if func.is_view:  # it looks at memory that is there
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def largest_made(call: Callable[[], Any]) -> int:

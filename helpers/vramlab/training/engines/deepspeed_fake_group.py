@@ -61,9 +61,9 @@ def _process() -> Iterator[contextlib.AbstractContextManager]:
 
     # `choose_accelerator` may replace it
     yield replaced(real_accelerator, "ds_accelerator", get_accelerator())
-    # DeepSpeed requires a local rank; torchrun sets it for real ranks
     # tens of thousands of ranges for a profiler that does not run
     yield replaced(nvtx, "enable_nvtx", False)
+    # DeepSpeed requires a local rank; torchrun sets it for real ranks
     environment = {"LOCAL_RANK": "0", **os.environ}
     own_os = SimpleNamespace(**vars(os) | {"environ": environment})
     for module in (comm_utils, engine, partition_parameters, utils):
