@@ -402,6 +402,7 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
         ("predict gpt2 --context-parallel-size 2", "say --cp-size"),
         ("plan gpt2 --gpu T4 --sp-size 2", "MODEL --sp-size N --world-size M --stage 3 --engine d"),
         ("diff gpt2 gpt2 --gpu T4", "no option --gpu: diff compares bytes"),
+        ("predict gpt2 --load-in-4bit", "say --quantization nf4"),
         ("generate gpt2 --cache-backend fp8", "and only 'quantized' has a backend"),
     ],
 )

@@ -281,7 +281,7 @@ class Plan:
             needs = choice.by_default
             verdict = needs.verdict(self.usable)
             verdicts.append(f"{choice.method} {verdict}, at most {needs.high / GiB:.2f}")
-        return f"without expandable segments: {'; '.join(verdicts)} GiB"
+        return f"without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True): {'; '.join(verdicts)} GiB"
 
     def _lacking(self, better: Choice) -> str:
         """Return what a better recipe lacks of the tier that its method's answer has."""
@@ -450,7 +450,7 @@ def _rules(refused: list[str]) -> tuple[str, ...]:
 
     What formulas do not know counts only where no library's rule is in the way.
     """
-    rules = dict.fromkeys(rule for rule in refused if not rule.startswith("quantization.prepare"))
+    rules = dict.fromkeys(rule for rule in refused if not rule.startswith("--prepare"))
     of_libraries = [rule for rule in rules if not rule.endswith("ask simulate")]
     return tuple(of_libraries or rules)
 
