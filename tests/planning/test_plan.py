@@ -1212,10 +1212,9 @@ def test_a_plan_says_both_settings_of_the_allocator_and_the_hosts_memory():
     )
     best, said = found.best, " ".join(str(found).split())
     assert best.by_default.high > best.needs.high
-    assert (
-        f"without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True): lora {best.by_default.verdict(found.usable)}, at most"
-        in said
-    )
+    setting = "(no PYTORCH_ALLOC_CONF=expandable_segments:True)"
+    verdict = best.by_default.verdict(found.usable)
+    assert f"without expandable segments {setting}: lora {verdict}, at most" in said
     weights = 2 * best.recipe.shape.num_parameters
     assert best.host == pytest.approx(weights, rel=0.01)
     assert (

@@ -156,7 +156,7 @@ def _deepspeed(configuration: Configuration, said: Any) -> dict[str, Any]:
         if not found:
             rest = "that file is not here, nor beside or above the YAML: the stage stands in it"
             raise configuration.refuse("deepspeed", rest)
-        said = read_json_file("deepspeed", str(found[0]))
+        said = read_json_file("deepspeed", found[0])
     zero = said.get("zero_optimization", {})
     offload = None
     # DeepSpeed allows offloaded parameters in stage 3 alone, and their states are then on the host

@@ -42,6 +42,7 @@ MEANING = {
     "likely": "fits at the usual ones",
     "tight": "fits at the lowest only",
 }
+WITHOUT_SEGMENTS = "without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True)"
 _UNPREPARED = "without PEFT's prepare_model_for_kbit_training"
 _SHORTER = "one sample of the micro-batch is shorter, which takes a mask"
 WORDS = {
@@ -281,7 +282,7 @@ class Plan:
             needs = choice.by_default
             verdict = needs.verdict(self.usable)
             verdicts.append(f"{choice.method} {verdict}, at most {needs.high / GiB:.2f}")
-        return f"without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True): {'; '.join(verdicts)} GiB"
+        return f"{WITHOUT_SEGMENTS}: {'; '.join(verdicts)} GiB"
 
     def _lacking(self, better: Choice) -> str:
         """Return what a better recipe lacks of the tier that its method's answer has."""

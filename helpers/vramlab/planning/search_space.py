@@ -105,8 +105,7 @@ def families(
 
 def rule_of(error: RecipeError) -> str:
     """Return why a recipe is none, with its field called as on the command line."""
-    flag = FLAGS.get(error.field, error.field)
-    return f"{flag} {error.shown}: {error.allowed}".replace(" True:", ":", 1)
+    return f"{FLAGS.get(error.field, error.field)} {error.shown}: {error.allowed}"
 
 
 def _options(
