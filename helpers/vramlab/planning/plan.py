@@ -282,7 +282,7 @@ class Plan:
             needs = choice.by_default
             verdict = needs.verdict(self.usable)
             verdicts.append(f"{choice.method} {verdict}, at most {needs.high / GiB:.2f}")
-        return f"{WITHOUT_SEGMENTS}: {'; '.join(verdicts)} GiB"
+        return f"{BY_DEFAULT}: {'; '.join(verdicts)} GiB"
 
     def _lacking(self, better: Choice) -> str:
         """Return what a better recipe lacks of the tier that its method's answer has."""
