@@ -116,11 +116,10 @@ def _take_rows(configuration: Configuration) -> None:
 
     There are none where the model's own are as many as that already.
     """
-    name = "resize_token_embeddings_to_32x"
     rows = read_shape(configuration.model).vocab_size
-    if configuration.get(name) and rows % 32:
+    if configuration.get("resize_token_embeddings_to_32x") and rows % 32:
         rest = f"it may add to the model's {rows} rows, which no recipe does: leave it out"
-        raise configuration.refuse(name, rest)
+        raise configuration.refuse("resize_token_embeddings_to_32x", rest)
 
 
 def _take_mesh(configuration: Configuration) -> None:

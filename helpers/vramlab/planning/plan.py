@@ -28,7 +28,7 @@ from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .image_search import ImageSearch
 from .plan_lines import alternative_to, costs_of, figures_of, host_memory_of, short_words, wrapped
-from .plan_notes import notes_on_question, with_reference_first
+from .plan_notes import BY_DEFAULT, notes_on_question, with_reference_first
 from .plan_script import scripts, words
 from .question import Question
 from .search import Search
@@ -42,7 +42,6 @@ MEANING = {
     "likely": "fits at the usual ones",
     "tight": "fits at the lowest only",
 }
-WITHOUT_SEGMENTS = "without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True)"
 _UNPREPARED = "without PEFT's prepare_model_for_kbit_training"
 _SHORTER = "one sample of the micro-batch is shorter, which takes a mask"
 WORDS = {
