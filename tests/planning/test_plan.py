@@ -727,7 +727,7 @@ def test_the_rule_that_refused_is_named_and_what_lifts_it():
     found = plan("gpt2", "T4", seq_len=512, trainer="sft", method="qlora", confirm=False)
     text = " ".join(str(found).split())
     assert (
-        "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 "
+        "qlora: no recipe, because --precision 'fp16-mixed': the loss scaler refuses the bfloat16 "
         "adapters" in text
     )
     assert "ask simulate" not in text
@@ -1212,10 +1212,9 @@ def test_a_plan_says_both_settings_of_the_allocator_and_the_hosts_memory():
     )
     best, said = found.best, " ".join(str(found).split())
     assert best.by_default.high > best.needs.high
-    assert (
-        f"without expandable segments: lora {best.by_default.verdict(found.usable)}, at most"
-        in said
-    )
+    setting = "(no PYTORCH_ALLOC_CONF=expandable_segments:True)"
+    verdict = best.by_default.verdict(found.usable)
+    assert f"without expandable segments {setting}: lora {verdict}, at most" in said
     weights = 2 * best.recipe.shape.num_parameters
     assert best.host == pytest.approx(weights, rel=0.01)
     assert (

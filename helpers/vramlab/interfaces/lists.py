@@ -9,6 +9,8 @@ from ..recipe.hub_names import KNOWN
 from ..recipe.shapes import catalogue, model_names
 from ..report.report import GiB, text_table
 
+UNITS = "bf16, fp16: dense TFLOP/s; NVLink: GB/s; compute: compute capability"
+
 
 def models(filtered: str = "") -> list[dict[str, Any]]:
     """Return the models with `filtered` in a name or the architecture; sizes are bytes."""
@@ -67,7 +69,7 @@ def gpus(filtered: str = "") -> list[dict[str, Any]]:
 
 def gpus_table(found: list[dict[str, Any]]) -> str:
     """Return the cards as a table: the memory that a process may have, and dense rates."""
-    rows = [("card", "GiB usable", "of", "GB/s", "bf16 TFLOP/s", "fp16", "NVLink GB/s", "compute")]
+    rows = [("card", "usable", "of GiB", "GB/s", "bf16", "fp16", "NVLink", "compute")]
     for one in found:
         bandwidth = f"{one['bandwidth'] / 1e9:,.0f}" if one["bandwidth"] else "?"
         rates = [
@@ -80,4 +82,4 @@ def gpus_table(found: list[dict[str, Any]]) -> str:
         rows.append(
             (one["name"], usable, total, bandwidth, *rates, nvlink, one["compute_capability"])
         )
-    return text_table(rows)
+    return f"{text_table(rows)}\n{UNITS}"

@@ -17,6 +17,7 @@ from .question import METHODS, Question
 from .step_walk import walk
 from .vllm_share import about_share
 
+BY_DEFAULT = "without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True)"
 LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 
 
