@@ -781,6 +781,7 @@ def test_models_and_cards_are_listed_by_a_filter():
     assert [one["name"] for one in found] == ["A100 80GB", "A100 80GB PCIe"]
     assert found[0]["flops"]["bf16"] == 312e12 and 0 < found[0]["usable"] <= found[0]["total"]
     assert "T4" in run("gpus").output
+    assert all("none has that" in run(name, "zx81").output for name in ("models", "gpus"))
 
 
 def test_a_list_is_as_wide_as_the_terminal(monkeypatch):

@@ -464,8 +464,15 @@ def test_the_surest_tier_is_taken_and_a_lower_one_on_request():
 
 def test_expandable_segments_narrow_the_interval():
     asked = dict(seq_len=1024, method="lora", tier="safe", offload=False, confirm=False)
-    assert plan("llama-3.1-8b", "RTX 4090", **asked).choices
+    found = plan("llama-3.1-8b", "RTX 4090", **asked)
+    assert found.choices and not any("--method qlora" in note for note in found.notes)
     assert not plan("llama-3.1-8b", "RTX 4090", expandable_segments=False, **asked).choices
+
+
+def test_an_offloaded_answer_of_lora_alone_names_qlora():
+    found = plan("llama-3.1-8b", "T4", seq_len=1024, method="lora", confirm=False)
+    assert found.best.recipe.sharding.offload
+    assert "--method qlora, whose base takes a quarter, may fit without offloading" in found.notes
 
 
 def test_an_answer_is_simulated_and_gives_way_where_it_does_not_fit(monkeypatch):

@@ -585,6 +585,7 @@ GOOD = {"model_type": "llama", **TEXT}
         ("gpt2", {"task": "masked-lm"}, "task", "'causal-lm' or 'sequence-classification'"),
         ("vit-base", {"task": "causal-lm"}, "task", "'image-classification'"),
         ("gpt2", {"num_layers": 0}, "model.n_layer", "from 1"),
+        ("SDXL", {}, "model", "vramlab diffusion sdxl"),
     ],
 )
 def test_errors_name_the_field(model, arguments, field, words):

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-from typing import Any
 
 from .script_lines import Lines
 from .script_names import WORDS
@@ -52,7 +51,7 @@ def _account_for_import(lines: Lines, node: ast.Import | ast.ImportFrom) -> None
 
 def _without_unsloth(lines: Lines) -> str:
     """The options of the nearest training that is modelled, as the script's constants say them."""
-    said: dict[str, Any] = {"model_name": "MODEL", "load_in_4bit": True}  # its own default
+    said = {"model_name": "MODEL", "load_in_4bit": True}  # its own default
     for node in lines.tree.nodes:
         if isinstance(node, ast.keyword):
             with contextlib.suppress(Unread):
