@@ -263,6 +263,7 @@ def plan(
     as_json: JSON = False,
 ) -> None:
     from ..planning.plan import plan
+    from ..planning.plan_script import check_question
 
     check_written(write=write)
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
@@ -280,6 +281,8 @@ def plan(
             dataset,
             functools.partial(tokens_of, asked["model"], pretrained),
         )
+    if write:
+        check_question(Question(gpu=gpu, **asked))
     # Standings are for eyes only: they must never get between the lines of `--json`.
     with InPlace() as place, telling():
         standing = place.show_standing if is_watched() and not as_json else None
