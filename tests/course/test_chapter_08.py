@@ -95,6 +95,13 @@ def test_samples_are_the_heads_that_name_all_types(tmp_path):
     assert reply == {"role": "assistant", "content": head}
 
 
+def test_stored_samples_keep_the_house_rule(tmp_path):
+    """They are read as those of a folder are, so that each is one that the folder's rule takes."""
+    stored = typed_heads()
+    (tmp_path / "all.py").write_text("\n".join(f"{head} ..." for head in stored))
+    assert len(stored) == 984 and typed_heads(tmp_path) == stored
+
+
 def test_questions_are_public_heads_without_a_type():
     assert untyped_heads([PROGRAM], 1) == ["def room(unit):"]
     more = untyped_heads([PROGRAM, PROGRAM.replace("room", "used")], 2)
@@ -156,6 +163,7 @@ def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, m
     names = {"folder": tmp_path, "Path": Path, "json": json, "plan": vramlab.plan, "torch": torch}
     names |= {"device": "cpu", "live": print, "guess": guess, "subprocess": subprocess, "sys": sys}
     names |= {"GiB": GiB, "MiB": MiB, "simulate": vramlab.simulate, "evaluations": evaluations}
+    names["tensors"] = lambda peak: peak.total - peak.workspace
     names["heads"] = typed_heads(Path(vramlab.__file__).parent / "recipe")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert (folder / "model.safetensors.index.json").exists()

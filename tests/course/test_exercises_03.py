@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from vramlab import LoRA, Recipe
 from vramlab_course import exercises
 from vramlab_course.exercises import judge
-from vramlab_course.judges.judges_03 import best_fit, by_rows, by_segments, in_chunks
+from vramlab_course.judges.judges_03 import by_rows, by_segments, in_chunks
 
 FOUND = exercises.chapter("03")
 LONG = Recipe(
@@ -72,13 +72,13 @@ def plainly(x, weight, words):
 
 
 def piecewise(x, weight, words, rows):
-    """An answer to 03.5 that keeps each piece's probabilities."""
+    """An answer to 03.4 that keeps each piece's probabilities."""
     pairs = zip(x.split(rows), words.split(rows), strict=True)
     return cat([plainly(few, weight, right) for few, right in pairs])
 
 
-def test_there_are_five_with_two_hints_each():
-    assert list(FOUND) == [f"03.{i}" for i in range(1, 6)]
+def test_there_are_four_with_two_hints_each():
+    assert list(FOUND) == [f"03.{i}" for i in range(1, 5)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
 
 
@@ -103,17 +103,15 @@ def test_the_checks_reject_their_wrong_answers(name):
         ("03.2", checkpointing(every=0), "ran again in backward are none"),
         ("03.2", checkpointing(every=1), "ran again in backward are [4, 3, 2, 1, 0]"),
         ("03.2", checkpointing(rest=False), "the result is not that of the layers"),
-        ("03.3", lambda lengths, size: best_fit(lengths, size, ordered=False), "are enough"),
-        ("03.3", lambda lengths, size: [[*range(len(lengths))]], "has 16 tokens"),
-        ("03.4", LONG, "likely to take"),
-        ("03.4", LONG.replace(use_liger_kernel=True), "does not know"),
-        ("03.5", lambda x, weight, words, rows: plainly(x, weight, words), "10 rows of logits"),
-        ("03.5", lambda *given: in_chunks(*given).sum(), "a number for each row"),
-        ("03.5", lambda *given: -in_chunks(*given), "are others"),
-        ("03.5", lambda *given: in_chunks(*given).detach(), "no gradient"),
-        ("03.5", lambda *given: piecewise(*given), "wide as the vocabulary"),
+        ("03.3", LONG, "likely to take"),
+        ("03.3", LONG.replace(use_liger_kernel=True), "does not know"),
+        ("03.4", lambda x, weight, words, rows: plainly(x, weight, words), "10 rows of logits"),
+        ("03.4", lambda *given: in_chunks(*given).sum(), "a number for each row"),
+        ("03.4", lambda *given: -in_chunks(*given), "are others"),
+        ("03.4", lambda *given: in_chunks(*given).detach(), "no gradient"),
+        ("03.4", lambda *given: piecewise(*given), "wide as the vocabulary"),
         (
-            "03.5",
+            "03.4",
             lambda x, weight, words, rows: in_chunks(x.detach(), weight, words, rows) + 0 * x.sum(),
             "gradients of x or of weight",
         ),
@@ -131,7 +129,7 @@ def test_what_readers_get_wrong_is_told_apart(name, answer, said):
         ("03.1", accumulating(sums=True)),
         ("03.2", by_segments),
         ("03.2", checkpointing(own=True)),
-        ("03.5", in_chunks),
+        ("03.4", in_chunks),
     ],
 )
 def test_right_answers_in_other_words(name, answer):
@@ -139,5 +137,5 @@ def test_right_answers_in_other_words(name, answer):
 
 
 def test_a_stub_is_not_answered():
-    for name in ("03.1", "03.2", "03.3", "03.5"):
+    for name in ("03.1", "03.2", "03.4"):
         assert judge(FOUND[name], lambda *_: ...).text == "not answered yet"

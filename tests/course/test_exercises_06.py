@@ -7,7 +7,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from vramlab import LoRA, Quantization, Recipe
-from vramlab_course import exercises
+from vramlab_course import blank, exercises
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("06")
@@ -74,8 +74,8 @@ def four_bits(model, head=False, depth=9, frozen=True, **options):
     return model.requires_grad_(False) if frozen else model
 
 
-def test_there_are_three_with_two_hints_each():
-    assert list(FOUND) == [f"06.{i}" for i in range(1, 4)]
+def test_there_are_four_with_two_hints_each():
+    assert list(FOUND) == [f"06.{i}" for i in range(1, 5)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
 
 
@@ -85,7 +85,7 @@ def test_there_are_three_with_two_hints_each():
         ("06.1", repaired()),
         ("06.1", repaired(quantization=Quantization("nf4", prepare=False))),
         ("06.2", ready),
-        ("06.3", four_bits),
+        ("06.4", four_bits),
     ],
 )
 def test_right_answers_are_accepted(name, answer):
@@ -108,14 +108,45 @@ def test_right_answers_are_accepted(name, answer):
         ("06.2", "ready", "function"),
         ("06.2", lambda model: ready(model, r=4), "157,696"),
         ("06.2", lambda model: ready(model, modules_to_save=["norm"]), "no adapter"),
-        ("06.3", lambda model: model, "still an nn.Linear"),
-        ("06.3", lambda model: four_bits(model, depth=3), "still an nn.Linear"),
-        ("06.3", lambda model: four_bits(model, head=True), "head"),
-        ("06.3", lambda model: four_bits(model, frozen=False), "would be trained"),
-        ("06.3", lambda model: four_bits(model, lean=False), "unpacked matrix"),
-        ("06.3", lambda model: four_bits(model, bias=False), "logits"),
+        ("06.4", lambda model: model, "still an nn.Linear"),
+        ("06.4", lambda model: four_bits(model, depth=3), "still an nn.Linear"),
+        ("06.4", lambda model: four_bits(model, head=True), "head"),
+        ("06.4", lambda model: four_bits(model, frozen=False), "would be trained"),
+        ("06.4", lambda model: four_bits(model, lean=False), "unpacked matrix"),
+        ("06.4", lambda model: four_bits(model, bias=False), "logits"),
     ],
 )
 def test_wrong_answers_are_told_apart(name, answer, said):
     feedback = judge(FOUND[name], answer)
     assert not feedback.right and said in feedback.text, feedback
+
+
+class SavesCodes(torch.autograd.Function):
+    """Saves the layer's own buffers, which are there anyway."""
+
+    @staticmethod
+    def forward(context, x, layer):
+        context.layer = layer
+        context.save_for_backward(layer.packed, layer.scales)
+        return x @ layer.weight().T
+
+    @staticmethod
+    def backward(context, gradient):
+        packed, _ = context.saved_tensors
+        assert packed is context.layer.packed
+        return gradient @ context.layer.weight(), None
+
+
+def walked(model, layer):
+    """Over all parents, as one does without `base_layer` in mind."""
+    for part in [*model.modules()]:
+        for name, child in [*part.named_children()]:
+            if name == "base_layer":
+                setattr(part, name, layer(child.weight.data))
+    return model
+
+
+@pytest.mark.parametrize("name,piece", [("Product", SavesCodes), ("in_four_bits", walked)])
+def test_a_blank_written_in_another_way_is_right(name, piece):
+    feedback = blank.judge(blank.find(f"06.{name}"), piece)
+    assert feedback.right, feedback

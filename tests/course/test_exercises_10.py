@@ -3,12 +3,18 @@ told apart; and what the chapter's cells share counts rightly.
 """
 
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vramlab import LoRA, Quantization, Recipe
 from vramlab_course import blank, exercises
-from vramlab_course.chapters.chapter_10 import largest_made, nbytes, saved_for_backward
+from vramlab_course.chapters.chapter_10 import (
+    cached_by,
+    largest_made,
+    nbytes,
+    saved_for_backward,
+)
 from vramlab_course.exercises import judge
 from vramlab_course.judges.judges_10 import LOOPS, sampled
 
@@ -139,6 +145,17 @@ def test_what_is_saved_is_counted_once_and_without_the_weights():
     with saved_for_backward() as saved:
         layer(x)
     assert nbytes(saved.values()) == 4 * (16 * 4 + 8 * 4)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_read_under_the_name_that_the_answer_has_for_it(name):
+    """transformers 5.24 renamed it, and warns whoever reads the older name."""
+
+    class Answer(dict):
+        __getattr__ = dict.__getitem__
+
+    layers = [SimpleNamespace(keys=1, values=2), SimpleNamespace(keys=3, values=4)]
+    assert cached_by(Answer({name: SimpleNamespace(layers=layers)})) == [1, 2, 3, 4]
 
 
 def test_the_largest_tensor_that_a_call_makes_is_what_it_takes_in_memory():

@@ -102,6 +102,7 @@ def test_a_layers_times_stand_beside_the_least():
         ["1", "1.00", "1.50"],
         ["8", "2.00", "2.00"],
     ]
+    assert "1" in [tick.get_text() for tick in figure.axes[0].get_yticklabels()], "and not 10^0"
 
 
 def test_a_climb_names_the_tokens_of_its_step():

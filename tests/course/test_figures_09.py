@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -76,22 +77,27 @@ def test_the_timeline_follows_the_order_that_it_is_given():
     assert pipeline(4, 8, own=slow).rows[2][3] == "1"
 
 
-def test_a_way_waits_for_what_its_computing_does_not_hide():
-    way = Way(Bytes(parameters=GiB), sent=30e9, computing=2.0, hides=1.0)
-    assert way.times(30e9) == 1  # one second of sending, which hides
-    assert way.times(10e9) == 2  # three seconds, of which two are waited for
-    idle = Way(Bytes(), sent=0, computing=2.0, hides=2.0, idle=0.5)
+def test_a_way_waits_for_what_each_pass_does_not_hide():
+    way = Way(Bytes(parameters=GiB), sent=(30e9, 60e9), computing=4.0)
+    # A quarter of the computing is forward: one second hides 30 GB, and three hide 60.
+    assert way.times(30e9) == 1
+    assert way.times(20e9) == 1 + 0.5 / 4  # only the forward pass waits
+    assert way.times(10e9) == 1 + (2 + 3) / 4
+    assert way.hidden_from() == 30e9
+    bare = Way(Bytes(), sent=(30e9, 60e9), computing=4.0, hides=False)
+    assert bare.times(30e9) == 1 + 3 / 4 and bare.hidden_from() == inf
+    idle = Way(Bytes(), sent=(0, 0), computing=2.0, idle=0.5)
     assert idle.times(1) == 2
 
 
 def test_the_picture_of_the_ways_draws_what_its_table_says():
     ways = {
-        "whole, 1 sample": Way(Bytes(parameters=90 * GiB, gradients=8 * GiB), 30e9, 2.0, 1.0),
-        "cut": Way(Bytes(parameters=10 * GiB), 4e9, 2.0, 0),
+        "whole, 1 sample": Way(Bytes(parameters=90 * GiB, gradients=8 * GiB), (0, 30e9), 4 / 3),
+        "cut": Way(Bytes(parameters=10 * GiB), (2e9, 2e9), 2.0, False),
     }
     figure = ways_to_cut(ways, {"fast": 30e9, "slow": 10e9}, "H100", "Ways", "made up")
     assert figure.rows[1:] == [
-        ("whole, 1 sample", "98.0", "30.0", "1.0 ×", "2.0 ×", "30"),
+        ("whole, 1 sample", "98.0", "30.0", "1.0 ×", "2.5 ×", "30"),
         ("cut", "10.0", "4.0", "1.1 ×", "1.2 ×", "never"),
     ]
     above, below = figure.axes
@@ -100,5 +106,10 @@ def test_the_picture_of_the_ways_draws_what_its_table_says():
     assert [text.get_text() for text in above.texts] == ["98, cut off", "10"]
     # On the axis of the times a bar begins at 1, and has no height where all is hidden.
     heights = [round(bar.get_y() + bar.get_height(), 3) for bar in below.patches]
-    assert heights == [1, 1.067, 2, 1.2] and below.get_yscale() == "log"
+    assert heights == [1, 1.067, 2.5, 1.2] and below.get_yscale() == "log"
+    assert [text.get_text() for text in below.texts] == ["1 ×"]  # where no bar is to be seen
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-2:] == [
+        "over fast",
+        "over slow",
+    ]
     assert "whole, 1 sample" in figure.alt

@@ -16,10 +16,13 @@ from vramlab_course.base_model import base_model_folder, load_base_model, load_b
 from vramlab_course.finetuning import adapted
 
 
+def notebook_of(number: str) -> nbformat.NotebookNode:
+    return nbformat.read(next(settings.NOTEBOOKS.glob(f"{number}_*.ipynb")), as_version=4)
+
+
 def scripts(number: str) -> Iterator[str]:
     """The blocks of Python in a chapter's text."""
-    notebook = nbformat.read(next(settings.NOTEBOOKS.glob(f"{number}_*.ipynb")), as_version=4)
-    for cell in notebook.cells:
+    for cell in notebook_of(number).cells:
         if cell.cell_type == "markdown":
             yield from re.findall(r"```python\n(.*?)```", cell.source, re.DOTALL)
 
@@ -51,18 +54,20 @@ def test_the_lines_of_chapter_06_load_what_its_program_saves(tmp_path, monkeypat
 
 
 def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monkeypatch, capsys):
-    (lines,) = (script for script in scripts("07") if "TrainerCallback" in script)
+    (cell,) = (cell for cell in notebook_of("07").cells if "(TrainerCallback)" in cell.source)
     calls = []
-    held = {"allocated_bytes.all.peak": 2**30, "reserved_bytes.all.peak": 2**31}
+    held = {"allocated_bytes.all.current": 2**29, "allocated_bytes.all.peak": 2**30}
+    held |= {"reserved_bytes.all.peak": 2**31, "num_alloc_retries": 3}
     memory = SimpleNamespace(
         _record_memory_history=lambda **options: calls.append(options),
         _dump_snapshot=lambda name: calls.append(name),
     )
     monkeypatch.setattr(torch.cuda, "memory", memory)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: held | {"num_alloc_retries": 3})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: held)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("anew"))
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(lines, names)
+    names = {"torch": torch}
+    exec(cell.source, names)
     folder = str(base_model_folder())
     rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 12
     arguments = TrainingArguments(
@@ -70,11 +75,15 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"]()]).train()
-    assert calls == [{"max_entries": 100_000}, "memory.pickle", {"enabled": None}]
-    trace = (tmp_path / "trace.json").read_text()
+    assert calls == ["anew", {"max_entries": 100_000}, "memory_0.pickle", {"enabled": None}]
+    trace = (tmp_path / "trace_0.json").read_text()
     assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) >= 1
     printed = capsys.readouterr().out
-    assert "reserved_bytes.all.peak: 2.00 GiB" in printed and "retries: 3" in printed
+    assert "current: 0.50 GiB" in printed and "all.peak: 1.00 GiB" in printed
+    assert "reserved: 2.00 GiB" in printed and "rank 0, retries: 3" in printed
+    resumed = names["Look"]()
+    state = SimpleNamespace(global_step=12)
+    resumed.on_step_end(arguments, state, None)  # began after step 10
 
 
 @pytest.mark.slow  # imports TRL

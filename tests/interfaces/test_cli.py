@@ -26,6 +26,7 @@ from vramlab.interfaces.cli import app
 from vramlab.interfaces.recipe_options import OPTIONS
 from vramlab.planning.question import Question
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
+from vramlab.recipe.shapes import read_shape
 from vramlab.report.report import Bytes, GiB, Interval, Phase, Report
 
 
@@ -409,6 +410,7 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
         ("predict gpt2 --context-parallel-size 2", "say --cp-size"),
         ("plan gpt2 --gpu T4 --sp-size 2", "MODEL --sp-size N --world-size M --stage 3 --engine d"),
         ("diff gpt2 gpt2 --gpu T4", "no option --gpu: diff compares bytes"),
+        ("predict gpt2 --load-in-4bit", "say --quantization nf4"),
         ("generate gpt2 --cache-backend fp8", "and only 'quantized' has a backend"),
     ],
 )
@@ -787,6 +789,7 @@ def test_models_and_cards_are_listed_by_a_filter():
     assert [one["name"] for one in found] == ["A100 80GB", "A100 80GB PCIe"]
     assert found[0]["flops"]["bf16"] == 312e12 and 0 < found[0]["usable"] <= found[0]["total"]
     assert "T4" in run("gpus").output
+    assert all("none has that" in run(name, "zx81").output for name in ("models", "gpus"))
 
 
 def test_a_list_is_as_wide_as_the_terminal(monkeypatch):
@@ -853,7 +856,7 @@ def test_an_error_names_the_flag(line, said):
     assert "Recipe field" not in found.output
 
 
-def test_adapters_on_what_peft_takes_by_itself_are_named():
+def test_adapters_on_what_peft_takes_by_itself_are_named(tmp_path):
     """The title is that of adapters on all layers, as in what plan answers."""
     words = ["predict", "qwen3-0.6b", "--lora-r", "8"]
     assert "q_proj, v_proj have adapters, PEFT's default for qwen3" in run(*words).output
@@ -864,6 +867,11 @@ def test_adapters_on_what_peft_takes_by_itself_are_named():
     for said in (["--dtype", "bfloat16"], ["--dtype", "float32"], ["--quantization", "nf4"]):
         assert "transformers 5 loads" not in run(*words, *said).output
     assert "transformers 5 loads" not in run("predict", "gpt2").output
+    # a file that a transformers before 4.56 wrote says it under the old name
+    config = read_shape("gpt2").config
+    config["torch_dtype"] = config.pop("dtype").replace("float32", "bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "loads the published bfloat16" in run("predict", str(tmp_path)).output
 
 
 def test_flags_are_said_as_people_say_them(tmp_path):

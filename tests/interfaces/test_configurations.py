@@ -116,6 +116,19 @@ def test_bases_in_8_bits_and_how_layers_are_checkpointed(values, changes, reentr
     assert recipe.use_reentrant == reentrant and REENTRANT not in notes
 
 
+def test_axolotls_targets_in_one_text_are_pefts_regular_expression(tmp_path):
+    said = {
+        "lora_target_linear": None,
+        "lora_target_modules": r"model.layers.[\d]+.mlp.(up|down)_proj",
+    }
+    recipe, _ = read(tmp_path, AXOLOTL, **said)
+    names = {
+        name.rpartition(".")[2]
+        for name, *_ in recipe.shape.lora_targets(recipe.lora.target_modules)
+    }
+    assert names == {"up_proj", "down_proj"}
+
+
 def test_axolotls_cut_cross_entropy_is_a_head_of_its_own(tmp_path):
     """Its plugin turns it on unless the file turns it off; Liger's other kernels go with it."""
     plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
@@ -193,6 +206,22 @@ def test_ranks_come_from_the_command_line(tmp_path):
         read(tmp_path, AXOLOTL, {"world_size": 4}, **lost)
 
 
+def test_deepspeeds_file_may_lie_above_the_yaml(tmp_path):
+    """As in the programs' own repositories, whose examples are started from the root."""
+    folder = tmp_path / "examples" / "llama-3"
+    folder.mkdir(parents=True)
+    (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    sharded = {"adapter": None, "load_in_4bit": None, "deepspeed": "zero3.json"}
+    recipe, _ = read(folder, AXOLOTL, {"world_size": 4}, **sharded, optimizer="adamw_torch")
+    assert recipe.sharding == Sharding(3, 4, "deepspeed")
+
+
+def test_what_a_program_would_take_by_itself_is_taken(tmp_path):
+    """Rows of embeddings that are a multiple of 32, and transformers' own kernel of experts."""
+    said = {"resize_token_embeddings_to_32x": True, "experts_implementation": "grouped_mm"}
+    assert read(tmp_path, AXOLOTL, **said) == read(tmp_path, AXOLOTL)
+
+
 def test_an_older_name_of_fsdps_settings_counts(tmp_path):
     """axolotl and transformers take the prefix off; most of axolotl's own examples have it."""
     full = {"adapter": None, "load_in_4bit": None, "gradient_checkpointing": None}
@@ -264,7 +293,15 @@ def test_trls_sft(tmp_path):
         (AXOLOTL, {"plugins": ["a.KDPlugin"]}, "leave the others out"),
         (AXOLOTL, IN_8_BITS | {"quantize_moe_experts": True}, "packs linear layers alone"),
         (AXOLOTL, {"rl": "orpo"}, "recipes train as dpo"),
-        (AXOLOTL, {"gradient_checkpointing": "offload"}, "ask simulate.*--activation-offloading"),
+        (AXOLOTL, {"processor_type": "AutoProcessor"}, "--images 1 --image-size 1024x768 say"),
+        (AXOLOTL, {"gradient_checkpointing": "offload"}, "simulate.*--activation-offloading"),
+        (AXOLOTL, {"activation_offloading": True}, "activation_offloading.*the nearest"),
+        (AXOLOTL, {"experts_implementation": "batched_mm"}, "experts_implementation"),
+        (
+            AXOLOTL,
+            {"base_model": "gpt2", "resize_token_embeddings_to_32x": True},
+            "the model's 50257 rows",
+        ),
         (AXOLOTL, {"attn_implementation": None, "attention": "flash"}, "say attn_implementation"),
         (FACTORY, {"stage": "dpo"}, "take sft or pt"),
         (FACTORY, {"finetuning_type": "freeze"}, "take full or lora"),
@@ -430,6 +467,14 @@ def test_ms_swifts_shell_script(tmp_path):
     )
     assert any("re-entrant" in note for note in notes)
     assert any("keeps the logits of the labelled ones alone" in note for note in notes)
+
+
+def test_ms_swifts_ranks_are_those_of_all_machines(tmp_path):
+    two = SWIFT.replace("NPROC_PER_NODE", "NNODES=2 NPROC_PER_NODE")
+    recipe, _ = read_shell(tmp_path, two.replace("16 / $ranks", "16 / $ranks / 2"))
+    assert recipe.sharding.world_size == 4 and recipe.gradient_accumulation_steps == 4
+    with pytest.raises(RecipeError, match="say --world-size"):
+        read_shell(tmp_path, two.replace("NNODES=2", "NNODES=$WORLD_SIZE"))
 
 
 def test_ms_swifts_yaml_and_what_it_takes_by_itself(tmp_path):

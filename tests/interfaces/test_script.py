@@ -564,7 +564,11 @@ REFUSED = {  # changes, and words of the sentence
         ],
         "Unsloth replaces",
     ),
-    "Unsloth's import": (at("imports", "import unsloth"), "Unsloth replaces"),
+    "Unsloth's import": (
+        at("imports", "import unsloth\nloads = dict(model_name='gpt2', r=8, max_seq_length=64)"),
+        "`vramlab predict gpt2 --trainer sft --precision bf16-mixed --gradient-checkpointing "
+        "--quantization nf4 --seq-len 64 --batch-size 4 --lora-r 8`",
+    ),
     "unread arguments": ([("args=args,", "args=parse(),")], "makes the Trainer's arguments"),
     "arguments of the command line": (
         [

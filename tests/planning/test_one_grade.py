@@ -41,7 +41,10 @@ def test_predict_and_explain_give_both_settings_tiers_of_plans_recipe(model, car
             assert f"; {choice.tier} {SETTINGS[True]}: {choice.needs}" in report.answer(card)
             assert report.answer(card) in str(explain(choice.recipe, gpu=card))
     assert any(decides)
-    assert "without expandable segments: " in found._repr_html_()
+    assert (
+        "without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True): "
+        in found._repr_html_()
+    )
 
 
 def test_simulate_gives_both_settings_tiers_of_plans_recipe():

@@ -464,8 +464,15 @@ def test_the_surest_tier_is_taken_and_a_lower_one_on_request():
 
 def test_expandable_segments_narrow_the_interval():
     asked = dict(seq_len=1024, method="lora", tier="safe", offload=False, confirm=False)
-    assert plan("llama-3.1-8b", "RTX 4090", **asked).choices
+    found = plan("llama-3.1-8b", "RTX 4090", **asked)
+    assert found.choices and not any("--method qlora" in note for note in found.notes)
     assert not plan("llama-3.1-8b", "RTX 4090", expandable_segments=False, **asked).choices
+
+
+def test_an_offloaded_answer_of_lora_alone_names_qlora():
+    found = plan("llama-3.1-8b", "T4", seq_len=1024, method="lora", confirm=False)
+    assert found.best.recipe.sharding.offload
+    assert "--method qlora, whose base takes a quarter, may fit without offloading" in found.notes
 
 
 def test_an_answer_is_simulated_and_gives_way_where_it_does_not_fit(monkeypatch):
@@ -727,7 +734,7 @@ def test_the_rule_that_refused_is_named_and_what_lifts_it():
     found = plan("gpt2", "T4", seq_len=512, trainer="sft", method="qlora", confirm=False)
     text = " ".join(str(found).split())
     assert (
-        "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 "
+        "qlora: no recipe, because --precision 'fp16-mixed': the loss scaler refuses the bfloat16 "
         "adapters" in text
     )
     assert "ask simulate" not in text
@@ -1212,10 +1219,9 @@ def test_a_plan_says_both_settings_of_the_allocator_and_the_hosts_memory():
     )
     best, said = found.best, " ".join(str(found).split())
     assert best.by_default.high > best.needs.high
-    assert (
-        f"without expandable segments: lora {best.by_default.verdict(found.usable)}, at most"
-        in said
-    )
+    setting = "(no PYTORCH_ALLOC_CONF=expandable_segments:True)"
+    verdict = best.by_default.verdict(found.usable)
+    assert f"without expandable segments {setting}: lora {verdict}, at most" in said
     weights = 2 * best.recipe.shape.num_parameters
     assert best.host == pytest.approx(weights, rel=0.01)
     assert (

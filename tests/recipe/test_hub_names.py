@@ -50,6 +50,7 @@ def test_what_differs_counts():
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
+        ("microsoft/phi-1_5", 1.418),
         ("codellama/CodeLlama-34b-hf", 33.7),
         ("openlm-research/open_llama_3b_v2", 3.43),
         ("01-ai/Yi-34B-Chat", 34.4),

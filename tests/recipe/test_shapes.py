@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from vramlab.base.errors import RecipeError
 from vramlab.recipe.families import FAMILIES
 from vramlab.recipe.from_transformers import build
+from vramlab.recipe.generation import as_generating
 from vramlab.recipe.shapes import catalogue, model_names, read_shape
 
 SMALL = {  # one small catalogue model for each architecture
@@ -432,6 +434,34 @@ def test_a_windows_switch_counts_where_the_model_has_it(model_type, window):
 
 
 @pytest.mark.parametrize(
+    "said, dtype",
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"),
+        ({"dtype": torch.bfloat16}, "bfloat16"),
+        ({}, None),
+    ],
+)
+def test_the_published_dtype_is_that_which_transformers_reads(said, dtype):
+    config = json.loads(catalogue()["gpt2"]["config"])
+    del config["dtype"]
+    config |= said
+    assert read_shape(config).published_dtype == dtype
+    real = transformers.AutoConfig.for_model(**config).dtype
+    assert real == (dtype and getattr(torch, dtype))
+    expected = {"bfloat16": "bf16-true", "float16": "fp16-true"}.get(dtype, "fp32")
+    assert as_generating(config).precision == expected
+
+
+def test_a_dtype_of_the_language_model_alone_is_published_too():
+    config = json.loads(catalogue()["qwen3-vl-2b"]["config"])
+    config["text_config"]["dtype"] = config.pop("dtype")
+    assert read_shape(config).published_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
     "spelling, name",
     [
         ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
@@ -555,6 +585,7 @@ GOOD = {"model_type": "llama", **TEXT}
         ("gpt2", {"task": "masked-lm"}, "task", "'causal-lm' or 'sequence-classification'"),
         ("vit-base", {"task": "causal-lm"}, "task", "'image-classification'"),
         ("gpt2", {"num_layers": 0}, "model.n_layer", "from 1"),
+        ("SDXL", {}, "model", "vramlab diffusion sdxl"),
     ],
 )
 def test_errors_name_the_field(model, arguments, field, words):

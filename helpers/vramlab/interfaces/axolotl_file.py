@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from ..recipe.options import ATTENTION, Loop
+from ..recipe.shapes import read_shape
 from .configuration_file import (
     IN_INT8,
     MIXED,
@@ -50,6 +51,14 @@ PACKED = (
 SEGMENTS = (
     "axolotl sets expandable segments, so the tier is with them; not modelled: that it also "
     "rounds each request up to a sixteenth of a power of two (roundup_power2_divisions:16)"
+)
+# Its own mixin (`core/trainers/mixins/activation_checkpointing.py`) calls TRL's code with patches,
+# and whether layers of an adapted model are checkpointed as well is said in two ways:
+# `_apply_activation_checkpointing` says no, after the loader has enabled it.
+OFFLOADS = (
+    "axolotl offloads activations in ways of its own: without it these figures are of checkpoints "
+    "on the GPU; simulate MODEL --trainer sft --gradient-checkpointing --activation-offloading is "
+    "the nearest, TRL's SFTTrainer by TRL's own code"
 )
 # `utils/schemas/enums.py`: kernels for which axolotl casts embeddings and norms back to 16 bits
 KEEPS_FP32 = ("eager", "sdpa")
@@ -98,7 +107,19 @@ def read_axolotl(configuration: Configuration) -> None:
         take_ranks(configuration, "ray_num_workers")
     _take_mesh(configuration)
     _take_precision(configuration)
+    _take_rows(configuration)
     note_others(configuration)
+
+
+def _take_rows(configuration: Configuration) -> None:
+    """Refuse new rows of embeddings (`loaders/model.py`, `_resize_token_embeddings`).
+
+    There are none where the model's own are as many as that already.
+    """
+    rows = read_shape(configuration.model).vocab_size
+    if configuration.get("resize_token_embeddings_to_32x") and rows % 32:
+        rest = f"it may add to the model's {rows} rows, which no recipe does: leave it out"
+        raise configuration.refuse("resize_token_embeddings_to_32x", rest)
 
 
 def _take_mesh(configuration: Configuration) -> None:
@@ -158,14 +179,10 @@ def _take_attention(configuration: Configuration) -> None:
 
 def _take_checkpointing(configuration: Configuration) -> None:
     value = configuration.get("gradient_checkpointing", False)
-    if not isinstance(value, bool):
-        # `check_gradient_checkpointing_w_offload` of its schemas, for both words that it takes
-        rest = (
-            "axolotl makes activation_offloading of it, which recipes have with TRL's trainers: "
-            "take true or false, or ask simulate MODEL --trainer sft --gradient-checkpointing "
-            "--activation-offloading, by the same code of TRL's"
-        )
-        raise configuration.refuse("gradient_checkpointing", rest)
+    # `check_gradient_checkpointing_w_offload` of its schemas makes the second of the first.
+    if not isinstance(value, bool) or configuration.get("activation_offloading"):
+        says_it = "gradient_checkpointing" if isinstance(value, str) else "activation_offloading"
+        raise configuration.refuse(says_it, OFFLOADS)
     configuration.fields["gradient_checkpointing"] = value
     # `utils/config/__init__.py`, `normalize_config`; its builder's default is the other kind
     usual = {"use_reentrant": not configuration.get("rl")}
@@ -202,7 +219,7 @@ def _take_adapter(configuration: Configuration) -> None:
         return
     if adapter not in ("lora", "qlora"):
         raise configuration.refuse("adapter", "recipes have lora and qlora")
-    targets: Any = names_in(get("lora_target_modules"))
+    targets: Any = get("lora_target_modules")
     if get("lora_target_linear"):
         # PEFT's own word, which the recipe's LoRA understands too.
         targets = "all-linear"

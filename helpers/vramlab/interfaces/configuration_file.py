@@ -149,14 +149,14 @@ def take_sharding(configuration: Configuration) -> None:
 def _deepspeed(configuration: Configuration, said: Any) -> dict[str, Any]:
     """Return what DeepSpeed's JSON says, a path from here or from the file."""
     if isinstance(said, str):
-        # Programs resolve it from where they are started; people write it as it lies beside the
-        # YAML.
-        beside = configuration.path.parent / said
-        place = said if Path(said).is_file() else str(beside)
-        if not Path(place).is_file():
-            rest = "that file is not here, nor beside the YAML: DeepSpeed's stage stands in it"
+        # Programs resolve it from where they are started, which for their own examples is a folder
+        # above the YAML.
+        places = [Path(said), *(folder / said for folder in configuration.path.absolute().parents)]
+        found = [place for place in places if place.is_file()]
+        if not found:
+            rest = "that file is not here, nor beside or above the YAML: the stage stands in it"
             raise configuration.refuse("deepspeed", rest)
-        said = read_json_file("deepspeed", place)
+        said = read_json_file("deepspeed", found[0])
     zero = said.get("zero_optimization", {})
     offload = None
     # DeepSpeed allows offloaded parameters in stage 3 alone, and their states are then on the host

@@ -39,6 +39,8 @@ LLAMA_FACTORY = "LLaMA-Factory"
 MS_SWIFT = "ms-swift"
 OF_SWIFT = {"command", "tuner_type", "train_type"}  # what no other program's file has
 SHELL = ".sh"
+# what transformers takes by itself (`get_correct_experts_implementation`)
+EXPERTS = "grouped_mm"
 WITHOUT_IMAGES = (
     "its model reads images, of which no file says how many and how large: these figures "
     "are of text alone, --images and --image-size add them"
@@ -170,7 +172,7 @@ def loaded_otherwise(recipe: Recipe) -> Iterator[str]:
 
     Since transformers 5 that is the published one (`dtype="auto"`).
     """
-    published = recipe.shape.config.get("dtype")
+    published = recipe.shape.published_dtype
     if recipe.quantization or recipe.dtype or published in (None, recipe.weights_dtype):
         return
     try:
@@ -278,7 +280,7 @@ def _check(configuration: Configuration) -> None:
             value = configuration.get(name)
             # Sizes and degrees of parallelism are 1 where a program does not divide anything.
             is_off = not value or (value == 1 and name.endswith(("_size", "_degree")))
-            if not is_off:
+            if not is_off and value != EXPERTS:
                 raise configuration.refuse(name, rest)
     for words, names in known["unmodelled"].items():
         said = sorted(name for name in names if configuration.get(name))

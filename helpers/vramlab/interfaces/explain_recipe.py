@@ -202,6 +202,8 @@ class Run:
         What the allocator's setting does to this recipe is no advice where another one ran.
         """
         lack = f", {sized(missing)} being missing" if missing else ""
+        if not self.card:
+            lack += f" (no --gpu is said: the seconds are of an {DEFAULT_CARD})"
         lines = [f"the cheapest changes{lack}:"]
         if trusted:
             lines += self._setting()
@@ -265,8 +267,8 @@ class Run:
                 text = (
                     f"the recipe's peak is {sized(peak)}, but {sized(held)} were allocated and "
                     f"{sized(asked)} more asked for: a larger batch, "
-                    "longer samples or another precision ran, or more than this training is "
-                    "in the process"
+                    "longer samples, another precision or older libraries ran, or more than this "
+                    "training is in the process"
                 )
                 said.append(text)
             # The recipe's weights alone are more than the run had, so it cannot have got past

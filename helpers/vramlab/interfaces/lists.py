@@ -9,6 +9,9 @@ from ..recipe.hub_names import KNOWN
 from ..recipe.shapes import catalogue, model_names
 from ..report.report import GiB, text_table
 
+NONE = "none has that in its name; without it all are listed"
+UNITS = "bf16, fp16: dense TFLOP/s; NVLink: GB/s; compute: compute capability"
+
 
 def models(filtered: str = "") -> list[dict[str, Any]]:
     """Return the models with `filtered` in a name or the architecture; sizes are bytes."""
@@ -22,15 +25,19 @@ def models(filtered: str = "") -> list[dict[str, Any]]:
             fact = {
                 "name": name,
                 "hub_id": entry["hub_id"],
-                "also": [*entry.get("aliases", ()), *others],
+                "also": names[2:],
+                "task": entry["task"],
+                "parameters": entry["parameters"],
+                "bytes_in_16_bits": 2 * entry["parameters"],
             }
-            fact |= {"task": entry["task"], "parameters": entry["parameters"]}
-            facts.append(fact | {"bytes_in_16_bits": 2 * entry["parameters"]})
+            facts.append(fact)
     return facts
 
 
 def models_table(found: list[dict[str, Any]]) -> str:
     """Return the models as a table, with their other names under each, in the terminal's width."""
+    if not found:
+        return NONE
     rows = [("model", "parameters", "GiB in 16 bits", "task")]
     for one in found:
         size = f"{one['bytes_in_16_bits'] / GiB:,.2f}"
@@ -56,18 +63,26 @@ def gpus(filtered: str = "") -> list[dict[str, Any]]:
         card = find_gpu(name)
         # `total_known` is False where only the datasheet's round number is known, and no driver's
         # report.
-        fact = {"name": name, "total": card.total, "total_known": card.total_known}
-        fact |= {"usable": usable_memory(card), "bandwidth": card.bandwidth, "flops": card.peak}
-        capability = ".".join(map(str, card.compute_capability))
-        facts.append(
-            fact | {"nvlink": card.nvlink, "watts": card.tdp, "compute_capability": capability}
-        )
+        fact = {
+            "name": name,
+            "total": card.total,
+            "total_known": card.total_known,
+            "usable": usable_memory(card),
+            "bandwidth": card.bandwidth,
+            "flops": card.peak,
+            "nvlink": card.nvlink,
+            "watts": card.tdp,
+            "compute_capability": ".".join(map(str, card.compute_capability)),
+        }
+        facts.append(fact)
     return facts
 
 
 def gpus_table(found: list[dict[str, Any]]) -> str:
     """Return the cards as a table: the memory that a process may have, and dense rates."""
-    rows = [("card", "GiB usable", "of", "GB/s", "bf16 TFLOP/s", "fp16", "NVLink GB/s", "compute")]
+    if not found:
+        return NONE
+    rows = [("card", "usable", "of GiB", "GB/s", "bf16", "fp16", "NVLink", "compute")]
     for one in found:
         bandwidth = f"{one['bandwidth'] / 1e9:,.0f}" if one["bandwidth"] else "?"
         rates = [
@@ -80,4 +95,4 @@ def gpus_table(found: list[dict[str, Any]]) -> str:
         rows.append(
             (one["name"], usable, total, bandwidth, *rates, nvlink, one["compute_capability"])
         )
-    return text_table(rows)
+    return f"{text_table(rows)}\n{UNITS}"

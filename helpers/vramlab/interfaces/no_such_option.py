@@ -28,7 +28,13 @@ EXPERTS = (
     "experts as it does all weights"
 )
 # What other programs name so.
-WHY_NOT |= {"tiled_mlp": TILED, "tiled_loss": TILED_LOSS, "tiled_logits": TILED_LOSS}
+WHY_NOT |= {
+    "tiled_mlp": TILED,
+    "tiled_loss": TILED_LOSS,
+    "tiled_logits": TILED_LOSS,
+    "load_in_4bit": "say --quantization nf4, to plan --method qlora",
+    "load_in_8bit": "say --quantization int8",
+}
 WHY_NOT |= dict.fromkeys(("expert_parallel", "expert_parallel_size", "ep_size"), EXPERTS)
 COMPILED = (
     "plan orders recipes by formulas, which do not know what Inductor keeps. Without it, "

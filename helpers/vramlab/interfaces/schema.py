@@ -4,10 +4,13 @@ The version rises when a field is removed or means something else; a new field d
 """
 
 import dataclasses
+import json
 import typing
 from types import NoneType, UnionType
 from typing import Any
 
+from ..base.data import data_path
+from ..base.files import read_text
 from ..formulas.whole_run import Run
 from ..planning.plan import Plan
 from ..recipe.recipe import Recipe
@@ -32,27 +35,8 @@ ADDED: dict[type, dict[str, Any]] = {
     Plan: {"not_simulated": {"type": "object", "additionalProperties": {"type": "string"}}},
     Doctor: {"ok": {"type": "boolean"}},
 }
-LISTED = {
-    "models": {
-        "name": {"type": "string"},
-        "hub_id": {"type": "string"},
-        "also": {"type": "array", "items": {"type": "string"}},
-        "task": {"type": "string"},
-        "parameters": {"type": "integer"},
-        "bytes_in_16_bits": {"type": "integer"},
-    },
-    "gpus": {
-        "name": {"type": "string"},
-        "total": {"type": "integer"},
-        "total_known": {"type": "boolean"},
-        "usable": {"type": "integer"},
-        "bandwidth": {"type": ["number", "null"]},
-        "flops": {"type": "object", "additionalProperties": {"type": "number"}},
-        "nvlink": {"type": ["number", "null"]},
-        "watts": {"type": ["integer", "null"]},
-        "compute_capability": {"type": "string"},
-    },
-}
+# Properties of one of what `models` and `gpus` list, which are no dataclasses.
+LISTED = json.loads(read_text(data_path("lists.schema.json")))
 # The classes of what each command prints.
 PRINTED: dict[str, tuple[type, ...]] = {
     "predict": (Report, Run),

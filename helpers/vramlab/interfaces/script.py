@@ -101,8 +101,7 @@ def recipe_of_script(
         notes.append(f"without Liger's kernels for {patched}: {model} is a {shape.family}")
         script.arguments.pop("use_liger_kernel")
     if fields.get("dtype") == AUTO:
-        # transformers' configurations read the old name too.
-        published = shape.config.get("dtype") or shape.config.get("torch_dtype")
+        published = shape.published_dtype
         fields["dtype"] = published if published in DTYPES else "float32"
         if published not in DTYPES and not given.get("dtype"):
             notes.append(

@@ -67,11 +67,14 @@ def read_script(path: Path) -> dict[str, Any]:
         raise RecipeError("model", str(path), rest)
     ((command, words),) = commands
     settings: dict[str, Any] = {"command": command}
-    # ms-swift starts so many processes by torchrun where the variable is set.
+    # ms-swift starts so many processes by torchrun on each machine where the variable is set.
     ranks = _put(variables.get("NPROC_PER_NODE", ""), variables)
-    if ranks.isdigit():
-        settings["nproc_per_node"] = int(ranks)
-    settings["cuda_visible_devices"] = 1 + variables.get("CUDA_VISIBLE_DEVICES", "").count(",")
+    machines = _put(variables.get("NNODES", "1"), variables)
+    devices = 1 + variables.get("CUDA_VISIBLE_DEVICES", "").count(",")
+    settings["cuda_visible_devices"] = devices
+    if ranks.isdigit() and machines.isdigit():
+        settings["nproc_per_node"] = int(ranks) * int(machines)
+        settings["cuda_visible_devices"] = devices * int(machines)
     try:
         said = shlex.split(_put(words, variables), comments=True)
     except ValueError as error:
@@ -108,7 +111,7 @@ def _value(word: str) -> Any:
 
 
 def _put(text: str, variables: dict[str, str]) -> str:
-    """Return `text` with the script's variables in place, and `$(expr A / B)` worked out."""
+    """Return `text` with the script's variables in place, and `$(expr A / B / C)` worked out."""
 
     def value(found: re.Match) -> str:
         # A variable that the script does not set stays as it is written, and is then refused by
@@ -116,11 +119,12 @@ def _put(text: str, variables: dict[str, str]) -> str:
         return variables.get(found[1] or found[2], found[0])
 
     def quotient(found: re.Match) -> str:
-        return str(int(found[1]) // max(1, int(found[2])))
+        first, *rest = map(int, found[1].split(" / "))
+        return str(first // max(1, math.prod(rest)))  # the same as one division after the other
 
     for _ in range(2):  # a variable may stand for another
         text = re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, text)
-    return re.sub(r"\$\(expr (\d+) / (\d+)\)", quotient, text)
+    return re.sub(r"\$\(expr (\d+(?: / \d+)+)\)", quotient, text)
 
 
 def read_swift(configuration: Configuration) -> None:

@@ -17,7 +17,7 @@ from .candidate import TIGHT, Choice, simulate_briefly
 from .changes import SHORTEST
 from .counted import has_room, host_memory, refused_by_host
 from .question import METHODS, Question
-from .search_space import least_bytes, method_of, notes_on, precisions_to_try
+from .search_space import least_bytes, method_of, notes_on, precisions_to_try, rule_of
 
 CLOSE = 1.03  # pixels that do not fit are at most so many times those that do
 MOST_TRIED = 8  # sizes of images for one recipe
@@ -98,7 +98,7 @@ class ImageSearch:
             try:
                 recipe = question.plain.replace(optim=optim, **self._fields(method))
             except RecipeError as error:
-                refused.append(f"{error.field} {error.value!r}: {error.allowed}")
+                refused.append(rule_of(error))
                 continue
             if has_room(question, recipe):
                 yield recipe

@@ -28,7 +28,7 @@ from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .image_search import ImageSearch
 from .plan_lines import alternative_to, costs_of, figures_of, host_memory_of, short_words, wrapped
-from .plan_notes import notes_on_question, with_reference_first
+from .plan_notes import BY_DEFAULT, notes_on_question, with_reference_first
 from .plan_script import scripts, words
 from .question import Question
 from .search import Search
@@ -281,7 +281,7 @@ class Plan:
             needs = choice.by_default
             verdict = needs.verdict(self.usable)
             verdicts.append(f"{choice.method} {verdict}, at most {needs.high / GiB:.2f}")
-        return f"without expandable segments: {'; '.join(verdicts)} GiB"
+        return f"{BY_DEFAULT}: {'; '.join(verdicts)} GiB"
 
     def _lacking(self, better: Choice) -> str:
         """Return what a better recipe lacks of the tier that its method's answer has."""
@@ -450,7 +450,7 @@ def _rules(refused: list[str]) -> tuple[str, ...]:
 
     What formulas do not know counts only where no library's rule is in the way.
     """
-    rules = dict.fromkeys(rule for rule in refused if not rule.startswith("quantization.prepare"))
+    rules = dict.fromkeys(rule for rule in refused if not rule.startswith("--prepare"))
     of_libraries = [rule for rule in rules if not rule.endswith("ask simulate")]
     return tuple(of_libraries or rules)
 

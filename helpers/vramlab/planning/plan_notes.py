@@ -17,6 +17,7 @@ from .question import METHODS, Question
 from .step_walk import walk
 from .vllm_share import about_share
 
+BY_DEFAULT = "without expandable segments (no PYTORCH_ALLOC_CONF=expandable_segments:True)"
 LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 
 
@@ -38,6 +39,8 @@ def notes_on_question(
     for choice in choices:
         if choice.recipe.packing:
             yield f"{choice.method} packed: {_about_packing(question, choice.recipe)}"
+        if question.methods == ("lora",) and choice.recipe.group.offload:
+            yield "--method qlora, whose base takes a quarter, may fit without offloading"
     if question.lengths:
         yield _about_lengths(question, question.lengths)
         if choices and question.plain.trainer in ("transformers", "sft"):

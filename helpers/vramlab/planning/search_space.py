@@ -16,7 +16,7 @@ from ..formulas.fused_head import with_its_adapters
 from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
 from ..recipe import liger
-from ..recipe.knobs import unchecked
+from ..recipe.knobs import options, unchecked
 from ..recipe.lora_modules import has_experts, unquantized
 from ..recipe.options import (
     HALF,
@@ -34,6 +34,7 @@ from .counted import activations_on_host, counted_as, has_room, host_bytes, refu
 from .question import FLASH_SINCE, Question, without_rollouts
 from .step_walk import walk
 
+FLAGS = {".".join(path): "--" + knob.option.replace("_", "-") for path, knob in options(Recipe)}
 SHARDED_OPTIMS = ("adamw_torch_fused", "adamw_torch")  # bitsandbytes does not update shards
 # Precisions to try by method, "half" being the card's. Full training in fp16-true only on request:
 # there AdamW's epsilon of 1e-8 is zero, and small gradients are too.
@@ -82,9 +83,9 @@ def families(
         "lora": None if method == "full" or question.peft else question.lora,
         "peft": None if method == "full" else question.peft,
     }
-    options = _options(question, method)
-    for values in itertools.product(*options.values()):
-        fields = dict(zip(options, values, strict=True))
+    tried = _options(question, method)
+    for values in itertools.product(*tried.values()):
+        fields = dict(zip(tried, values, strict=True))
         if not (_is_tried(fields) and _joins_as_tried(question, fields)):
             continue
         # The dtype and the rows follow from what is chosen.
@@ -94,12 +95,17 @@ def families(
             # Raises RecipeError for adapters that formulas cannot count.
             with_its_adapters(without_rollouts(family))
         except RecipeError as error:
-            refused.append(f"{error.field} {error.value!r}: {error.allowed}")
+            refused.append(rule_of(error))
             continue
         if has_room(question, family):
             yield family
         else:
             refused.append(refused_by_host(question))
+
+
+def rule_of(error: RecipeError) -> str:
+    """Return why a recipe is none, with its field called as on the command line."""
+    return f"{FLAGS.get(error.field, error.field)} {error.shown}: {error.allowed}"
 
 
 def _options(

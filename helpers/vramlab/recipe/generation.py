@@ -184,6 +184,5 @@ def as_generating(value: Any, **fields: Any) -> Recipe:
     if isinstance(value, Recipe):
         return value
     if fields.get("precision") is None:
-        published = read_shape(value).config.get("dtype")
-        fields["precision"] = PRECISIONS.get(str(published), "fp32")
+        fields["precision"] = PRECISIONS.get(str(read_shape(value).published_dtype), "fp32")
     return Recipe(value, **fields)

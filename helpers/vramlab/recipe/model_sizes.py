@@ -73,6 +73,19 @@ class Sizes:
         """
         return json.loads(self.config_json)
 
+    @property
+    def published_dtype(self) -> str | None:
+        """The dtype that the configuration says of its published weights, in torch's name.
+
+        As transformers reads it: `torch_dtype`, the name before transformers 4.56, counts where
+        `dtype` says nothing. Some models say it of their language model alone, as Qwen3-VL does.
+        """
+        for part in (self.settings, self.settings.get("text_config") or {}):
+            said = part.get("dtype") or part.get("torch_dtype")
+            if said:
+                return str(said).removeprefix("torch.")
+        return None
+
     @cached_property
     def settings(self) -> dict[str, Any]:
         """`config`, parsed once; not to be written to."""

@@ -204,7 +204,7 @@ def _read_file(model: str) -> tuple[Path, str]:
         raise RecipeError("model", model, rest) from None
     except (OSError, ValueError):  # no such file, or a zero byte in a name
         for name, record in denoisers.MODELS.items():
-            if model in (name, record["published"]):
+            if model.lower() in (name, record["published"].lower()):
                 rest = f"it makes images: vramlab diffusion {name} simulates its training"
                 raise RecipeError("model", model, rest) from None
         last_part = model.lower().rpartition("/")[2]

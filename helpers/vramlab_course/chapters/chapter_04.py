@@ -1,16 +1,21 @@
 """What chapter 04's cells share.
 
-That is ranks that run a function of the notebook, two collectives, and a step that is followed.
+That is ranks that run a function of the notebook, two collectives, a step that is followed, and the
+script of the chapter's end in this process.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
 threads), hence `apart` for a simulation.
 """
 
+import contextlib
 import gc
+import io
+import logging
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,8 @@ from vramlab.training.process_group import one_gloo_thread
 
 ERROR = ".error"  # how the file is called in which a rank leaves its error
 STARTS = 3  # of a group that lost a connection
+# A rank that fails ends the others. torch announces that, above what the rank failed with.
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 
 class RankFailed(VramLabError):
@@ -182,3 +189,15 @@ def followed(
     # Two steps: the first makes the optimizer's states, the second is what is reported.
     tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     return to_report(History(tracker.log, tracker.marks), "measured", None, "cpu")
+
+
+def train_alone(options: Sequence[str]) -> str:
+    """What `train_anywhere` prints with these options, run in this process on the CPU."""
+    from .. import train_anywhere  # slow to import, and one cell needs it
+
+    sys.argv = [train_anywhere.__file__, *options]
+    said = io.StringIO()
+    # The bar of the weights that are loaded goes to the errors.
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        train_anywhere.train(train_anywhere.arguments(), torch.device("cpu"), rank=0, world=1)
+    return said.getvalue()

@@ -13,7 +13,7 @@ from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
-from vramlab.planning.step_time import operations, timed_records, walk
+from vramlab.planning.step_time import timed_records
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
 from vramlab.report.report import MiB
 
@@ -141,14 +141,6 @@ def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
         if is_whole and recipe.lora and recipe.optim == "adamw_torch_fused":
             kept.append((recipe, seconds))
     return sorted(kept, key=lambda record: (record[0].batch_size, record[1]))
-
-
-def step_operations(recipe: Recipe, recomputed: bool) -> int:
-    """Operations of a step's matrix products, with or without what checkpointing does again."""
-    if not recomputed:
-        recipe = recipe.replace(gradient_checkpointing=False)
-    # The chip decides which kernel computes attention, and with it how many operations that takes.
-    return sum(operations(recipe, walk(recipe, find_gpu("H200").chip)).values())
 
 
 def storages(values: Any) -> "set[torch.UntypedStorage]":

@@ -1,13 +1,14 @@
 """What chapter 09's cells share.
 
-That is the base model's stages, how a layer is cut, a small mixture of experts, and each of them in
-one process, to compare with.
+That is the base model's stages, sequence parallelism's part of a plan, a small mixture of experts,
+and each of them in one process, to compare with.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
@@ -20,14 +21,37 @@ HIDDEN = 32  # numbers of a token in the mixture
 VISITS = 2  # experts of each token
 
 
-def stage_of(rank: int, world: int) -> torch.nn.Module:
-    """Return the base model with this rank's layers only; the last rank has the norm, too."""
-    model = load_base_model()
-    each = len(model.model.layers) // world
-    model.model.layers = model.model.layers[rank * each : (rank + 1) * each]
-    if rank < world - 1:
-        model.model.norm = torch.nn.Identity()
-    return model
+class Stage(torch.nn.Module):
+    """This rank's layers of the base model, as one module.
+
+    The first rank takes tokens and embeds them, the last one has norm and head and gives logits.
+    """
+
+    def __init__(self, rank: int, world: int):
+        super().__init__()
+        whole = load_base_model()
+        self.layers = whole.model
+        each = len(self.layers.layers) // world
+        self.layers.layers = self.layers.layers[rank * each : (rank + 1) * each]
+        self.embedding = self.layers.embed_tokens if rank == 0 else torch.nn.Identity()
+        self.head = whole.lm_head
+        if rank < world - 1:
+            self.layers.norm = torch.nn.Identity()
+            self.head = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the next rank takes, of tokens or of what the rank before gave."""
+        passed = self.layers(inputs_embeds=self.embedding(x), use_cache=False)
+        return self.head(passed.last_hidden_state)
+
+    def gradient(self) -> float:
+        """Return `gradient_of` of its first layer."""
+        return gradient_of(self.layers.layers[0])
+
+
+def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of one sample's next tokens."""
+    return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
 
 
 def gradient_of(layer: torch.nn.Module) -> float:
@@ -69,29 +93,23 @@ def mixture_alone(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     return outputs.detach(), weights.grad
 
 
-def cuts(by_tokens: bool) -> dict[str, ParallelStyle]:
-    """Return how each module of a layer is cut, for `parallelize_module`.
+def with_sequence(plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Return the plan of a layer with sequence parallelism added.
 
-    Queries, keys, values, gate and up are cut by columns, and the outputs of both blocks by rows.
-    `by_tokens` adds sequence parallelism: what lies between the blocks is cut by tokens.
+    What lies between the blocks is then cut by tokens: each rank keeps some of them.
     """
-    columns = [f"self_attn.{name}_proj" for name in "qkv"]
-    columns += ["mlp.gate_proj", "mlp.up_proj"]
-    cut: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-    # Shard(1): each rank keeps some tokens.
-    output = Shard(1) if by_tokens else Replicate()
+    tokens = Shard(1)
+    cut = dict(plan)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
-        cut[name] = RowwiseParallel(output_layouts=output)
-    if by_tokens:
-        norm = SequenceParallel()
-        cut["input_layernorm"] = norm
-        cut["post_attention_layernorm"] = norm
-        cut["self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        )
-        cut["mlp"] = PrepareModuleInput(
-            input_layouts=Shard(1),
-            desired_input_layouts=Replicate(),
-        )
+        cut[name] = RowwiseParallel(output_layouts=tokens)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        cut[name] = SequenceParallel()
+    cut["self_attn"] = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": tokens},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+    )
+    cut["mlp"] = PrepareModuleInput(
+        input_layouts=tokens,
+        desired_input_layouts=Replicate(),
+    )
     return cut

@@ -1,6 +1,7 @@
 """What chapter 10's cells share.
 
-That is what autograd saves, what a call makes, bytes of tensors, and a step next to vLLM.
+That is what autograd saves, what a call makes, bytes of tensors and of a cache, and a step next to
+vLLM.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,6 +38,16 @@ def saved_for_backward(*modules: torch.nn.Module) -> Iterator[dict[int, torch.Te
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+def cached_by(answer: Any) -> list[torch.Tensor]:
+    """Return the keys and the values of each layer in what `generate` answers."""
+    # transformers 5.24 calls the cache so, and warns of the older name.
+    cache = answer.cache if "cache" in answer else answer.past_key_values
+    tensors = []
+    for layer in cache.layers:
+        tensors += [layer.keys, layer.values]
+    return tensors
 
 
 def nbytes(tensors: Any) -> int:

@@ -27,10 +27,10 @@ def who_holds_what(
 
     Each way of dividing them is a row.
 
-    A frame is the whole of one part, as wide as its share of `sizes`. Tensor parallelism divides
-    each layer upright, pipelining across, ZeRO flat lists.
+    A frame is the whole of one part, as wide as its share of `sizes`, and what other ranks hold of
+    it is white. Tensor parallelism divides each layer upright, pipelining across, ZeRO flat lists.
     """
-    about = f"derived: {world_size} ranks; a frame is all: P parameters, G gradients, S states"
+    about = "derived: P parameters, G gradients, S states; white: held by other ranks"
     # Three together, whatever the sizes are, so that ranks stand at fixed places.
     widths = [len(PARTS) * size / sum(sizes) for size in sizes]
     figure, ax = style.start(title, about)

@@ -11,14 +11,8 @@ RED = "#D55E00"
 GREEN = "#009E73"
 GREY = "#DDDDDD"
 PALE = "#CFE8F7"
-# Where a setting's words stand, in points from its dot: right of its seeds' dots, and for one
-# setting left of them, because another lies to its right.
-BESIDE = {"xytext": (26, -4)}
-BESIDE_OF = {
-    ("all-linear", 1): {"xytext": (18, -5)},
-    ("all-linear", 64): {"xytext": (18, -8)},
-    ("gate_proj, up_proj, down_proj", 8): {"xytext": (-8, -14), "ha": "right"},
-}
+# Targets whose words stand left of their seeds' dots: others lie to their right, or the edge does.
+WORDS_LEFT = ("gate_proj, up_proj, down_proj", "all")
 TARGETS = {
     "all-linear": "all linear",
     "gate_proj, up_proj, down_proj": "feed-forward",
@@ -137,8 +131,8 @@ def label(run: SimpleNamespace) -> str:
 def frontier(sweep: SimpleNamespace, title: str):
     """Draw what `finetuning.recorded_sweep` holds: what was learned over what was forgotten.
 
-    That is bits per byte of unseen prose over those of programs, a dot for each seed, a larger one
-    for each setting; squares are its longer runs.
+    That is bits per byte of unseen prose over those of programs: a large dot for each setting, and
+    a line from it to the dot of each of its seeds.
     """
     rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
     base = sweep.base
@@ -159,17 +153,27 @@ def frontier(sweep: SimpleNamespace, title: str):
     with canvas(title, said, about, rows) as ax:
         for run in runs:
             colour = BLUE if run.r else RED
-            ax.plot(*_both(run.seeds), "o", color=colour, markersize=4, alpha=0.35)
             place = run.programs, run.documentation
+            # Dots of several settings lie among one another; the lines say whose each is.
+            for programs, documentation in zip(*_both(run.seeds), strict=True):
+                ax.plot(
+                    [run.programs, programs],
+                    [run.documentation, documentation],
+                    color=colour,
+                    linewidth=0.8,
+                )
+            ax.plot(*_both(run.seeds), "o", color=colour, markersize=4, markerfacecolor="white")
             ax.plot(*place, "o", color=colour, markersize=9)
-            beside = BESIDE_OF.get((run.targets, run.r), BESIDE)
-            ax.annotate(label(run), place, textcoords="offset points", fontsize=9, **beside)
-        for run in sweep.where["longer"]:
-            place = run["programs"], run["documentation"]
-            name = f"all linear, r={run['r']}" if run["r"] else "all weights"
-            ax.plot(*place, "s", color=BLUE if run["r"] else RED, markersize=8, fillstyle="none")
-            words = f"{name},\n{run['steps']} steps"
-            ax.annotate(words, place, (-6, 8), textcoords="offset points", fontsize=9, ha="right")
+            seeds = run.seeds["programs"]
+            is_left = run.targets in WORDS_LEFT
+            ax.annotate(
+                label(run),
+                (min(seeds) if is_left else max(seeds), run.documentation),
+                (-8, -4) if is_left else (8, -4),
+                textcoords="offset points",
+                fontsize=9,
+                ha="right" if is_left else "left",
+            )
         place = base["programs"], base["documentation"]
         ax.plot(*place, "*", color=style.INK, markersize=12)
         ax.annotate("untuned", place, (8, 2), textcoords="offset points", fontsize=9)

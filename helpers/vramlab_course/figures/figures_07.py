@@ -173,6 +173,7 @@ def layer_times(
         )
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
         ax.set_xticks(list(measured), [f"{n:,}" for n in measured])
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
     return ax.figure
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
+from math import inf, isfinite
 
 from vramlab import find_gpu
 from vramlab.hardware.gpu import usable_memory
@@ -12,6 +13,9 @@ from vramlab.interfaces.plot.splits import draw_limit, layers, split_of
 from vramlab.report.report import Bytes, GiB
 
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
+# With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
+FORWARD = 2 / 8  # of a step's computing
+NO_BAR = 1.02  # below that a bar from 1 × on is thinner than its edge
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
 
 
@@ -148,22 +152,34 @@ class Way:
 
     Attributes:
         peak: its bytes by category.
-        sent: bytes that it sends.
-        computing: seconds that it computes.
-        hides: of these, the seconds in which it can send.
+        sent: bytes that it sends in the forward pass, and in the backward pass.
+        computing: seconds that it computes in both.
+        hides: whether it can send while it computes.
         idle: the part of the time that a pipeline's stage waits for another.
     """
 
     peak: Bytes
-    sent: float
+    sent: tuple[float, float]
     computing: float
-    hides: float
+    hides: bool = True
     idle: float = 0
+
+    def phases(self) -> list[tuple[float, float]]:
+        """Return the bytes of each of the two passes, and the seconds that can hide them."""
+        computing = self.computing if self.hides else 0.0
+        seconds = (FORWARD * computing, (1 - FORWARD) * computing)
+        return list(zip(self.sent, seconds, strict=True))
 
     def times(self, bandwidth: float) -> float:
         """Return how many times its computing a pass takes over a link of so many bytes/s."""
-        waits = max(0, self.sent / bandwidth - self.hides)
+        waits = sum(max(0, sent / bandwidth - seconds) for sent, seconds in self.phases())
         return 1 / (1 - self.idle) + waits / self.computing
+
+    def hidden_from(self) -> float:
+        """Return the bytes/s of a link over which nothing is waited for; infinite without one."""
+        if not self.hides:
+            return inf
+        return max(sent / seconds for sent, seconds in self.phases())
 
 
 @style.styled()
@@ -176,7 +192,7 @@ def ways_to_cut(
 ):
     """Return a figure of the ways: GiB a rank above, and below how much longer a pass takes.
 
-    `links` are bytes per second by name. A pass that only computes takes 1 ×, which has no bar.
+    `links` are bytes per second by name. A pass that only computes has "1 ×" in place of a bar.
     """
     figure, axes = style.start(title, about, rows=2, sharex=True)
     above, below = axes
@@ -197,7 +213,7 @@ def ways_to_cut(
     above.set(ylabel="GiB a rank", ylim=(0, ceiling))
     width = 0.8 / len(links)
     # Greys, the slower the darker: the colours are those of the bytes above.
-    greys = ("#EEEEEE", "#BBBBBB", "#777777", style.INK)
+    greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)
     for number, ((name, bandwidth), grey) in enumerate(zip(links.items(), greys, strict=False)):
         offset = (number - (len(links) - 1) / 2) * width
         times = [way.times(bandwidth) for way in ways.values()]
@@ -210,8 +226,18 @@ def ways_to_cut(
             color=grey,
             edgecolor=style.INK,
             linewidth=0.5,
-            label=name,
+            label=f"over {name}",
         )
+        for place, more in enumerate(times):
+            if more < NO_BAR:
+                below.annotate(
+                    "1 ×",
+                    (place + offset, 1),
+                    (0, 1),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=6.5,
+                )
     marks = [2**power for power in range(7)]
     below.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
     below.set_yticks(marks, [f"{mark} ×" for mark in marks])
@@ -219,8 +245,9 @@ def ways_to_cut(
     below.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
     rows = [("a rank", "GiB", "GB sent", *links, "hidden from, GB/s")]
     for name, way in ways.items():
-        enough = f"{way.sent / way.hides / 1e9:,.0f}" if way.hides else "never"
+        least = way.hidden_from()
+        enough = f"{least / 1e9:,.0f}" if isfinite(least) else "never"
         longer = (f"{way.times(bandwidth):.1f} ×" for bandwidth in links.values())
-        sizes = (f"{way.peak.total / GiB:.1f}", f"{way.sent / 1e9:.1f}")
+        sizes = (f"{way.peak.total / GiB:.1f}", f"{sum(way.sent) / 1e9:.1f}")
         rows.append((name, *sizes, *longer, enough))
     return style.finish(figure, rows, f"Two rows of bars. {title}. {about}.", say_rows=True)

@@ -4,7 +4,6 @@ Each judges by what a function does over several inputs.
 """
 
 import itertools
-import random
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -26,14 +25,6 @@ STACKS = [
     (4, 4, True),
 ]  # layers, every, whether the input needs a gradient
 VOCABULARY = 7
-DRAW = random.Random(3)
-PACKS = [
-    ([5, 4, 3, 2, 2], 8),
-    ([7], 7),
-    ([], 4),
-    ([6, 5, 5, 4, 3, 3, 2], 10),
-]
-PACKS += [([DRAW.randint(20, 900) for _ in range(200)], 1024)]
 
 
 _wrong = partial(Feedback, False)
@@ -206,59 +197,6 @@ def recomputed(answer: Any) -> Feedback:
     )
 
 
-def packed(answer: Any) -> Feedback:
-    """Whether `answer(lengths, size)` deals all samples to rows of at most `size`.
-
-    The rows may be no more than best fit finds.
-    """
-    for lengths, size in PACKS:
-        rows = answer(list(lengths), size)
-        if rows is None or rows is ...:
-            return NOT_ANSWERED
-        rows = [list(row) for row in rows]
-        # Any rule may be used that needs no more rows than best fit does.
-        few = len(best_fit(lengths, size))
-        dealt = sorted(i for row in rows for i in row)
-        what = f"{len(lengths)} samples in rows of {size}: "
-        if dealt != list(range(len(lengths))):
-            return _wrong(what + "not every index from 0 stands in exactly one row.")
-        for row in rows:
-            tokens = _tokens(row, lengths)
-            if tokens > size:
-                return _wrong(f"{what}row {row} has {tokens} tokens.")
-        if len(rows) > few:
-            return _wrong(
-                f"{what}{len(rows)} rows, and {few} are enough. Which sample is hardest to place?"
-            )
-    return Feedback(
-        True,
-        "Right: TRL's packing (strategy 'bfd') deals samples to rows in this way.",
-    )
-
-
-def _tokens(row: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[index] for index in row)
-
-
-def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[list[int]]:
-    """Rows of indices by best fit, the longest sample first where `ordered`."""
-    rows: list[list[int]] = []
-    # Equal lengths stay in their order, as sorted is stable.
-    order = list(range(len(lengths)))
-    if ordered:
-        order.sort(key=lambda index: -lengths[index])
-    for index in order:
-        room = [(size - _tokens(row, lengths), row) for row in rows]
-        fitting = [(left, row) for left, row in room if left >= lengths[index]]
-        if fitting:
-            # The row in which the least would stay free.
-            _, row = min(fitting, key=lambda pair: pair[0])
-            row.append(index)
-        else:
-            rows.append([index])
-    return rows
-
-
 class Rows(MadeTensors):
     """The most rows of any matrix with VOCABULARY columns that is made while it is entered."""
 
@@ -404,7 +342,7 @@ def in_chunks(
     targets: torch.Tensor,
     rows: int,
 ) -> Any:
-    """A right answer to 03.5."""
+    """A right answer to 03.4."""
 
     scores = []
     for few, right in zip(x.split(rows), targets.split(rows), strict=True):

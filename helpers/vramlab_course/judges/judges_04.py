@@ -18,13 +18,6 @@ from ..chapters.chapter_04 import RankFailed, on_ranks
 from ..collectives import Collectives
 from .judges_07 import judged
 
-RINGS = [
-    [[1.0, 2.0], [3.0, 4.0]],
-    [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]],
-    [[float(4 * r + i) for i in range(4)] for r in range(4)],
-]
-
-
 NUMBERS = 12  # weights of the blanks' tiny models
 
 
@@ -78,6 +71,7 @@ def updated(answer: Callable) -> SimpleNamespace:
     (first, numbers, steps), (second, *_) = _on_two(work)
     wanted = torch.arange(float(NUMBERS)) - 5  # the means are 2 and 3
     before = torch.arange(float(NUMBERS)) - 2  # those of the second update
+    summed = torch.arange(float(NUMBERS)) - 7  # 2, then 2 + 3: the old gradient was kept
     own = [torch.arange(float(NUMBERS)).chunk(2)[rank] for rank in range(2)]
     return SimpleNamespace(
         first=first,
@@ -93,6 +87,7 @@ def updated(answer: Callable) -> SimpleNamespace:
         ),
         right=lambda: bool(torch.allclose(first, wanted)),
         stale=lambda: bool(torch.allclose(first, before)),
+        added_up=lambda: bool(torch.allclose(first, summed)),
         steps=steps,
         sent=round(numbers, 2),
     )
@@ -204,90 +199,6 @@ def units(answer: Callable) -> SimpleNamespace:
         frees=all(layer[1] for layer in layers if layer),
         count=len(set(groups.values())),
     )
-
-
-class Recorded(list):
-    """A rank's chunks, which count what is written.
-
-    They also count how often that was neither what `before` had nor its sum with that.
-    """
-
-    def __init__(self, chunks: list[float]):
-        super().__init__(chunks)
-        self.had = [{chunk} for chunk in chunks]  # at any time, by place
-        self.written = 0
-        self.strange = 0
-        self.before: Recorded = self
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        places = range(len(self))[index]
-        pairs = [(places, value)]
-        if isinstance(index, slice):
-            pairs = [*zip(places, value, strict=True)]
-        for place, new in pairs:
-            self.written += 1
-            # A chunk received is one that the rank before had, as it is or added to one's own.
-            if not {new, new - self[place]} & self.before.had[place]:
-                self.strange += 1
-            self.had[place].add(new)
-            super().__setitem__(place, new)
-
-
-def _ring(answer: Callable) -> str | None:
-    for chunks in RINGS:
-        ranks = [Recorded(each) for each in chunks]
-        n = len(chunks)
-        for number, rank in enumerate(ranks):
-            # The first one's is the last: a ring.
-            rank.before = ranks[number - 1]
-        answer(ranks)
-        # Nothing was written: not answered.
-        if [list(rank) for rank in ranks] == chunks:
-            return None
-        sums = [sum(column) for column in zip(*chunks, strict=True)]
-        for number, rank in enumerate(ranks):
-            if list(rank) != sums:
-                return f"With {n} ranks, rank {number} ends with {list(rank)}; the sums are {sums}."
-        written = [rank.written for rank in ranks]
-        # N − 1 steps to sum up and N − 1 to hand round.
-        if max(written) > 2 * (n - 1):
-            return (
-                f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
-            )
-        if any(rank.strange for rank in ranks):
-            return (
-                f"With {n} ranks a rank gets what the rank before it never had: it can hear "
-                f"from that one only."
-            )
-    return ""
-
-
-def all_reduced(ranks: list[list[float]]) -> None:
-    """All-reduce in place by a ring: first each chunk's sum goes round, then its result."""
-    n = len(ranks)
-    for step in range(2 * (n - 1)):
-        sent = []
-        for rank in range(n):
-            # In each step a rank sends the chunk that it got in the step before.
-            chunk = (rank - step) % n
-            sent.append((chunk, ranks[rank][chunk]))
-        for rank, (chunk, value) in enumerate(sent):
-            after = ranks[(rank + 1) % n]
-            # N − 1 steps add up; from then on a sum is handed round as it is.
-            if step < n - 1:
-                value = after[chunk] + value
-            after[chunk] = value
-
-
-def all_to_all(ranks: list[list[float]]) -> None:
-    """The right sums, received from everyone."""
-    given = [list(rank) for rank in ranks]
-    for rank in ranks:
-        for chunk in range(len(rank)):
-            # The first one's chunk replaces the rank's own, and the others' are added.
-            rank[chunk] = given[0][chunk]
-            for other in given[1:]:
-                rank[chunk] = rank[chunk] + other[chunk]
 
 
 def _clips(answer: Callable) -> str | None:
@@ -450,5 +361,4 @@ learns_judged = judged(
     _learns,
     "fully_shard gives the model other parameters, and the optimizer has to see those.",
 )
-ring_judged = judged(_ring, "each rank sends 2 (N − 1) / N of the whole, however many there are.")
 averaged_judged = judged(_averaged, "every token counts the same, wherever it was read.")

@@ -12,6 +12,7 @@ from vramlab.report.report import MiB
 from .judges_07 import judged
 
 MOST_PADDING = 1.2  # tokens computed for each real one
+FORKS = 12
 
 
 def names_kept(answer: Callable[[Any, Any], Any]) -> set[str] | None:
@@ -37,6 +38,37 @@ def names_kept(answer: Callable[[Any, Any], Any]) -> set[str] | None:
     tensors["positions"] = positions
     tensors["weight"] = model[1].weight
     return {name for name, tensor in tensors.items() if tensor.untyped_storage() in found}
+
+
+class _Same(torch.autograd.Function):
+    """The identity, whose node in the graph can be given an attribute."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def visits(answer: Callable[[Any, Any], Any]) -> float:
+    """How often `answer(loss, model)` reads what a node keeps, in a graph that forks at each.
+
+    On average, of FORKS nodes with one attribute `_saved_count` each: there are 2 ** FORKS ways.
+    """
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(FORKS):
+        x = x + _Same.apply(x)
+    reads = []
+    # The class of these nodes is made by PyTorch, and is found at one of them.
+    node = type(x.grad_fn.next_functions[1][0])
+    node._saved_count = property(lambda self: reads.append(self))
+    try:
+        answer(x, torch.nn.Linear(1, 1))
+    finally:
+        del node._saved_count
+    return len(reads) / FORKS
 
 
 def served(kind: type, requests: Sequence[Any]) -> Any:

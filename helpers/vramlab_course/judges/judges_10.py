@@ -17,6 +17,7 @@ VOCABULARY = 11  # of the small model that 10.1's loop samples from
 class TiledRun:
     """What came of a block that somebody runs on some tokens at a time."""
 
+    shape: str  # of the result
     same: bool
     gradients: bool
     most_tokens: int  # that the block got at once
@@ -79,8 +80,10 @@ def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
     with _WideRows(wide) as rows:
         found = _with_gradients(forward, x, up, down)
     output = found[0]
-    same = isinstance(output, torch.Tensor) and _close(output, expected[0])
+    is_tensor = isinstance(output, torch.Tensor)
+    same = is_tensor and _close(output, expected[0])
     return TiledRun(
+        shape=str(tuple(output.shape)) if is_tensor else "no tensor",
         same=same,
         gradients=same and all(map(_close, found[1:], expected[1:])),
         most_tokens=max(got, default=0),

@@ -13,6 +13,7 @@ import torch
 
 from ..answers import Feedback
 from ..base_model import bits_per_byte, finetuning_texts, load_base_model
+from ..finetuning import adapted
 from .common import called, random_tensor
 
 
@@ -58,38 +59,79 @@ def kept_shapes(layer: torch.nn.Module, x: torch.Tensor) -> set[tuple[int, ...]]
     return {tuple(tensor.shape) for tensor in kept if tensor.data_ptr() not in base}
 
 
+def coded_layer() -> SimpleNamespace:
+    """A layer of 64 inputs and 16 outputs as chapter 06 makes it.
+
+    It has the codes `packed`, `scales`, `shape`, and `weight()`, which unpacks them each time.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    matrix = random_tensor(16, 64)
+    packed, state = quantize_4bit(matrix, quant_type="nf4")
+    return SimpleNamespace(
+        packed=packed.flatten(),
+        scales=state.absmax,
+        shape=matrix.shape,
+        weight=lambda: dequantize_4bit(packed, state),
+    )
+
+
 def kept_by_product(product: type[torch.autograd.Function]) -> int:
-    """How many tensors `product` keeps for the backward of x times a layer's weight."""
+    """How many tensors `product` keeps for the backward of x times a layer's weight.
+
+    The layer's own codes and scales are there anyway.
+    """
+    layer = coded_layer()
+    own = {layer.packed.data_ptr(), layer.scales.data_ptr()}
+    unpack = layer.weight
     # No leaf, as in a model: nothing but the product can keep it.
-    x = random_tensor(3, 8).requires_grad_() * 1
+    x = random_tensor(3, 64).requires_grad_() * 1
     made: list[weakref.ref] = [weakref.ref(x)]
     saved: list[torch.Tensor] = []
 
     def weight() -> torch.Tensor:
-        unpacked = random_tensor(5, 8)
+        unpacked = unpack()
         # By weak reference: it says whether the product still holds what it unpacked.
         made.append(weakref.ref(unpacked))
         return unpacked
 
+    layer.weight = weight
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: saved.append(tensor) or tensor,
         lambda tensor: tensor,
     ):
-        output = product.apply(x, SimpleNamespace(weight=weight))
+        output = product.apply(x, layer)
     del x
     alive = sum(reference() is not None for reference in made)
     del output
-    return alive + len(saved)
+    return alive + sum(tensor.data_ptr() not in own for tensor in saved)
 
 
 def trouble_with_product(product: type[torch.autograd.Function]) -> str:
     """What PyTorch says of x times a layer's weight, forward and backward; "" where it runs."""
-    layer = SimpleNamespace(weight=lambda: random_tensor(5, 8))
     try:
-        product.apply(random_tensor(3, 8).requires_grad_(), layer).sum().backward()
+        product.apply(random_tensor(3, 64).requires_grad_(), coded_layer()).sum().backward()
     except (RuntimeError, TypeError) as error:
         return str(error)
     return ""
+
+
+class Coded(torch.nn.Module):
+    """Stands for a 4-bit layer: it keeps what it is made from."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def with_adapters() -> torch.nn.Module:
+    """A small Llama with PEFT's adapters next to its linear layers."""
+    return adapted(next(small_models()), r=2)
+
+
+def places_of(model: torch.nn.Module, ending: str) -> list[str]:
+    """Names of the model's modules that end so."""
+    return [place for place, _ in model.named_modules() if place.endswith(ending)]
 
 
 def _inner(model: Any) -> list[torch.nn.Linear]:
