@@ -269,11 +269,8 @@ def plan(
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
     if is_size(gpu):
         if asked.get("memory") is not None:
-            raise RecipeError(
-                "gpu",
-                gpu,
-                "it is a size, and --memory says one too: name a card, or leave it out",
-            )
+            rest = "it is a size, and --memory says one too: name a card, or leave it out"
+            raise RecipeError("gpu", gpu, rest)
         asked["memory"] = gpu
         gpu = None
     if dataset:
