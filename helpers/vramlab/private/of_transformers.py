@@ -38,7 +38,7 @@ def load_modeling() -> None:
 
     models = Path(transformers.__file__).parent / "models"
     name = "create_import_structure_from_path"  # says what the files in a folder define
-    scan = getattr(import_utils, name, None)
+    scan: Any = getattr(import_utils, name, None)
 
     def scanned(path: str) -> Any:
         # of a file it is what the folder's is
