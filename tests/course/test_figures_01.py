@@ -32,6 +32,11 @@ def test_shares_stand_at_the_levels_of_each_table():
 
 def test_costs_are_drawn_from_the_least_to_the_most():
     stores = {"b, one scale": (4, 11.2), "a, blocks of 64": (4.5, 0.9), "c": (16, -0.01)}
-    figure = figures_01.costs(stores, "a title")
+    against = {"a, blocks of 64": "+0.2 ± 0.4"}
+    figure = figures_01.costs(stores, "a title", against)
     assert [row[0] for row in figure.rows[1:]] == ["c", "a, blocks of 64", "b, one scale"]
-    assert [text.get_text() for text in figure.axes[0].texts] == ["0.0 %", "0.9 %", "11.2 %"]
+    assert [text.get_text() for text in figure.axes[0].texts] == [
+        "0.0 %",
+        "0.9 % (+0.2 ± 0.4)",
+        "→ 11.2 %",
+    ]

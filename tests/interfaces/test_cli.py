@@ -318,6 +318,14 @@ def test_options_make_the_question(monkeypatch, words, fields):
     Question("gpt2", "T4", **{**usual, **fields})
 
 
+def test_what_cannot_be_written_is_refused_before_a_search(monkeypatch, tmp_path):
+    module = SimpleNamespace(plan=lambda **options: pytest.fail("it searches"))
+    monkeypatch.setitem(sys.modules, "vramlab.planning.plan", module)
+    written = str(tmp_path / "train.py")
+    result = run("plan", "qwen2.5-vl-3b", "--gpu", "T4", "--images", "1", "--write", written)
+    assert (result.exit_code, "programs for samples with images" in result.output) == (2, True)
+
+
 # ── what goes wrong
 # ─────────────────────────────────────────────────────────────────────────────────────────────────
 

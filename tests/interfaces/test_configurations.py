@@ -116,6 +116,19 @@ def test_bases_in_8_bits_and_how_layers_are_checkpointed(values, changes, reentr
     assert recipe.use_reentrant == reentrant and REENTRANT not in notes
 
 
+def test_axolotls_targets_in_one_text_are_pefts_regular_expression(tmp_path):
+    said = {
+        "lora_target_linear": None,
+        "lora_target_modules": r"model.layers.[\d]+.mlp.(up|down)_proj",
+    }
+    recipe, _ = read(tmp_path, AXOLOTL, **said)
+    names = {
+        name.rpartition(".")[2]
+        for name, *_ in recipe.shape.lora_targets(recipe.lora.target_modules)
+    }
+    assert names == {"up_proj", "down_proj"}
+
+
 def test_axolotls_cut_cross_entropy_is_a_head_of_its_own(tmp_path):
     """Its plugin turns it on unless the file turns it off; Liger's other kernels go with it."""
     plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
@@ -280,6 +293,7 @@ def test_trls_sft(tmp_path):
         (AXOLOTL, {"plugins": ["a.KDPlugin"]}, "leave the others out"),
         (AXOLOTL, IN_8_BITS | {"quantize_moe_experts": True}, "packs linear layers alone"),
         (AXOLOTL, {"rl": "orpo"}, "recipes train as dpo"),
+        (AXOLOTL, {"processor_type": "AutoProcessor"}, "--images 1 --image-size 1024x768 say"),
         (AXOLOTL, {"gradient_checkpointing": "offload"}, "simulate.*--activation-offloading"),
         (AXOLOTL, {"activation_offloading": True}, "activation_offloading.*the nearest"),
         (AXOLOTL, {"experts_implementation": "batched_mm"}, "experts_implementation"),

@@ -66,3 +66,24 @@ def test_torchs_own_mode_gives_the_same_bytes(target):
     with patch.object(QuickFakeMode, "_make_cache_entry", another_argument):
         assert simulate(RECIPE, target=target) == quick
         assert not fake_mode.quick_mode_fits()
+
+
+def test_slices_of_one_buffer_are_found_out_once():
+    mode = QuickFakeMode({}, {})
+    with mode:
+        buffer = torch.empty(100)
+        halves = [buffer[start : start + 10].to(torch.bfloat16) for start in (0, 10, 20)]
+        rows = [buffer.as_strided((10,), (1,), start) for start in (0, 10, 20)]
+        again = [row.unsqueeze(0) for row in rows]
+    casts = [key for key in mode._entries if key[0] == torch.ops.aten._to_copy.default]
+    assert len(casts) == 1
+    assert [half.storage_offset() for half in halves] == [0, 0, 0]
+    # a view's place in the storage is its base's
+    assert [view.storage_offset() for view in again] == [0, 10, 20]
+
+
+def test_a_collective_of_a_fake_group_has_a_rule():
+    broadcast = torch.ops.c10d.broadcast_.default
+    rule = fake_mode.rules_of("cuda")[broadcast]
+    tensors = [torch.empty(2)]
+    assert rule(tensors)[0] is tensors

@@ -219,7 +219,7 @@ def _take_adapter(configuration: Configuration) -> None:
         return
     if adapter not in ("lora", "qlora"):
         raise configuration.refuse("adapter", "recipes have lora and qlora")
-    targets: Any = names_in(get("lora_target_modules"))
+    targets: Any = get("lora_target_modules")
     if get("lora_target_linear"):
         # PEFT's own word, which the recipe's LoRA understands too.
         targets = "all-linear"

@@ -263,16 +263,14 @@ def plan(
     as_json: JSON = False,
 ) -> None:
     from ..planning.plan import plan
+    from ..planning.plan_script import check_question
 
     check_written(write=write)
     # `--gpu 24GB` is what people write who know their memory and not the table's names.
     if is_size(gpu):
         if asked.get("memory") is not None:
-            raise RecipeError(
-                "gpu",
-                gpu,
-                "it is a size, and --memory says one too: name a card, or leave it out",
-            )
+            rest = "it is a size, and --memory says one too: name a card, or leave it out"
+            raise RecipeError("gpu", gpu, rest)
         asked["memory"] = gpu
         gpu = None
     if dataset:
@@ -280,6 +278,8 @@ def plan(
             dataset,
             functools.partial(tokens_of, asked["model"], pretrained),
         )
+    if write:
+        check_question(Question(gpu=gpu, **asked))
     # Standings are for eyes only: they must never get between the lines of `--json`.
     with InPlace() as place, telling():
         standing = place.show_standing if is_watched() and not as_json else None

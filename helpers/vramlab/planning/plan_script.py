@@ -30,6 +30,7 @@ from ..recipe.process_context import loads_on_host
 from ..recipe.recipe import Recipe
 from ..report.report import format_bytes, installed, repository
 from .counted import counted_as
+from .question import Question
 from .search_space import to_install
 from .source_text import Code, docstring, identifier, literal
 
@@ -48,6 +49,30 @@ WIDTH = 100  # characters of a line of the program's description
 CHECKED = ("Loop", "LoRA", "Quantization", "Recipe", "Sharding", "predict", "simulate")
 
 
+def check_question(question: Question) -> None:
+    """Raise RecipeError where no answer of `question` has a program, which takes no search."""
+    trainer = "sft" if question.may_use_sft() else question.plain.trainer
+    check(unchecked(question.plain, trainer=trainer))
+
+
+def check(recipe: Recipe) -> None:
+    """Raise RecipeError where there is no template for `recipe`."""
+    task = recipe.shape.task
+    if task == "image-text" and recipe.trainer != "sft":
+        rest = "programs for samples with images are SFTTrainer's: say trainer='sft'"
+        if not images.sft_reads(recipe):
+            rest = "programs for samples with images are SFTTrainer's, which does not train these"
+        raise RecipeError("trainer", recipe.trainer, rest)
+    if task == "image-text" and not recipe.images:
+        rest = "programs for a model that reads images train it on samples with some: say how many"
+        raise RecipeError("images", recipe.images, rest)
+    if task not in ("causal-lm", "image-text") and recipe.trainer != "reward":
+        raise RecipeError("task", task, "programs are written for causal-lm and image-text")
+    rest = "written programs train all of a base, or adapters: no part of it is frozen"
+    if recipe.freeze:
+        raise RecipeError("freeze", recipe.freeze, rest)
+
+
 @needing("--write")
 def scripts(
     recipe: Recipe,
@@ -63,20 +88,7 @@ def scripts(
     if not name.isprintable():
         rest = "line breaks and control characters cannot stand in the lines that start the program"
         raise RecipeError("path", name, rest)
-    task = recipe.shape.task
-    if task == "image-text" and recipe.trainer != "sft":
-        rest = "programs for samples with images are SFTTrainer's: say trainer='sft'"
-        if not images.sft_reads(recipe):
-            rest = "programs for samples with images are SFTTrainer's, which does not train these"
-        raise RecipeError("trainer", recipe.trainer, rest)
-    if task == "image-text" and not recipe.images:
-        rest = "programs for a model that reads images train it on samples with some: say how many"
-        raise RecipeError("images", recipe.images, rest)
-    if task not in ("causal-lm", "image-text") and recipe.trainer != "reward":
-        raise RecipeError("task", task, "programs are written for causal-lm and image-text")
-    rest = "written programs train all of a base, or adapters: no part of it is frozen"
-    if recipe.freeze:
-        raise RecipeError("freeze", recipe.freeze, rest)
+    check(recipe)
     sharding = recipe.group
     stem = Path(name).stem
     beside = ""

@@ -125,6 +125,11 @@ class Search:
         `tell` is called with how many are simulated, and of how many, as they are.
         """
         methods = self.question.methods
+        # Beside each other, those that each method would ask for first.
+        first = [self.answer(method, simulates=False)[0] for method in methods]
+        unknown = [one for one in first if one and one.must_be_simulated and not one.tried]
+        if unknown:
+            confirm(unknown)
         answers = {method: self.answer(method) for method in methods}
         self.offloads = confirmed
         # A candidate of one search is never simulated twice.
@@ -187,10 +192,12 @@ class Search:
         self,
         method: str,
         confirmed: bool = False,
+        simulates: bool = True,
     ) -> tuple[Candidate | None, str]:
         """Return the fastest recipe that fits and the tier it does in.
 
-        It is of the first of `WAYS` asked for that has one.
+        It is of the first of `WAYS` asked for that has one. What formulas do not know is simulated
+        first, unless not `simulates`.
         """
         for sound, effort, tier in WAYS:
             if tier not in self.question.tiers:
@@ -200,7 +207,7 @@ class Search:
                 if not candidate.fits(tier):
                     continue
                 needs_simulation = confirmed or candidate.must_be_simulated
-                if needs_simulation and not candidate.tried:
+                if simulates and needs_simulation and not candidate.tried:
                     confirm([candidate])
                 # Asked again, since the simulation may have changed the figure.
                 if candidate.fits(tier):

@@ -13,6 +13,7 @@ from operator import methodcaller
 from typing import Any
 
 from ..base.errors import VramLabError, needing
+from ..private.of_transformers import load_modeling
 from ..recipe.from_transformers import build
 from ..training.quiet import no_collection
 
@@ -32,7 +33,7 @@ def loaded_early() -> Iterator[None]:
     It is in a group of its own, with all that it forks: Ctrl-C is not sent there, and the group is
     ended here.
     """
-    if not _may_fork():
+    if _pipe.get() or not _may_fork():
         yield
         return
     fork = multiprocessing.get_context("fork")
@@ -56,8 +57,7 @@ def _serve(ours: Any, theirs: Any) -> None:
     ours.close()  # so that the pipe ends with the process that asks
     # who asks does without, and says what is missing
     with no_collection(before=False), contextlib.suppress(EOFError, OSError, ImportError):
-        import transformers.modeling_utils  # noqa: F401
-
+        load_modeling()
         from ..simulation import simulate  # noqa: F401
 
         gc.freeze()  # a collection in a forked process would visit all of it, and copy its pages

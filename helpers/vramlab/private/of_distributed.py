@@ -4,7 +4,7 @@ It loads none of them: what a run has not imported it does not use, and imports 
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +29,14 @@ def unique_ids() -> tuple[ModuleType, str]:
     from torch.distributed import _meta_registrations
 
     return _meta_registrations, "generate_unique_id"
+
+
+def collectives_on_meta() -> dict[Any, Callable]:
+    """Return by operator of a process group what torch makes of it on meta tensors: a fake work."""
+    from torch.distributed import _meta_registrations
+
+    kernels = getattr(_meta_registrations, "_META_FUNCTIONS", {})
+    return {getattr(torch.ops.c10d, name).default: kernel for name, kernel in kernels.items()}
 
 
 def fake_store() -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from itertools import accumulate
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,29 @@ CAN_GROUP_PRODUCTS = "_can_use_grouped_mm"
 MOVE_MODEL = "_move_model_to_device"
 # Of accelerate's states.
 SHARED_STATE = "_shared_state"
+
+
+def load_modeling() -> None:
+    """Load `transformers.modeling_utils`, for which the files of all models are read once.
+
+    transformers reads them as it is loaded and again for `transformers.models`: of 480 folders its
+    cache keeps the last 128, and the one that has them all (0.2 s).
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    from .patched import replaced  # which needs torch
+
+    models = Path(transformers.__file__).parent / "models"
+    name = "create_import_structure_from_path"  # says what the files in a folder define
+    scan: Any = getattr(import_utils, name, None)
+
+    def scanned(path: str) -> Any:
+        # of a file it is what the folder's is
+        return scan(models if Path(path) == models / "__init__.py" else path)
+
+    with replaced(import_utils, name, scanned):
+        import transformers.modeling_utils
 
 
 def takes_sdpa(model: Any) -> bool:

@@ -34,6 +34,14 @@ FACTORIES = {
     torch.empty,
     torch.linspace,
 }
+# What `CudaKernels` does not only call.
+FOLLOWED = {
+    *FACTORIES,
+    of_fake_tensors.custom_function_call,
+    torch.Tensor.backward,
+    torch.Tensor.to,
+    torch.split,
+}
 HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)  # compute capability of the card where none is named
 FLASH_MULTIPLE = 8  # channels of a head that the flash kernel takes
@@ -101,6 +109,10 @@ class CudaKernels(TorchFunctionMode):
         kwargs: dict | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # nearly all are others: each attribute of a tensor that is asked for is a call
+        return self._follow(func, args, kwargs) if func in FOLLOWED else func(*args, **kwargs)
+
+    def _follow(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func is torch.Tensor.backward:
             return self.backward(args[0])
         if func is of_fake_tensors.custom_function_call:

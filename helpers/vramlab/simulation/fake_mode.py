@@ -9,19 +9,12 @@ import torch
 from ..private import of_fake_tensors
 from ..private.of_fake_tensors import FakeTensor, FakeTensorMode
 from ..private.of_torch import address_of
+from ..tracking.tracked_operators import VIEWS
 from .fake_operators import rules_of
 
 aten = torch.ops.aten
 # Of this process, by target: torch's entries by operator and arguments, None where it makes none.
 CACHED: dict[str, dict[tuple, Any]] = {"cuda": {}, "cpu": {}}
-# Views whose kernels take no longer than a cached result.
-VIEWS = (
-    aten.detach.default,
-    aten.slice.Tensor,
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-)
 PLAIN = (
     type(None),
     bool,
@@ -120,14 +113,18 @@ class QuickFakeMode(RuledFakeMode):
         kwargs = kwargs or {}
         if func is aten._unsafe_view.default:
             func = aten.view.default  # which torch caches
-        # torch finds the content of a constant's view
+        # Their kernels take no longer than a cached result. torch finds the content of a constant's
+        # view.
         if func in VIEWS and getattr(args[0], "constant", 0) is None:
             with of_fake_tensors.meta_kernels(self):
                 view = func(*args, **kwargs)
             attributes = self._attributes(args[0].fake_device)
             return of_fake_tensors.new_fake(view, False, attributes)
         try:
-            described = _described(args), _described(kwargs.items())
+            # Of an operator that makes no view the place in a storage decides nothing, and slices
+            # of one flat buffer differ in it alone.
+            has_place = getattr(func, "is_view", True)
+            described = _described((args, *kwargs.items()), has_place)
             key = (func, torch.get_default_dtype(), *described)
             entry = self._entries.get(key)
         except TypeError:  # for torch to judge
@@ -241,10 +238,11 @@ def _trial(mode: FakeTensorMode) -> list[tuple]:
     return results
 
 
-def _described(values: Iterable[Any]) -> tuple:
+def _described(values: Iterable[Any], has_place: bool = True) -> tuple:
     """Return what of an operator's arguments decides its fake result.
 
-    Raises TypeError where that is not all to be seen here.
+    With `has_place` that is also where in its storage a tensor begins. Raises TypeError where that
+    is not all to be seen here.
     """
     described: list[tuple] = []
     for value in values:
@@ -253,7 +251,7 @@ def _described(values: Iterable[Any]) -> tuple:
                 (
                     value.shape,
                     value.stride(),
-                    value.storage_offset(),
+                    value.storage_offset() if has_place else None,
                     value.dtype,
                     value.fake_device,
                     value.requires_grad,
@@ -262,7 +260,7 @@ def _described(values: Iterable[Any]) -> tuple:
                 ),
             )
         elif isinstance(value, list | tuple):
-            described.append((type(value), _described(value)))
+            described.append((type(value), _described(value, has_place)))
         elif isinstance(value, PLAIN):
             described.append((type(value), value))
         else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..private import of_distributed
 from ..private.of_fake_tensors import suggest_memory_format
 from ..private.of_torch import OpOverload, unset_fake_temporarily
 
@@ -30,6 +31,7 @@ def rules_of(target: str) -> dict[Any, Callable]:
 def _rules_of(target: str) -> dict[Any, Callable]:
     norms = _Norms(is_cuda=target == "cuda")
     rules: dict[Any, Callable] = {
+        **of_distributed.collectives_on_meta(),
         aten.native_layer_norm.default: norms.layer_norm,
         aten.native_batch_norm.default: norms.batch_norm,
         # of which torch may make it

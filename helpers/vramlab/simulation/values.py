@@ -46,6 +46,8 @@ from ..tracking.tensors import plain_tensors
 from .fake_mode import RuledFakeMode
 
 LIMIT = 2**16  # elements of a tensor whose content is kept
+NUMBERS = {int, float, bool}
+NEVER_REAL = {FakeTensor, type(None), torch.dtype, torch.device, *NUMBERS}
 TORCH = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -357,6 +359,8 @@ def _changed(values: Any, kind: type, change: Callable) -> Any:
     if isinstance(values, kind):
         return change(values)
     if isinstance(values, list | tuple):
+        if NUMBERS.issuperset(map(type, values)):  # a row of a batch has thousands
+            return list(values)
         return [_changed(value, kind, change) for value in values]
     return values
 
@@ -414,6 +418,8 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 def _has_real(values: Any) -> bool:
     """Tell whether there is a tensor in nested sequences and mappings that is not fake."""
+    if type(values) in NEVER_REAL:
+        return False
     if isinstance(values, torch.Tensor):
         return _is_real(values)
     if isinstance(values, dict):

@@ -11,7 +11,7 @@ import torch
 
 from ..private.of_fake_tensors import FakeTensor, run_fake, schema_of, without_functions
 from ..private.of_torch import OpOverload
-from .tracked_operators import is_wrapper
+from .tracked_operators import VIEWS, about, is_wrapper
 from .tracker import DEVICE_QUERY, Tracker, aten
 
 # Every mask is full, every count is one, and no gradient overflowed.
@@ -80,11 +80,26 @@ class FakeTracker(Tracker):
         # torch functions are the simulation's own, which would run for each size that is asked for
         with without_functions():
             kwargs = kwargs or {}
+            # half of a step's operators: they make no storage, and no value is followed
+            if func in VIEWS and self._is_known(args[0]):
+                self._settle()
+                called = self._call(about(func).name, args)
+                view = run_fake(func, args, kwargs)
+                self.calls.append(called)
+                return view
             # of a wrapper such as DTensor what it wraps comes next
-            is_wrapped = any(map(is_wrapper, types))
-            if self.values and not is_wrapped and func is not aten.lift_fresh.default:
+            if (
+                self.values
+                and func is not aten.lift_fresh.default
+                and not any(map(is_wrapper, types))
+            ):
                 args, kwargs = self.values.stand_ins((args, kwargs))
             return self.dispatch(func, types, args, kwargs)
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Tell whether `tensor` is a fake one of a logged storage, of which no value is known."""
+        is_fake = type(tensor) is FakeTensor and not hasattr(tensor, "vramlab_content")
+        return is_fake and self._storage(tensor) is not None
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """Log what a module outside of the model holds, of which fake tensors take the place."""

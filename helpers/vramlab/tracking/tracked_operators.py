@@ -19,6 +19,14 @@ BUFFERS: dict[str, tuple[int | str, ...]] = {
     "c10d::_reduce_scatter_base_": (0, 1),
     "c10d::allreduce_": (0,),
 }
+# Views that any step takes by the thousand.
+VIEWS = {
+    aten.detach.default,
+    aten.slice.Tensor,
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+}
 # Operators that all ranks of a group enter.
 COLLECTIVES = {
     "c10d::_allgather_base_",
@@ -63,6 +71,7 @@ class About(NamedTuple):
     name: str
     is_collective: bool  # all ranks enter it
     buffers: tuple[int | str, ...]  # the places of its arguments that are buffers
+    multiplies: bool  # by cuBLAS, which has a workspace
 
 
 @cache
@@ -70,7 +79,8 @@ def about(func: OpOverload) -> About:
     """Return what the tracker wants to know of an operator."""
     qualified = qualified_name(func)
     name = qualified.rpartition("::")[2]
-    return About(name, qualified in COLLECTIVES, BUFFERS.get(qualified, ()))
+    multiplies = name == UNPACKED or name in PRODUCTS
+    return About(name, qualified in COLLECTIVES, BUFFERS.get(qualified, ()), multiplies)
 
 
 def workspaces_taken(

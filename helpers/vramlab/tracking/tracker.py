@@ -224,9 +224,7 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
             value = self.scalar(args[0])
             if value is not None:
                 return value
-        self._collective.wait()
-        if self._recomputed and not torch.is_grad_enabled():
-            self._keep_recomputed()
+        self._settle()
         # A tracker is a dispatch mode, under which autograd never accumulates in place; the plain
         # run would.
         if func is aten.add.Tensor and self.phase == "backward" and accumulates(*args, **kwargs):
@@ -234,20 +232,26 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
         self.meet(func, args, kwargs)
         return self._run_logged(func, args, kwargs)
 
+    def _settle(self) -> None:
+        """Note what an operator ends: a collective, and a checkpoint's recomputation."""
+        self._collective.wait()
+        if self._recomputed and not torch.is_grad_enabled():
+            self._keep_recomputed()
+
     def _run_logged(self, func: of_torch.OpOverload, args: tuple, kwargs: dict) -> Any:
         """Run an operator, and log its scratch, its results and its buffers."""
         known = about(func)
-        start = len(self.log)
-        where = self._where(args)
+        called = self._call(known.name, args)
+        where = called.where
         block = self._log_scratch(known.name, args, where)
         if known.is_collective:
             self._collective.begin(args)
         result = self.run(func, args, kwargs)
         # After it ran, so that an operator that raised is none that ran.
-        self.calls.append(Call(start, known.name, where, len(self.marks)))
+        self.calls.append(called)
         self._record(result, known.name, where, args)
         # a 4-bit weight that is not unpacked takes no scratch, and no product of cuBLAS
-        if block or known.name != UNPACKED:
+        if known.multiplies and (block or known.name != UNPACKED):
             self._log_workspace(known.name, args)
         for place in known.buffers:
             buffer = args[place] if isinstance(place, int) else kwargs[place]
@@ -283,6 +287,10 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
     def scalar(self, tensor: torch.Tensor) -> Any:
         """Return the number that `tensor.item()` is to give; None reads it."""
         return None
+
+    def _call(self, op: str, args: tuple) -> Call:
+        """Return the call of an operator that runs now."""
+        return Call(len(self.log), op, self._where(args), len(self.marks))
 
     def _where(self, args: tuple) -> str:
         """Return where an operator runs.
@@ -338,9 +346,8 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
     def _generator_state(self, state: torch.Tensor) -> None:
         """Log a copy of the CPU generator's state, which is made without the dispatcher."""
         self._collective.wait()
-        where = self._where(())
-        self.calls.append(Call(len(self.log), "get_rng_state", where, len(self.marks)))
-        self._record(state, "get_rng_state", where)
+        self.calls.append(self._call("get_rng_state", ()))
+        self._record(state, "get_rng_state", self.calls[-1].where)
 
     def log_birth(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         """Log the storage of `tensor`, made by operator `op`; None if it has no memory."""

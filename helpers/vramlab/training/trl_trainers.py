@@ -37,9 +37,10 @@ OUTPUTS = {
 @needing("A trainer of TRL")
 def trl_class(name: str) -> type:
     """Return TRL's class `name`."""
-    import trl
+    with of_trl.versions_asked_by_name():
+        import trl
 
-    return getattr(trl, name)
+        return getattr(trl, name)
 
 
 @needing("A trainer of TRL")

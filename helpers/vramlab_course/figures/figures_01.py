@@ -1,6 +1,7 @@
 """Drawings of chapter 01. Each function draws a figure and returns it."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from vramlab.interfaces.plot import canvas
 
@@ -11,6 +12,7 @@ PALE = "#CFE8F7"
 BLUE = "#0072B2"
 RED = "#D55E00"
 INK = "#222222"
+CUT = 2.0  # % more bits per byte, where the axis of `costs` ends
 
 
 def ranges():
@@ -94,21 +96,27 @@ def code_shares(tables: Mapping[str, Mapping[float, float]]):
     return ax.figure
 
 
-def costs(stores: Mapping[str, tuple[float, float]], title: str):
+def costs(
+    stores: Mapping[str, tuple[float, float]],
+    title: str,
+    against: Mapping[str, str] = MappingProxyType({}),
+):
     """Draw what each way to store the base model costs.
 
-    `stores` has (bits a number, % more bits per byte) by name.
+    `stores` has (bits a number, % more bits per byte) by name, `against` what some cost more than
+    NF4. Bars over CUT are cut, or those of the good formats could not be told apart.
     """
     # The cheapest first.
     ways = sorted(stores.items(), key=lambda way: way[1][1])
-    rows = [("matrices in", "bits a number", "more bits per byte")]
+    rows = [("matrices in", "bits a number", "more bits per byte", "more than NF4, in %")]
     costs_said = []
     labels = []
     for name, (bits, cost) in ways:
         # Adding 0.0 turns a rounded −0.0 into 0.0.
         percent = f"{round(cost, 1) + 0.0:.1f} %"
-        rows.append((name, f"{bits:g}", percent))
-        costs_said.append(f"{name}: {percent}")
+        more = against.get(name, "")
+        rows.append((name, f"{bits:g}", percent, more))
+        costs_said.append(f"{name}: {percent}" + (f", against NF4 {more}" if more else ""))
         labels.append(f"{name}: {bits:g} bits")
     said = f"Bars. {'; '.join(costs_said)}."
     about = "measured: base model, all matrices rounded if not said, 12,000 bytes of programs"
@@ -120,16 +128,14 @@ def costs(stores: Mapping[str, tuple[float, float]], title: str):
             colour, hatch = looks[kind]
             bar = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
             ax.barh(y, cost, 0.6, label=kind, **bar)
-            place = (max(cost, 0), y)
-            ax.annotate(
-                rows[y + 1][2],
-                place,
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-            )
+            _, _, percent, more = rows[y + 1]
+            label = f"{percent} ({more})" if more else percent
+            if cost > CUT:
+                label = f"→ {label}"
+            end = min(max(cost, 0), CUT)
+            ax.annotate(label, (end, y), (5, 0), textcoords="offset points", va="center")
         ax.set_yticks(range(len(ways)), labels)
-        ax.set(xlim=(0, 1.15 * ways[-1][1][1]), xlabel="% more bits per byte")
+        ax.set(xlim=(0, CUT), xlabel="% more bits per byte (in brackets: more than NF4)")
         ax.grid(visible=False)
         ax.invert_yaxis()
     return ax.figure

@@ -4,6 +4,7 @@ They say what readers' functions do with numbers, gradients and 4-bit weights.
 """
 
 from collections.abc import Callable
+from copy import copy
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,19 @@ def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback
         right = dequantize_4bit(packed, state)
         if not isinstance(returned, torch.Tensor) or returned.shape != right.shape:
             return Feedback(False, f"A tensor of {tuple(right.shape)} was expected.")
+        unshifted = copy(state)
+        unshifted.offset = torch.zeros_like(state.offset)
+        usual = {
+            "The two numbers of each byte come back in the wrong order.": dequantize_4bit(
+                packed >> 4 | packed << 4, state
+            ),
+            "Each scale lacks the mean, which was taken away before the scales were stored.": (
+                dequantize_4bit(packed, unshifted)
+            ),
+        }
+        for said, mistaken in usual.items():
+            if returned.allclose(mistaken, atol=1e-6):
+                return Feedback(False, said)
         if not returned.allclose(right, atol=1e-6):
             off = (returned - right).abs().max() / right.abs().max()
             return Feedback(

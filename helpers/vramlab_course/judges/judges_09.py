@@ -1,4 +1,4 @@
-"""Judges of chapter 09's pieces: matrices that do not fit each other, or are multiplied whole."""
+"""Judges of chapter 09's pieces: tensors that do not fit each other, or are multiplied whole."""
 
 import re
 from collections.abc import Callable
@@ -8,6 +8,11 @@ import torch
 
 from ..answers import BrokenPiece
 from ..made_tensors import MadeTensors
+
+# What torch says of a product of matrices: "(3x9 and 3x12)" are numbers a token and rows.
+PRODUCT = r"multiplied \(\d+x(\d+) and (\d+)x\d+\)"
+# And of a number for each token that should go along the rows: numbers a token, and tokens.
+ROWS = r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
 
 
 class _Sizes(MadeTensors):
@@ -28,17 +33,20 @@ def makes(piece: Callable[..., Any], size: tuple[int, int], *arguments: Any) -> 
     return size in sizes.seen
 
 
-def unfit(piece: Callable[..., Any], *arguments: Any) -> tuple[int, int] | None:
-    """The two sizes that a matrix product inside of the piece finds unequal, or None.
+def unfit(
+    piece: Callable[..., Any],
+    message: str,
+    *arguments: Any,
+) -> tuple[int, int] | None:
+    """The two sizes that torch finds unequal inside of the piece, or None.
 
-    They are how many numbers a token has, and how many rows the matrix has.
+    `message` is the pattern of what torch then says: PRODUCT or ROWS.
     """
     if not callable(piece):
         return None
     try:
         piece(*arguments)
     except BrokenPiece as error:
-        # torch: "mat1 and mat2 shapes cannot be multiplied (3x9 and 3x12)"
-        found = re.search(r"multiplied \(\d+x(\d+) and (\d+)x\d+\)", str(error))
+        found = re.search(message, str(error))
         return (int(found[1]), int(found[2])) if found else None
     return None
