@@ -2,6 +2,8 @@
 followed to the byte.
 """
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,4 +113,6 @@ def test_the_step_that_is_followed_is_simulates_to_the_byte():
 def test_forked_ranks_are_needed_where_a_function_is_no_modules():
     number = 7
     assert on_ranks(lambda rank, world: number + rank) == [7, 8]
+    # what the parent has is out of a collection's way, which would copy each of its pages
+    assert min(on_ranks(lambda rank, world: gc.get_freeze_count())) > 10_000
     assert chapter_04.apart(lambda: number) == 7

@@ -104,6 +104,8 @@ def _enter(
     folder: str,
     given: tuple,
 ) -> None:
+    # A collection would write to every object of the parent, and so copy each of its pages.
+    gc.freeze()
     # ranks on the same cores would wait for one another's threads
     torch.set_num_threads(1)
     try:
