@@ -60,7 +60,7 @@ def _loading_meanwhile(words: list[str]) -> contextlib.AbstractContextManager:
     It begins before the command line is loaded and read, which takes a third of a second.
     """
     # Images are simulated in this process.
-    without = {"--help", "-h", "--no-confirm", "--images", "--video-frames"}
+    without = {"--help", "--no-confirm", "--images"}
     if words[:1] != ["plan"] or without.intersection(words):
         return contextlib.nullcontext()
     from .planning.workers import loaded_early

@@ -13,7 +13,7 @@ from transformers.utils import import_utils
 from vramlab import __main__ as program
 from vramlab.planning import search
 from vramlab.planning.question import Question
-from vramlab.private.of_trl import versions_asked_by_name
+from vramlab.training.trl_trainers import Distributions
 
 LOADING = """
 import contextlib, multiprocessing, time
@@ -66,9 +66,9 @@ def test_what_transformers_reads_twice_is_the_same():
 
 
 def test_trl_asks_for_a_version_by_the_packages_name():
-    with versions_asked_by_name():
-        assert importlib.metadata.packages_distributions()["peft"] == ["peft"]
-    assert "PIL" in importlib.metadata.packages_distributions()
+    for package in ("peft", "transformers"):
+        assert package in importlib.metadata.packages_distributions()[package]
+        assert Distributions()[package] == [package]
 
 
 def test_what_formulas_do_not_know_is_simulated_beside_each_other(monkeypatch):

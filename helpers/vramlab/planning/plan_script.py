@@ -51,8 +51,8 @@ CHECKED = ("Loop", "LoRA", "Quantization", "Recipe", "Sharding", "predict", "sim
 
 def check_question(question: Question) -> None:
     """Raise RecipeError where no answer of `question` has a program, which takes no search."""
-    trainer = "sft" if question.may_use_sft() else question.plain.trainer
-    check(unchecked(question.plain, trainer=trainer))
+    recipe = question.plain
+    check(unchecked(recipe, trainer="sft") if question.may_use_sft() else recipe)
 
 
 def check(recipe: Recipe) -> None:

@@ -1,12 +1,8 @@
 """Private parts of TRL and of Liger."""
 
-import importlib.metadata
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
-
-from .patched import replaced
 
 # Of TRL's chunked head: whether it takes its Triton kernels, these, and what adds to fp32.
 USE_TRITON = "_use_triton"
@@ -14,18 +10,6 @@ HEAD_KERNELS = ("_forward_kernel", "_backward_kernel")
 ADD_PRODUCT = "_addmm_fp32"
 # Of Liger's fused head.
 CAN_MULTIPLY_IN_PLACE = "_can_use_mm_out"
-
-
-class _Distributions(dict):
-    """By package the distribution of its name; where there is none, TRL asks the package itself."""
-
-    def __missing__(self, package: str) -> list[str]:
-        return [package]
-
-
-def versions_asked_by_name() -> AbstractContextManager:
-    """Return a context in which TRL loads without a list of all packages, which takes 0.1 s."""
-    return replaced(importlib.metadata, "packages_distributions", _Distributions)
 
 
 def trained_state() -> dict[str, Any]:

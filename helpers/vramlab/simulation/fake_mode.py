@@ -123,8 +123,7 @@ class QuickFakeMode(RuledFakeMode):
         try:
             # Of an operator that makes no view the place in a storage decides nothing, and slices
             # of one flat buffer differ in it alone.
-            has_place = getattr(func, "is_view", True)
-            described = _described((args, *kwargs.items()), has_place)
+            described = _described((args, *kwargs.items()), getattr(func, "is_view", True))
             key = (func, torch.get_default_dtype(), *described)
             entry = self._entries.get(key)
         except TypeError:  # for torch to judge

@@ -360,7 +360,7 @@ def _changed(values: Any, kind: type, change: Callable) -> Any:
         return change(values)
     if isinstance(values, list | tuple):
         if NUMBERS.issuperset(map(type, values)):  # a row of a batch has thousands
-            return list(values)
+            return values
         return [_changed(value, kind, change) for value in values]
     return values
 

@@ -98,8 +98,9 @@ class FakeTracker(Tracker):
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Tell whether `tensor` is a fake one of a logged storage, of which no value is known."""
-        is_fake = type(tensor) is FakeTensor and not hasattr(tensor, "vramlab_content")
-        return is_fake and self._storage(tensor) is not None
+        if type(tensor) is not FakeTensor or hasattr(tensor, "vramlab_content"):
+            return False
+        return self._storage(tensor) is not None
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """Log what a module outside of the model holds, of which fake tensors take the place."""

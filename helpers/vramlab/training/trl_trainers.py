@@ -7,6 +7,7 @@ DPO and KTO all tokens but the first are the answer.
 
 import contextlib
 import dataclasses
+import importlib.metadata
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from ..base.errors import RecipeError, needing
 from ..private import of_trl
+from ..private.patched import replaced
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from .engine import AUTOCAST, Model, Training, autocast_inside
@@ -34,10 +36,18 @@ OUTPUTS = {
 }
 
 
+class Distributions(dict):
+    """By package the distribution of its name; where there is none, TRL asks the package itself."""
+
+    def __missing__(self, package: str) -> list[str]:
+        return [package]
+
+
 @needing("A trainer of TRL")
 def trl_class(name: str) -> type:
     """Return TRL's class `name`."""
-    with of_trl.versions_asked_by_name():
+    # TRL would list the packages of all files, which takes 0.1 s, for the versions of two.
+    with replaced(importlib.metadata, "packages_distributions", Distributions):
         import trl
 
         return getattr(trl, name)
