@@ -57,6 +57,7 @@ from .command_output import (
 from .configurations import (
     EVALUATION,
     SUFFIXES,
+    in_words_of,
     is_configuration,
     question_of,
     recipe_and_evaluation,
@@ -346,7 +347,8 @@ def explain(
     # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
-    with telling():
+    file = next(filter(is_configuration, words or []), "")
+    with telling(), in_words_of(file):
         found = explain(what, recipe, card, assumed, not options.isdisjoint(OF_SIZE), **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))
