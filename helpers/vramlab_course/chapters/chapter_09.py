@@ -179,26 +179,26 @@ def ways_of_eight(
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
     shard = passed * 2 * weights  # bytes, to gather the weights or to sum gradients, in 16 bits
     activations = 2 * tokens * shape.hidden_size
+    layers = shape.num_layers
     # The paper's two forward and two backward, and the first of the repeated forward pass: torch
     # ends the repetition where nothing more is needed, which is before the second.
-    forward = 2 * shape.num_layers * 2 * passed * activations
-    backward = 3 * shape.num_layers * 2 * passed * activations
+    sums = 5 * layers * 2 * passed * activations
     # Keys and values, in 16 bits: round once, round again, and back with their gradients.
-    width = shape.hidden_size // shape.num_heads
-    keys = passed * tokens * shape.num_layers * 2 * shape.num_kv_heads * width * 2
-    # Scores and their products with values, half of them behind the mask; 4 times as computing.
-    attention = 4 * 4 * tokens * tokens / 2 * shape.hidden_size * shape.num_layers / 8 / rate
-    fsdp = Sharding(3, 8, "fsdp")
-    four = simulate(base.replace(batch_size=4, sharding=fsdp), gpu="H100").peak
+    width = shape.num_kv_heads / shape.num_heads  # of the keys, in parts of the hidden width
+    keys = passed * layers * 2 * activations * width
+    # Scores and their products with values, half of them behind the mask: forward, repeated, and
+    # twice as much backward.
+    attention = 4 * 4 * tokens**2 / 2 * shape.hidden_size * layers / 8 / rate
+    four = base.replace(batch_size=4, sharding=Sharding(3, 8, "fsdp"))
     ring = base.replace(batch_size=1, seq_len=tokens, sharding=Sharding(3, 8, cp_size=8))
-    gathers = shard, 2 * shard
-    rings = shard + keys, 2 * shard + 3 * keys
+    gathers = (shard, 2 * shard)
+    rings = (shard + keys, 2 * shard + 3 * keys)
     staged = peaks["pipeline, 8 in turn"]  # no more with 32: 1F1B holds eight at most
     few, many = bubbles
     return {
         "FSDP, 1 sample": Way(peaks["FSDP, 1 a rank"], gathers, computing),
-        "FSDP, 4 samples": Way(four, gathers, 4 * computing),
-        "tensor": Way(peaks["tensor, 8 in turn"], (forward, backward), computing, hides=False),
+        "FSDP, 4 samples": Way(simulate(four, gpu="H100").peak, gathers, 4 * computing),
+        "tensor": Way(peaks["tensor, 8 in turn"], (0, sums), computing, hides=False),
         "pipeline": Way(staged, (activations, activations), computing, idle=few),
         "pipeline, 32 in turn": Way(staged, (4 * activations,) * 2, 4 * computing, idle=many),
         "context, FSDP": Way(simulate(ring, gpu="H100").peak, rings, computing + attention),

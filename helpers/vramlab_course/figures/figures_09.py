@@ -159,17 +159,9 @@ def ways_to_cut(
     places = range(len(ways))
     bottoms = [0.0] * len(ways)
     for heights, look in layers([split_of(way.peak) for way in ways.values()], "GiB"):
-        above.bar(places, heights, 0.62, bottoms, **look)
+        bars = above.bar(places, heights, 0.62, bottoms, **look)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
-    for place, top in zip(places, bottoms, strict=True):
-        above.annotate(
-            f"{top:.0f}",
-            (place, top),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
+    above.bar_label(bars, [f"{top:.0f}" for top in bottoms], padding=2, fontsize=9)
     above.set(ylabel="GiB a rank", ylim=(0, 1.2 * max(bottoms)))
     width = 0.8 / len(links)
     # Greys, the slower the darker: the colours are those of the bytes above.
@@ -178,7 +170,7 @@ def ways_to_cut(
         offset = (number - (len(links) - 1) / 2) * width
         times = [way.times(bandwidth) for way in ways.values()]
         # On this axis a bar begins at 1 ×, where nothing is waited for.
-        below.bar(
+        drawn = below.bar(
             [place + offset for place in places],
             [more - 1 for more in times],
             width,
@@ -188,16 +180,8 @@ def ways_to_cut(
             linewidth=0.5,
             label=f"over {name}",
         )
-        for place, more in enumerate(times):
-            if more < NO_BAR:
-                below.annotate(
-                    "1 ×",
-                    (place + offset, 1),
-                    (0, 1),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=6.5,
-                )
+        marked = ["1 ×" if more < NO_BAR else "" for more in times]
+        below.bar_label(drawn, marked, padding=1, fontsize=6.5)
     marks = [2**power for power in range(7)]
     below.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
     below.set_yticks(marks, [f"{mark} ×" for mark in marks])
