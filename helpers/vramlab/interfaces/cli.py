@@ -85,7 +85,6 @@ app = typer.Typer(
     help="Predict, simulate and measure the GPU memory of training.",
 )
 
-
 Release = option(
     str | None,
     "An older version whose ways are known, such as 4.48.",
@@ -347,8 +346,7 @@ def explain(
     # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
-    file = next(filter(is_configuration, words or []), "")
-    with telling(), in_words_of(file):
+    with telling(), in_words_of(*words or []):
         found = explain(what, recipe, card, assumed, not options.isdisjoint(OF_SIZE), **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))

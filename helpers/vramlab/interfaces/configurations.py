@@ -69,15 +69,16 @@ def sets_expandable_segments(path: Any) -> bool:
 
 
 @contextlib.contextmanager
-def in_words_of(path: Any) -> Iterator[None]:
-    """Raise an error about the attention's kernel with the name that a program's file has for it.
+def in_words_of(*words: str) -> Iterator[None]:
+    """Raise an error about the attention's kernel with the name that it has in a file of `words`.
 
     What a card lacks is known only when its recipe has been made.
     """
     try:
         yield
     except RecipeError as error:
-        if error.field != "attn_implementation" or not is_configuration(path):
+        path = next(filter(is_configuration, words), None)
+        if error.field != "attn_implementation" or path is None:
             raise
         values = _read(Path(path))
         for name, kernel in KERNELS.items():
