@@ -39,8 +39,8 @@ from .workers import loaded_early
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
     "safe": "fits at the highest figures seen of allocator and context",
-    "likely": "fits at the usual ones",
-    "tight": "fits at the lowest only",
+    "likely": "fits at the usual figures, though not at the upper end",
+    "tight": "fits at the lowest figures only",
 }
 _UNPREPARED = "without PEFT's prepare_model_for_kbit_training"
 _SHORTER = "one sample of the micro-batch is shorter, which takes a mask"
@@ -231,8 +231,16 @@ class Plan:
     def _explained(self) -> Iterator[str]:
         """Yield what the words above mean, what to install and what the figures rest on."""
         yield COLUMNS
-        for tier in dict.fromkeys(choice.tier for choice in self.choices):
-            yield f"{tier}: {MEANING[tier]}"
+        tiers = {choice.tier for choice in self.choices}
+        if self.question["expandable_segments"]:
+            # Of "safe" the upper end says what it means.
+            by_default = (choice.by_default.verdict(self.usable) for choice in self.choices)
+            tiers.update(tier for tier in by_default if tier != "safe")
+        for others in self.alternatives.values():
+            tiers.update(other.tier for other in others if other.tier != "safe")
+        for tier in MEANING:
+            if tier in tiers:
+                yield f"{tier}: {MEANING[tier]}"
         recipes = " ".join(words(choice.recipe) for choice in self.choices)
         for word, meaning in WORDS.items():
             if word in recipes:
