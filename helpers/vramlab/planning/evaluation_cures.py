@@ -44,11 +44,9 @@ def cures(
     Each is simulated; nothing is yielded where `found` fits. Where the training itself does not,
     only that is: no way to evaluate would mend it.
     """
-    lacking = _lack_of_training(recipe, card)
-    if lacking:
-        yield lacking
-        return
-    if _fits(found, host):
+    lacking = list(_lack_of_training(recipe, card))
+    yield from lacking
+    if lacking or _fits(found, host):
         return
 
     def leaves(**changes: Any) -> Report:
@@ -87,14 +85,13 @@ def cures(
         yield fitting
 
 
-def _lack_of_training(recipe: Recipe, card: Gpu) -> str:
-    """Return that the training step does not fit the card, "" where it may."""
+def _lack_of_training(recipe: Recipe, card: Gpu) -> Iterator[str]:
+    """Yield that the training step does not fit the card, nothing where it may."""
     # Formulas do not know every recipe.
     with contextlib.suppress(RecipeError):
         step = predict(recipe, gpu=card)
         if step.verdict == NO_TIER:
-            return f"before any evaluation, the training step {step.answer(card.name)}. {EXPLAIN}"
-    return ""
+            yield f"before any evaluation, the training step {step.answer(card.name)}. {EXPLAIN}"
 
 
 def _said(changes: dict[str, Any]) -> str:
