@@ -278,7 +278,8 @@ def test_trls_loss_is_plain_pytorchs_where_triton_does_not_run(
     loss = runpy.run_path(str(tmp_path / "train.py"))["chunked_logprob"]
     uses_triton = runs_triton and there()
     assert loss._TRITON_AVAILABLE is uses_triton
-    assert loss.TOKEN_CHUNK_SIZE == (4096 if uses_triton else 256)
+    tokens = loss.TOKEN_CHUNK_SIZE
+    assert tokens == (4096 if uses_triton else 256)
 
 
 def test_activations_are_offloaded_where_there_is_a_card(base, tmp_path):
