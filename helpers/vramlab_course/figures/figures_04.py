@@ -1,10 +1,13 @@
 """Drawings of chapter 04: which rank holds what, what two collectives do, who waits for what."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vramlab.interfaces.plot import style
 
-Numbers = Sequence[Sequence[float]]  # of each rank
+Numbers = Sequence[Sequence[int]]  # of each rank
+THIN = {"edgecolor": "#888888", "linewidth": 0.6}
+PIECES = 8  # of a pass, in which the drawing shows what waits
 
 PARTS = ("parameters", "gradients", "optimizer_states")
 # What each way divides among the ranks; "slices" of every matrix, or some of the "layers".
@@ -48,7 +51,7 @@ def who_holds_what(
             # 3.9 from rank to rank: the three parts, gaps of 0.08 and a wider gap between ranks.
             offset = sum(widths[:i]) + 0.08 * i
             left = [3.9 * rank + offset for rank in ranks]
-            empty = {"facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
+            empty = {"facecolor": "white", **THIN}
             ax.bar(left, 1, width, low, align="edge", **empty)
             # A rank has its layers of everything: a band across.
             if divided == "layers":
@@ -93,10 +96,15 @@ def who_holds_what(
         [3.9 * rank + 1.58 for rank in ranks],
         [f"rank {rank}" for rank in ranks],
     )
+    _bare(ax)
+    return style.finish(figure, rows, f"Frames. {title} on {world_size} ranks.", say_rows=True)
+
+
+def _bare(ax: Any) -> None:
+    """Take away what is no part of a drawing: grid, ticks and frame."""
     ax.grid(visible=False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    return style.finish(figure, rows, f"Frames. {title} on {world_size} ranks.", say_rows=True)
 
 
 @style.styled()
@@ -105,86 +113,67 @@ def two_collectives(given: Numbers, reduced: Numbers, gathered: Numbers, title: 
 
     A rank is a row. What another rank holds is white, and a part has the colour of its rank.
     """
-    about = "computed on real ranks · white: held by another rank"
-    figure, ax = style.start(title, about)
-    world = len(given)
+    figure, ax = style.start(title, "computed on real ranks · white: held by another rank")
     length = len(given[0])
-    part = length // world
-    rows = [("rank", "hands in", "has after reduce-scatter", "has after all-gather")]
-    for rank in range(world):
-        # Filled up with blocks that this rank does not hold.
-        own = [None] * length
-        own[rank * part : (rank + 1) * part] = reduced[rank]
-        for column, numbers in enumerate((given[rank], own, gathered[rank])):
-            for place, number in enumerate(numbers):
-                colour, *_ = style.LINES[place // part % len(style.LINES)]
+    part = length // len(given)
+    columns = {
+        "each hands in a row": given,
+        "reduce-scatter: its part": reduced,
+        "all-gather: the whole row": gathered,
+    }
+    for column, (head, ranks) in enumerate(columns.items()):
+        left = column * (length + 1.2)
+        ax.text(left, 0.8, head, fontsize=9.5)
+        for rank, numbers in enumerate(ranks):
+            blocks = [left + place for place in range(length)]
+            ax.bar(blocks, 0.62, 0.94, -rank, align="edge", facecolor="white", **THIN)
+            first = 0 if len(numbers) == length else rank * part
+            for place, number in enumerate(numbers, first):
                 # The ranks' own addends are paler than their sum.
-                strength = 0.18 if column == 0 else 0.5
-                left = column * (length + 1.2) + place
-                ax.bar(
-                    left,
-                    0.62,
-                    0.94,
-                    -rank,
-                    align="edge",
-                    facecolor="white" if number is None else (colour, strength),
-                    edgecolor="#888888",
-                    linewidth=0.6,
-                )
-                words = "" if number is None else f"{number:g}"
-                ax.text(left + 0.47, 0.3 - rank, words, ha="center", va="center", fontsize=8)
-        said = (given[rank], reduced[rank], gathered[rank])
-        rows.append((f"{rank}", *(" ".join(f"{n:g}" for n in numbers) for numbers in said)))
-    heads = ("each hands in a row", "reduce-scatter: its part", "all-gather: the whole row")
-    for column, head in enumerate(heads):
-        ax.text(column * (length + 1.2), 0.8, head, fontsize=9.5)
-    ax.set(xlim=(-0.2, 3 * length + 2.6), ylim=(-world + 0.8, 1.2))
-    ax.set_yticks([0.3 - rank for rank in range(world)], [f"rank {rank}" for rank in range(world)])
+                face = (style.LINES[place // part][0], 0.5 if column else 0.18)
+                ax.bar(blocks[place], 0.62, 0.94, -rank, align="edge", facecolor=face)
+                x = blocks[place] + 0.47
+                ax.text(x, 0.3 - rank, f"{number}", ha="center", va="center", fontsize=8)
+    rows = [("rank", *columns)]
+    for rank, held in enumerate(zip(*columns.values(), strict=True)):
+        rows.append((f"{rank}", *map(str, held)))
+    ranks = range(len(given))
+    ax.set_yticks([0.3 - rank for rank in ranks], [f"rank {rank}" for rank in ranks])
     ax.set_xticks([])
-    ax.grid(visible=False)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+    ax.set(xlim=(-0.2, 3 * length + 2.6), ylim=(0.9 - len(given), 1.2))
+    _bare(ax)
     figure.set_figheight(2.6)
     return style.finish(figure, rows, f"Rows of blocks. {title}.", say_rows=True)
 
 
 @style.styled()
-def two_lanes(
-    steps: Mapping[str, Mapping[str, tuple[float, float]]],
-    title: str,
-    about: str,
-    pieces: int = 8,
-):
+def two_lanes(steps: Mapping[str, Mapping[str, tuple[float, float]]], title: str, about: str):
     """Return a figure of a step's passes in time: above what computes, below what is sent.
 
     `steps` has by name each step's passes, with the seconds of computing and of sending. A pass
-    takes the longer of both. The shorter is drawn in `pieces`, with the waiting between them.
+    takes the longer of both, and the shorter is drawn in pieces, with the waiting between them.
     """
     figure, ax = style.start(title, about)
-    (computes, *_), (sends, *_) = style.LINES[:2]
-    rows = [("step and pass", "computing, s", "sending, s", "takes, s", "cores wait, s")]
+    rows = [("step and pass", "computing, s", "sending, s", "takes, s")]
     ticks = {}
     for row, (name, passes) in enumerate(steps.items()):
+        low = -2.6 * row
+        ticks |= {low + 0.4: f"{name}: compute", low - 0.5: "send"}
         start = 0.0
-        lanes = {f"{name}: compute": -2.6 * row, "send": -2.6 * row - 0.9}
-        for label, low in lanes.items():
-            ticks[low + 0.4] = label
-        for one, both in passes.items():
+        for label, both in passes.items():
             takes = max(both)
-            for low, seconds, colour in zip(lanes.values(), both, (computes, sends), strict=True):
-                bars = [
-                    (start + takes * piece / pieces, seconds / pieces) for piece in range(pieces)
-                ]
-                ax.broken_barh([(start, takes)], (low, 0.8), facecolor="white", edgecolor="#888888")
-                ax.broken_barh(bars, (low, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4)
-            ax.text(start + takes / 2, -2.6 * row + 0.88, one, ha="center", fontsize=9.5)
-            waits = takes - both[0]
-            rows.append((f"{name}, {one}", *(f"{n:.2f}" for n in (*both, takes, waits))))
+            begins = [start + takes * piece / PIECES for piece in range(PIECES)]
+            for lane, seconds in enumerate(both):
+                at = (low - 0.9 * lane, 0.8)
+                bars = [(begin, seconds / PIECES) for begin in begins]
+                ax.broken_barh([(start, takes)], at, facecolor="white", **THIN)
+                ax.broken_barh(bars, at, facecolor=style.LINES[lane][0], edgecolor="white", lw=0.4)
+            ax.text(start + takes / 2, low + 0.88, label, ha="center", fontsize=9.5)
+            rows.append((f"{name}, {label}", *(f"{n:.2f}" for n in (*both, takes))))
             start += takes
-        ax.text(start, -2.6 * row - 0.05, f" {start:.2f} s", va="center", fontweight="bold")
-    ax.set_yticks([*ticks], [*ticks.values()])
-    ax.set(xlabel="seconds; white: waits", xlim=(0, None), ylim=(-2.6 * row - 1.1, 1.4))
-    ax.margins(x=0.12)
+        ax.text(start, low - 0.05, f" {start:.2f} s", va="center", fontweight="bold")
+    ax.set_yticks([*ticks], ticks.values())
+    ax.set(xlabel="seconds; white: waits", xlim=(0, None), ylim=(low - 1.1, 1.4))
     ax.grid(visible=False)
     figure.set_figheight(3.4)
     return style.finish(figure, rows, f"Two lanes for each step. {title}.", say_rows=True)
