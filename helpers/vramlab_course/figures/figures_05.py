@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from matplotlib.patches import Rectangle
 from vramlab import GiB
 from vramlab.interfaces.plot import canvas, style
 
@@ -41,38 +40,24 @@ def flow(inputs: int, outputs: int, r: int):
             (7.9, 0.05, f"B, trained\n{outputs:,} × {r}\n{r * outputs:,}"),
             (10.9, 1, f"y\n{outputs:,}\na token"),
         )
-        frame = {"boxstyle": "round,pad=0.5", "edgecolor": style.INK, "facecolor": "white"}
         for x, y, text in words:
-            box = frame if text[0] in "xy" else None
-            ax.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.5, bbox=box)
+            ax.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.5)
         # Inputs run to the right and outputs down, all three matrices to scale.
-        wide = SCALE / inputs
-        tall = HEIGHT / outputs
-        boxes = (
-            (5.1, 1.9, inputs, outputs, GREY),
-            (3.3, 0.25, inputs, r, BLUE),
-            (6.9, 0.05, r, outputs, BLUE),
-        )
-        for x, y, columns, matrix_rows, colour in boxes:
-            corner = x - columns * wide / 2, y - matrix_rows * tall / 2
-            size = columns * wide, matrix_rows * tall
-            ax.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor=colour, zorder=0))
+        ax.bar(5.1, HEIGHT, SCALE, 1.15, color=GREY, zorder=0)
+        ax.bar(3.3, HEIGHT * r / outputs, SCALE, 0.25, color=BLUE, edgecolor=BLUE)
+        ax.bar(6.9, HEIGHT, SCALE * r / inputs, -0.7, color=BLUE, edgecolor=BLUE)
         # From one box's edge to the next one's.
         arrows = (
-            ((1.2, 1.15), (3.6, 1.9)),
+            ((1.2, 1.25), (3.6, 1.9)),
             ((1.2, 0.85), (1.8, 0.3)),
             ((4.8, 0.25), (6.75, 0.25)),
             ((7.05, 0.4), (9.0, 0.9)),
             ((6.6, 1.9), (9.0, 1.15)),
             ((9.5, 1), (10.15, 1)),
         )
+        look = {"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4}
         for start, end in arrows:
-            ax.annotate(
-                "",
-                end,
-                start,
-                arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4},
-            )
+            ax.annotate("", end, start, arrowprops=look)
         ax.text(5.75, 0.34, f"{r}", ha="center", color=BLUE, fontsize=11)
         ax.text(7.7, 0.85, "× α / r", ha="center", color=BLUE)
         ax.text(9.25, 1, "+", ha="center", va="center", fontsize=15)
@@ -148,7 +133,7 @@ def frontier(sweep: SimpleNamespace, title: str):
     points = "; ".join(f"{row[0]} {row[5]}, {row[3]}" for row in rows[1:])
     said = (
         "Points, to the right what was forgotten, down what was learned: programs, prose. "
-        f"{points}. An arrow says that down and left is better."
+        f"{points}. Down and left is better."
     )
     about = (
         f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, "
@@ -181,9 +166,7 @@ def frontier(sweep: SimpleNamespace, title: str):
         place = base["programs"], base["documentation"]
         ax.plot(*place, "*", color=style.INK, markersize=12)
         ax.annotate("untuned", place, (8, 2), textcoords="offset points", fontsize=9)
-        arrow = {"arrowstyle": "-|>", "color": style.INK}
-        corner = {"xycoords": "axes fraction", "arrowprops": arrow, "fontsize": 9}
-        ax.annotate("better", (0.03, 0.05), (0.12, 0.17), **corner)
+        ax.text(0.03, 0.05, "↙ better", transform=ax.transAxes)
         ax.set(xlabel="forgotten: bits per byte of programs", xlim=(1.32, None))
         ax.set(ylabel="learned: bits per byte of unseen prose")
     return ax.figure
