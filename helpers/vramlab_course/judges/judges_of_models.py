@@ -191,11 +191,16 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     ):
         logits = model(inputs_embeds=embeds, use_cache=False).logits
     alike = torch.allclose(logits, expected(input_ids=ids).logits, atol=1e-3)
+    for layer in inner:
+        layer.bias = None
+    # Of a model without biases this says the same once more.
+    unbiased = torch.allclose(logits, expected(input_ids=ids).logits, atol=1e-3)
     wrong = {
         "the output head was to stay as it is": type(head) is not torch.nn.Linear,
         f"{left[:1]} is still an nn.Linear": left,
         f"{trained[:1]} would be trained": trained,
         f"it holds {held:,} bytes: are full weights kept somewhere?": held > 1.1 * most,
+        "its logits are those of layers without their biases": unbiased and not alike,
         "its logits are not those of the same weights in NF4": not alike,
         "autograd keeps an unpacked matrix": shapes & {*kept, *(shape[::-1] for shape in kept)},
         "no gradient reaches the inputs": not logits.requires_grad,
