@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-from vramlab import Recipe
+from vramlab import Recipe, step_time
+from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
@@ -119,6 +120,15 @@ def in_order(steps: Sequence[tuple[Recipe, float, float]]) -> str:
         if one.model == two.model and max(took, its) > 1.1 * min(took, its):
             right.append((mine > other) == (took > its))
     return f"{sum(right)} of {len(right)} pairs of one model in the right order"
+
+
+def inside(steps: Sequence[tuple[Recipe, float, float]], card: Gpu) -> str:
+    """How many steps took as long as the estimate's interval on this card said."""
+    found = 0
+    for recipe, mine, took in steps:
+        time = step_time(recipe, card)
+        found += time.low <= took / mine * time.seconds <= time.high
+    return f"{found} of {len(steps)} steps within their from – to"
 
 
 def speeds(

@@ -1,4 +1,4 @@
-"""What chapter 08's checks hold answers against: points that no faster one beats, and a peak."""
+"""What chapter 08's checks hold answers against: points that no other beats, and a peak."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,12 @@ from vramlab import Recipe, predict, simulate
 
 
 def front(points: Sequence[tuple]) -> list[tuple]:
-    """The points that no faster one beats: each that is faster takes more memory.
-
-    Equally fast ones all stay, as an estimate cannot tell them apart.
-    """
+    """The points that no other beats: none takes as little memory and is as fast."""
     unbeaten = []
     for point in set(points):
         memory, speed, *_ = point
-        beats = [other for other in points if other[0] <= memory and other[1] > speed]
-        if not beats:
+        others = set(points) - {point}
+        if not any(other[0] <= memory and other[1] >= speed for other in others):
             unbeaten.append(point)
     return unbeaten
 
