@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from vramlab import Report
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import MiB
@@ -13,28 +14,22 @@ def over_a_step(steps: Mapping[str, Report], full: int, title: str, about: str):
     Both phases get the same width, however many allocations they have. `full` is the bytes of the
     unpacked weights, a dashed line.
     """
-    phases = ("forward", "backward")
     rows = [("MiB", "highest in forward", "at its end", "highest in backward")]
-    curves = {}
     for name, report in steps.items():
-        x: list[float] = []
-        y: list[float] = []
-        for start, phase in enumerate(phases):
-            sizes = [m.bytes.total / MiB for m in report.timeline if m.phase == phase]
-            x += [start + i / len(sizes) for i in range(len(sizes))]
-            y += sizes
-        curves[name] = x, y
-        forward, backward = (report.phases[phase] for phase in phases)
-        moments = (forward.peak, forward.end, backward.peak)
-        rows.append((name, *(f"{moment.total / MiB:.1f}" for moment in moments)))
+        forward = report.phases["forward"]
+        sizes = (forward.peak, forward.end, report.phases["backward"].peak)
+        rows.append((name, *(f"{size.total / MiB:.1f}" for size in sizes)))
     alt = f"Lines over forward and backward. {title}. " + "; ".join(map(", ".join, rows)) + "."
     with canvas(title, alt, about, rows) as ax:
-        for (name, curve), (colour, *_) in zip(curves.items(), style.LINES, strict=False):
-            ax.step(*curve, where="post", color=colour, label=name)
-        line = {"linestyle": "--", "color": style.INK, "linewidth": 1}
-        ax.axhline(full / MiB, label="the weights, unpacked", **line)
-        ax.axvline(1, color="#888888", linewidth=0.7, linestyle=":")
-        ax.set_xticks([0.5, 1.5], phases)
+        for name, report in steps.items():
+            moments = [m for m in report.timeline if m.phase in ("forward", "backward")]
+            count = len(moments)
+            begin = sum(m.phase == "forward" for m in moments)
+            x = np.interp(range(count), [0, begin, count], [0, 1, 2])
+            ax.step(x, [m.bytes.total / MiB for m in moments], where="post", label=name)
+        ax.axhline(full / MiB, linestyle="--", color=style.INK, label="the weights, unpacked")
+        ax.axvline(1, color=style.INK, linestyle=":")
+        ax.set_xticks([0.5, 1.5], ["forward", "backward"])
         ax.set(xlim=(0, 2), ylim=(0, None), xlabel="allocations, in their order", ylabel="MiB")
     return ax.figure
 
