@@ -1,37 +1,8 @@
-"""The drawings of chapter 06."""
+"""The drawing of chapter 06."""
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-from vramlab import Report
 from vramlab.interfaces.plot import canvas, style
-from vramlab.report.report import MiB
-
-
-def over_a_step(steps: Mapping[str, Report], full: int, title: str, about: str):
-    """Draw what is there over forward and backward, a line for each step.
-
-    Both phases get the same width, however many allocations they have. `full` is the bytes of the
-    unpacked weights, a dashed line.
-    """
-    rows = [("MiB", "highest in forward", "at its end", "highest in backward")]
-    for name, report in steps.items():
-        forward = report.phases["forward"]
-        sizes = (forward.peak, forward.end, report.phases["backward"].peak)
-        rows.append((name, *(f"{size.total / MiB:.1f}" for size in sizes)))
-    alt = f"Lines over forward and backward. {title}. " + "; ".join(map(", ".join, rows)) + "."
-    with canvas(title, alt, about, rows) as ax:
-        for name, report in steps.items():
-            moments = [m for m in report.timeline if m.phase in ("forward", "backward")]
-            count = len(moments)
-            begin = sum(m.phase == "forward" for m in moments)
-            x = np.interp(range(count), [0, begin, count], [0, 1, 2])
-            ax.step(x, [m.bytes.total / MiB for m in moments], where="post", label=name)
-        ax.axhline(full / MiB, linestyle="--", color=style.INK, label="the weights, unpacked")
-        ax.axvline(1, color=style.INK, linestyle=":")
-        ax.set_xticks([0.5, 1.5], ["forward", "backward"])
-        ax.set(xlim=(0, 2), ylim=(0, None), xlabel="allocations, in their order", ylabel="MiB")
-    return ax.figure
 
 
 def by_length(
