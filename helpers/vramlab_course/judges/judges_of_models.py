@@ -176,9 +176,7 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     left = _inner(model)
     trained = [place for place, p in model.named_parameters() if p.requires_grad]
     # By address, so that a tied head counts once.
-    sizes = {
-        tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())
-    }
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     held = sum(sizes.values())
     rounded = sum(layer.weight.numel() for layer in inner)
     # Rounded weights take 4.5 bits with the scales of their blocks, all others 4 bytes.
