@@ -12,8 +12,8 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
-    "vramlab": 312_250,
-    "vramlab_course": 74_000,
+    "vramlab": 312_350,
+    "vramlab_course": 75_350,
 }
 PACKAGES = {
     "interfaces",
