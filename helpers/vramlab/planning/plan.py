@@ -10,6 +10,7 @@ memory, *likely* if the likely figure is, *tight* if only the lower end is: `har
 what is assumed of the context. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,15 @@ from .alternatives import Alternative, alternatives
 from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .image_search import ImageSearch
-from .plan_lines import alternative_to, costs_of, figures_of, host_memory_of, short_words, wrapped
+from .plan_lines import (
+    alternative_to,
+    costs_of,
+    figures_of,
+    host_memory_of,
+    meanings,
+    short_words,
+    wrapped,
+)
 from .plan_notes import BY_DEFAULT, notes_on_question, with_reference_first
 from .plan_script import scripts, words
 from .question import Question
@@ -37,11 +46,6 @@ from .vllm_share import asleep, may_fit_asleep, search_of
 from .workers import loaded_early
 
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
-MEANING = {
-    "safe": "fits at the highest figures seen of allocator and context",
-    "likely": "fits at the usual figures, though not at the upper end",
-    "tight": "fits at the lowest figures only",
-}
 _UNPREPARED = "without PEFT's prepare_model_for_kbit_training"
 _SHORTER = "one sample of the micro-batch is shorter, which takes a mask"
 WORDS = {
@@ -231,16 +235,9 @@ class Plan:
     def _explained(self) -> Iterator[str]:
         """Yield what the words above mean, what to install and what the figures rest on."""
         yield COLUMNS
-        tiers = {choice.tier for choice in self.choices}
-        if self.question["expandable_segments"]:
-            # Of "safe" the upper end says what it means.
-            by_default = (choice.by_default.verdict(self.usable) for choice in self.choices)
-            tiers.update(tier for tier in by_default if tier != "safe")
-        for others in self.alternatives.values():
-            tiers.update(other.tier for other in others if other.tier != "safe")
-        for tier in MEANING:
-            if tier in tiers:
-                yield f"{tier}: {MEANING[tier]}"
+        beside = itertools.chain(*self.alternatives.values())
+        room = self.usable if self.question["expandable_segments"] else None
+        yield from meanings(self.choices, beside, room)
         recipes = " ".join(words(choice.recipe) for choice in self.choices)
         for word, meaning in WORDS.items():
             if word in recipes:

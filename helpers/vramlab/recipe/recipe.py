@@ -172,14 +172,7 @@ class Recipe(RecipeFields):
             shown = len(images.shown(self))
             self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH + shown, longest))
         if self.seq_len > longest:
-            rest = f"{shape.name} has {longest} positions"
-            # Tables of learned positions have a row for each.
-            if shape.rotary_dim:
-                rest += (
-                    f": for more, give a copy of its config.json as MODEL, with "
-                    f"max_position_embeddings {self.seq_len} and rope_parameters that stretch it, "
-                    f"such as rope_type yarn with factor {math.ceil(self.seq_len / longest)}"
-                )
+            rest = shape.too_few_positions(self.seq_len)
             raise RecipeError("seq_len", self.seq_len, rest)
         if self.attn_implementation is None:
             self._set("attn_implementation", shape.attention)
