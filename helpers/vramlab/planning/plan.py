@@ -10,7 +10,6 @@ memory, *likely* if the likely figure is, *tight* if only the lower end is: `har
 what is assumed of the context. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
 """
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +27,7 @@ from .alternatives import Alternative, alternatives
 from .candidate import Candidate, Choice, best_first
 from .changes import advise
 from .image_search import ImageSearch
-from .plan_lines import (
-    alternative_to,
-    costs_of,
-    figures_of,
-    host_memory_of,
-    meanings,
-    short_words,
-    wrapped,
-)
+from .plan_lines import alternative_to, costs_of, figures_of, host_memory_of, short_words, wrapped
 from .plan_notes import BY_DEFAULT, notes_on_question, with_reference_first
 from .plan_script import scripts, words
 from .question import Question
@@ -45,7 +36,12 @@ from .search_space import to_install, warned
 from .vllm_share import asleep, may_fit_asleep, search_of
 from .workers import loaded_early
 
-COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
+COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end, over the card's memory unless safe"
+MEANING = {
+    "safe": "fits at the highest figures seen of allocator and context",
+    "likely": "fits at the usual ones",
+    "tight": "fits at the lowest only",
+}
 _UNPREPARED = "without PEFT's prepare_model_for_kbit_training"
 _SHORTER = "one sample of the micro-batch is shorter, which takes a mask"
 WORDS = {
@@ -235,9 +231,8 @@ class Plan:
     def _explained(self) -> Iterator[str]:
         """Yield what the words above mean, what to install and what the figures rest on."""
         yield COLUMNS
-        beside = itertools.chain(*self.alternatives.values())
-        room = self.usable if self.question["expandable_segments"] else None
-        yield from meanings(self.choices, beside, room)
+        for tier in dict.fromkeys(choice.tier for choice in self.choices):
+            yield f"{tier}: {MEANING[tier]}"
         recipes = " ".join(words(choice.recipe) for choice in self.choices)
         for word, meaning in WORDS.items():
             if word in recipes:

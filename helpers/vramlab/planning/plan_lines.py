@@ -1,7 +1,6 @@
 """The lines of a plan's text: figures of a choice, host memory, what its switches cost."""
 
 import textwrap
-from collections.abc import Iterable, Iterator
 
 from ..recipe.recipe import Recipe
 from ..report.report import GiB
@@ -11,11 +10,6 @@ from .counted import HOSTS
 from .plan_script import words
 
 WIDTH = 80  # characters of a line in a terminal
-MEANING = {
-    "safe": "fits at the highest figures seen of allocator and context",
-    "likely": "fits at the usual figures, though not at the upper end",
-    "tight": "fits at the lowest figures only",
-}
 NOTICEABLE = 1.005  # times as fast, where three digits differ
 
 
@@ -71,27 +65,6 @@ def costs_of(choice: Choice) -> str:
         if size < 0:
             line += f"; {name} takes {-size / GiB:.2f} GiB more on the card than it saves there"
     return line
-
-
-def meanings(
-    choices: Iterable[Choice],
-    beside: Iterable[Alternative],
-    by_default: int | None,
-) -> Iterator[str]:
-    """Yield what each tier means that is said of choices, or of what is `beside` them.
-
-    `by_default`: the bytes by which the allocator's default setting is judged, None where it is not
-    said.
-    """
-    tiers = {other.tier for other in beside}
-    if by_default is not None:
-        tiers.update(choice.by_default.verdict(by_default) for choice in choices)
-    # An upper end within the card says by itself what "safe" means.
-    tiers.discard("safe")
-    tiers.update(choice.tier for choice in choices)
-    for tier, meaning in MEANING.items():
-        if tier in tiers:
-            yield f"{tier}: {meaning}"
 
 
 def alternative_to(choice: Choice, other: Alternative) -> str:

@@ -5,8 +5,8 @@ They follow from a published configuration.
 
 import dataclasses
 import difflib
-import math
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
