@@ -534,7 +534,7 @@ def test_states_of_half_precision_weights_are_of_16_bits():
     assert other.recipe.precision == "bf16-true" and "with 16-bit states" in other.switch
     assert other.tier == "likely" and other.high > found.usable
     said = str(found).replace("\n    ", " ")
-    assert "at most: its upper end, over the card's memory unless safe" in said
+    assert "at most: upper end, which fits if safe" in said
 
 
 SLOWER = [("gemma-2-2b", "H100 SXM", 576, "full"), ("qwen2.5-14b", "RTX 4070", 192, "qlora")]
