@@ -278,6 +278,12 @@ class Failing(torch.autograd.Function):
         return None, block(d_y)  # noqa: F821
 
 
+class Number(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, rows=128):
+        return 1.0
+
+
 class Absent:
     def __init__(self, *given):
         self.see(given)
@@ -290,6 +296,7 @@ class Absent:
     ("name", "wrong", "said"),
     [
         ("03.Recompute", Failing, "Your backward fails with NameError: name 'block' is not"),
+        ("03.FusedLoss", Number, "Your forward returns a float: a tensor was expected."),
         ("02.Tracker", Absent, "Your see fails with AttributeError: 'Tensor' object has no"),
     ],
 )

@@ -2,6 +2,7 @@
 memory climbs.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,35 @@ def test_operators_that_overlap_are_one_span_and_kernels_have_a_row():
         "GPU kernels",
     ]
     assert "100%" in table(figure)
+
+
+def test_a_trainers_trace_has_pytorchs_labels_and_a_gpus_waits(tmp_path):
+    def span(name, start, length, cat="cpu_op"):
+        return {"ph": "X", "name": name, "cat": cat, "ts": 1e3 * start, "dur": 1e3 * length}
+
+    events = [
+        {"ph": "M", "name": "process_name"},
+        {"ph": "X", "name": "without a category", "ts": 0, "dur": 1e6},
+        span(WAIT, 0, 3, "user_annotation"),
+        span("aten::linear", 3, 2),
+        span("aten::mm", 4, 1),  # runs within the operator above
+        span("autograd::engine::evaluate_function: MmBackward0", 5, 2),
+        span("cudaStreamSynchronize", 7, 1, "cuda_runtime"),
+        span("Optimizer.step#AdamW.step", 8, 2, "user_annotation"),
+        span("Optimizer.step#AdamW.step", 8, 9, "gpu_user_annotation"),
+        span("gemm", 4, 4, "kernel"),
+    ]
+    path = tmp_path / "trace_0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    figure = figures_07.trainer_trace(path, "title", "about")
+    assert figure.rows[1:] == [
+        ("enumerate(DataLoader)", "3.0", "30%"),
+        ("aten::", "2.0", "20%"),
+        ("autograd::engine", "2.0", "20%"),
+        ("Optimizer.step", "2.0", "20%"),
+        ("cudaStreamSynchronize", "1.0", "10%"),
+        ("GPU kernels", "4.0", "40%"),
+    ]
 
 
 def test_a_history_ends_where_its_snapshot_does():

@@ -68,6 +68,7 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     names = {"torch": torch}
     exec(cell.source, names)
+    names["on_gpu"] = True
     folder = str(base_model_folder())
     rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 12
     arguments = TrainingArguments(

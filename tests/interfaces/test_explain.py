@@ -43,6 +43,21 @@ def test_the_figures_of_a_message():
     assert found["lack"] == 22 * MiB - int(11.06 * MiB)
     assert found["context"] == int(23.60 * GiB) - int(22.90 * GiB) - int(194.87 * MiB)
     assert found["others"] == int(23.65 * GiB) - int(11.06 * MiB) - int(23.60 * GiB)
+    rounded = read_message(message(free="62.44 MiB", process="23.58 GiB")).bytes
+    assert rounded["others"] == 0, "two digits of three figures"
+
+
+def test_in_a_container_the_process_that_holds_much_more_is_another():
+    """NVML's numbers are the machine's there, so PyTorch calls its own process by number too."""
+    own = "Including non-PyTorch memory, this process has {} memory in use."
+    numbered = "Process 1888 has 72.00 GiB memory in use. Process 2999 has 7.01 GiB memory in use."
+    held = {"asked": "512.00 MiB", "free": "131.19 MiB", "allocated": "6.30 GiB"}
+    said = message(**held, process="{}").replace("23.65", "79.15")
+    found = explain(said.replace(own, numbered))
+    assert found.bytes["others"] > 71 * GiB and found.bytes["process"] < 8 * GiB
+    for text in (found, explain(said.format("7.01 GiB"))):
+        lines = str(text)
+        assert "another process is on the card" in lines and "a real lack" not in lines
 
 
 WITHOUT_PROCESS = (
@@ -257,8 +272,9 @@ def test_a_killed_process_is_told_what_the_host_has_to_hold():
     assert "all ranks together need" in text and "of it for weights while they load" in text
 
 
-def test_a_message_without_sizes_says_what_it_means():
-    found = explain("RuntimeError: CUDA error: out of memory")
+@pytest.mark.parametrize("word", ["error", "Error"])
+def test_a_message_without_sizes_says_what_it_means(word):
+    found = explain(f"CUDA {word}: out of memory at line 84 in file /src/ops.cu")
     assert found.kind == "bare" and "another process that fills the card" in str(found)
 
 

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from vramlab import LoRA, MiB, Recipe, Sharding, explain, predict
 from vramlab.interfaces.cli import app
 from vramlab.interfaces.explain_message import sized
+from vramlab.planning.question import RANK
 from vramlab.simulation.colocated import bytes_of_token
 
 OOM = (
@@ -59,6 +60,39 @@ def test_what_a_rank_keeps_is_said_of_the_model_that_deepspeed_had():
     # A step's frames are DeepSpeed's too.
     step = explain(ENGINE.format("engine.py", "backward") + OOM.format("2.82 GiB"))
     assert "halve per_device_train_batch_size" in str(step)
+
+
+CALLS_STEP = 'File "/lib/torch/optim/optimizer.py", line 493, in wrapper\n    func(self)\n'
+MAKES_STATES = 'File "/lib/torch/optim/adamw.py", line 180, in _init_group\n'
+MAKES_STATES += '    state["exp_avg_sq"] = torch.zeros_like(\n'
+OFFLOADS = ENGINE.format("zero/stage3.py", "_optimizer_step") + "    self.optimizer.step()\n"
+CLOSURE = 'File "/lib/lightning/optimizer.py", line 9, in closure\n    model(batch)\n'
+LINEAR = 'File "/lib/torch/nn/functional.py", line 9, in linear\n'
+
+
+@pytest.mark.parametrize(
+    ("frames", "is_update"),
+    [
+        (CALLS_STEP + MAKES_STATES, True),
+        (OFFLOADS, True),
+        (OFFLOADS + ENGINE.format("ops/adam/fused_adam.py", "step"), True),
+        (CALLS_STEP + CLOSURE, False),
+        (CALLS_STEP + LINEAR, False),
+    ],
+)
+def test_the_update_asks_for_states_and_not_for_activations(frames, is_update):
+    text = frames + OOM.format("2.82 GiB")
+    said = str(explain(text))
+    assert ("its states are made in the first update" in said) is is_update
+    assert ("halve per_device_train_batch_size" in said) is not is_update
+
+
+def test_what_the_update_holds_is_said_of_the_model():
+    recipe = Recipe("qwen2.5-1.5b", 4, precision="bf16-mixed", optim="adamw_torch_fused")
+    lines = explain(CALLS_STEP + MAKES_STATES + OOM.format("2.82 GiB"), recipe).lines
+    for changed in (recipe, recipe.replace(optim="adamw_bnb_8bit"), recipe.replace(lora=RANK)):
+        peak = predict(changed).phases["step"].peak.total
+        assert f"the update holds {sized(peak)}: {changed}" in lines
 
 
 def test_predictions_that_stay_on_the_card_are_no_lack_of_the_training():

@@ -1,14 +1,17 @@
 """What a model takes where something else than a training step asked for the memory.
 
-That is vLLM, DeepSpeed while it makes its optimizer, or the Trainer's evaluation.
+That is vLLM, DeepSpeed while it makes its optimizer, the optimizer's update, or the Trainer's
+evaluation.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from ..base.errors import RecipeError
 from ..formulas.predict import predict
+from ..planning.question import RANK
 from ..recipe.recipe import Recipe
 from ..simulation.colocated import bytes_of_token
 from .explain_message import sized
@@ -28,7 +31,19 @@ def of_model(message: Message, recipe: Recipe) -> Iterator[str]:
     """Yield what a message that is of no training step is about, computed from its model."""
     if message.kind == "share":
         return _of_vllm(message.tokens, recipe)
+    if message.frames == "update":
+        return _of_update(recipe)
     return _of_engine(recipe) if message.frames == "engine" else _of_evaluation(message, recipe)
+
+
+def _of_update(recipe: Recipe) -> Iterator[str]:
+    """Yield what the update holds at its peak, as it ran and with what makes room there."""
+    changes: list[dict[str, Any]] = [{}, {"optim": "adamw_bnb_8bit"}, {"lora": recipe.lora or RANK}]
+    for fields in changes:
+        with contextlib.suppress(RecipeError):
+            changed = recipe.replace(**fields)
+            peak = predict(changed).phases["step"].peak.total
+            yield f"the update holds {sized(peak)}: {changed}"
 
 
 def _of_vllm(tokens: dict[str, int], recipe: Recipe) -> Iterator[str]:

@@ -227,13 +227,14 @@ def _verdict(sizes: dict[str, int], missing: int, alone: bool) -> list[str]:
                 f"a real lack: at least {sized(missing)} are missing, even if what is "
                 f"unallocated were in one piece"
             )
-        return [*lines, text, *remedy]
     # A few percent of free blocks are normal: joining them helps this request and not the next.
-    if scattered < LITTLE * held:
+    elif scattered < LITTLE * held:
         text = (
             f"a real lack: the tensors fill the card; of it all, only {sized(scattered)} are "
             f"fragments"
         )
-        return [*lines, text, *remedy]
-    text = f"fragmentation: {sized(scattered)} would do, but not in one piece; {FRAGMENTS_REMEDY}"
-    return [*lines, text]
+    else:
+        text = f"fragmentation: {sized(scattered)} would do, but not in one piece"
+        return [*lines, f"{text}; {FRAGMENTS_REMEDY}"]
+    # What another process took is no lack of this one's.
+    return [*(lines or [text]), *remedy]

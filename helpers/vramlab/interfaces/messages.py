@@ -15,6 +15,7 @@ WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
 SIZES = UNITS | {"bytes": 1, "TiB": 1 << 40, "GB": GiB, "MB": MiB, "KB": 1024, "kB": 1024, "": GiB}
 # Times the card: 2**64 bytes are what WSL prints as a process's, and cudaMallocAsync as no limit
 NONSENSE = 2
+ROUNDING = 3 * GiB // 200  # of a total, what is free and a process, each with two digits
 
 
 class MessageError(VramLabError, ValueError):
@@ -55,7 +56,7 @@ class Message:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether something else than a training step asked for the memory."""
+        """Whether something else than a step's forward or backward asked for the memory."""
         return self.kind == "share" or self.frames != ""
 
 
@@ -182,11 +183,11 @@ def _find_process(said: str, sizes: dict[str, int]) -> None:
     if "process" not in sizes and "total" in sizes:
         held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
         listed = [_size(match) for match in re.finditer(WORDS["another"], said)]
-        # Of the processes listed only one can be ours if only one holds at least what PyTorch says
-        # it holds.
+        # In a container all have foreign numbers. Ours holds at least what PyTorch says it holds;
+        # of several such the least, which is wrong by less than our own context and libraries.
         large = [size for size in listed if held <= size <= total]
-        if len(large) == 1:
-            sizes["process"] = large[0]
+        if large:
+            sizes["process"] = min(large)
 
 
 def _complete(sizes: dict[str, int]) -> None:
@@ -196,7 +197,8 @@ def _complete(sizes: dict[str, int]) -> None:
         # What the process has on the card and PyTorch does not know: context, kernels, other
         # libraries.
         sizes["context"] = max(sizes["process"] - held, 0)
-        sizes["others"] = max(sizes["total"] - sizes["free"] - sizes["process"], 0)
+        others = sizes["total"] - sizes["free"] - sizes["process"]
+        sizes["others"] = others if others > ROUNDING else 0
     if "free" in sizes:
         # `allowed` is there where set_per_process_memory_fraction caps the process below what is
         # free.

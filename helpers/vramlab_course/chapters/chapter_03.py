@@ -65,11 +65,13 @@ def replayed(
     return follow(requests(), lengths or LENGTHS, Allocator(limit=limit), empty_cache)
 
 
-def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> dict[str, list[float]]:
-    """How many times as long a step took after a change of a recipe's `fields`, by model.
+def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> list[tuple[str, ...]]:
+    """How many times as long a step took after a change of a recipe's `fields`.
 
     Of all pairs that were recorded on a card, differ in nothing else and see as many samples. The
-    last field's least value is the one before: no checkpointing, or no accumulation.
+    last field's least value is the one before: no checkpointing, or no accumulation. A row for each
+    number of passes, or else for each method: its models, the number of its pairs, and the least
+    and the largest ratio.
     """
     alike: dict[str, list[tuple[int, float]]] = {}
     for path in sorted(measurements_folder().glob(f"{name}-*.json")):
@@ -82,14 +84,26 @@ def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> dict[str, list[fl
                 # The recipe without these fields, so that both of a pair have one key.
                 key = json.dumps([samples, recipe], sort_keys=True)
                 alike.setdefault(key, []).append((values[-1], report["speed"]["median"]))
-    ratios: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[str, float]]] = {}
     for key, group in alike.items():
+        _, recipe = json.loads(key)
         (least, before), *others = sorted(group)
-        changed = [after / before for value, after in others if value != least]
-        if changed:
-            model = json.loads(key)[1]["model"]
-            ratios.setdefault(model, []).extend(changed)
-    return ratios
+        for value, after in others:
+            if value != least:
+                how = f"{value} passes" if value is not True else _method(recipe)
+                found.setdefault(how, []).append((recipe["model"], after / before))
+    rows = []
+    for how in sorted(found, key=lambda how: (len(how), how)):
+        ratios = [ratio for _, ratio in found[how]]
+        models = ", ".join(sorted({model for model, _ in found[how]}))
+        rows.append((how, models, str(len(ratios)), f"{min(ratios):.2f} – {max(ratios):.2f}"))
+    return rows
+
+
+def _method(recipe: Mapping[str, Any]) -> str:
+    if not recipe["lora"]:
+        return "all weights"
+    return "LoRA, 4-bit base" if recipe["quantization"] else "LoRA"
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):

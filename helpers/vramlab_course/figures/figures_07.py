@@ -3,9 +3,11 @@
 They show traces of a loop, a layer's times, a memory history, and the allocator's segments.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramlab.interfaces.plot import canvas, style
@@ -29,6 +31,15 @@ GREY = "#999999"
 COLOURS = {WAITING: GREY, "forward": BLUE, "backward": RED, "update": GREEN}
 OPERATORS = "operators"
 KERNELS = "GPU kernels"
+# How the names begin that PyTorch gives to the parts of a loop without labels of its own.
+LOADING = "enumerate(DataLoader)"
+PYTORCH_LABELS = {
+    LOADING: GREY,
+    "aten::": style.INK,
+    "autograd::engine": RED,
+    "Optimizer.step": GREEN,
+    "cudaStreamSynchronize": "#CC79A7",
+}
 BANDS = (BLUE, RED, GREEN, "#CC79A7", "#E69F00", "#BBBBBB")
 NEAR = {"textcoords": "offset points"}
 Span = tuple[float, float]
@@ -83,7 +94,7 @@ def traced(profiler: "profile") -> Trace:
     lanes: dict[str, list[Span]] = {OPERATORS: [], KERNELS: []}
     for event in profiler.events():
         # The DataLoader's label ends with a # and its class.
-        name = event.name.replace("enumerate(DataLoader)", WAITING).split("#")[0]
+        name = event.name.replace(LOADING, WAITING).split("#")[0]
         span = (event.time_range.start / 1e6, event.time_range.elapsed_us() / 1e6)
         on_host = event.device_type.name == "CPU"
         if name in labels:  # a GPU's side has the labels again
@@ -134,6 +145,45 @@ def trace(seen: Trace, title: str, subtitle: str):
             ylim=(len(lanes) - 0.5, -0.6),
         )
         ax.set_yticks(range(len(lanes)), lanes)
+        ax.grid(False)
+    return ax.figure
+
+
+def trainer_trace(path: Path, title: str, subtitle: str):
+    """Return a figure of a trace file of a `Trainer`, a row for each of PYTORCH_LABELS found.
+
+    On a GPU the last row has its kernels.
+    """
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes: dict[str, list[Span]] = {}
+    for event in events:
+        kind = event.get("cat")
+        if event["ph"] != "X" or kind == "gpu_user_annotation":  # no span, or a label again
+            continue
+        span = (event["ts"] / 1e3, event["dur"] / 1e3)
+        if kind == "kernel":
+            lanes.setdefault(KERNELS, []).append(span)
+        for label in PYTORCH_LABELS:
+            if event["name"].startswith(label):
+                lanes.setdefault(label, []).append(span)
+    shown = [label for label in (*PYTORCH_LABELS, KERNELS) if label in lanes]
+    start = min(begin for spans in lanes.values() for begin, _ in spans)
+    end = max(sum(span) for spans in lanes.values() for span in spans)
+    rows = [("label", "ms", "share")]
+    alt = f"{title}. Rows over time: {', '.join(shown)}."
+    with canvas(title, alt, subtitle, rows) as ax:
+        for y, label in enumerate(shown):
+            spans = merged(lanes[label])
+            bars = [(begin - start, length) for begin, length in spans]
+            ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=PYTORCH_LABELS.get(label, style.INK))
+            covered = sum(length for _, length in spans)
+            rows.append((label, f"{covered:.1f}", f"{covered / (end - start):.0%}"))
+        ax.set(
+            xlabel="milliseconds",
+            xlim=(0, end - start),
+            ylim=(len(shown) - 0.5, -0.6),
+        )
+        ax.set_yticks(range(len(shown)), shown)
         ax.grid(False)
     return ax.figure
 

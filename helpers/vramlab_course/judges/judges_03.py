@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..answers import NOT_ANSWERED, Feedback
+from ..answers import NOT_ANSWERED, BrokenPiece, Feedback
 from ..made_tensors import MadeTensors
 
 MICRO_BATCHES = [(4, 4), (5, 2, 1), (1, 7), (6,)]  # rows of each
@@ -198,42 +198,93 @@ def recomputed(answer: Any) -> Feedback:
 
 
 class Rows(MadeTensors):
-    """The most rows of any matrix with VOCABULARY columns that is made while it is entered."""
+    """What is made while it is entered: rows of logits, and matrices as large as the weight.
+
+    Attributes:
+        most: the most rows of any matrix with VOCABULARY columns.
+        weights: how many matrices of the weight's shape.
+    """
+
+    sees_views = False
 
     def __init__(self):
         super().__init__()
         self.most = 0
+        self.weights = 0
 
     def see(self, tensor: torch.Tensor) -> None:
         if tensor.shape[-1:] == (VOCABULARY,):
             self.most = max(self.most, tensor.numel() // VOCABULARY)
+        self.weights += tensor.shape == (VOCABULARY, 4)
 
 
-def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _problem(
+    rows: int = 10,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of numbers, a matrix for their logits, and the right entry of each row."""
     draw = torch.Generator().manual_seed(0)
-    # fp64, so that rounding cannot pass for a mistake, nor a mistake for rounding.
-    x = torch.randn(10, 4, generator=draw, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64, requires_grad=True)
-    return x, weight, torch.randint(VOCABULARY, (10,), generator=draw)
+    # By default in fp64, so that rounding cannot pass for a mistake, nor a mistake for rounding.
+    x = torch.randn(rows, 4, generator=draw, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, 4, generator=draw, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (rows,), generator=draw)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def _told(answer: Any) -> Any:
+    """A reader's FusedLoss that says so where its forward returns no tensor.
+
+    Of a number autograd itself says that it "is not iterable".
+    """
+
+    class Told(answer):
+        @staticmethod
+        def forward(ctx, *given):
+            loss = answer.forward(ctx, *given)
+            if not isinstance(loss, torch.Tensor):
+                raise BrokenPiece(
+                    f"Your forward returns a {type(loss).__name__}: a tensor was expected. "
+                    "Sum without .item()."
+                )
+            return loss
+
+    return Told
 
 
 def fused(answer: Any) -> dict[str, Any]:
-    """A reader's FusedLoss: its loss, how far gradients are off, the most rows of logits."""
-    x, weight, targets = _problem()
+    """A reader's FusedLoss: its loss, how far gradients are off, what it makes.
+
+    In fp32, because a right answer takes its sums there; in bf16 over many pieces of 4 rows, with
+    the errors as shares; and with a head that needs no gradient.
+    """
+    told = _told(answer)
+    x, weight, targets = _problem(dtype=torch.float32)
     exact = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     # Three times the loss: a backward pass that ignores what comes from above is found out.
     wanted = torch.autograd.grad(3 * exact, (x, weight))
     with Rows() as seen:
-        loss = answer.apply(x, weight, targets, 4)
+        loss = told.apply(x, weight, targets, 4)
         found = torch.autograd.grad(3 * loss, (x, weight))
     off = [float((mine - right).abs().max()) for mine, right in zip(found, wanted, strict=True)]
+    with Rows() as frozen:
+        told.apply(x, weight.detach(), targets, 4).backward()
+    half, half_weight, targets = _problem(2048, torch.bfloat16)
+    # The same rounded numbers, in fp64.
+    many = half.detach().double()
+    many_weight = half_weight.detach().double().requires_grad_()
+    total = F.cross_entropy(many @ many_weight.T, targets, reduction="sum")
+    (slope,) = torch.autograd.grad(total, many_weight)
+    summed = told.apply(half, half_weight, targets, 4)
+    (mine,) = torch.autograd.grad(summed, half_weight)
     return {
         "loss": loss.item(),
         "off": loss.item() - exact.item(),
         "x": off[0],
         "weight": off[1],
         "rows": seen.most,
+        "wasted": frozen.weights,
+        "sum": summed.item() / total.item() - 1,
+        "slope": float((mine.double() - slope).norm() / slope.norm()),
     }
 
 
@@ -273,7 +324,11 @@ def pieces(answer: Any, parts: int = 2) -> dict[str, Any]:
     gradients.clear()
     loss = answer(loss_of, ids, labels, parts)
     gradient = torch.zeros_like(exact) if table.grad is None else table.grad
+    # Gradients that point the right way and have another length: a wrong number divides them.
+    times = float((gradient * exact).sum() / exact.square().sum())
     return {
+        "times": times,
+        "divided": times > 0 and abs(times - 1) > 1e-6 and torch.allclose(gradient, times * exact),
         "loss": loss,
         "off": torch.as_tensor(loss, dtype=torch.float64).item() - mean.item(),
         "gradient": float((gradient - exact).norm() / exact.norm()),
@@ -306,8 +361,8 @@ def again(answer: Any) -> dict[str, Any]:
         (block(block(x)) ** 2).sum(),
         [x, *weights],
     )
-    ran: list[int] = []
-    block.register_forward_pre_hook(lambda *_: ran.append(1))
+    ran: list[bool] = []  # each time whether autograd recorded it
+    block.register_forward_hook(lambda module, given, result: ran.append(result.requires_grad))
     result = answer.apply(block, answer.apply(block, x))
     recorded = True
     detached = True
@@ -331,6 +386,8 @@ def again(answer: Any) -> dict[str, Any]:
         "weights": max(off[1:]),
         "runs": len(ran),
         "recorded": recorded,
+        "outside": not recorded and any(ran),
+        "missing": x.grad is None,
         "detached": detached,
         "paired": paired,
     }
