@@ -7,6 +7,8 @@ import sys
 
 import nbformat
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vramlab_course.base_model import base_model_folder
 
 CHAPTER = "09_more_than_data_parallel.ipynb"
@@ -43,3 +45,40 @@ def test_a_model_cut_by_transformers_trains_as_one_process_does(pytestconfig, tm
     alone = losses(whole, tmp_path / "whole.py", [])
     assert len(alone) == 5 and len(set(alone)) == 5  # it learns
     assert sorted(cut) == sorted(alone * 2)  # both ranks print, in any order
+
+
+@pytest.mark.slow
+def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pytestconfig, tmp_path):
+    script = printed_script(pytestconfig.rootpath, "tp_size")
+    for line in printed_script(pytestconfig.rootpath, "ep_size").splitlines():
+        # The printed lines stand in place of those that begin alike.
+        begin = line.split("(")[0].split("=")[0]
+        script, replaced = re.subn(rf"^{re.escape(begin)}.*$", line, script, flags=re.M)
+        assert replaced == 1
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=32)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    experts = dict(num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=1000)
+    folder = tmp_path / "mixture"
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder)
+    script = re.sub(r"^name = .*$", f"name = {str(folder)!r}", script, flags=re.M)
+    script = script.replace("fsdp_size=8, ep_size=8", "fsdp_size=2, ep_size=2")
+    script = script.replace("lr=1e-5", "lr=1e-3")  # a random model learns slowly
+    cut = losses(script, tmp_path / "experts.py", TWO_RANKS)
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        batches.append(torch.randint(1000, (2, 256)))
+    alone = []
+    for _ in range(5):
+        for ids in batches:
+            loss = model(input_ids=ids, labels=ids).loss
+            (loss / 2).backward()  # FSDP averages over the ranks
+            alone.append(f"{loss.item():.4f}")
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(set(alone)) == 10
+    assert sorted(cut) == sorted(alone)

@@ -1,7 +1,7 @@
-"""Chapter 04's picture of a world of ranks."""
+"""Chapter 04's pictures: a world of ranks, two collectives, and the two lanes of a step."""
 
 import pytest
-from vramlab_course.figures.figures_04 import who_holds_what
+from vramlab_course.figures.figures_04 import two_collectives, two_lanes, who_holds_what
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
@@ -24,3 +24,33 @@ def test_who_holds_what_draws_each_share():
     by_bytes = who_holds_what(4, ways=("data parallel",), sizes=(2, 2, 12))
     widths = {round(patch.get_width(), 3) for patch in by_bytes.axes[0].patches}
     assert widths == {0.375, 2.25}
+
+
+def test_two_collectives_shows_each_number_where_it_is_held():
+    given = [[1, 2, 3, 4], [10, 20, 30, 40]]
+    figure = two_collectives(given, [[11, 22], [33, 44]], [[11, 22, 33, 44]] * 2, "A title")
+    words = [text.get_text() for text in figure.axes[0].texts]
+    assert words.count("11") == 3
+    filled = [patch for patch in figure.axes[0].patches if patch.get_facecolor()[3] < 1]
+    # In the middle column rank 1 has the third and the fourth block, and those alone.
+    middle = [patch for patch in filled if 5 < patch.get_x() < 10 and patch.get_y() == -1]
+    assert [patch.get_x() for patch in middle] == pytest.approx([7.2, 8.2])
+    assert figure.rows[2] == ("1", "[10, 20, 30, 40]", "[33, 44]", "[11, 22, 33, 44]")
+    assert "[33, 44]" in figure.alt
+
+
+def test_two_lanes_shows_what_the_longer_of_both_leaves_waiting():
+    steps = {"short": {"forward": (1.0, 2.0), "backward": (3.0, 4.0)}, "long": {"forward": (4, 2)}}
+    figure = two_lanes(steps, "A title", "about")
+    assert figure.rows[1:] == [
+        ("short, forward", "1.00", "2.00", "2.00"),
+        ("short, backward", "3.00", "4.00", "4.00"),
+        ("long, forward", "4.00", "2.00", "4.00"),
+    ]
+    frames, computing, _, sending = figure.axes[0].collections[:4]
+    assert frames.get_paths()[0].get_extents().width == 2
+    for bars, seconds in ((computing, 1.0), (sending, 2.0)):
+        assert sum(path.get_extents().width for path in bars.get_paths()) == pytest.approx(seconds)
+    # the backward pass begins where the longer lane ends
+    assert figure.axes[0].collections[4].get_paths()[0].get_extents().x0 == 2
+    assert "6.00 s" in "".join(text.get_text() for text in figure.axes[0].texts)

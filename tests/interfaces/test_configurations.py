@@ -407,6 +407,13 @@ def test_the_command_line_reads_it_and_says_what_it_left_out(command, tmp_path):
     assert "LoRA r=32 · nf4 double" in answer.output
 
 
+def test_a_kernel_that_the_card_lacks_has_the_files_name(tmp_path):
+    path = written(tmp_path, AXOLOTL, attn_implementation=None, flash_attention=True)
+    answer = CliRunner().invoke(app, ["explain", path, "--gpu", "T4"])
+    assert answer.exit_code == 2 and ": flash_attention is True, but flash-attn 2" in answer.stderr
+    assert f"take 'sdpa', or `vramlab plan {path}` with --gpu chooses" in answer.stderr
+
+
 def test_a_file_that_is_none_is_one_sentence(tmp_path):
     path = tmp_path / "bad.yml"
     path.write_text("a: [1, 2")

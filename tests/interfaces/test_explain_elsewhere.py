@@ -152,3 +152,11 @@ def test_options_without_a_model_are_one_sentence():
     found = run("--lora-r", "64")
     assert found.exit_code == 2
     assert found.output == "MODEL is '', but name one before its options.\n"
+
+
+def test_a_share_by_which_vllm_cannot_start_is_said_after_the_message():
+    sampling = ("qwen3-8b", "--trainer", "grpo", "--use-vllm", "--gpu", "RTX 4090")
+    found = CliRunner().invoke(app, ["explain", NEEDED, *sampling])
+    said = "\nvllm_gpu_memory_utilization is 0.3, but vLLM's weights take 15.256 GiB"
+    assert found.exit_code == 0 and said in found.stdout
+    assert found.stdout.startswith("vLLM's KV cache is too small")

@@ -567,7 +567,8 @@ REFUSED = {  # changes, and words of the sentence
     "Unsloth's import": (
         at("imports", "import unsloth\nloads = dict(model_name='gpt2', r=8, max_seq_length=64)"),
         "`vramlab predict gpt2 --trainer sft --precision bf16-mixed --gradient-checkpointing "
-        "--quantization nf4 --seq-len 64 --batch-size 4 --lora-r 8`",
+        "--quantization nf4 --seq-len 64 --batch-size 4 --lora-r 8` (on a card without bf16, as "
+        "a T4, end it with --trainer transformers --precision fp16-mixed)",
     ),
     "unread arguments": ([("args=args,", "args=parse(),")], "makes the Trainer's arguments"),
     "arguments of the command line": (

@@ -57,6 +57,7 @@ from .command_output import (
 from .configurations import (
     EVALUATION,
     SUFFIXES,
+    in_words_of,
     is_configuration,
     question_of,
     recipe_and_evaluation,
@@ -83,7 +84,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Predict, simulate and measure the GPU memory of training.",
 )
-
 
 Release = option(
     str | None,
@@ -346,7 +346,7 @@ def explain(
     # A message is often pasted with the command, and the setting stands in front of that.
     segments = expandable_segments or any(map(sets_segments, words or []))
     granted = granted_to(card, other_memory, segments)
-    with telling():
+    with telling(), in_words_of(*words or []):
         found = explain(what, recipe, card, assumed, not options.isdisjoint(OF_SIZE), **granted)
     found.notes += notes
     say(as_text(vars(found)) if as_json else str(found))

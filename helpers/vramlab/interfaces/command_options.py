@@ -18,7 +18,7 @@ from ..recipe import hub_names, lora_modules
 from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
-from .configurations import sets_expandable_segments
+from .configurations import in_words_of, sets_expandable_segments
 from .recipe_options import GENERATION, OPTIONS, Options
 
 
@@ -167,7 +167,8 @@ def takes(
             made = make(model, {name: values.pop(name) for name in known})
             for note in targets_by_default(made):
                 typer.echo(printable(f"note: {note}"), err=True)
-            command(made, **values)
+            with in_words_of(model):
+                command(made, **values)
 
         model = Annotated[
             str,

@@ -6,6 +6,7 @@ memory; `data/configurations.json` has them all, from the programs' own sources.
 programs make of the settings that are taken stands in `axolotl_file`, `trl_file` and `swift_file`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..recipe.evaluation import Evaluation
 from ..recipe.images import reader_of
 from ..recipe.knobs import options, rebuild
 from ..recipe.recipe import Recipe
-from .axolotl_file import read_axolotl
+from .axolotl_file import OLD_ATTENTION, read_axolotl
 from .command_output import say
 from .configuration_file import Configuration, known_settings
 from .recipe_options import (
@@ -47,6 +48,11 @@ WITHOUT_IMAGES = (
 )
 EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
 SUFFIXES = (".yaml", ".yml", SHELL)
+# The kernel that a card may lack, by the settings of all programs that take it
+KERNELS = OLD_ATTENTION | dict.fromkeys(
+    ("attn_implementation", "flash_attn", "attn_impl"),
+    "flash_attention_2",
+)
 
 
 def is_configuration(model: Any) -> bool:
@@ -60,6 +66,26 @@ def sets_expandable_segments(path: Any) -> bool:
     axolotl does, before it trains (`set_pytorch_cuda_alloc_conf` of its utils).
     """
     return is_configuration(path) and _program(Path(path), _read(Path(path))) == AXOLOTL
+
+
+@contextlib.contextmanager
+def in_words_of(*words: str) -> Iterator[None]:
+    """Raise an error about the attention's kernel with the name that it has in a file of `words`.
+
+    What a card lacks is known only when its recipe has been made.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        path = next(filter(is_configuration, words), None)
+        if error.field != "attn_implementation" or path is None:
+            raise
+        values = _read(Path(path))
+        for name, kernel in KERNELS.items():
+            if values.get(name) and kernel == error.value:
+                rest = f"{error.allowed}, or `vramlab plan {path}` with --gpu chooses"
+                raise Configuration("", Path(path), values).refuse(name, rest) from error
+        raise
 
 
 def read_configuration(path: str, given: Mapping[str, Any]) -> tuple[Recipe, list[str]]:

@@ -100,14 +100,27 @@ def explain(
     # What vLLM asked for is none of the tensors of a training without it.
     samples = message.kind == "share" and recipe and recipe.rollouts
     if recipe is None or (message.is_elsewhere and not samples):
-        more = of_model(message, recipe) if recipe else more_of(message)
-        lines = [*of_message(message, alone=True), *more]
-        return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
+        return _of_message(message, recipe)
     taken = ""
     # Before the run, whose report then is of the recipe as the message corrected it.
     if assumed:
         recipe, taken = taken_from(message, recipe, card, said_size)
-    return _of_both(message, recipe, taken, card, granted)
+    try:
+        return _of_both(message, recipe, taken, card, granted)
+    except RecipeError as error:
+        # A share that vLLM cannot start with is no step that can be simulated, and what ran.
+        if not samples:
+            raise
+        explained = _of_message(message, recipe)
+        explained.lines.append(error.about(error.field.rpartition(".")[2]))
+        return explained
+
+
+def _of_message(message: Message, recipe: Recipe | None) -> Explanation:
+    """Return what a message says by itself, and what of the model it is about."""
+    more = of_model(message, recipe) if recipe else more_of(message)
+    lines = [*of_message(message, alone=True), *more]
+    return Explanation(lines, message.bytes, kind=message.kind, missing=missing_of(message))
 
 
 def _of_recipe(run: Run) -> Explanation:

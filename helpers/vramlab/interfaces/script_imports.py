@@ -10,7 +10,8 @@ from .script_values import Unread
 # Both runs are measured beside `simulate` of such a command (data/stand_in/README.md).
 WITHOUT_UNSLOTH = (
     "{}. By TRL and PEFT alone, of whose figures two runs of Unsloth held 85 % and 90 %: "
-    "`vramlab predict {}`. By Unsloth"
+    "`vramlab predict {}` (on a card without bf16, as a T4, end it with --trainer transformers "
+    "--precision fp16-mixed). By Unsloth"
 )
 
 

@@ -1,10 +1,12 @@
 """What chapter 09's cells share.
 
 That is the base model's stages, sequence parallelism's part of a plan, a small mixture of experts,
-and each of them in one process, to compare with.
+and each of them in one process, to compare with; and what each cut costs one of eight H100s.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -14,11 +16,15 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from vramlab import Recipe, Sharding, simulate
+from vramlab.report.report import Bytes
 
 from ..base_model import load_base_model
 
 HIDDEN = 32  # numbers of a token in the mixture
 VISITS = 2  # experts of each token
+# With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
+FORWARD = 2 / 8  # of a step's computing
 
 
 class Stage(torch.nn.Module):
@@ -113,3 +119,87 @@ def with_sequence(plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]
         desired_input_layouts=Replicate(),
     )
     return cut
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one way of cutting a run costs a rank, in a pass.
+
+    Attributes:
+        peak: its bytes by category.
+        sent: bytes that it sends in the forward pass, and in the backward pass.
+        computing: seconds that it computes in both.
+        hides: whether it can send while it computes.
+        idle: the part of the time that a pipeline's stage waits for another.
+    """
+
+    peak: Bytes
+    sent: tuple[float, float]
+    computing: float
+    hides: bool = True
+    idle: float = 0
+
+    def phases(self) -> list[tuple[float, float]]:
+        """Return the bytes of each of the two passes, and the seconds that can hide them."""
+        computing = self.computing if self.hides else 0.0
+        seconds = (FORWARD * computing, (1 - FORWARD) * computing)
+        return list(zip(self.sent, seconds, strict=True))
+
+    def times(self, bandwidth: float) -> float:
+        """Return how many times its computing a pass takes over a link of so many bytes/s."""
+        waits = sum(max(0, sent / bandwidth - seconds) for sent, seconds in self.phases())
+        return 1 / (1 - self.idle) + waits / self.computing
+
+    def hidden_from(self) -> float:
+        """Return the bytes/s of a link over which nothing is waited for; infinite without one."""
+        if not self.hides:
+            return inf
+        return max(sent / seconds for sent, seconds in self.phases())
+
+
+def ways_of_eight(
+    base: Recipe,
+    peaks: Mapping[str, Bytes],
+    rate: float,
+    bubbles: tuple[float, float],
+) -> dict[str, Way]:
+    """Return what each way to cut costs one of eight H100s in a pass, by name.
+
+    Args:
+        base: eight samples in a pass, with checkpointing.
+        peaks: a rank's under FSDP, tensor and pipeline parallelism, by names of the chapter's.
+        rate: operations per second.
+        bubbles: the pipeline's, with 8 and with 32 micro-batches.
+    """
+    shape = base.shape
+    weights = shape.num_parameters
+    tokens = base.batch_size * base.seq_len
+    # 2 forward, 2 again and 4 backward; without attention, since samples are short.
+    computing = 8 * weights * tokens / 8 / rate
+    passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
+    shard = passed * 2 * weights  # bytes, to gather the weights or to sum gradients, in 16 bits
+    activations = 2 * tokens * shape.hidden_size
+    layers = shape.num_layers
+    # The paper's two forward and two backward, and the first of the repeated forward pass: torch
+    # ends the repetition where nothing more is needed, which is before the second.
+    sums = 5 * layers * 2 * passed * activations
+    # Keys and values, in 16 bits: round once, round again, and back with their gradients.
+    width = shape.num_kv_heads / shape.num_heads  # of the keys, in parts of the hidden width
+    keys = passed * layers * 2 * activations * width
+    # Scores and their products with values, half of them behind the mask: forward, repeated, and
+    # twice as much backward.
+    attention = 4 * 4 * tokens**2 / 2 * shape.hidden_size * layers / 8 / rate
+    four = base.replace(batch_size=4, sharding=Sharding(3, 8, "fsdp"))
+    ring = base.replace(batch_size=1, seq_len=tokens, sharding=Sharding(3, 8, cp_size=8))
+    gathers = (shard, 2 * shard)
+    rings = (shard + keys, 2 * shard + 3 * keys)
+    staged = peaks["pipeline, 8 in turn"]  # no more with 32: 1F1B holds eight at most
+    few, many = bubbles
+    return {
+        "FSDP, 1 sample": Way(peaks["FSDP, 1 a rank"], gathers, computing),
+        "FSDP, 4 samples": Way(simulate(four, gpu="H100").peak, gathers, 4 * computing),
+        "tensor": Way(peaks["tensor, 8 in turn"], (0, sums), computing, hides=False),
+        "pipeline": Way(staged, (activations, activations), computing, idle=few),
+        "pipeline, 32 in turn": Way(staged, (4 * activations,) * 2, 4 * computing, idle=many),
+        "context, FSDP": Way(simulate(ring, gpu="H100").peak, rings, computing + attention),
+    }

@@ -1,8 +1,13 @@
-"""Drawing of chapter 04: which rank holds what."""
+"""Drawings of chapter 04: which rank holds what, what two collectives do, who waits for what."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vramlab.interfaces.plot import style
+
+Numbers = Sequence[Sequence[int]]  # of each rank
+THIN = {"edgecolor": "#888888", "linewidth": 0.6}
+PIECES = 8  # of a pass, in which the drawing shows what waits
 
 PARTS = ("parameters", "gradients", "optimizer_states")
 # What each way divides among the ranks; "slices" of every matrix, or some of the "layers".
@@ -46,7 +51,7 @@ def who_holds_what(
             # 3.9 from rank to rank: the three parts, gaps of 0.08 and a wider gap between ranks.
             offset = sum(widths[:i]) + 0.08 * i
             left = [3.9 * rank + offset for rank in ranks]
-            empty = {"facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
+            empty = {"facecolor": "white", **THIN}
             ax.bar(left, 1, width, low, align="edge", **empty)
             # A rank has its layers of everything: a band across.
             if divided == "layers":
@@ -91,7 +96,84 @@ def who_holds_what(
         [3.9 * rank + 1.58 for rank in ranks],
         [f"rank {rank}" for rank in ranks],
     )
+    _bare(ax)
+    return style.finish(figure, rows, f"Frames. {title} on {world_size} ranks.", say_rows=True)
+
+
+def _bare(ax: Any) -> None:
+    """Take away what is no part of a drawing: grid, ticks and frame."""
     ax.grid(visible=False)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    return style.finish(figure, rows, f"Frames. {title} on {world_size} ranks.", say_rows=True)
+
+
+@style.styled()
+def two_collectives(given: Numbers, reduced: Numbers, gathered: Numbers, title: str):
+    """Return a figure of each rank's numbers before and after a reduce-scatter and an all-gather.
+
+    A rank is a row. What another rank holds is white, and a part has the colour of its rank.
+    """
+    figure, ax = style.start(title, "computed on real ranks · white: held by another rank")
+    length = len(given[0])
+    part = length // len(given)
+    columns = {
+        "each hands in a row": given,
+        "reduce-scatter: its part": reduced,
+        "all-gather: the whole row": gathered,
+    }
+    for column, (head, ranks) in enumerate(columns.items()):
+        left = column * (length + 1.2)
+        ax.text(left, 0.8, head, fontsize=9.5)
+        for rank, numbers in enumerate(ranks):
+            blocks = [left + place for place in range(length)]
+            ax.bar(blocks, 0.62, 0.94, -rank, align="edge", facecolor="white", **THIN)
+            first = 0 if len(numbers) == length else rank * part
+            for place, number in enumerate(numbers, first):
+                # The ranks' own addends are paler than their sum.
+                face = (style.LINES[place // part][0], 0.5 if column else 0.18)
+                ax.bar(blocks[place], 0.62, 0.94, -rank, align="edge", facecolor=face)
+                x = blocks[place] + 0.47
+                ax.text(x, 0.3 - rank, f"{number}", ha="center", va="center", fontsize=8)
+    rows = [("rank", *columns)]
+    for rank, held in enumerate(zip(*columns.values(), strict=True)):
+        rows.append((f"{rank}", *map(str, held)))
+    ranks = range(len(given))
+    ax.set_yticks([0.3 - rank for rank in ranks], [f"rank {rank}" for rank in ranks])
+    ax.set_xticks([])
+    ax.set(xlim=(-0.2, 3 * length + 2.6), ylim=(0.9 - len(given), 1.2))
+    _bare(ax)
+    figure.set_figheight(2.6)
+    return style.finish(figure, rows, f"Rows of blocks. {title}.", say_rows=True)
+
+
+@style.styled()
+def two_lanes(steps: Mapping[str, Mapping[str, tuple[float, float]]], title: str, about: str):
+    """Return a figure of a step's passes in time: above what computes, below what is sent.
+
+    `steps` has by name each step's passes, with the seconds of computing and of sending. A pass
+    takes the longer of both, and the shorter is drawn in pieces, with the waiting between them.
+    """
+    figure, ax = style.start(title, about)
+    rows = [("step and pass", "computing, s", "sending, s", "takes, s")]
+    ticks = {}
+    for row, (name, passes) in enumerate(steps.items()):
+        low = -2.6 * row
+        ticks |= {low + 0.4: f"{name}: compute", low - 0.5: "send"}
+        start = 0.0
+        for label, both in passes.items():
+            takes = max(both)
+            begins = [start + takes * piece / PIECES for piece in range(PIECES)]
+            for lane, seconds in enumerate(both):
+                at = (low - 0.9 * lane, 0.8)
+                bars = [(begin, seconds / PIECES) for begin in begins]
+                ax.broken_barh([(start, takes)], at, facecolor="white", **THIN)
+                ax.broken_barh(bars, at, facecolor=style.LINES[lane][0], edgecolor="white", lw=0.4)
+            ax.text(start + takes / 2, low + 0.88, label, ha="center", fontsize=9.5)
+            rows.append((f"{name}, {label}", *(f"{n:.2f}" for n in (*both, takes))))
+            start += takes
+        ax.text(start, low - 0.05, f" {start:.2f} s", va="center", fontweight="bold")
+    ax.set_yticks([*ticks], ticks.values())
+    ax.set(xlabel="seconds; white: waits", xlim=(0, None), ylim=(low - 1.1, 1.4))
+    ax.grid(visible=False)
+    figure.set_figheight(3.4)
+    return style.finish(figure, rows, f"Two lanes for each step. {title}.", say_rows=True)

@@ -1,20 +1,17 @@
 """Drawings of chapter 09: when each stage of a pipeline works, and what each split costs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
-from math import inf, isfinite
+from math import isfinite
 
-from vramlab import find_gpu
-from vramlab.hardware.gpu import usable_memory
 from vramlab.interfaces.plot import style
-from vramlab.interfaces.plot.splits import draw_limit, layers, split_of
-from vramlab.report.report import Bytes, GiB
+from vramlab.interfaces.plot.splits import layers, split_of
+from vramlab.report.report import GiB
+
+from ..chapters.chapter_09 import Way
 
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
-# With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
-FORWARD = 2 / 8  # of a step's computing
 NO_BAR = 1.02  # below that a bar from 1 × on is thinner than its edge
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
 
@@ -146,47 +143,10 @@ def pipeline(
     return style.finish(figure, rows, f"Two timelines. {title}, {about}.", say_rows=True)
 
 
-@dataclass(frozen=True)
-class Way:
-    """What one way of cutting a run costs a rank, in a pass.
-
-    Attributes:
-        peak: its bytes by category.
-        sent: bytes that it sends in the forward pass, and in the backward pass.
-        computing: seconds that it computes in both.
-        hides: whether it can send while it computes.
-        idle: the part of the time that a pipeline's stage waits for another.
-    """
-
-    peak: Bytes
-    sent: tuple[float, float]
-    computing: float
-    hides: bool = True
-    idle: float = 0
-
-    def phases(self) -> list[tuple[float, float]]:
-        """Return the bytes of each of the two passes, and the seconds that can hide them."""
-        computing = self.computing if self.hides else 0.0
-        seconds = (FORWARD * computing, (1 - FORWARD) * computing)
-        return list(zip(self.sent, seconds, strict=True))
-
-    def times(self, bandwidth: float) -> float:
-        """Return how many times its computing a pass takes over a link of so many bytes/s."""
-        waits = sum(max(0, sent / bandwidth - seconds) for sent, seconds in self.phases())
-        return 1 / (1 - self.idle) + waits / self.computing
-
-    def hidden_from(self) -> float:
-        """Return the bytes/s of a link over which nothing is waited for; infinite without one."""
-        if not self.hides:
-            return inf
-        return max(sent / seconds for sent, seconds in self.phases())
-
-
 @style.styled()
 def ways_to_cut(
     ways: Mapping[str, Way],
     links: Mapping[str, float],
-    limit: str,
     title: str,
     about: str,
 ):
@@ -199,18 +159,10 @@ def ways_to_cut(
     places = range(len(ways))
     bottoms = [0.0] * len(ways)
     for heights, look in layers([split_of(way.peak) for way in ways.values()], "GiB"):
-        above.bar(places, heights, 0.62, bottoms, **look)
+        bars = above.bar(places, heights, 0.62, bottoms, **look)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
-    # What does not fit is cut off above the card's line, or it would press down all the rest.
-    ceiling = 1.2 * min(max(bottoms), usable_memory(find_gpu(limit)) / GiB)
-    write = partial(above.annotate, textcoords="offset points", fontsize=9)
-    for place, top in zip(places, bottoms, strict=True):
-        if top > ceiling:
-            write(f"{top:.0f}, cut off", (place + 0.31, ceiling), (3, -9), ha="left")
-        else:
-            write(f"{top:.0f}", (place, top), (0, 2), ha="center")
-    draw_limit(above.axhline, limit, "GiB")
-    above.set(ylabel="GiB a rank", ylim=(0, ceiling))
+    above.bar_label(bars, [f"{top:.0f}" for top in bottoms], padding=2, fontsize=9)
+    above.set(ylabel="GiB a rank", ylim=(0, 1.2 * max(bottoms)))
     width = 0.8 / len(links)
     # Greys, the slower the darker: the colours are those of the bytes above.
     greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)
@@ -218,7 +170,7 @@ def ways_to_cut(
         offset = (number - (len(links) - 1) / 2) * width
         times = [way.times(bandwidth) for way in ways.values()]
         # On this axis a bar begins at 1 ×, where nothing is waited for.
-        below.bar(
+        drawn = below.bar(
             [place + offset for place in places],
             [more - 1 for more in times],
             width,
@@ -228,16 +180,8 @@ def ways_to_cut(
             linewidth=0.5,
             label=f"over {name}",
         )
-        for place, more in enumerate(times):
-            if more < NO_BAR:
-                below.annotate(
-                    "1 ×",
-                    (place + offset, 1),
-                    (0, 1),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=6.5,
-                )
+        marked = ["1 ×" if more < NO_BAR else "" for more in times]
+        below.bar_label(drawn, marked, padding=1, fontsize=6.5)
     marks = [2**power for power in range(7)]
     below.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
     below.set_yticks(marks, [f"{mark} ×" for mark in marks])
@@ -246,7 +190,7 @@ def ways_to_cut(
     rows = [("a rank", "GiB", "GB sent", *links, "hidden from, GB/s")]
     for name, way in ways.items():
         least = way.hidden_from()
-        enough = f"{least / 1e9:,.0f}" if isfinite(least) else "never"
+        enough = f"{least / 1e9:,.0f}" if isfinite(least) else "not hidden"
         longer = (f"{way.times(bandwidth):.1f} ×" for bandwidth in links.values())
         sizes = (f"{way.peak.total / GiB:.1f}", f"{sum(way.sent) / 1e9:.1f}")
         rows.append((name, *sizes, *longer, enough))

@@ -4,6 +4,7 @@ They say what readers' pieces do, on real ranks where they send anything.
 """
 
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,24 @@ from ..collectives import Collectives
 from .judges_07 import judged
 
 NUMBERS = 12  # weights of the blanks' tiny models
+# The Trainer makes units of embedding and head, and the chapter's simulation does not.
+SPARE_UNITS = (
+    " Four units would do, and these are {}: section 3's bytes will differ from its simulation's."
+)
+# What autograd says of a Function's backward, and what is meant.
+SAID_OF_BACKWARD = {
+    "incorrect number of gradients": (
+        "backward has to return two gradients, one for each argument of forward: x and shard."
+    ),
+    "invalid gradient at index 0": (
+        "The gradient of x has to have the shape of x: it is gradient @ weight, with all rows of "
+        "the weight."
+    ),
+    "invalid gradient at index 1": (
+        "The shard's gradient has to have the shape of the shard. Of gradient.T @ x, which is as "
+        "large as the whole weight, a rank gets its own rows."
+    ),
+}
 
 
 def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
@@ -27,9 +46,10 @@ def _on_two(work: Callable[[int, int], Any]) -> list[Any]:
         return on_ranks(work, seconds=20)
     except RankFailed as error:
         text = str(error)
-        raise BrokenPiece(
-            text.partition("BrokenPiece: ")[2] or f"On a rank your piece fails with {text}"
-        ) from None
+        known = [means for said, means in SAID_OF_BACKWARD.items() if said in text]
+        own = text.partition("BrokenPiece: ")[2]
+        raw = f"On a rank your piece fails with {text.removesuffix('.')}."
+        raise BrokenPiece(own or "".join(known) or raw) from None
 
 
 def sent(counting: Collectives, numbers: int) -> float:
@@ -78,13 +98,12 @@ def updated(answer: Callable) -> SimpleNamespace:
         kind=type(first).__name__,
         length=len(first) if hasattr(first, "__len__") else 0,
         same=lambda: bool(torch.equal(first, second)),
-        # Whether each rank updated its own shard, whatever it did with the others'.
-        moved=lambda: (
-            not any(
-                torch.equal(row.chunk(2)[rank], own[rank])
-                for rank, row in enumerate((first, second))
-            )
-        ),
+        # The ranks that did not update their own shard, whatever they did with the others'.
+        idle=lambda: [
+            rank
+            for rank, row in enumerate((first, second))
+            if torch.equal(row.chunk(2)[rank], own[rank])
+        ],
         right=lambda: bool(torch.allclose(first, wanted)),
         stale=lambda: bool(torch.allclose(first, before)),
         added_up=lambda: bool(torch.allclose(first, summed)),
@@ -190,6 +209,7 @@ def units(answer: Callable) -> SimpleNamespace:
         return SimpleNamespace(model_first=True)
     groups = on_first["groups"]
     layers = [groups.get(f"model.layers.{i}") for i in range(3)]
+    count = len(set(groups.values()))
     return SimpleNamespace(
         model_first=False,
         model=on_first["model"],
@@ -197,7 +217,8 @@ def units(answer: Callable) -> SimpleNamespace:
         layers=None not in layers,
         apart=len(set(layers)) == len(layers),
         frees=all(layer[1] for layer in layers if layer),
-        count=len(set(groups.values())),
+        inside=[name for name in groups if re.match(r"model\.layers\.\d+\.", name)],
+        more=SPARE_UNITS.format(count) if count > 4 else "",
     )
 
 
@@ -265,6 +286,8 @@ def _learns(answer: Callable) -> str | None:
             not torch.equal(p.to_local(), old)
             for p, old in zip(model.parameters(), before, strict=True)
         )
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in model.named_parameters() if id(p) not in given]
         # States of a DTensor are DTensors, of which this rank's part counts.
         held = [
             getattr(value, "_local_tensor", value)
@@ -272,14 +295,20 @@ def _learns(answer: Callable) -> str | None:
             for value in state.values()
         ]
         units_of = sum(isinstance(module, FSDPModule) for module in model.modules())
-        return moved, sum(tensor.numel() for tensor in held if tensor.dim()), units_of
+        states = sum(tensor.numel() for tensor in held if tensor.dim())
+        return moved, missing, states, units_of
 
     on_both = on_ranks(work, seconds=20)
     if any(one is None for one in on_both):
         return None
-    moved, states, count = on_both[0]
+    moved, missing, states, count = on_both[0]
     if not moved:
         return "The step changes none of the model's shards."
+    if missing:
+        return (
+            f"Part of the model learns. The optimizer lacks {len(missing)} of its parameters, "
+            f"{missing[0]} first: when it was made, the model had others in their place."
+        )
     # Two states a weight, half of them on each of two ranks, and some room for padding.
     if states > 2 * whole * 0.6:
         return f"A rank keeps {states:,} numbers of states, of {2 * whole:,}: half was expected."
@@ -293,6 +322,15 @@ def wrong_order(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, tor
     """The run that is to be repaired: it makes the optimizer first."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return right_order(model, mesh)[0], optimizer
+
+
+def too_early(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Makes the optimizer after the layers, and before what is left: embedding, norm and head."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fully_shard(model, mesh=mesh)
+    return model, optimizer
 
 
 def right_order(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -1,4 +1,7 @@
-"""Judges of chapter 09's pieces: tensors that do not fit each other, or are multiplied whole."""
+"""Judges of chapter 09's pieces.
+
+They find tensors that do not fit each other or are multiplied whole, and calls of other ranks.
+"""
 
 import re
 from collections.abc import Callable
@@ -13,6 +16,7 @@ from ..made_tensors import MadeTensors
 PRODUCT = r"multiplied \(\d+x(\d+) and (\d+)x\d+\)"
 # And of a number for each token that should go along the rows: numbers a token, and tokens.
 ROWS = r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
+GROUP = "process group has not been initialized"  # of a collective in a process by itself
 
 
 class _Sizes(MadeTensors):
@@ -42,11 +46,21 @@ def unfit(
 
     `message` is the pattern of what torch then says: PRODUCT or ROWS.
     """
+    found = re.search(message, _complaint(piece, *arguments))
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def calls_ranks(piece: Callable[..., Any], *arguments: Any) -> bool:
+    """Tell whether the piece runs a collective, for which a process by itself has no group."""
+    return GROUP in _complaint(piece, *arguments)
+
+
+def _complaint(piece: Callable[..., Any], *arguments: Any) -> str:
+    """What the piece fails with, empty where it does not fail."""
     if not callable(piece):
-        return None
+        return ""
     try:
         piece(*arguments)
     except BrokenPiece as error:
-        found = re.search(message, str(error))
-        return (int(found[1]), int(found[2])) if found else None
-    return None
+        return str(error)
+    return ""
