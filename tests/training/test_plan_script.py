@@ -259,6 +259,29 @@ def test_a_program_with_repeated_keys_trains(base, tmp_path):
     assert differing_dtypes(seen, simulated(recipe, 2)) == {}
 
 
+@pytest.mark.parametrize(("capability", "runs_triton"), [((8, 0), True), ((7, 5), False)])
+def test_trls_loss_is_plain_pytorchs_where_triton_does_not_run(
+    capability, runs_triton, base, tmp_path, monkeypatch
+):
+    import torch
+    import trl.kernels
+    from transformers import utils
+
+    written(base, tmp_path, method="lora", trainer="sft", **MIXED)
+    there = utils.is_triton_available
+    monkeypatch.setattr(utils, "is_triton_available", there)  # set back at the end
+    monkeypatch.setattr(trl, "kernels", trl.kernels)
+    for name in ("trl.kernels", "trl.kernels.chunked_logprob"):
+        monkeypatch.delitem(sys.modules, name)  # so that it is loaded, as by a process that starts
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    loss = runpy.run_path(str(tmp_path / "train.py"))["chunked_logprob"]
+    uses_triton = runs_triton and there()
+    assert loss._TRITON_AVAILABLE is uses_triton
+    tokens = loss.TOKEN_CHUNK_SIZE
+    assert tokens == (4096 if uses_triton else 256)
+
+
 def test_activations_are_offloaded_where_there_is_a_card(base, tmp_path):
     """TRL offloads from an accelerator; on a CPU the same program trains without."""
     changes = {"activation_offloading": True, "gradient_checkpointing": True}

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from ..base.errors import RecipeError
 from ..hardware.overhead import expandable
 from ..recipe import images
-from ..recipe.options import HALF, Quantization
+from ..recipe.options import HALF, REPEATED, Quantization
 from ..recipe.process_context import context_of
 from ..recipe.recipe import USUAL_LENGTH, Recipe
 from ..report.report import TIERS, Interval, Report, format_bytes
 from .candidate import TIGHT, Choice, simulate_briefly
 from .changes import SHORTEST
 from .counted import has_room, host_memory, refused_by_host
-from .question import METHODS, Question
+from .question import FLASH_SINCE, METHODS, Question
 from .search_space import least_bytes, method_of, notes_on, precisions_to_try, rule_of
 
 CLOSE = 1.03  # pixels that do not fit are at most so many times those that do
@@ -118,8 +118,12 @@ class ImageSearch:
             "gradient_checkpointing": max(question.checkpointing),
             "gradient_accumulation_steps": question.samples_per_gpu,
         }
-        if len(question.attention) == 1:
-            fields["attn_implementation"] = question.attention[0]
+        attention = question.attention
+        has_flash = question.gpu.compute_capability >= FLASH_SINCE
+        if REPEATED in attention and question.plain.shape.shares_keys and not has_flash:
+            attention = (REPEATED,)  # a micro-batch of one sample has no mask
+        if len(attention) == 1:
+            fields["attn_implementation"] = attention[0]
         if method == "full":
             return fields
         fields["lora"] = None if question.peft else question.lora

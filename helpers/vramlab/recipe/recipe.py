@@ -179,7 +179,7 @@ class Recipe(RecipeFields):
             rest = f"transformers has none for a {shape.family}: use 'eager'"
             raise RecipeError("attn_implementation", self.attn_implementation, rest)
         if self.attn_implementation == REPEATED and not shape.shares_keys:
-            rest = "it is for known families of text models that hand shared keys to the "
+            rest = "it is for known families of models that hand shared keys to the "
             rest += f"kernel, and {shape.name} is none: use 'sdpa'"
             raise RecipeError("attn_implementation", REPEATED, rest)
         # Called for its error too: the targets have to match something of this model.

@@ -38,7 +38,9 @@ class Shape(ModelWeights):
     @property
     def shares_keys(self) -> bool:
         """Whether query heads share keys that a known family hands to the kernel as they are."""
-        return bool(self.layout and self.layout.grouped_keys and self.num_kv_heads < self.num_heads)
+        reader = configuration.READERS.get(self.family, {})
+        is_grouped = self.layout.grouped_keys if self.layout else reader.get("shares_keys")
+        return bool(is_grouped and self.num_kv_heads < self.num_heads)
 
     @property
     def stores_tied_head(self) -> bool:
