@@ -105,6 +105,18 @@ def compared(
     texts = texts_of(documents, program_bytes)
     tried = chosen(setting, steps, texts)
     rate = min(tried, key=tried.__getitem__)
+    found = trained_at(rate, setting, steps, seeds, texts)
+    return {**found, "tried": {f"{each:g}": bits for each, bits in tried.items()}}
+
+
+def trained_at(
+    rate: float,
+    setting: Setting,
+    steps: int,
+    seeds: tuple[int, ...],
+    texts: Mapping[str, list[str]],
+) -> dict:
+    """A setting at one rate: mean and spread over the seeds, and what each of them found."""
     names = ("documentation", "programs")
     runs = [one(setting, rate, seed, steps, texts, *names) for seed in seeds]
     r, targets, scale = setting
@@ -115,11 +127,26 @@ def compared(
         "scale": scale,
         "trained": runs[0]["trained"],
         "learning_rate": rate,
-        "tried": {f"{each:g}": bits for each, bits in tried.items()},
         **{name: round(mean(bits), 4) for name, bits in found.items()},
         "deviation": round(stdev(found["documentation"]), 4) if len(seeds) > 1 else 0.0,
         "seeds": found,
     }
+
+
+def lower(
+    steps: int, runs: list[dict], seeds: tuple[int, ...], texts: Mapping[str, list[str]]
+) -> list[dict]:
+    """Rank 8 in all linear and in the feed-forward layers once more, at the next lower rate.
+
+    Whether fewer targets or smaller steps forget less shows only at one rate for both.
+    """
+    found = []
+    for run in runs:
+        if run["r"] == 8 and run["targets"] in ("all-linear", MLP):
+            rate = RATES[RATES.index(run["learning_rate"]) - 1]
+            setting = (run["r"], run["targets"], run["scale"])
+            found.append(trained_at(rate, setting, steps, seeds, texts))
+    return found
 
 
 def longer(steps: int, runs: list[dict], texts: Mapping[str, list[str]]) -> list[dict]:
@@ -181,6 +208,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.seeds} seeds, each setting at the best of the rates tried",
         "base": base,
         "runs": runs,
+        "lower": lower(args.steps, runs, SEEDS[: args.seeds], texts),
         "longer": longer(args.longer, runs, texts) if args.longer else [],
     }
     args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

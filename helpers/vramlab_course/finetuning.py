@@ -119,12 +119,14 @@ def recorded_sweep() -> SimpleNamespace:
     `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained
     parameters, best learning_rate and those tried, means over the seeds of the bits per byte of
     `documentation` (trained on) and `programs` (the base's domain), the standard deviation of the
-    documentation's, and each seed's; `where`: hardware, versions, date, recipe; `run(r, targets)`:
-    one of the runs. Raises RecordError if it has not been run.
+    documentation's, and each seed's; `lower`: two of them at the next lower rate; `where`:
+    hardware, versions, date, recipe; `run(r, targets)`: one of the runs. Raises RecordError if it
+    has not been run.
     """
     facts = _record("quality")
     base = facts.pop("base")
     runs = [SimpleNamespace(**run) for run in facts.pop("runs")]
+    lower = [SimpleNamespace(**run) for run in facts.pop("lower")]
 
     def run(r: int | None, targets: str | None = None) -> SimpleNamespace:
         targets = targets or ("all" if r is None else "all-linear")
@@ -133,7 +135,7 @@ def recorded_sweep() -> SimpleNamespace:
                 return each
         raise RecordError(f"The recorded sweep has no run with r={r} and targets {targets!r}.")
 
-    return SimpleNamespace(base=base, runs=runs, run=run, where=facts)
+    return SimpleNamespace(base=base, runs=runs, lower=lower, run=run, where=facts)
 
 
 def recorded_quality() -> dict[str, Any]:

@@ -296,7 +296,7 @@ class Absent:
     ("name", "wrong", "said"),
     [
         ("03.Recompute", Failing, "Your backward fails with NameError: name 'block' is not"),
-        ("03.FusedLoss", Number, "Your forward returns a float: a tensor was expected."),
+        ("03.FusedLoss", Number, "Your forward returns no tensor"),
         ("02.Tracker", Absent, "Your see fails with AttributeError: 'Tensor' object has no"),
     ],
 )

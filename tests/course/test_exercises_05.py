@@ -14,6 +14,11 @@ def closest(update, r):
     return U[:, :r] @ torch.diag(S[:r]) @ Vh[:r]
 
 
+def as_given(update, r):
+    U, S, V = torch.linalg.svd(update, full_matrices=False)
+    return U[:, :r] @ torch.diag(S[:r]) @ V[:, :r].T
+
+
 def fitting(**changes):
     fields = {"precision": "bf16-mixed", "dtype": "bfloat16", "gradient_checkpointing": True}
     return Recipe(
@@ -42,6 +47,7 @@ def test_right_answers_are_accepted(name, answer):
     "name,answer,said",
     [
         ("05.1", lambda update, r: update, "numbers are not"),
+        ("05.1", as_given, "before the repair"),
         ("05.2", fitting(dtype="float32"), "fp32"),
         ("05.2", fitting(gradient_checkpointing=False), "does not fit"),
     ],

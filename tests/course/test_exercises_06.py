@@ -2,6 +2,8 @@
 told apart.
 """
 
+import re
+
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -39,9 +41,9 @@ def cast(model):
 class Packed(torch.nn.Module):
     """A linear layer in NF4, as bitsandbytes quantizes it; `lean` unpacks again in backward."""
 
-    def __init__(self, linear, lean=True, bias=True):
+    def __init__(self, linear, lean=True, bias=True, kind="nf4"):
         super().__init__()
-        codes, self.state = quantize_4bit(linear.weight.data, quant_type="nf4")
+        codes, self.state = quantize_4bit(linear.weight.data, quant_type=kind)
         self.register_buffer("codes", codes)
         self.register_buffer("bias", linear.bias.data if bias and linear.bias is not None else None)
         self.lean = lean
@@ -93,10 +95,17 @@ def test_right_answers_are_accepted(name, answer):
     assert feedback.right, feedback
 
 
+def test_the_repaired_run_is_shown_what_each_repair_is_worth():
+    said = str(judge(FOUND["06.1"], repaired()))
+    assert re.search(r"\nas it was +110\.0  121\.7\nautocast +39\.1 +50\.8\nno cast ", said), said
+
+
 @pytest.mark.parametrize(
     "name,answer,said",
     [
-        ("06.1", repaired(quantization=Quantization("nf4", double=True)), "activations"),
+        ("06.1", repaired(quantization=Quantization("nf4", double=True)), "made all else fp32"),
+        ("06.1", repaired(precision="bf16-true", dtype=None), "What would compute these products"),
+        ("06.1", repaired(precision="fp32", dtype=None), "activations"),
         ("06.1", repaired(gradient_checkpointing=True), "Neither checkpointing"),
         ("06.1", repaired(quantization=None), "stays in NF4"),
         (
@@ -113,7 +122,8 @@ def test_right_answers_are_accepted(name, answer):
         ("06.4", lambda model: four_bits(model, head=True), "head"),
         ("06.4", lambda model: four_bits(model, frozen=False), "would be trained"),
         ("06.4", lambda model: four_bits(model, lean=False), "unpacked matrix"),
-        ("06.4", lambda model: four_bits(model, bias=False), "logits"),
+        ("06.4", lambda model: four_bits(model, bias=False), "without their biases"),
+        ("06.4", lambda model: four_bits(model, kind="fp4"), "same weights"),
     ],
 )
 def test_wrong_answers_are_told_apart(name, answer, said):

@@ -17,7 +17,7 @@ def test_a_format_reaches_from_its_smallest_to_its_largest_number():
         )
         assert high.get_x() + high.get_width() == pytest.approx(f.max)
         assert label.get_text().strip() == f"1/{2**f.fraction_bits:,}"
-    assert "fp16 1 + 5 + 10 6.0e-08 6.55e+04 1/1,024" in " ".join(plot.table(figure).split())
+    assert "fp16 1 + 5 + 10 6.0e-08 65,504 1/1,024" in " ".join(plot.table(figure).split())
 
 
 def test_shares_stand_at_the_levels_of_each_table():
@@ -38,5 +38,7 @@ def test_costs_are_drawn_from_the_least_to_the_most():
     assert [text.get_text() for text in figure.axes[0].texts] == [
         "0.0 %",
         "0.9 % (+0.2 ± 0.4)",
-        "→ 11.2 %",
+        "11.2 %",
     ]
+    ends = [bar.get_x() + bar.get_width() for bar in figure.axes[0].patches]
+    assert ends == pytest.approx([0.9, 11.2])  # in their full length, and none for what costs none

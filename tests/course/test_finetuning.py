@@ -103,6 +103,9 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
         (8, script.QUERY_VALUE),
         (8, script.MLP),
     ]
+    assert [(run["targets"], run["learning_rate"]) for run in facts["lower"]] == [
+        (script.MLP, 3e-3)
+    ]
     assert [run["learning_rate"] for run in facts["runs"]] == [1e-3, 1e-2, 1e-2, 1e-2]
     assert facts["runs"][0]["tried"] == {"0.0003": 1.5, "0.001": 1.4, "0.003": 1.6}
     assert {seed for _, _, seed, *judged in tuned if judged == ["tuning"]}.isdisjoint(script.SEEDS)

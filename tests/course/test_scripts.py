@@ -1,8 +1,10 @@
 """The scripts that chapters print whole: they train, and say what the chapter says of them."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
@@ -89,10 +91,7 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
 
 @pytest.mark.slow  # imports TRL
 def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch):
-    from datasets import Dataset
-    from peft import AutoPeftModelForCausalLM, LoraConfig
-    from transformers import AutoModelForCausalLM
-    from trl import SFTConfig, SFTTrainer
+    from peft import AutoPeftModelForCausalLM
 
     monkeypatch.chdir(tmp_path)
     (lines,) = (script for script in scripts("05") if "SFTTrainer(" in script)
@@ -104,15 +103,11 @@ def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch
     for old, new in here.items():
         assert old in lines
         lines = lines.replace(old, new)
-    texts = Dataset.from_dict({"text": ["def number():\n    return 1\n"] * 2})
-    names = {
-        "AutoModelForCausalLM": AutoModelForCausalLM,
-        "LoraConfig": LoraConfig,
-        "SFTConfig": SFTConfig,
-        "SFTTrainer": SFTTrainer,
-        "texts": texts,
-    }
-    exec(lines, names)
+    text = json.dumps({"text": "def number():\n    return 1\n"})
+    Path("train.jsonl").write_text(f"{text}\n{text}\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    exec(lines, {})
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
     assert len(moved) == 4 * 7 and all(moved)

@@ -87,10 +87,13 @@ def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> list[tuple[str, .
     found: dict[str, list[tuple[str, float]]] = {}
     for key, group in alike.items():
         _, recipe = json.loads(key)
+        method = "LoRA" if recipe["lora"] else "all weights"
+        if recipe["quantization"]:
+            method += ", 4-bit base"
         (least, before), *others = sorted(group)
         for value, after in others:
             if value != least:
-                how = f"{value} passes" if value is not True else _method(recipe)
+                how = f"{value} passes" if value is not True else method
                 found.setdefault(how, []).append((recipe["model"], after / before))
     rows = []
     for how in sorted(found, key=lambda how: (len(how), how)):
@@ -98,12 +101,6 @@ def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> list[tuple[str, .
         models = ", ".join(sorted({model for model, _ in found[how]}))
         rows.append((how, models, str(len(ratios)), f"{min(ratios):.2f} – {max(ratios):.2f}"))
     return rows
-
-
-def _method(recipe: Mapping[str, Any]) -> str:
-    if not recipe["lora"]:
-        return "all weights"
-    return "LoRA, 4-bit base" if recipe["quantization"] else "LoRA"
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):

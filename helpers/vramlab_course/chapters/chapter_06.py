@@ -21,12 +21,7 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
             whole = recipe.name == "llama-3.1-8b" and recipe.num_layers is None
             if whole and recipe.lora and report.speed:
                 steps.append((recipe, report))
-    return sorted(steps, key=_order)
-
-
-def _order(found: tuple[Recipe, Report]) -> tuple[int, bool]:
-    recipe, _ = found
-    return recipe.batch_size, recipe.quantization is not None
+    return sorted(steps, key=lambda step: (step[0].batch_size, bool(step[0].quantization)))
 
 
 def slower_on_t4() -> list[float]:

@@ -12,7 +12,7 @@ PALE = "#CFE8F7"
 BLUE = "#0072B2"
 RED = "#D55E00"
 INK = "#222222"
-CUT = 2.0  # % more bits per byte, where the axis of `costs` ends
+FLOOR = 0.05  # % more bits per byte, where the logarithmic axis of `costs` begins
 
 
 def ranges():
@@ -26,8 +26,8 @@ def ranges():
             (
                 f.name,
                 f"1 + {f.exponent_bits} + {f.fraction_bits}",
-                f"{f.smallest:.1e}",
-                f"{f.max:.3g}",
+                f"{f.smallest:g}" if f.smallest == 0.5 else f"{f.smallest:.1e}",
+                f"{f.max:,.0f}" if f.max < 1e6 else f"{f.max:.1e}",
                 f"1/{1 / f.epsilon:,.0f}",
             )
         )
@@ -104,7 +104,8 @@ def costs(
     """Draw what each way to store the base model costs.
 
     `stores` has (bits a number, % more bits per byte) by name, `against` what some cost more than
-    NF4. Bars over CUT are cut, or those of the good formats could not be told apart.
+    NF4. The axis is logarithmic, so that all can be told apart, and what costs less than FLOOR has
+    no bar.
     """
     # The cheapest first.
     ways = sorted(stores.items(), key=lambda way: way[1][1])
@@ -119,7 +120,7 @@ def costs(
         costs_said.append(f"{name}: {percent}" + (f", against NF4 {more}" if more else ""))
         labels.append(f"{name}: {bits:g} bits")
     said = f"Bars. {'; '.join(costs_said)}."
-    about = "measured: base model, all matrices rounded if not said, 12,000 bytes of programs"
+    about = "measured: base model, all matrices if not said, 12,000 bytes"
     looks = {"one scale": (RED, "//"), "blocks": (BLUE, ""), "no scale": (INK, "")}
     with canvas(title, said, about, rows) as ax:
         for y, (name, (_, cost)) in enumerate(ways):
@@ -127,15 +128,19 @@ def costs(
             kind = next((k for k in looks if k in name), "no scale")
             colour, hatch = looks[kind]
             bar = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-            ax.barh(y, cost, 0.6, label=kind, **bar)
+            if cost > FLOOR:
+                ax.barh(y, cost - FLOOR, 0.6, FLOOR, label=kind, **bar)
             _, _, percent, more = rows[y + 1]
             label = f"{percent} ({more})" if more else percent
-            if cost > CUT:
-                label = f"→ {label}"
-            end = min(max(cost, 0), CUT)
-            ax.annotate(label, (end, y), (5, 0), textcoords="offset points", va="center")
+            end = (max(cost, FLOOR), y)
+            ax.annotate(label, end, (5, 0), textcoords="offset points", va="center")
         ax.set_yticks(range(len(ways)), labels)
-        ax.set(xlim=(0, CUT), xlabel="% more bits per byte (in brackets: more than NF4)")
+        ax.set(
+            xscale="log",
+            xlim=(FLOOR, 2 * max(cost for _, cost in stores.values())),
+            xlabel="% more bits per byte, logarithmic (in brackets: more than NF4)",
+        )
+        ax.xaxis.set_major_formatter("{x:g}")
         ax.grid(visible=False)
-        ax.invert_yaxis()
+        ax.set_ylim(len(ways) - 0.5, -0.5)  # the first ones have no bar that makes room
     return ax.figure

@@ -8,9 +8,8 @@ from vramlab.interfaces.plot import canvas, style
 
 BLUE = "#0072B2"
 RED = "#D55E00"
-GREEN = "#009E73"
 GREY = "#DDDDDD"
-PALE = "#CFE8F7"
+SCALE, HEIGHT = 2.8, 1.5  # of the frozen matrix in the axes' units
 # Targets whose words stand left of their seeds' dots: others lie to their right, or the edge does.
 WORDS_LEFT = ("gate_proj, up_proj, down_proj", "all")
 TARGETS = {
@@ -34,47 +33,35 @@ def flow(inputs: int, outputs: int, r: int):
         said,
         f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r}",
     ) as ax:
-        # (x, y, width, text, colour) in the units of the axes.
-        boxes = (
-            (0.5, 1, 1.1, f"x\n{inputs:,}\na token", "white"),
-            (5.1, 2, 4.2, f"W, frozen\n{outputs:,} × {inputs:,}\n{frozen:,} numbers", GREY),
-            (3.3, 0, 2.2, f"A, trained\n{r} × {inputs:,}\n{r * inputs:,}", PALE),
-            (6.6, 0, 2.2, f"B, trained\n{outputs:,} × {r}\n{r * outputs:,}", PALE),
-            (10.9, 1, 1.1, f"y\n{outputs:,}\na token", "white"),
+        words = (
+            (0.5, 1, f"x\n{inputs:,}\na token"),
+            (5.1, 1.9, f"W, frozen\n{outputs:,} × {inputs:,}\n{frozen:,} numbers"),
+            (3.3, -0.3, f"A, trained\n{r} × {inputs:,}\n{r * inputs:,}"),
+            (7.9, 0.05, f"B, trained\n{outputs:,} × {r}\n{r * outputs:,}"),
+            (10.9, 1, f"y\n{outputs:,}\na token"),
         )
-        look = {"boxstyle": "round,pad=0.5", "edgecolor": style.INK, "linewidth": 1.0}
-        for x, y, _, text, colour in boxes:
-            box = {**look, "facecolor": colour}
-            ax.text(
-                x,
-                y,
-                text,
-                ha="center",
-                va="center",
-                fontsize=9.5,
-                linespacing=1.5,
-                bbox=box,
-            )
+        for x, y, text in words:
+            ax.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.5)
+        # Inputs run to the right and outputs down, all three matrices to scale.
+        ax.bar(5.1, HEIGHT, SCALE, 1.15, color=GREY, zorder=0)
+        ax.bar(3.3, HEIGHT * r / outputs, SCALE, 0.25, color=BLUE, edgecolor=BLUE)
+        ax.bar(6.9, HEIGHT, SCALE * r / inputs, -0.7, color=BLUE, edgecolor=BLUE)
         # From one box's edge to the next one's.
         arrows = (
-            ((1.2, 1.15), (3.4, 1.9)),
-            ((1.2, 0.85), (2.1, 0.2)),
-            ((4.45, 0), (5.4, 0)),
-            ((7.75, 0.05), (9.0, 0.85)),
-            ((6.8, 1.9), (9.0, 1.15)),
+            ((1.2, 1.25), (3.6, 1.9)),
+            ((1.2, 0.85), (1.8, 0.3)),
+            ((4.8, 0.25), (6.75, 0.25)),
+            ((7.05, 0.4), (9.0, 0.9)),
+            ((6.6, 1.9), (9.0, 1.15)),
             ((9.5, 1), (10.15, 1)),
         )
+        look = {"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4}
         for start, end in arrows:
-            ax.annotate(
-                "",
-                end,
-                start,
-                arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4},
-            )
-        ax.text(4.92, 0.12, f"{r}", ha="center", color=BLUE, fontsize=11)
-        ax.text(8.95, 0.25, "× α / r", ha="center", color=BLUE)
+            ax.annotate("", end, start, arrowprops=look)
+        ax.text(5.75, 0.34, f"{r}", ha="center", color=BLUE, fontsize=11)
+        ax.text(7.7, 0.85, "× α / r", ha="center", color=BLUE)
         ax.text(9.25, 1, "+", ha="center", va="center", fontsize=15)
-        ax.set(xlim=(-0.4, 11.7), ylim=(-0.6, 2.6))
+        ax.set(xlim=(-0.4, 11.7), ylim=(-0.8, 2.8))
         ax.axis("off")
     return ax.figure
 
@@ -137,21 +124,23 @@ def frontier(sweep: SimpleNamespace, title: str):
     rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
     base = sweep.base
     rows.append(("untuned", "0", "", f"{base['documentation']:.3f}", "", f"{base['programs']:.3f}"))
-    runs = sorted(sweep.runs, key=lambda run: run.documentation)
+    runs = sorted([*sweep.runs, *sweep.lower], key=lambda run: run.documentation)
+    names = []
     for run in runs:
         numbers = (f"{run.trained:,}", f"{run.learning_rate:g}", f"{run.documentation:.3f}")
-        rows.append((label(run), *numbers, f"{run.deviation:.3f}", f"{run.programs:.3f}"))
+        names.append(label(run) + (f", rate {run.learning_rate:g}" if run in sweep.lower else ""))
+        rows.append((names[-1], *numbers, f"{run.deviation:.3f}", f"{run.programs:.3f}"))
     points = "; ".join(f"{row[0]} {row[5]}, {row[3]}" for row in rows[1:])
     said = (
         "Points, to the right what was forgotten, down what was learned: programs, prose. "
-        f"{points}. A front leads from rank 1 over feed-forward and rank 64 to all weights."
+        f"{points}. Down and left is better."
     )
     about = (
         f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, "
         f"{len(runs[0].seeds['documentation'])} seeds"
     )
     with canvas(title, said, about, rows) as ax:
-        for run in runs:
+        for name, run in zip(names, runs, strict=True):
             colour = BLUE if run.r else RED
             place = run.programs, run.documentation
             # Dots of several settings lie among one another; the lines say whose each is.
@@ -167,7 +156,7 @@ def frontier(sweep: SimpleNamespace, title: str):
             seeds = run.seeds["programs"]
             is_left = run.targets in WORDS_LEFT
             ax.annotate(
-                label(run),
+                name.replace(", rate", "\nrate"),
                 (min(seeds) if is_left else max(seeds), run.documentation),
                 (-8, -4) if is_left else (8, -4),
                 textcoords="offset points",
@@ -177,7 +166,8 @@ def frontier(sweep: SimpleNamespace, title: str):
         place = base["programs"], base["documentation"]
         ax.plot(*place, "*", color=style.INK, markersize=12)
         ax.annotate("untuned", place, (8, 2), textcoords="offset points", fontsize=9)
-        ax.set(xlabel="forgotten: bits per byte of programs")
+        ax.text(0.03, 0.05, "↙ better", transform=ax.transAxes)
+        ax.set(xlabel="forgotten: bits per byte of programs", xlim=(1.32, None))
         ax.set(ylabel="learned: bits per byte of unseen prose")
     return ax.figure
 

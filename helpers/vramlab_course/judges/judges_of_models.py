@@ -175,9 +175,8 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     head = model.get_output_embeddings()
     left = _inner(model)
     trained = [place for place, p in model.named_parameters() if p.requires_grad]
-    tensors = (*model.parameters(), *model.buffers())
     # By address, so that a tied head counts once.
-    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     held = sum(sizes.values())
     rounded = sum(layer.weight.numel() for layer in inner)
     # Rounded weights take 4.5 bits with the scales of their blocks, all others 4 bytes.
@@ -191,11 +190,16 @@ def _wrong_model(answer: Callable, model: Any, name: str) -> str:
     ):
         logits = model(inputs_embeds=embeds, use_cache=False).logits
     alike = torch.allclose(logits, expected(input_ids=ids).logits, atol=1e-3)
+    for layer in inner:
+        layer.bias = None
+    # Of a model without biases this says the same once more.
+    unbiased = torch.allclose(logits, expected(input_ids=ids).logits, atol=1e-3)
     wrong = {
         "the output head was to stay as it is": type(head) is not torch.nn.Linear,
         f"{left[:1]} is still an nn.Linear": left,
         f"{trained[:1]} would be trained": trained,
         f"it holds {held:,} bytes: are full weights kept somewhere?": held > 1.1 * most,
+        "its logits are those of layers without their biases": unbiased and not alike,
         "its logits are not those of the same weights in NF4": not alike,
         "autograd keeps an unpacked matrix": shapes & {*kept, *(shape[::-1] for shape in kept)},
         "no gradient reaches the inputs": not logits.requires_grad,
