@@ -139,7 +139,6 @@ def test_mixed_precision_sends_what_it_computes_with(engine, stage):
     assert sent(alike) == pytest.approx(2 * half, rel=1e-4)  # with padding
 
 
-
 @pytest.mark.parametrize(
     "sharding, of_one, of_three",
     [
