@@ -241,6 +241,18 @@ def test_changes_come_with_gib_and_seconds():
     assert len(shown) == 4 and "estimated on RTX 4090" in shown[0]
 
 
+def test_keys_are_repeated_where_a_card_has_no_kernel_for_shared_ones():
+    recipe = Recipe("qwen2.5-1.5b", 4, 2048, "fp16-mixed", lora=LoRA(r=16))
+    found = explain(recipe, gpu="T4")
+    first = found.changes[0]
+    assert first["fields"] == {"attn_implementation": "sdpa_repeated"} and first["same"]
+    repeated = predict(recipe.replace(attn_implementation="sdpa_repeated"), gpu="T4")
+    assert first["saves"] == predict(recipe, gpu="T4").peak.total - repeated.peak.total
+    assert "(repeat_shared_keys() of vramlab): −22.255 GiB" in first["text"]
+    (head,) = [line for line in found.lines if line.startswith("the cheapest changes")]
+    assert head.endswith("GiB being missing with what its allocator keeps:"), "of the process"
+
+
 def test_a_recipe_that_contradicts_the_message_is_named():
     found = explain(message(), RECIPE, gpu="T4")
     heavier, other_card = found.contradictions

@@ -146,6 +146,8 @@ def test_quantized_weights_that_found_no_room_are_explained_without_adapters_sai
 def test_that_nothing_fits_is_said():
     found = run("llama-3.1-70b", "--gpu", "RTX 4090", "--quantization", "nf4", "--lora-r", "16")
     assert "this cannot fit RTX 4090: its weights in 4 bits alone take 36.87 GiB" in found.output
+    again = "vramlab plan llama-3.1-70b --gpu 'RTX 4090' --tokens 512 tries whole recipes"
+    assert again in found.output
 
 
 def test_options_without_a_model_are_one_sentence():

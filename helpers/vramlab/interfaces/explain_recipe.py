@@ -202,6 +202,9 @@ class Run:
         What the allocator's setting does to this recipe is no advice where another one ran.
         """
         lack = f", {sized(missing)} being missing" if missing else ""
+        # The figure above is of tensors alone.
+        if missing and trusted and 0 < self.report.beyond < missing:
+            lack += " with what its allocator keeps"
         if not self.card:
             lack += f" (no --gpu is said: the seconds are of an {DEFAULT_CARD})"
         lines = [f"the cheapest changes{lack}:"]
@@ -224,6 +227,12 @@ class Run:
             lines.append(text)
         if missing and not any(change["enough"] for change in changes):
             lines += self._never()
+            if self.card:
+                asked = f"{self.recipe.model} --gpu '{self.card.name}' --tokens"
+                lines.append(
+                    f"  none found is enough: vramlab plan {asked} {self.recipe.seq_len} tries "
+                    f"whole recipes"
+                )
         return lines if changes else [*lines, "  none takes much off the peak"]
 
     def _never(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from ..base.errors import RecipeError
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
 from ..recipe.knobs import knobs
-from ..recipe.options import TRL, Quantization
+from ..recipe.options import REPEATED, TRL, Quantization
 from ..recipe.recipe import OPTIMIZERS, Recipe
 from ..report.report import Report, format_bytes, unit_for
 from ..simulation.colocated import least_share
@@ -29,10 +29,15 @@ DEFAULT_CARD = "A100 80GB"  # for relative times where no card is named
 LEAST_SAVED = 0.01  # of the peak: less is no help
 LEAST_SLOWER = 0.02  # of the step: less is not said
 SHORTEST = 64  # tokens
-MOST_CHANGES = 14  # that `_changes` has
+MOST_CHANGES = 15  # that `_changes` has
 MOST_GPUS = 1024
 OF_TRITON = {"use_liger_kernel", "trainer"}  # fields whose change brings kernels of Triton's
 WITHOUT_LIGER = ("fsdp", "deepspeed")  # engines under which formulas know SFTTrainer's loss only
+# Of values, what they do
+MEANING = {
+    "sft": " (TRL's SFTTrainer, whose loss makes no logits)",
+    REPEATED: " (repeat_shared_keys() of vramlab)",
+}
 SHARE = 0.05  # of a card: steps in which another share is tried for vLLM
 
 
@@ -64,8 +69,7 @@ class Change:
             plain = f"{name}={value!r}"
             # An object's words are shorter than the call that makes it.
             names.append(knobs(Recipe)[name].words(value) if "(" in plain else plain)
-            if name == "trainer":
-                names[-1] += " (TRL's SFTTrainer, whose loss makes no logits)"
+            names[-1] += MEANING.get(value, "") if isinstance(value, str) else ""
         fields = ", ".join(names)
         saves = format_bytes(self.saves, unit_for(self.saves))
         slower = ""
@@ -192,6 +196,8 @@ def _possible(recipe: Recipe, card: Gpu | None) -> Iterator[tuple[Fields, bool]]
 def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
     """Yield fields to change, and whether the training stays the same up to rounding."""
     yield {"attn_implementation": "sdpa"}, True
+    # Where a card has no fused kernel for keys that query heads share.
+    yield {"attn_implementation": REPEATED}, True
     yield {"use_liger_kernel": True}, True
     divided = recipe.group.engine in WITHOUT_LIGER
     if divided and recipe.trainer == "transformers":
