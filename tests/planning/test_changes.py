@@ -7,6 +7,8 @@ from tiny_models import config
 from vramlab import LoRA, Recipe, RecipeError, Report, Sharding, predict
 from vramlab.hardware.gpu import find_gpu
 from vramlab.planning.changes import cheapest
+from vramlab.planning.evaluation_cures import cures
+from vramlab.recipe.evaluation import Evaluation
 
 RECIPE = Recipe("gpt2", batch_size=8)
 
@@ -89,3 +91,12 @@ def test_of_a_divided_model_trls_loss_is_proposed_where_its_kernels_run(card, ru
     assert all("whose loss makes no logits): −" in change for change in changes)
     whole = cheapest(recipe.replace(sharding=None), find_gpu(card), count=99)
     assert not any("trainer" in change.fields for change in whole)
+
+
+def test_a_training_that_does_not_fit_is_said_before_any_cure_of_its_evaluation():
+    recipe = Recipe("gpt2", batch_size=64, seq_len=1024)
+    evaluation = Evaluation(samples=8, compute_metrics=True)
+    # The evaluation's own report is not looked at.
+    (said,) = cures(recipe, evaluation, found=None, card=find_gpu("T4"), host=0)
+    assert said.startswith("before any evaluation, the training step does not fit: T4 has 14.562")
+    assert "`vramlab explain`" in said

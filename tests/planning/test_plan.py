@@ -527,6 +527,16 @@ def test_alternatives_turn_one_switch_and_fit():
         assert f"qlora {other}"[:60] in str(found)
 
 
+def test_states_of_half_precision_weights_are_of_16_bits():
+    asked = dict(seq_len=2048, method="full", trainer="dpo", confirm=False)
+    found = plan("qwen2.5-7b", "A100 80GB", **asked)
+    (other,) = found.alternatives["full"]
+    assert other.recipe.precision == "bf16-true" and "with 16-bit states" in other.switch
+    assert other.tier == "likely" and other.high > found.usable
+    said = str(found).replace("\n    ", " ")
+    assert "at most: upper end, which fits if safe" in said
+
+
 SLOWER = [("gemma-2-2b", "H100 SXM", 576, "full"), ("qwen2.5-14b", "RTX 4070", 192, "qlora")]
 
 

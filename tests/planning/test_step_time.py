@@ -128,6 +128,17 @@ def test_the_libraries_lower_stages_send_all_gradients_twice_and_weights_once(
     assert sent(three) == pytest.approx(whole * 3 / 4, rel=1e-5)
 
 
+@pytest.mark.parametrize("engine, stage", [("fsdp", 2), ("fsdp", 3), ("deepspeed", 3)])
+def test_mixed_precision_sends_what_it_computes_with(engine, stage):
+    """accelerate lets FSDP gather and reduce in 16 bits; DDP averages gradients as they are."""
+    mixed = Recipe("qwen3-0.6b", **PLAIN | {"precision": "bf16-mixed"})
+    mixed = mixed.replace(sharding=Sharding(stage, 4, engine))
+    assert sent(mixed) == sent(mixed.replace(precision="bf16-true"))
+    alike = mixed.replace(sharding=Sharding(0, 4, "ddp"))
+    half = sent(alike.replace(precision="bf16-true"))
+    assert sent(alike) == pytest.approx(2 * half, rel=1e-4)  # with padding
+
+
 @pytest.mark.parametrize(
     "sharding, of_one, of_three",
     [

@@ -199,3 +199,23 @@ def test_each_rank_of_fsdp_reads_all_weights_though_one_alone_is_asked_to(tmp_pa
     assert loaded_on_host(recipe.replace(sharding=offloaded)) == 9 * read
     half = recipe.replace(precision="bf16-true")
     assert loaded_on_host(half) == read // 2
+
+
+@pytest.mark.parametrize(
+    "copies, width, changes",
+    [
+        (1, 2, {"lora": LoRA(), "dtype": "bfloat16", "sharding": Sharding(0, 8, "deepspeed")}),
+        (8, 2, {"lora": LoRA(), "dtype": "float16", "sharding": Sharding(0, 8, "deepspeed")}),
+        (8, 4, {"precision": "bf16-mixed", "sharding": Sharding(2, 8, "deepspeed")}),
+        (1, 2, {"precision": "bf16-mixed", "sharding": Sharding(3, 8, "deepspeed")}),
+        (
+            1,
+            4,
+            {"model": "gpt2", "precision": "bf16-mixed", "sharding": Sharding(0, 8, "deepspeed")},
+        ),
+    ],
+    ids=["as in the file", "converted", "trained in fp32", "rank 0 alone", "a file of fp32"],
+)
+def test_ranks_share_a_file_and_have_a_copy_each_of_what_is_converted(copies, width, changes):
+    recipe = Recipe("llama-3.1-8b", 1, 64).replace(**changes)
+    assert loaded_on_host(recipe) == copies * width * recipe.shape.num_parameters

@@ -52,11 +52,11 @@ def loaded_on_host(recipe: Recipe) -> int:
     """Return the bytes of weights that all ranks together hold in host memory while they load.
 
     `from_pretrained` makes a model there and moves it. A quantized one goes to the device tensor by
-    tensor, or is packed there by each rank (`loads_on_host`). Of FSDP's ranks each reads all
-    weights, with `cpu_ram_efficient_loading` too: transformers 5.23 asks for it only where it
-    makes what a file lacks (`modeling_utils.py`; its issue 43749). In 16 bits they are pages of the
-    file, which all ranks share; in fp32, to which accelerate casts what mixed precision trains,
-    each rank has a copy.
+    tensor, or is packed there by each rank (`loads_on_host`). In the dtype of their file weights
+    are its pages, which all ranks share, and in another dtype each rank has a copy. At DeepSpeed's
+    stage 3 rank 0 alone reads values, as they are in the file (transformers 5.23,
+    `modeling_utils.py`). Each rank of FSDP reads all weights, with `cpu_ram_efficient_loading` too:
+    transformers asks for it only where it makes what a file lacks (its issue 43749).
     """
     sharding = recipe.group
     if recipe.quantization and loads_on_host(recipe):
@@ -66,7 +66,11 @@ def loaded_on_host(recipe: Recipe) -> int:
         return 0
     numbers = sum(prod(weight.shape) for weight in recipe.shape.weights())
     weights = numbers * weight_width(recipe.weights_dtype)
-    if sharding.engine == "fsdp" and recipe.weights_dtype != "float32":
+    # Most files are in 16 bits where a configuration does not say it.
+    stored = recipe.shape.published_dtype or "bfloat16"
+    if sharding.engine == "deepspeed" and sharding.stage == 3:
+        return numbers * weight_width(stored)
+    if recipe.weights_dtype == stored:
         return weights
     copies = sharding.world_size
     if sharding.engine == "fsdp" and sharding.offload == "parameters":

@@ -101,7 +101,9 @@ def _turned(question: Question, recipe: Recipe) -> Iterator[tuple[str, dict[str,
     if recipe.adapters or offloads:
         return
     if "8bit" in recipe.optim and "adamw_torch_fused" in question.optims:
-        yield "with 32-bit states", {"optim": "adamw_torch_fused"}
+        # PyTorch's states have the format of what is trained (`torch.zeros_like`).
+        bits = 16 if recipe.precision.endswith("-true") else 32
+        yield f"with {bits}-bit states", {"optim": "adamw_torch_fused"}
     elif "8bit" not in recipe.optim and "adamw_bnb_8bit" in question.optims:
         yield "with 8-bit states", {"optim": "adamw_bnb_8bit"}
 

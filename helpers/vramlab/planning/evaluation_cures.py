@@ -1,13 +1,16 @@
 """What makes an evaluation fit whose predictions fill the card or the host, and what it leaves."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..base.errors import RecipeError
+from ..formulas.predict import predict
 from ..hardware.gpu import Gpu
 from ..recipe.evaluation import Evaluation
 from ..recipe.recipe import Recipe
-from ..report.report import Interval, Report, format_bytes, unit_for
+from ..report.report import NO_TIER, Interval, Report, format_bytes, unit_for
 from ..simulation.simulate import simulate_evaluation
 from .counted import host_memory
 from .work import tell
@@ -16,6 +19,9 @@ SAFE = "safe"
 ENOUGH = (SAFE, "likely")
 SMALLER = (
     "a smaller per_device_eval_batch_size alone keeps as many outputs: all of the set are joined"
+)
+EXPLAIN = (
+    "First `vramlab explain` with its options, for the three cheapest changes; then evaluate again"
 )
 ALIKE = 0.05  # of a process: two changes leave as much
 
@@ -35,9 +41,12 @@ def cures(
 ) -> Iterator[str]:
     """Yield what helps an evaluation, `found`, on a card and `host` bytes, and what each leaves.
 
-    Each is simulated; nothing is yielded where `found` fits.
+    Each is simulated; nothing is yielded where `found` fits. Where the training itself does not,
+    only that is: no way to evaluate would mend it.
     """
-    if _fits(found, host):
+    lacking = list(_lack_of_training(recipe, card))
+    yield from lacking
+    if lacking or _fits(found, host):
         return
 
     def leaves(**changes: Any) -> Report:
@@ -74,6 +83,15 @@ def cures(
         size //= 2
     if fitting:
         yield fitting
+
+
+def _lack_of_training(recipe: Recipe, card: Gpu) -> Iterator[str]:
+    """Yield that the training step does not fit the card, nothing where it may."""
+    # Formulas do not know every recipe.
+    with contextlib.suppress(RecipeError):
+        step = predict(recipe, gpu=card)
+        if step.verdict == NO_TIER:
+            yield f"before any evaluation, the training step {step.answer(card.name)}. {EXPLAIN}"
 
 
 def _said(changes: dict[str, Any]) -> str:

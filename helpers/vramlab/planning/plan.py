@@ -36,7 +36,7 @@ from .search_space import to_install, warned
 from .vllm_share import asleep, may_fit_asleep, search_of
 from .workers import loaded_early
 
-COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
+COLUMNS = "peak: GiB of tensors; process: with CUDA's own; at most: upper end, which fits if safe"
 MEANING = {
     "safe": "fits at the highest figures seen of allocator and context",
     "likely": "fits at the usual ones",

@@ -128,9 +128,12 @@ def sent(recipe: Recipe) -> float:
 
 def _sent_of_states(recipe: Recipe, sharding: Sharding) -> float:
     """Return the bytes of weights and gradients that one rank sends in a step."""
-    # The trained weights, gathered after the update, have their gradients' size.
-    weights = model_states.parameter_bytes(recipe)
-    gradients = model_states.gradient_bytes(recipe)
+    # What FSDP and DeepSpeed send has the format in which they compute (accelerate's
+    # `set_mixed_precision`). The trained weights, gathered after the update, have their gradients'
+    # size.
+    computed = model_states.compute_recipe(recipe)
+    weights = model_states.parameter_bytes(computed)
+    gradients = model_states.gradient_bytes(computed)
     times = recipe.gradient_accumulation_steps
     share = 1 - 1 / sharding.shards
     copies = sharding.dp_replicate_size

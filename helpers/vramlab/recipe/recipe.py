@@ -172,7 +172,8 @@ class Recipe(RecipeFields):
             shown = len(images.shown(self))
             self._set("seq_len", shape.image_tokens or min(USUAL_LENGTH + shown, longest))
         if self.seq_len > longest:
-            raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
+            rest = shape.too_few_positions(self.seq_len)
+            raise RecipeError("seq_len", self.seq_len, rest)
         if self.attn_implementation is None:
             self._set("attn_implementation", shape.attention)
         elif self.attn_implementation in ("sdpa", REPEATED) and shape.attention == "eager":

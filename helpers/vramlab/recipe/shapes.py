@@ -6,6 +6,7 @@ They follow from a published configuration.
 import dataclasses
 import difflib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,19 @@ class Shape(ModelWeights):
         reader = configuration.READERS.get(self.family, {})
         is_grouped = self.layout.grouped_keys if self.layout else reader.get("shares_keys")
         return bool(is_grouped and self.num_kv_heads < self.num_heads)
+
+    def too_few_positions(self, length: int) -> str:
+        """Return that a sample of `length` tokens has no positions, and how it may have them."""
+        longest = self.max_positions
+        rest = f"{self.name} has {longest} positions"
+        # Tables of learned positions have a row for each.
+        if not (self.rotary_dim and longest):
+            return rest
+        return (
+            f"{rest}: for more, give a copy of its config.json as MODEL, with "
+            f"max_position_embeddings {length} and rope_parameters that stretch it, such as "
+            f"rope_type yarn with factor {math.ceil(length / longest)}"
+        )
 
     @property
     def stores_tied_head(self) -> bool:
