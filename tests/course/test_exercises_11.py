@@ -37,7 +37,8 @@ def test_a_right_answer_in_other_words():
     [
         (lambda rates, size: by_ring(rates, size) / 2, "half the right amount"),
         (lambda rates, size: 1.5 * size / min(rates[a][a - 1] for a in range(len(rates))), ""),
-        (greedy, ""),
+        (greedy, "all orders"),
+        (lambda rates, size: by_ring(rates, size) * len(rates) / (2 * len(rates) - 2), "send"),
     ],
 )
 def test_what_readers_get_wrong_is_told_apart(answer, said):
