@@ -33,10 +33,10 @@ MOST_CHANGES = 15  # that `_changes` has
 MOST_GPUS = 1024
 OF_TRITON = {"use_liger_kernel", "trainer"}  # fields whose change brings kernels of Triton's
 WITHOUT_LIGER = ("fsdp", "deepspeed")  # engines under which formulas know SFTTrainer's loss only
-# Of values, what they do
+# Of fields with their value, whose work that is
 MEANING = {
-    "sft": " (TRL's SFTTrainer, whose loss makes no logits)",
-    REPEATED: " (repeat_shared_keys() of vramlab)",
+    "trainer='sft'": " (TRL's SFTTrainer, whose loss makes no logits)",
+    f"attn_implementation={REPEATED!r}": " (repeat_shared_keys() of vramlab)",
 }
 SHARE = 0.05  # of a card: steps in which another share is tried for vLLM
 
@@ -69,7 +69,7 @@ class Change:
             plain = f"{name}={value!r}"
             # An object's words are shorter than the call that makes it.
             names.append(knobs(Recipe)[name].words(value) if "(" in plain else plain)
-            names[-1] += MEANING.get(value, "") if isinstance(value, str) else ""
+            names[-1] += MEANING.get(plain, "")
         fields = ", ".join(names)
         saves = format_bytes(self.saves, unit_for(self.saves))
         slower = ""
