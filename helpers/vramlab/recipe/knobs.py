@@ -96,7 +96,8 @@ class Knob:
             allowed = self._wrong(one)
             if allowed:
                 if allowed not in self.instead.values():
-                    allowed += " or None" if self.optional else ""
+                    if self.optional:
+                        allowed += " or None"
                     allowed += nearest(one, self.choices)
                 raise RecipeError(name, one, allowed)
 
