@@ -454,7 +454,7 @@ def test_a_compiled_simulation_says_first_that_it_takes_long(words, monkeypatch)
 
     monkeypatch.setattr("vramlab.simulation.simulate.simulate", stopped)
     result = run(*words)
-    how_long = "compiles each of 12 layers for the card, as it would there: about 35 s"
+    how_long = "compiles each of 12 layers for the card, as it would there: about 24 s"
     compiles = "--torch-compile" in " ".join(words)
     assert (how_long in result.stderr) == compiles and "nothing is" in result.stderr
 
