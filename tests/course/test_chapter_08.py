@@ -108,6 +108,16 @@ def test_questions_are_public_heads_without_a_type():
     assert more == ["def room(unit):", "def used(unit):"]
 
 
+def test_the_cell_to_paste_writes_the_samples_of_section_5(tmp_path, monkeypatch):
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    (text,) = [text for text in texts if "### Today, on your card" in text]
+    monkeypatch.chdir(tmp_path)
+    exec(text.split("```")[1].partition("!")[0])
+    written = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    assert written == [{"messages": chat(head)} for head in typed_heads()]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A chat model's folder as the hub has it: several files of weights with their index, a

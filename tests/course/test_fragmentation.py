@@ -2,10 +2,16 @@
 lengths matters.
 """
 
+import json
+import runpy
+from pathlib import Path
+
 import pytest
 from vramlab import Recipe
+from vramlab.base.data import data_path
 from vramlab.hardware.allocator import Allocator, AllocatorError
 from vramlab.simulation.simulate import simulate
+from vramlab_course.chapters import chapter_07
 from vramlab_course.expandable import ExpandableAllocator
 from vramlab_course.fragmentation import follow, requests_of
 
@@ -54,3 +60,19 @@ def test_a_small_card_makes_it_give_back_or_refuses(requests):
     )
     with pytest.raises(AllocatorError, match="out of memory"):
         follow(requests, sorted(LENGTHS), Allocator(limit=free.peak_allocated // 2))
+
+
+def stored():
+    return json.loads(data_path("many_lengths.json").read_text())
+
+
+def test_the_stored_runs_are_of_chapter_07_s_recipe_and_lengths():
+    found = stored()
+    assert found["recipe"] == chapter_07.WHOLE.to_dict()
+    assert found["lengths"] == chapter_07.LENGTHS
+
+
+@pytest.mark.slow  # all layers: a minute and a half
+def test_the_stored_runs_are_what_the_whole_8b_does_now():
+    script = Path(__file__).parents[2] / "benchmarks" / "many_lengths.py"
+    assert runpy.run_path(str(script))["whole_runs"]() == stored()["runs"]

@@ -78,7 +78,7 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"]()]).train()
-    assert calls == ["anew", {"max_entries": 100_000}, "memory_0.pickle", {"enabled": None}]
+    assert calls == ["anew", {"max_entries": 1_000_000}, "memory_0.pickle", {"enabled": None}]
     trace = (tmp_path / "trace_0.json").read_text()
     assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) >= 1
     printed = capsys.readouterr().out

@@ -71,6 +71,7 @@ def test_bare_family_name_means_the_smaller_card():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ("RTX4091", "did you mean 'RTX 4090'"),
         ("4900", "did you mean 'RTX 4090'"),
         ("2x RTX 4090", r"did you mean 'RTX 4090'\? How many is --gpus 2 "),
         ("8 × H100", r"did you mean 'H100 SXM'\? How many is --gpus 8 "),

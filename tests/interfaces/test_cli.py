@@ -340,6 +340,8 @@ WRONG = [
     ("llama-2-7b", "--seq-len 32768", "4096 positions: for more, give a copy of its config.json"),
     ("gpt2", "--precision bf17", "'bf16-mixed'"),
     ("gpt2", "--optim adamw_nice", "'adamw_torch'"),
+    ("gpt2", "--optim adam", "(did you mean 'adamw_torch'?)."),
+    ("gpt2", "--attention spda", "(did you mean 'sdpa'?)."),
     ("gpt2", "--optim-args momentum", "momentum=0.9"),
     ("gpt2", "--lora-r 0", "--lora-r is 0"),
     ("gpt2", "--lora-target nothing", "nothing"),
@@ -452,7 +454,7 @@ def test_a_compiled_simulation_says_first_that_it_takes_long(words, monkeypatch)
 
     monkeypatch.setattr("vramlab.simulation.simulate.simulate", stopped)
     result = run(*words)
-    how_long = "compiles each of 12 layers for the card, as it would there: about 35 s"
+    how_long = "compiles each of 12 layers for the card, as it would there: about 24 s"
     compiles = "--torch-compile" in " ".join(words)
     assert (how_long in result.stderr) == compiles and "nothing is" in result.stderr
 

@@ -546,3 +546,8 @@ def test_vllms_arguments_without_vllm_are_named():
     assert rollouts.notes(idle) == [said]
     assert rollouts.notes(dataclasses.replace(idle, use_vllm=True)) == []
     assert rollouts.notes(Rollouts()) == rollouts.notes(None) == []
+
+
+def test_a_misspelt_field_of_a_json_has_the_nearest_name_said():
+    with pytest.raises(RecipeError, match=r"no such field exists \(did you mean 'batch_size'\?\)"):
+        Recipe.from_json('{"model": "gpt2", "batchsize": 4}')

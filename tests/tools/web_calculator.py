@@ -38,6 +38,7 @@ FILES = (
 )
 COURSE = (
     "claims.json",
+    "many_lengths.json",
     "published_results.json",
     "published_runs.json",
     "wanted.json",

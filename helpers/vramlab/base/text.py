@@ -4,8 +4,9 @@ And ours where letters are few.
 """
 
 import codecs
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Control characters other than the end of a line and a tab, marks that turn or hide what follows,
 # and half characters.
@@ -83,3 +84,14 @@ def _degrade(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error(DEGRADE, _degrade)
+
+
+def nearest(word: object, known: Iterable[object]) -> str:
+    """Return " (did you mean …?)" with the name of `known` that is most like `word`; "" if none."""
+    if not (isinstance(word, str) and word):
+        return ""
+    names = [name for name in known if isinstance(name, str)]
+    # "adam" begins some, to which it is not alike by its letters.
+    near = [name for name in names if name.startswith(word)]
+    near = near or difflib.get_close_matches(word, names, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -244,7 +244,7 @@ def find_gpu(name: "str | Gpu") -> Gpu:
         counted = re.match(r"(\d+) ?[x×*] ?", str(name))
         key = _key(str(name)[counted.end() :] if counted else str(name))
         # "A100 80G" looks like one of the table, and "RTX 4080 Ti" begins as one
-        near = difflib.get_close_matches(key, _index(), n=1, cutoff=0.85)
+        near = difflib.get_close_matches(key, _index(), n=1, cutoff=0.75)
         near = near or [known for known in sorted(_index(), key=len) if key.startswith(known)][-1:]
         # "4900" has the digits of a card's name in another order
         near = near or [known for known in _index() if sorted(known) == sorted(key)]

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, dataclass_transform
 
 from ..base.errors import RecipeError
+from ..base.text import nearest
 
 # (field, whether its value is refused, what is allowed)
 Refusals = Iterator[tuple[str, Any, str]]
@@ -94,8 +95,11 @@ class Knob:
         for one in values:
             allowed = self._wrong(one)
             if allowed:
-                is_one = self.optional and allowed not in self.instead.values()
-                raise RecipeError(name, one, allowed + (" or None" if is_one else ""))
+                if allowed not in self.instead.values():
+                    if self.optional:
+                        allowed += " or None"
+                    allowed += nearest(one, self.choices)
+                raise RecipeError(name, one, allowed)
 
     def _wrong(self, value: Any) -> str:
         """Return what would be allowed in place of `value`, "" if it is."""
@@ -312,6 +316,6 @@ def rebuild(kind: Any, name: str, values: Mapping) -> Any:
     known = [field.name for field in dataclasses.fields(kind) if field.init]
     for key in values:
         if key not in known:
-            rest = "no such field exists; known are " + ", ".join(known)
+            rest = f"no such field exists{nearest(key, known)}; known are {', '.join(known)}"
             raise RecipeError(f"{name}.{key}", values[key], rest)
     return kind(**values)
