@@ -877,11 +877,14 @@ def test_adapters_on_what_peft_takes_by_itself_are_named(tmp_path):
     assert "loads the published bfloat16" in run("predict", str(tmp_path)).output
 
 
+@pytest.mark.parametrize("tokens", ["8k", "8,192"])
+def test_tokens_are_said_as_people_say_them(tokens):
+    words = ["qwen3-0.6b", "--tokens", tokens, "--precision", "bf16", "--attention", "eager"]
+    shown = run("predict", *words).output
+    assert "8192 tokens · bf16-mixed · adamw_torch · eager" in shown
+
+
 def test_flags_are_said_as_people_say_them(tmp_path):
-    whole = run(
-        "predict", "qwen3-0.6b", "--tokens", "8k", "--precision", "bf16", "--attention", "eager"
-    )
-    assert "8192 tokens · bf16-mixed · adamw_torch · eager" in whole.output
     card = run("predict", "gpt2", "--gpu", "24GB")
     assert (
         "24GB is taken as L4, the table's least card" in card.stderr

@@ -65,8 +65,9 @@ TRAINERS_PRECISION = {
 
 def tokens(text: str | int) -> int | float | str:
     """Return a number of tokens: "8k" is 8,192 of them, as models' names count."""
-    thousands = re.fullmatch(r"(\d+)[kK]", str(text).strip())  # a default is a number
-    return int(thousands.group(1)) * 1024 if thousands else number(str(text))
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", str(text).strip())  # a default is a number
+    thousands = re.fullmatch(r"(\d+)[kK]", plain)
+    return int(thousands.group(1)) * 1024 if thousands else number(plain)
 
 
 def precision(text: str) -> str:
