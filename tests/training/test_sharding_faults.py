@@ -79,6 +79,7 @@ def test_every_rank_answers_in_order(launcher, world_size):
     ]
 
 
+@pytest.mark.slow
 def test_for_gpus_each_rank_is_a_fresh_process(launcher):
     """CUDA does not survive a fork, so they are spawned; the ranks themselves may as well be a
     CPU's.
