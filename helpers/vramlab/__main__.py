@@ -59,8 +59,8 @@ def _loading_meanwhile(words: list[str]) -> contextlib.AbstractContextManager:
 
     It begins before the command line is loaded and read, which takes a third of a second.
     """
-    # Images are simulated in this process.
-    without = {"--help", "--no-confirm", "--images"}
+    # Images and videos are simulated in this process.
+    without = {"--help", "--no-confirm", "--images", "--video-frames"}
     if words[:1] != ["plan"] or without.intersection(words):
         return contextlib.nullcontext()
     from .planning.workers import loaded_early

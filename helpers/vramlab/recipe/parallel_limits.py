@@ -64,8 +64,9 @@ def notes(sharding: Sharding) -> list[str]:
     text = (
         f"the Trainer's Ulysses over DeepSpeed's stage {sharding.stage} makes gradients "
         f"{sharding.sp_size} times as large as over stage 3; AdamW divides that out, SGD and "
+        "max_grad_norm do not: take stage 3"
     )
-    return [text + "max_grad_norm do not: take stage 3"]
+    return [text]
 
 
 def check_division(division: Any) -> None:
