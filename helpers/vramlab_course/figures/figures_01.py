@@ -26,7 +26,7 @@ def ranges():
             (
                 f.name,
                 f"1 + {f.exponent_bits} + {f.fraction_bits}",
-                f"{f.smallest:g}" if f.smallest == 0.5 else f"{f.smallest:.1e}",
+                f"{f.smallest:g}" if f.smallest > 0.01 else f"{f.smallest:.1e}",
                 f"{f.max:,.0f}" if f.max < 1e6 else f"{f.max:.1e}",
                 f"1/{1 / f.epsilon:,.0f}",
             )
