@@ -7,6 +7,7 @@ import codecs
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 
 # Control characters other than the end of a line and a tab, marks that turn or hide what follows,
 # and half characters.
@@ -60,20 +61,30 @@ def markdown(text: str) -> str:
     return LINKS.sub(lambda found: f"&#{ord(found[0])};", text)
 
 
-def text_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows of text as an aligned table.
+def text_table(rows: Sequence[Sequence[object]], form: str | Sequence[str] = ".1f") -> str:
+    """Return rows as an aligned table.
 
-    The first row is the head, the first column is left-aligned.
+    The first row is the head, the first column is left-aligned. Text stands as it is, whole
+    numbers get commas, and other numbers are written by `form`: one for all, or one for each
+    column behind the first.
     """
+    forms = [form] * len(rows[0]) if isinstance(form, str) else ["", *form]
+    table = [[_written(*cell) for cell in zip(row, forms, strict=True)] for row in rows]
     # A column is as wide as its widest cell.
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
     lines = []
-    for title, *cells in rows:
+    for title, *cells in table:
         # Numbers end in the same column, so that their digits stand under each other.
         aligned = [title.ljust(first), *map(str.rjust, cells, others)]
         lines.append("  ".join(aligned).rstrip())
     rule = "  ".join("─" * width for width in (first, *others))
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _written(value: object, form: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return str(value)
+    return f"{value:,}" if isinstance(value, Integral) else format(value, form)
 
 
 def _degrade(error: UnicodeError) -> tuple[str, int]:
