@@ -1,8 +1,8 @@
 """What chapter 09's cells share.
 
-The first part sends tensors between ranks, so that a cell shows what is sent and when. Then follow
-the base model's stages and layers, a small attention, a small mixture of experts, and each of them
-in one process, to compare with; and at the end what each cut costs one of eight H100s.
+That is the base model's stages and layers, a small attention, a small mixture of experts, what
+sends their tensors between ranks, and each of them in one process, to compare with; and at the end
+what each cut costs one of eight H100s.
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,6 @@ TOKENS = 64  # of each rank in the mixture, and of the sample that the ring cuts
 FORWARD = 2 / 8  # of a step's computing
 
 
-_sending: list[tuple[torch.Tensor, Any]] = []  # this rank's, under way
-
-
-def send(activation: torch.Tensor, to: int) -> None:
-    """Send an activation, or its gradient, to a rank; do not wait until it is there."""
-    # The tensor is kept with the work: its memory must not be used again before it is sent.
-    _sending.append((activation, dist.isend(activation, to)))
-
-
 def receive(source: int) -> torch.Tensor:
     """Return the activation, or its gradient, that a rank sends: one sample of 32 tokens.
 
@@ -47,13 +38,6 @@ def receive(source: int) -> torch.Tensor:
     activation = torch.empty(1, 32, 256)
     dist.recv(activation, source)
     return activation.requires_grad_()
-
-
-def all_sent() -> None:
-    """Wait until everything that this rank sent is there."""
-    for _, work in _sending:
-        work.wait()
-    _sending.clear()
 
 
 class Stage(torch.nn.Module):
