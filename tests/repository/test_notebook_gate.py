@@ -151,6 +151,18 @@ def spoil_path_in_markdown(nb):
     nb.cells[0].source += "\n\nIt lies in `/root/course`."
 
 
+def spoil_fold(nb):
+    nb.cells[0].source += "\n\n<details><summary>More</summary>\nOf it.\n</details>"
+
+
+def spoil_open_fold(nb):
+    nb.cells[0].source += "\n\n<details><summary>More</summary>\n\nOf it.\n"
+
+
+def spoil_language_of_a_block(nb):
+    nb.cells[0].source += "\n\n```python\nimport json\n!ls\n```"
+
+
 def spoil_kernelspec(nb):
     nb.metadata.kernelspec.name = "my-venv"
 
@@ -238,6 +250,9 @@ SPOILED = {
     spoil_path_in_stream: "cell 3: an absolute path in the output: 'saved to /tmp/x.json'",
     spoil_path_in_html: "cell 3: an absolute path in the output",
     spoil_path_in_markdown: "cell 1: an absolute path in the source",
+    spoil_fold: "cell 1: a fold that not every viewer shows",
+    spoil_open_fold: "cell 1: a fold that not every viewer shows",
+    spoil_language_of_a_block: "cell 1: a ```python block with a line for the shell",
     spoil_kernelspec: "kernelspec or language_info",
     spoil_language_version: "kernelspec or language_info",
     spoil_stray_metadata: "other metadata than the canonical: toc",
@@ -276,6 +291,8 @@ def test_gate_lets_pass_what_only_looks_wrong(notebook, gate):
     notebook.cells[
         0
     ].source += "\n\nSee https://example.org/home/tmp, 1/work and ratio/root; 8 GB/s; a;b."
+    notebook.cells[0].source += "\n\n<details><summary>More</summary>\n\n- Of it.\n\n</details>"
+    notebook.cells[0].source += "\n\n```\nimport json\n!ls\n```"
     code(notebook, "claim").source += "\n# a url: https://example.org/tmp/x; skip nbval here"
     code(notebook, "live").outputs[0].text += "live: 12.4 GB/s and 3.1 TFLOP/s\n"
     assert gate(notebook) == ""

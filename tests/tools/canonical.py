@@ -36,6 +36,11 @@ GPU = {
 WIDGET = "application/vnd.jupyter.widget-view+json"
 # GitHub renders none of these, and nbval compares them with nothing.
 FOREIGN_OUTPUTS = (WIDGET, "application/javascript", "application/vnd.plotly.v1+json")
+FOLD = re.compile(
+    r"^<details><summary>[^\n<]+</summary>\n\n(?:(?!</?details).)+\n\n</details>$",
+    re.MULTILINE | re.DOTALL,
+)
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SKIPS = re.compile(r"#\s*(nbval|pytest_validate)_\w+", re.IGNORECASE)
 ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:home|root|Users|work|tmp)\b|(?<!\w)[A-Za-z]:\\{1,2}\w")
 # A tagged figure of this run (vramlab_course.live) is not compared by nbval, so a size in one needs
@@ -226,6 +231,20 @@ def _cell_problems(cell: NotebookNode) -> Iterator[str]:
         yield f"an absolute path in the source: {_around(cell.source, match)}"
     if cell.get("attachments"):
         yield "attachments are not used"
+    if cell.cell_type == "markdown":
+        yield from _markdown_problems(cell.source)
+
+
+def _markdown_problems(source: str) -> Iterator[str]:
+    if re.search(r"</?details", FOLD.sub("", source)):
+        yield (
+            "a fold that not every viewer shows: <details><summary>…</summary>, a blank line, "
+            "its text, a blank line, </details>"
+        )
+    # The site's colours read such a block as Python, which a line for the shell is not.
+    for block in PYTHON_BLOCK.findall(source):
+        if re.search(r"^\s*[!%]", block, re.MULTILINE):
+            yield "a ```python block with a line for the shell: leave out its language"
 
 
 def _count_problems(cell: NotebookNode, count: int) -> Iterator[str]:
