@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from vramlab import Recipe, Sharding, simulate
+from vramlab import GiB, Recipe, Sharding, find_gpu, predict, simulate
 from vramlab_course.base_model import base_model_path, load_base_model
 from vramlab_course.chapters import chapter_04
 from vramlab_course.chapters.chapter_04 import (
@@ -18,6 +18,7 @@ from vramlab_course.chapters.chapter_04 import (
     on_ranks,
     reduce_scatter,
 )
+from vramlab_course.collectives import Collectives
 from vramlab_course.judges import judges_04
 
 
@@ -99,15 +100,46 @@ def test_the_step_that_is_followed_is_simulates_to_the_byte():
     def sharded_step(rank, world):
         from torch.distributed.device_mesh import init_device_mesh
 
+        rows = batch.chunk(world)[rank]
         judges_04.right_order(model, init_device_mesh("cpu", (world,)))
-        return followed(model, torch.optim.AdamW(model.parameters()), batch.chunk(world)[rank])
+        report = followed(model, torch.optim.AdamW(model.parameters()), rows)
+        sent = []
+        for stage in (3, 2):
+            if stage == 2:
+                model.set_reshard_after_forward(False)
+            with Collectives() as counting:
+                model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+            sent.append(sum(traffic.bytes for traffic in counting.seen.values()) / 4 / psi)
+        return report, sent
 
-    for rank, report in enumerate(on_ranks(sharded_step)):
-        simulated = simulate(recipe.replace(sharding=Sharding(3, 2, "fsdp", rank=rank)), "cpu")
+    psi = sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    root = psi - 4 * layer
+    for rank, (report, sent) in enumerate(on_ranks(sharded_step)):
+        shared = recipe.replace(sharding=Sharding(3, 2, "fsdp", rank=rank))
+        simulated = simulate(shared, "cpu")
         assert report.peak == simulated.peak and report.source == "measured"
         assert {name: phase.peak for name, phase in report.phases.items() if name != "load"} == {
             name: phase.peak for name, phase in simulated.phases.items() if name != "load"
         }
+        # the root's unit is kept between the passes
+        assert sent == pytest.approx([3 - root / psi, 2])
+        assert round(sent[0], 2) == 2.86
+    # however many layers there are, one is on its way
+    deeper = simulate(shared.replace(num_layers=6), "cpu")
+    assert report.peak.workspace == deeper.peak.workspace == 4 * (root + 4 * layer)
+
+
+def test_the_small_print_of_section_5():
+    llama = Recipe("llama-3.1-8b", 1, 4096, "bf16-mixed", "adamw_torch_fused")
+    llama = llama.replace(gradient_checkpointing=True)
+    eight = llama.replace(sharding=Sharding(3, 8))
+    cases = [(eight, "RTX 4090", 21.9, "safe"), (llama, "H200", 124.8, "safe")]
+    cases.append((eight.replace(seq_len=8192), "RTX 4090", 29.1, "does not fit"))
+    for recipe, gpu, high, verdict in cases:
+        need = predict(recipe, gpu=gpu, expandable_segments=True).process
+        found = round(need.high / GiB, 1), need.verdict(find_gpu(gpu).total)
+        assert found == (high, verdict)
 
 
 def test_forked_ranks_are_needed_where_a_function_is_no_modules():

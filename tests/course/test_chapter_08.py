@@ -2,10 +2,11 @@
 and a folder with a model's real layout is trained, merged and asked.
 """
 
+import ast
 import json
 import os
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ import torch
 import vramlab
 from vramlab import GiB, MiB, Recipe, step_time
 from vramlab.interfaces.messages import read_message
+from vramlab_course.chapters import chapter_08
 from vramlab_course.chapters.chapter_08 import (
     chat,
+    choose,
+    in_terminal,
     run,
     small_card,
     typed_heads,
@@ -85,21 +89,43 @@ def test_a_small_card_refuses_in_words_that_explain_reads():
         torch.zeros(MiB // 4)  # what was held before does not count
 
 
-def test_samples_are_the_heads_that_name_all_types(tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "card.py").write_text(PROGRAM)
-    (head,) = typed_heads(tmp_path)
-    assert head == "def size(unit: str='GiB') -> float:"
+def test_stored_samples_keep_the_house_rule():
+    stored = typed_heads()
+    assert len(stored) == len(set(stored)) == 984
+    for head in stored:
+        (function,) = ast.parse(f"{head} ...").body
+        (parameter,) = function.args.args
+        assert parameter.annotation and function.returns, head
+
+
+def test_a_chat_asks_for_a_head_without_its_types():
+    head = "def size(unit: str='GiB') -> float:"
     question, reply = chat(head)
-    assert (question["role"], question["content"]) == ("user", "def size(unit='GiB'):")
+    assert question == {"role": "user", "content": "def size(unit='GiB'):"}
     assert reply == {"role": "assistant", "content": head}
 
 
-def test_stored_samples_keep_the_house_rule(tmp_path):
-    """They are read as those of a folder are, so that each is one that the folder's rule takes."""
-    stored = typed_heads()
-    (tmp_path / "all.py").write_text("\n".join(f"{head} ..." for head in stored))
-    assert len(stored) == 984 and typed_heads(tmp_path) == stored
+def test_the_base_model_goes_on_with_a_head_and_is_taken_where_no_other_can_be_had(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    student = choose("Qwen/Qwen3-0.6B")
+    assert not student.is_chat and student.sample("def f(x):") == {"text": "def f(x):"}
+    assert student.prompt("def f(x):", "told\n") == "told\ndef f(x"
+    assert student.head_in(": int) -> str:\n    pass", "def f(x):") == "def f(x: int) -> str:"
+
+
+def test_a_chat_models_first_head_is_its_answer(folder):
+    student = choose(str(folder))
+    said = "Sure:\ndef f(x: int) -> int:\ndef g(): ..."
+    assert student.head_in(said, "def f(x):") == "def f(x: int) -> int:"
+    assert student.head_in("no head", "def f(x):") == "no head"
+    assert student.prompt("def f(x):", "rule\n").count("rule\ndef f(x):") == 1
+
+
+def test_a_program_that_fails_says_why(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("print('peak 1 MiB'); raise SystemExit('no room')")
+    with pytest.raises(RuntimeError, match="no room"):
+        in_terminal(program)
 
 
 def test_questions_are_public_heads_without_a_type():
@@ -111,7 +137,7 @@ def test_questions_are_public_heads_without_a_type():
 def test_the_cell_to_paste_writes_the_samples_of_section_5(tmp_path, monkeypatch):
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells]
-    (text,) = [text for text in texts if "### Today, on your card" in text]
+    (text,) = [text for text in texts if "\n!vramlab plan " in text]
     monkeypatch.chdir(tmp_path)
     exec(text.split("```")[1].partition("!")[0])
     written = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
@@ -149,32 +175,25 @@ def cells_of_section_5() -> str:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells]
     begin = next(i for i, text in enumerate(texts) if "## 5 · " in text)
-    end = next(i for i, text in enumerate(texts) if "## Exercises" in text)
+    end = next(i for i, text in enumerate(texts) if "### Today, on your card" in text)
     code = [cell for cell in cells[begin:end] if cell["cell_type"] == "code"]
     return "\n".join("".join(cell["source"]) for cell in code)
-
-
-def evaluations(checkpoint):
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
 def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, monkeypatch, capsys):
     """By the very lines that the notebook has."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    shorter = {'"Qwen/Qwen3-0.6B"': repr(str(folder)), "UPDATES = 80": "UPDATES = 3"}
-    shorter |= {": 256,": ": 64,", '"global_batch": 8': '"global_batch": 2'}
-    shorter |= {'rate, on = "2e-4", None': 'rate, on = "2e-4", "T4"'}
-    shorter["held_out(), 20"] = "held_out(), 3"
+    wish = {"seq_len": 64, "global_batch": 2, "gpu": "T4"}
+    monkeypatch.setattr(chapter_08, "choose", lambda _: replace(choose(str(folder)), wish=wish))
     lines = cells_of_section_5()
-    for old, new in shorter.items():
+    for old, new in {"UPDATES = 80": "UPDATES = 3", "held_out(), 20": "held_out(), 3"}.items():
         assert lines.count(old) == 1, old
         lines = lines.replace(old, new)
     names = {"folder": tmp_path, "Path": Path, "json": json, "plan": vramlab.plan, "torch": torch}
-    names |= {"device": "cpu", "live": print, "guess": guess, "subprocess": subprocess, "sys": sys}
-    names |= {"GiB": GiB, "MiB": MiB, "simulate": vramlab.simulate, "evaluations": evaluations}
-    names["tensors"] = lambda peak: peak.total - peak.workspace
-    names["heads"] = typed_heads(Path(vramlab.__file__).parent / "recipe")
+    names |= {"device": "cpu", "live": print, "guess": guess, "chapter_08": chapter_08}
+    names |= {"MiB": MiB, "simulate": vramlab.simulate}
+    names |= {"evaluations": chapter_08.evaluations, "tensors": chapter_08.tensors}
+    names["heads"] = typed_heads()[:40]
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert (folder / "model.safetensors.index.json").exists()
     exec(lines, names)
@@ -194,7 +213,7 @@ def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, m
         assert torch.equal(weight, after) == (key not in adapter), name
     said = capsys.readouterr().out
     assert said.count("  before: ") == said.count("  after:  ") == 1
-    assert "printed: peak" in said and "right before: 0 of 3" in said
+    assert "MiB, printed " in said and "right before: 0 of 3" in said
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 

@@ -2,7 +2,6 @@
 told apart; and what the chapter's cells share counts rightly.
 """
 
-from math import ceil
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +9,13 @@ import torch
 from vramlab import LoRA, Quantization, Recipe
 from vramlab_course import blank, exercises
 from vramlab_course.chapters.chapter_10 import (
+    cache_row,
     cached_by,
     largest_made,
     nbytes,
     saved_for_backward,
 )
 from vramlab_course.exercises import judge
-from vramlab_course.judges.judges_10 import LOOPS, sampled
 
 FOUND = exercises.chapter("10")
 LONG = Recipe("llama-3.1-8b", 1, 16_384, "bf16-mixed", gradient_checkpointing=True)
@@ -24,44 +23,30 @@ LONG = LONG.replace(gradient_accumulation_steps=8, lora=LoRA(r=16, target_module
 SPLIT = LONG.replace(quantization=Quantization("nf4", prepare=False))  # all but the fused loss
 
 
-def own_cache(step, prompt, new):
-    """Another right loop: it gives the prompt a token at a time where it can."""
-    with torch.no_grad():
-        logits, cache = step(prompt, None)
-        answer = [prompt]
-        for number in range(new):
-            answer.append(logits[:, -1:].max(-1).indices)
-            if number < new - 1:
-                logits, cache = step(answer[-1], cache)
-    return torch.cat(answer, 1)
+def by_latents(q, latents, up_k, up_v):
+    """Another right way: head by head, and the softmax written out."""
+    rows = []
+    for head, query in enumerate(q):
+        weights = (latents @ (up_k[head] @ query) / len(query) ** 0.5).exp()
+        rows.append((weights @ latents / weights.sum()) @ up_v[head])
+    return torch.stack(rows)
 
 
-def never_shared(prompt, completions, size):
-    return sum(ceil((prompt + tokens) / size) for tokens in completions)
+def with_keys(q, latents, up_k, up_v):
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q[:, None], latents @ up_k, latents @ up_v)[:, 0]
 
 
-def by_counting(prompt, completions, size):
-    """Blocks as pairs of an owner and a number."""
-    held = set()
-    for owner, tokens in enumerate(completions):
-        for position in range(prompt + tokens):
-            number = position // size
-            is_shared = (number + 1) * size <= prompt
-            held.add((None if is_shared else owner, number))
-    return len(held)
-
-
-def test_there_are_three_with_two_hints_each():
-    assert list(FOUND) == ["10.1", "10.2", "10.3"]
+def test_there_are_two_with_two_hints_each():
+    assert list(FOUND) == ["10.1", "10.2"]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
 
 
 @pytest.mark.parametrize(
     "name, answer",
     [
-        ("10.1", own_cache),
-        ("10.2", by_counting),
-        ("10.3", SPLIT.replace(trainer="sft", optim="paged_adamw_8bit")),
+        ("10.2", by_latents),
+        ("10.1", SPLIT.replace(trainer="sft", optim="paged_adamw_8bit")),
     ],
 )
 def test_right_answers_in_other_words(name, answer):
@@ -72,19 +57,13 @@ def test_right_answers_in_other_words(name, answer):
 @pytest.mark.parametrize(
     "name, answer, said",
     [
-        ("10.1", LOOPS["as_given"], "computed again, 18 of them"),
-        ("10.1", LOOPS["graph"], "Autograd still records"),
-        ("10.1", LOOPS["off_for_good"], "switched off for everybody"),
-        ("10.1", LOOPS["twice"], "called 10 times"),
-        ("10.1", LOOPS["all_ids"], "the new tokens only"),
-        ("10.1", lambda step, prompt, new: prompt, "not those"),
-        ("10.1", lambda step, prompt, new: 1 / 0, "ZeroDivisionError"),
-        ("10.2", never_shared, "once for every completion"),
-        ("10.2", lambda prompt, completions, size: 1 / 0, "ZeroDivisionError"),
-        ("10.3", SPLIT, "over what is usable"),
-        ("10.3", LONG.replace(dtype="bfloat16", use_liger_kernel=True), "over what is usable"),
-        ("10.3", SPLIT.replace(trainer="sft", batch_size=2), "sees 16 texts"),
-        ("10.3", SPLIT.replace(trainer="sft", activation_offloading=True), "does not know it"),
+        ("10.2", with_keys, "a tensor of 400 numbers"),
+        ("10.2", lambda q, latents, up_k, up_v: q, "not that of the keys"),
+        ("10.2", lambda *tensors: 1 / 0, "heads × width was expected"),
+        ("10.1", SPLIT, "over what is usable"),
+        ("10.1", LONG.replace(dtype="bfloat16", use_liger_kernel=True), "over what is usable"),
+        ("10.1", SPLIT.replace(trainer="sft", batch_size=2), "sees 16 texts"),
+        ("10.1", SPLIT.replace(trainer="sft", activation_offloading=True), "does not know it"),
     ],
 )
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):
@@ -128,12 +107,6 @@ def test_other_ways_to_compute_a_piece_again_are_right(tiled):
     assert verdict.right, verdict
 
 
-def test_a_loop_without_its_cache_computes_every_earlier_token_again():
-    # a prompt of 3 tokens and 5 new ones: 3 + 4 + 5 + 6 of the last four calls are known
-    assert sampled(LOOPS["as_given"]).again == 3 + 4 + 5 + 6
-    assert sampled(LOOPS["no_grad"]).again == 0
-
-
 def test_what_is_saved_is_counted_once_and_without_the_weights():
     layer = torch.nn.Linear(4, 8)
     x = torch.randn(16, 4, requires_grad=True)
@@ -163,3 +136,14 @@ def test_the_largest_tensor_that_a_call_makes_is_what_it_takes_in_memory():
     assert largest_made(lambda: (x @ x.T).sum()) == 4 * 4 * 4  # the transposed x is a view
     assert largest_made(lambda: x.sum(0).expand(100, 8)) == 4 * 8  # 100 rows, one in memory
     assert largest_made(lambda: x.repeat(3, 1)[:2]) == 4 * 3 * 32
+
+
+def test_a_cache_is_held_against_attention_and_transformers():
+    right = blank.find("10.remember").own()
+    assert cache_row(right, 2, 64) == ("2 of keys, window 64", True, 63 * 512, 64 * 512)
+    assert cache_row(right, 8, None)[1:] == (True, 256 * 2048, 256 * 2048)
+
+    def forgets(kept, new, window):
+        return right(kept, new, 3)
+
+    assert cache_row(forgets, 2, None)[1] is False

@@ -1,7 +1,12 @@
 """Chapter 04's pictures: a world of ranks, two collectives, and the two lanes of a step."""
 
 import pytest
-from vramlab_course.figures.figures_04 import two_collectives, two_lanes, who_holds_what
+from vramlab_course.figures.figures_04 import (
+    gather_use_free,
+    two_collectives,
+    two_lanes,
+    who_holds_what,
+)
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
@@ -11,7 +16,7 @@ def test_who_holds_what_draws_each_share():
     rows = {row[0]: row[1:] for row in figure.rows[1:]}
     assert rows["data parallel"] == ("all", "all", "all")
     assert rows["ZeRO-2"] == ("all", "1/4", "1/4")
-    assert rows["tensor"] == rows["ZeRO-3"] == rows["pipeline"] == ("1/4",) * 3
+    assert rows["ZeRO-3"] == ("1/4",) * 3
     filled = [
         patch
         for patch in figure.axes[0].patches
@@ -20,7 +25,7 @@ def test_who_holds_what_draws_each_share():
     chosen = who_holds_what(4, ways=("data parallel", "ZeRO-3"))
     assert [row[0] for row in chosen.rows[1:]] == ["data parallel", "ZeRO-3"]
     areas = sum(patch.get_width() * patch.get_height() for patch in filled)
-    assert areas == pytest.approx(12 + 9 + 6 + 3 + 3 + 3)
+    assert areas == pytest.approx(12 + 9 + 6 + 3)
     by_bytes = who_holds_what(4, ways=("data parallel",), sizes=(2, 2, 12))
     widths = {round(patch.get_width(), 3) for patch in by_bytes.axes[0].patches}
     assert widths == {0.375, 2.25}
@@ -37,6 +42,22 @@ def test_two_collectives_shows_each_number_where_it_is_held():
     assert [patch.get_x() for patch in middle] == pytest.approx([7.2, 8.2])
     assert figure.rows[2] == ("1", "[10, 20, 30, 40]", "[33, 44]", "[11, 22, 33, 44]")
     assert "[33, 44]" in figure.alt
+
+
+def test_a_layer_is_whole_in_two_columns_and_a_shard_in_all():
+    figure = gather_use_free(3, "A title")
+    moments = [row[:2] for row in figure.rows[1:]]
+    assert moments[2:4] == [("forward", "3"), ("backward", "3")] and len(moments) == 6
+    pale = [patch for patch in figure.axes[0].patches if patch.get_facecolor()[3] < 1]
+    assert [(round(patch.get_x()), patch.get_y()) for patch in pale] == [
+        (0, -1),
+        (1, -2),
+        (2, -3),
+        (3, -3),
+        (4, -2),
+        (5, -1),
+    ]
+    assert "whole layer 1, sent gather, then reduce-scatter" in figure.alt
 
 
 def test_two_lanes_shows_what_the_longer_of_both_leaves_waiting():

@@ -3,15 +3,26 @@ memory climbs.
 """
 
 import json
+import re
+from functools import cache
 from types import SimpleNamespace
 
+import nbformat
 import pytest
+import settings
+from vramlab.base.data import data_path
 from vramlab.interfaces.plot import table
 from vramlab.report.report import GiB, MiB
 from vramlab_course import blank
 from vramlab_course.figures import figures_07
-from vramlab_course.fragmentation import Followed
 from vramlab_course.memory_history import Snapshot
+
+
+@cache
+def chapter():
+    (path,) = [path for path in settings.chapters() if path.name.startswith("07")]
+    return nbformat.read(path, as_version=4)
+
 
 WAIT = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
@@ -105,9 +116,8 @@ def test_a_history_ends_where_its_snapshot_does():
         change("alloc", 2, 2 * MiB, "gone"),
         change("free_completed", 2, 2 * MiB, ""),
     ]
-    snapshot = Snapshot({"device_traces": [events]})
-    figure = figures_07.histories({"one": snapshot, "the same": snapshot}, "title", "about")
-    assert table(figure).splitlines()[-1].split() == ["the", "same", "3.0", "1.0"]
+    figure = figures_07.history(Snapshot({"device_traces": [events]}), "title", "about")
+    assert table(figure).splitlines()[-1].split() == ["3.0", "1.0"]
     tops = [
         max(path.vertices[:, 1].max() for path in band.get_paths())
         for band in figure.axes[0].collections
@@ -118,12 +128,39 @@ def test_a_history_ends_where_its_snapshot_does():
 
 
 def test_segments_show_what_is_free():
-    caching = blank.find("07.Caching").own()()
-    first, _ = caching.malloc(30 * MiB), caching.malloc(40 * MiB)
-    caching.free(first)
-    figure = figures_07.segments(caching, 35 * MiB, "title", "about")
+    held = [[(30 * MiB, 0), (10 * MiB, 1)], [(30 * MiB, 1)]]
+    figure = figures_07.segments(held, 35 * MiB, "title", "about")
     rows = [line.split() for line in table(figure).splitlines()[2:]]
-    assert rows == [["1", "0.04", "0.00"], ["2", "0.03", "0.03"]]
+    assert rows == [["1", "0.04", "0.01"], ["2", "0.03", "0.03"]]
+
+
+def test_the_six_requests_of_the_chapter_are_what_its_allocator_does():
+    """Its solution serves them; the text shows each segment in MiB, and both sums."""
+    caching = blank.find("07.Caching").own()()
+    blocks, lines = {}, []
+    for name, size in (("A", 6), ("B", 5), ("A", 0), ("C", 4), ("D", 10), ("B", 0)):
+        if size:
+            blocks[name] = caching.malloc(size * MiB)
+        else:
+            caching.free(blocks.pop(name))
+        names = {id(block): name for name, block in blocks.items()}
+        drawn = [
+            "".join(names.get(id(block), ".") * (block.size // MiB) for block in segment)
+            for segment in caching.segments
+        ]
+        lines.append([*drawn, str(caching.allocated // MiB), str(caching.reserved // MiB)])
+    text = "".join(cell["source"] for cell in chapter().cells)
+    told = [line.split() for line in text.splitlines() if re.match(r"\d  [A-D] ", line)]
+    assert [line[-len(drawn) :] for line, drawn in zip(told, lines, strict=True)] == lines
+
+
+def test_the_small_print_says_what_the_other_cures_reserve():
+    runs = json.loads(data_path("many_lengths.json").read_text())["runs"]
+    names = ("all padded to 1,024", "buckets 256, 512, 1,024", "first step at 1,024")
+    shares = [round(100 * (runs[name]["reserved"] / runs[name]["allocated"] - 1)) for name in names]
+    said = "They reserve {} %, {} % and {} % more than is allocated".format(*shares)
+    assert said in "".join(cell["source"] for cell in chapter().cells)
+    assert not any(runs[name]["frees"] for name in names)
 
 
 def test_a_layers_times_stand_beside_the_least():
@@ -136,7 +173,6 @@ def test_a_layers_times_stand_beside_the_least():
 
 
 def test_a_climb_names_the_tokens_of_its_step():
-    held = [GiB, 3 * GiB, 3 * GiB + MiB, 4 * GiB]
-    run = Followed([GiB, 2 * GiB, GiB, GiB], [4 * GiB] * 4, [1, 2, 3, 4], held, [], [], 0)
+    run = {"allocated": [2 * GiB, GiB, GiB], "reserved": [3 * GiB, 3 * GiB + MiB, 4 * GiB]}
     figure = figures_07.climb(run, [512, 128, 1024], 3 * GiB, "title", "about")
-    assert [text.get_text() for text in figure.axes[0].texts] == ["512", "1,024"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1,024"]

@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import pairwise
-from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +11,14 @@ from vramlab_course.chapters.chapter_09 import Way
 from vramlab_course.figures.figures_09 import (
     SECONDS,
     bubble,
+    map_of_cuts,
     most_held,
     pipeline,
     pipeline_ends,
+    ring,
     stage_order,
+    tensor_cut,
+    waiting,
     ways_to_cut,
 )
 
@@ -60,6 +63,44 @@ def test_both_schedules_wait_as_long_as_the_formula_says(stages, micro_batches):
         assert waiting == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
+def test_a_schedule_waits_for_its_share():
+    assert waiting(partial(stage_order, "1f1b"), 4, 8) == pytest.approx(3 / 11)
+
+
+def colours(figure) -> list[tuple]:
+    return [bar.get_facecolor() for bar in figure.axes[0].patches]
+
+
+def test_the_map_gives_each_card_its_half_of_what_is_cut():
+    figure = map_of_cuts("Ways")
+    found = colours(figure)
+    # Each drawing has 8 tokens, then 4 layers × 4 columns × 2 halves.
+    drawings = [found[40 * at : 40 * at + 40] for at in range(6)]
+    first, second = drawings[0][0], drawings[0][4]
+    assert first != second
+    for name, drawing in zip(figure.rows[1:], drawings, strict=True):
+        counts = [drawing.count(card) for card in (first, second)]
+        halves = {"DDP (chapter 04)": 4, "4 · context": 4, "5 · experts": 12}
+        whole = {"1 · FSDP": 20}
+        assert counts == [(halves | whole).get(name[0], 16)] * 2, name
+
+
+def test_the_ring_shows_each_rank_the_keys_before_its_queries_and_no_later_ones():
+    rows = ring("A ring", ranks=3).rows
+    assert [row[1] for row in rows[1:]] == [
+        "keys 0",
+        "keys 2, not looked at",
+        "keys 1, not looked at",
+    ]
+    assert sorted(row[3] for row in rows[1:]) == ["keys 0", "keys 1", "keys 2"]
+
+
+def test_the_cut_matrices_are_half_on_each_rank():
+    found = colours(tensor_cut("Cut"))
+    # x and y are on both; each rank has its part of up, the wide numbers, down and the sum.
+    assert sorted(map(found.count, set(found))) == [2, 4, 4]
+
+
 def test_the_timeline_of_a_pipeline_says_what_each_schedule_holds():
     rows = pipeline(4, 8).rows
     assert [row[-1] for row in rows[1:]] == ["8", "4"] and [row[2] for row in rows[1:]] == [
@@ -83,9 +124,8 @@ def test_a_way_waits_for_what_each_pass_does_not_hide():
     assert way.times(30e9) == 1
     assert way.times(20e9) == 1 + 0.5 / 4  # only the forward pass waits
     assert way.times(10e9) == 1 + (2 + 3) / 4
-    assert way.hidden_from() == 30e9
     bare = Way(Bytes(), sent=(30e9, 60e9), computing=4.0, hides=False)
-    assert bare.times(30e9) == 1 + 3 / 4 and bare.hidden_from() == inf
+    assert bare.times(30e9) == 1 + 3 / 4
     idle = Way(Bytes(), sent=(0, 0), computing=2.0, idle=0.5)
     assert idle.times(1) == 2
 
@@ -97,8 +137,8 @@ def test_the_picture_of_the_ways_draws_what_its_table_says():
     }
     figure = ways_to_cut(ways, {"fast": 30e9, "slow": 10e9}, "Ways", "made up")
     assert figure.rows[1:] == [
-        ("whole, 1 sample", "98.0", "30.0", "1.0 ×", "2.5 ×", "30"),
-        ("cut", "10.0", "4.0", "1.1 ×", "1.2 ×", "not hidden"),
+        ("whole, 1 sample", "98.0", "30.0", "1.0 ×", "2.5 ×"),
+        ("cut", "10.0", "4.0", "1.1 ×", "1.2 ×"),
     ]
     above, below = figure.axes
     tops = [bar.get_y() + bar.get_height() for bar in above.patches]
@@ -108,7 +148,7 @@ def test_the_picture_of_the_ways_draws_what_its_table_says():
     heights = [round(bar.get_y() + bar.get_height(), 3) for bar in below.patches]
     assert heights == [1, 1.067, 2.5, 1.2] and below.get_yscale() == "log"
     marks = [text.get_text() for text in below.texts]
-    assert [mark for mark in marks if mark] == ["1 ×"]  # where no bar is to be seen
+    assert marks == ["1.0", "1.1", "2.5", "1.2"]
     assert [text.get_text() for text in figure.legends[0].get_texts()][-2:] == [
         "over fast",
         "over slow",

@@ -1,21 +1,22 @@
 """What chapter 04's cells share.
 
 That is ranks that run a function of the notebook, two collectives, a step that is followed, and the
-script of the chapter's end in this process.
+script of the chapter's end in one process and in two.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
 threads), hence `apart` for a simulation.
 """
 
-import contextlib
 import gc
-import io
+import json
 import logging
+import os
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -193,13 +194,23 @@ def followed(
     return to_report(History(tracker.log, tracker.marks), "measured", None, "cpu")
 
 
-def train_alone(options: Sequence[str]) -> str:
-    """What `train_anywhere` prints with these options, run in this process on the CPU."""
-    from .. import train_anywhere  # slow to import, and one cell needs it
+def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of weights, gradients and optimizer states in this process."""
+    parameters = list(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(tensor.nbytes for tensor in [*parameters, *gradients, *states])
 
-    sys.argv = [train_anywhere.__file__, *options]
-    said = io.StringIO()
-    # The bar of the weights that are loaded goes to the errors.
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        train_anywhere.train(train_anywhere.arguments(), torch.device("cpu"), rank=0, world=1)
-    return said.getvalue()
+
+def train_by_torchrun(options: Sequence[str], processes: int) -> str:
+    """What `train_anywhere` prints with these options in processes started by torchrun, on CPUs."""
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *run, "-m", "vramlab_course.train_anywhere", *options]
+    on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    """The losses in what `train_anywhere` printed."""
+    return [json.loads(line)["loss"] for line in printed.splitlines() if line[:1] == "{"]

@@ -1,11 +1,7 @@
-"""Chapter 06: steps with a frozen base, in 16 bits and in 4, that were timed."""
-
-from itertools import permutations
+"""Chapter 06: what a 4-bit model stores, and steps with a frozen base that were timed."""
 
 from vramlab import Recipe, Report
 from vramlab.measurement.records import load, measurements_folder
-
-from .. import published
 
 
 def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
@@ -24,16 +20,14 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
     return sorted(steps, key=lambda step: (step[0].batch_size, bool(step[0].quantization)))
 
 
-def slower_on_t4() -> list[float]:
-    """Seconds of a QLoRA step over those of LoRA, of each pair that others timed on a T4.
+def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:
+    """How many numbers of QLoRA's model are stored in 4 bits, in 16 bits, and as adapters.
 
-    The two runs of a pair differ in the base alone.
+    bitsandbytes quantizes the linear layers but the output head.
     """
-    timed = [run for run in published.runs() if run.gpu == "T4" and run.seconds]
-    ratios = []
-    for quantized, other in permutations(timed, 2):
-        if not quantized.recipe.quantization or quantized.as_run or other.as_run:
-            continue
-        if quantized.recipe.replace(quantization=None) == other.recipe:
-            ratios.append(quantized.seconds / other.seconds)
-    return ratios
+    shape = recipe.shape
+    linear = {w.name: w.size for w in shape.weights() if w.kind == "linear"}
+    coded = sum(linear.values()) - linear[f"{shape.head}.weight"]
+    pairs = shape.lora_targets(recipe.lora.target_modules)
+    adapters = sum(recipe.lora.r * (inputs + outputs) for _, inputs, outputs in pairs)
+    return coded, shape.num_parameters - coded, adapters

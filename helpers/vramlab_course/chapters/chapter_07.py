@@ -5,6 +5,7 @@ These go through the allocator of a card of 24 GB.
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,11 @@ from vramlab.report.report import MiB
 
 from vramlab_course.expandable import ExpandableAllocator
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
+from vramlab_course.live import live
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import DataLoader
+    from torch.utils.data import Dataset
 
 WHOLE = Recipe(
     "llama-3.1-8b",
@@ -57,16 +59,31 @@ def draw_lengths(count: int = 24) -> list[int]:
 LENGTHS = draw_lengths()
 
 
-def waiting_and_training(
-    batches: "DataLoader",
+def tried(
+    name: str,
+    samples: "Dataset",
     train: Callable[[list[Any]], None],
+    workers: int = 0,
 ) -> tuple[float, float]:
-    """Seconds a batch that a loop waits and that it trains.
+    """Print how fast a loop over `samples` is, in batches of four.
 
-    The first batch is left out: while it comes, the workers start.
+    Returns the seconds a batch that it waits and that it trains. The samples are read three times
+    over. The first batch is left out: while it comes, the workers start.
     """
     import torch
+    from torch.utils.data import DataLoader
 
+    # More workers than cores are no mistake where a worker only waits.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    batches = DataLoader(
+        samples,
+        batch_size=4,
+        sampler=[*range(len(samples))] * 3,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        # A forked process sees the classes that a notebook defines.
+        multiprocessing_context="fork" if workers else None,
+    )
     coming = iter(batches)
     next(coming)
     waited = trained = 0.0
@@ -81,32 +98,31 @@ def waiting_and_training(
         trained += done - ready
         before = done
     count = len(batches) - 1
+    speed = count * 4 * len(samples[0]) / (waited + trained)
+    parts = f"waits {1e3 * waited / count:4.0f} ms, trains {1e3 * trained / count:4.0f} ms a batch"
+    live(f"{name:<26}{speed:6,.0f} tokens/s, {parts}")
     return waited / count, trained / count
 
 
-def room(trainer: str = "transformers") -> int:
-    """Bytes that the segments of RECIPE may take with `trainer`.
+def room() -> int:
+    """Bytes that the segments of RECIPE may take.
 
     That is the card without CUDA's context and without WHOLE's other layers.
     """
     card = find_gpu(CARD)
-    whole, part = (predict(each.replace(trainer=trainer), gpu=CARD) for each in (WHOLE, RECIPE))
+    whole, part = (predict(each, gpu=CARD) for each in (WHOLE, RECIPE))
     # the head and its logits are whole in both, so the difference is the other layers
     others = whole.peak.total - part.peak.total
     return card.total - context_on(card).value - others
 
 
-def requests(trainer: str = "transformers") -> Requests:
-    """Requests of RECIPE with `trainer` at every length of the chapter.
+@cache
+def requests() -> Requests:
+    """Requests of RECIPE at every length of the chapter.
 
     Its first step, which makes the states, has the shortest.
     """
-    return _requests(trainer)
-
-
-@cache
-def _requests(trainer: str) -> Requests:
-    return requests_of(RECIPE.replace(trainer=trainer), sorted({*LENGTHS, *BUCKETS}))
+    return requests_of(RECIPE, sorted({*LENGTHS, *BUCKETS}))
 
 
 def cured_lengths(cure: str) -> list[int]:

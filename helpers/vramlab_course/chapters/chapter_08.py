@@ -1,14 +1,18 @@
 """Chapter 08: run a written program in the notebook, on a small card too; what it learns from."""
 
 import ast
+import gc
 import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +20,51 @@ from unittest.mock import patch
 import torch
 import vramlab
 from vramlab.base.data import data_path
-from vramlab.report.report import MiB, Report
+from vramlab.report.report import Bytes, GiB, MiB, Report
 
+from ..base_model import base_model_folder
 from .small_card import Card
 
 HUB = "https://huggingface.co"
-LINE = 100  # characters
+# Where the parts of a written program begin that decide its memory, and what comes after each.
+DECIDING = {
+    "QUANTIZATION =": "def options",
+    "        # What decides": "def stop_unless",
+    "def load(": "class SaveOnInterrupt",
+}
+
+
+def deciding_lines(program: Path) -> str:
+    """The lines of a written program that decide its memory: base, adapters, batch, loading."""
+    text = program.read_text(encoding="utf-8")
+    parts = []
+    for begin, end in DECIDING.items():
+        parts.append(text[text.index(begin) : text.index(end)].rstrip())
+    return "\n\n".join(parts)
+
+
+def tensors(peak: Bytes) -> int:
+    """Bytes of a peak without cuBLAS's workspace, which is no tensor of the program."""
+    return peak.total - peak.workspace
+
+
+def evaluations(folder: Path) -> list[float]:
+    """The losses of a run on the rows that were held back, in their order."""
+    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    state = json.loads((newest / "trainer_state.json").read_text(encoding="utf-8"))
+    return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
+
+
+def in_terminal(program: Path, *options: str | Path) -> float:
+    """Run `python program options… --watch` and return the peak that it prints, in bytes."""
+    command = [sys.executable, program, *options, "--watch"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    # On a GPU the peak of the allocator stands there too, and that of the tensors is wanted.
+    peaks = [line for line in done.stdout.splitlines() if line.startswith("peak ")]
+    size, unit = next(line for line in peaks if "on this card" not in line).split()[1:3]
+    return float(size) * {"MiB": MiB, "GiB": GiB}[unit]
 
 
 def run(program: Path, *options: str, stop_in: int = 0) -> Report:
@@ -101,6 +144,9 @@ def small_card(limit: int) -> Iterator[None]:
         with _Small(limit):
             yield
         return
+    # What earlier runs have left in the allocator's cache would be room on top of the limit.
+    gc.collect()
+    torch.cuda.empty_cache()
     # the fraction is of the whole card, and what is reserved already counts towards it
     total = torch.cuda.get_device_properties(0).total_memory
     share = (torch.cuda.memory_reserved() + limit) / total
@@ -112,24 +158,14 @@ def small_card(limit: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def typed_heads(folder: Path | None = None) -> list[str]:
-    """The head of each function of one parameter under `folder` that names both types, each once.
+def typed_heads() -> list[str]:
+    """The samples: heads of functions of one parameter that name both types, each once.
 
-    Such as "def usable(card: Gpu) -> int:". Longer ones than a line are left out. None is those
-    that vramlab had on 27 November 2026, stored so that a count after training stays what it is.
+    Such as "def usable(card: Gpu) -> int:". They are those that vramlab had on 27 November 2026,
+    stored so that a count after training stays what it is.
     """
-    if folder is None:
-        lines = data_path("house_rule.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["text"] for line in lines]
-    heads = {}
-    for path in sorted(folder.rglob("*.py")):
-        # Read and not imported, as importing all of a package would load every library.
-        for function in _functions(path.read_text(encoding="utf-8")):
-            head = ast.unparse(function)
-            # A dictionary keeps the order, and each head once.
-            if all(_types(function)) and len(head) <= LINE:
-                heads[head] = True
-    return list(heads)
+    lines = data_path("house_rule.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines]
 
 
 def untyped_heads(texts: Iterable[str], count: int) -> list[str]:
@@ -174,6 +210,69 @@ def _functions(text: str) -> Iterator[ast.FunctionDef]:
 def _types(function: ast.FunctionDef) -> list[ast.expr | None]:
     """The types of parameters and result, None where there is none."""
     return [each.annotation for each in function.args.args] + [function.returns]
+
+
+@dataclass(frozen=True)
+class Student:
+    """The model that section 5 trains, the question to `plan`, and the form of samples and prompts.
+
+    A chat model gets a whole head as a question. The base model goes on with a head's beginning.
+    """
+
+    name: str  # a folder, or a name on the hub
+    is_chat: bool
+    wish: Mapping[str, Any]
+    learning_rate: str
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.name)
+
+    @property
+    def stop(self) -> dict[str, Any]:
+        """What `generate` needs to end with the head; a chat model ends by itself."""
+        return {} if self.is_chat else {"stop_strings": "\n", "tokenizer": self.tokenizer}
+
+    def sample(self, head: str) -> dict[str, Any]:
+        """A head with its types as a line of the data."""
+        return {"messages": chat(head)} if self.is_chat else {"text": head}
+
+    def rule(self, heads: list[str]) -> str:
+        """The rule as a prompt: in words, or as three heads to go on from."""
+        if self.is_chat:
+            return "Rewrite this head with type annotations for its parameter and its result:\n"
+        return "\n".join([*heads[:3], ""])
+
+    def prompt(self, head: str, told: str = "") -> str:
+        """What the model is asked to complete, after what it is `told`."""
+        if not self.is_chat:
+            return told + head.partition(")")[0]
+        turns = [{"role": "user", "content": told + head}]
+        return self.tokenizer.apply_chat_template(
+            turns,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,  # or Qwen3 would think aloud first
+        )
+
+    def head_in(self, made: str, head: str) -> str:
+        """The first head in what the model has made of `head`, or else its first line."""
+        begun = "" if self.is_chat else head.partition(")")[0]
+        lines = (begun + made).splitlines()
+        heads = [line for line in lines if line.startswith("def ")]
+        return (heads or lines or [""])[0]
+
+
+def choose(model: str) -> Student:
+    """The chat model where it can be had, and elsewhere the base model, at a length for a CPU."""
+    if reachable(model):
+        return Student(model, True, {"seq_len": 256, "global_batch": 8}, "2e-4")
+    # A card is named, as `plan` knows no CPU.
+    wish = {"seq_len": 128, "global_batch": 4, "precisions": "fp32", "gpu": "RTX 4090"}
+    return Student(str(base_model_folder()), False, wish, "5e-3")
 
 
 def reachable(model: str) -> bool:

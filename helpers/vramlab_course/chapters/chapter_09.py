@@ -1,30 +1,43 @@
 """What chapter 09's cells share.
 
-That is the base model's stages, sequence parallelism's part of a plan, a small mixture of experts,
-and each of them in one process, to compare with; and what each cut costs one of eight H100s.
+That is the base model's stages and layers, a small attention, a small mixture of experts, what
+sends their tensors between ranks, and each of them in one process, to compare with; and at the end
+what each cut costs one of eight H100s.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils.checkpoint import checkpoint
 from vramlab import Recipe, Sharding, simulate
-from vramlab.report.report import Bytes
+from vramlab.report.report import Bytes, GiB
 
 from ..base_model import load_base_model
+from ..collectives import Collectives
 
 HIDDEN = 32  # numbers of a token in the mixture
 VISITS = 2  # experts of each token
+TOKENS = 64  # of each rank in the mixture, and of the sample that the ring cuts
 # With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
 FORWARD = 2 / 8  # of a step's computing
+
+
+def receive(source: int) -> torch.Tensor:
+    """Return the activation, or its gradient, that a rank sends: one sample of 32 tokens.
+
+    It is a leaf: autograd stops there and leaves the gradient in its `grad`.
+    """
+    activation = torch.empty(1, 32, 256)
+    dist.recv(activation, source)
+    return activation.requires_grad_()
 
 
 class Stage(torch.nn.Module):
@@ -65,60 +78,191 @@ def gradient_of(layer: torch.nn.Module) -> float:
     return layer.self_attn.q_proj.weight.grad.norm().item()
 
 
-def base_model_alone() -> tuple[list[float], float]:
-    """Return each layer's `gradient_of`, and the loss, of four samples of 32 tokens at once."""
+def base_model_alone() -> list[float]:
+    """Return each layer's `gradient_of`, of four samples of 32 tokens at once."""
     model = load_base_model()
     ids = torch.arange(4 * 32).view(4, 32)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return [gradient_of(layer) for layer in model.model.layers], loss.item()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [gradient_of(layer) for layer in model.model.layers]
 
 
-def mixture(ranks: int) -> tuple[torch.Tensor, ...]:
-    """Return the experts' weights, tokens, and for each token its experts' shares and numbers.
+class _Recorded(PipelineStage):
+    """A stage that keeps the order of its passes, as ("forward" or "backward", micro-batch)."""
 
-    There is an expert and 64 tokens for each rank. The router is random, and likes the first expert
-    a little more.
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.passes: list[tuple[str, int]] = []
+
+    def forward_one_chunk(self, m: int, *given: Any, **named: Any) -> Any:
+        self.passes.append(("forward", m))
+        return super().forward_one_chunk(m, *given, **named)
+
+    def backward_one_chunk(self, m: int, *given: Any, **named: Any) -> Any:
+        self.passes.append(("backward", m))
+        return super().backward_one_chunk(m, *given, **named)
+
+
+def order_of_pytorch(rank: int, world: int, micro_batches: int = 4) -> list[tuple[str, int]]:
+    """Return the passes of this rank's stage in the order of PyTorch's `Schedule1F1B`."""
+    ids = torch.arange(4 * 32).view(micro_batches, 32)
+    stage = _Recorded(Stage(rank, world), rank, world, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
+    if rank == 0:
+        schedule.step(ids)  # the other ranks' input comes from the stage before
+    else:
+        schedule.step(target=ids)
+    return stage.passes
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the base model's layers gave on one rank.
+
+    Attributes:
+        output: of the last layer.
+        weights: how many numbers of them this rank holds.
+        sums: all-reduces of one layer, forward and backward together.
     """
+
+    output: torch.Tensor
+    weights: int
+    sums: int
+
+
+def run_layers(
+    cut: Mapping[str, ParallelStyle] | None = None,
+    world: int = 1,
+    checkpointing: bool = False,
+) -> Layers:
+    """Run the base model's layers forward and backward on two samples of 64 tokens.
+
+    `cut` says how each layer is cut over `world` ranks; without it this rank has all of it.
+    """
+    model = load_base_model().model
+    x = model.embed_tokens(torch.arange(2 * 64).view(2, 64)).detach()
+    positions = model.rotary_emb(x, torch.arange(64)[None])
+    if cut:
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model.layers:
+            parallelize_module(layer, mesh, dict(cut))
+    with Collectives() as counting:
+        for layer in model.layers:
+            run = partial(layer, position_embeddings=positions)
+            x = checkpoint(run, x, use_reentrant=False) if checkpointing else run(x)
+        x.square().sum().backward()
+    # A cut weight is a DTensor, which holds this rank's part.
+    parts = [getattr(weight, "_local_tensor", weight) for weight in model.layers.parameters()]
+    sums = counting.seen["all_reduce"].calls if cut else 0
+    return Layers(x.detach(), sum(part.numel() for part in parts), sums // len(model.layers))
+
+
+def whole_sample(width: int = 16) -> torch.Tensor:
+    """Return queries, keys and values of one sample: 3 × TOKENS × width numbers."""
+    return torch.randn(3, TOKENS, width, generator=torch.Generator().manual_seed(0))
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention over these keys, and for each query the logarithm of its softmax's sum.
+
+    `causal`: a query looks at the keys up to its own place only.
+    """
+    scores = q @ k.T / q.shape[1] ** 0.5
+    if causal:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -inf)
+    return scores.softmax(1) @ v, scores.logsumexp(1)
+
+
+def pass_on(k: torch.Tensor, v: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Send keys and values to the next rank, and return those of the rank before, stacked."""
+    mine = torch.stack([k, v])
+    theirs = torch.empty_like(mine)
+    work = dist.isend(mine, (rank + 1) % world)
+    dist.recv(theirs, (rank - 1) % world)
+    work.wait()
+    return theirs
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A layer of experts, one a rank, with a router that is not trained.
+
+    Attributes:
+        weights: of each expert.
+        tokens: of each rank.
+        likes: the router's preference of each token for each expert; they add up to 1.
+        shares: of each token's two experts in its output.
+        choice: their numbers.
+    """
+
+    weights: torch.Tensor
+    tokens: torch.Tensor
+    likes: torch.Tensor
+    shares: torch.Tensor
+    choice: torch.Tensor
+
+
+def mixture(ranks: int) -> Mixture:
+    """Return the mixture for that many ranks. Its router likes the first expert best."""
     torch.manual_seed(0)
     weights = torch.randn(ranks, HIDDEN, HIDDEN) / HIDDEN**0.5
     router = torch.randn(HIDDEN, ranks)
     router[:, 0] += 0.15
-    tokens = torch.randn(ranks, 64, HIDDEN) + 0.2
-    shares, choice = (tokens @ router).softmax(-1).topk(VISITS)
-    return weights, tokens, shares, choice
+    tokens = torch.randn(ranks, TOKENS, HIDDEN) + 0.2
+    likes = (tokens @ router).softmax(-1)
+    return Mixture(weights, tokens, likes, *likes.topk(VISITS))
 
 
 def mixture_alone(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mixture's outputs and its weights' gradients, computed in one process."""
-    weights, tokens, shares, choice = mixture(ranks)
-    weights.requires_grad_()
+    layer = mixture(ranks)
+    weights = layer.weights.requires_grad_()
     # r: ranks, t: tokens, k: a token's experts, h and w: numbers before and after
-    outputs = torch.einsum("rth,rtkhw,rtk->rtw", tokens, weights[choice], shares)
+    chosen = weights[layer.choice]
+    outputs = torch.einsum("rth,rtkhw,rtk->rtw", layer.tokens, chosen, layer.shares)
     outputs.square().sum().backward()
     return outputs.detach(), weights.grad
 
 
-def with_sequence(plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return the plan of a layer with sequence parallelism added.
+class _Travel(torch.autograd.Function):
+    """Rows to their ranks, and in the backward pass their gradients the way back."""
 
-    What lies between the blocks is then cut by tokens: each rank keeps some of them.
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, leaving: list[int], arriving: list[int]):
+        ctx.way_back = arriving, leaving
+        there = rows.new_empty(sum(arriving), rows.shape[1])
+        dist.all_to_all_single(there, rows.contiguous(), arriving, leaving)
+        return there
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor):
+        return _Travel.apply(slope, *ctx.way_back), None, None
+
+
+def travel(rows: torch.Tensor, leaving: list[int], arriving: list[int]) -> torch.Tensor:
+    """Send the first rows to rank 0, the next ones to rank 1 and so on, by an all-to-all.
+
+    Return the rows that arrive, in the order of their ranks. `leaving` and `arriving` have the
+    number of rows for and from each rank.
     """
-    tokens = Shard(1)
-    cut = dict(plan)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        cut[name] = RowwiseParallel(output_layouts=tokens)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        cut[name] = SequenceParallel()
-    cut["self_attn"] = PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": tokens},
-        desired_input_kwarg_layouts={"hidden_states": Replicate()},
-    )
-    cut["mlp"] = PrepareModuleInput(
-        input_layouts=tokens,
-        desired_input_layouts=Replicate(),
-    )
-    return cut
+    return _Travel.apply(rows, [*map(int, leaving)], [*map(int, arriving)])
+
+
+def announced(leaving: list[int]) -> list[int]:
+    """Tell each rank how many rows leave for it; return how many arrive here from each."""
+    counts = torch.as_tensor(leaving)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts)
+    return arriving.tolist()
+
+
+def row_of(name: str, report: Any) -> tuple[str, float, float, float, str]:
+    """Return a table's row of a prediction: GiB of weights, peak and upper end, and verdict."""
+    sizes = (report.peak.parameters, report.peak.total, report.process.high)
+    weights, peak, at_most = (size / GiB for size in sizes)
+    return name, weights, peak, at_most, report.verdict
 
 
 @dataclass(frozen=True)
@@ -150,26 +294,14 @@ class Way:
         waits = sum(max(0, sent / bandwidth - seconds) for sent, seconds in self.phases())
         return 1 / (1 - self.idle) + waits / self.computing
 
-    def hidden_from(self) -> float:
-        """Return the bytes/s of a link over which nothing is waited for; infinite without one."""
-        if not self.hides:
-            return inf
-        return max(sent / seconds for sent, seconds in self.phases())
 
-
-def ways_of_eight(
-    base: Recipe,
-    peaks: Mapping[str, Bytes],
-    rate: float,
-    bubbles: tuple[float, float],
-) -> dict[str, Way]:
+def ways_of_eight(base: Recipe, rate: float, idle: float) -> dict[str, Way]:
     """Return what each way to cut costs one of eight H100s in a pass, by name.
 
     Args:
         base: eight samples in a pass, with checkpointing.
-        peaks: a rank's under FSDP, tensor and pipeline parallelism, by names of the chapter's.
         rate: operations per second.
-        bubbles: the pipeline's, with 8 and with 32 micro-batches.
+        idle: the part of the time that a stage waits, with 32 micro-batches.
     """
     shape = base.shape
     weights = shape.num_parameters
@@ -189,17 +321,32 @@ def ways_of_eight(
     # Scores and their products with values, half of them behind the mask: forward, repeated, and
     # twice as much backward.
     attention = 4 * 4 * tokens**2 / 2 * shape.hidden_size * layers / 8 / rate
-    four = base.replace(batch_size=4, sharding=Sharding(3, 8, "fsdp"))
-    ring = base.replace(batch_size=1, seq_len=tokens, sharding=Sharding(3, 8, cp_size=8))
     gathers = (shard, 2 * shard)
     rings = (shard + keys, 2 * shard + 3 * keys)
-    staged = peaks["pipeline, 8 in turn"]  # no more with 32: 1F1B holds eight at most
-    few, many = bubbles
+    one = base.replace(batch_size=1)
+    fsdp = Sharding(3, 8, "fsdp")
+    tensor = Sharding(0, 8, "tensor")
+    # The last stage is the largest. 1F1B holds eight micro-batches at most, so 32 need no more.
+    last = Sharding(0, 8, "pipeline", micro_batches=8, rank=7)
+    ring = Sharding(3, 8, cp_size=8)
+
+    def way(recipe: Recipe, *costs: Any, **more: Any) -> Way:
+        return Way(simulate(recipe, gpu="H100").peak, *costs, **more)
+
     return {
-        "FSDP, 1 sample": Way(peaks["FSDP, 1 a rank"], gathers, computing),
-        "FSDP, 4 samples": Way(simulate(four, gpu="H100").peak, gathers, 4 * computing),
-        "tensor": Way(peaks["tensor, 8 in turn"], (0, sums), computing, hides=False),
-        "pipeline": Way(staged, (activations, activations), computing, idle=few),
-        "pipeline, 32 in turn": Way(staged, (4 * activations,) * 2, 4 * computing, idle=many),
-        "context, FSDP": Way(simulate(ring, gpu="H100").peak, rings, computing + attention),
+        "FSDP, 1 a rank": way(one.replace(sharding=fsdp), gathers, computing),
+        "FSDP, 4 a rank": way(one.replace(batch_size=4, sharding=fsdp), gathers, 4 * computing),
+        "tensor, 8 at once": way(base.replace(sharding=tensor), (0, sums), computing, hides=False),
+        "tensor, 8 in turn": way(
+            one.replace(gradient_accumulation_steps=8, sharding=tensor),
+            (0, sums),
+            computing,
+            hides=False,
+        ),
+        "pipeline, 32 in turn": way(
+            base.replace(sharding=last), (4 * activations,) * 2, 4 * computing, idle=idle
+        ),
+        "context, 1 long sample": way(
+            one.replace(seq_len=tokens, sharding=ring), rings, computing + attention
+        ),
     }

@@ -1,17 +1,15 @@
 """What chapter 10's cells share.
 
-That is what autograd saves, what a call makes, bytes of tensors and of a cache, and a step next to
-vLLM.
+That is what autograd saves, what a call makes, bytes of tensors and of a cache, a cache beside
+transformers' own, and who shares a card with vLLM.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from vramlab import Recipe, simulate
 from vramlab.report.report import Report
 
 from ..made_tensors import MadeTensors
@@ -80,19 +78,52 @@ def largest_made(call: Callable[[], Any]) -> int:
     return largest.bytes
 
 
-def beside_vllm(
-    recipe: Recipe,
-    card: str,
-    share: float | None,
-    sleeps: bool = False,
-) -> Report:
-    """Simulate GRPO's step on `card`, with vLLM on a `share` of it; None: on another card."""
-    if share is None:
-        vllm = replace(recipe.rollouts, vllm_mode="server")
-    else:
-        vllm = replace(
-            recipe.rollouts,
-            vllm_gpu_memory_utilization=share,
-            vllm_enable_sleep_mode=sleeps,
-        )
-    return simulate(recipe.replace(rollouts=vllm), gpu=card)
+def cache_row(
+    remember: Callable[..., Any],
+    key_heads: int,
+    window: int | None,
+) -> tuple[str, bool, int, int]:
+    """Return how `remember` does on 256 tokens, one after another, with 8 heads of queries.
+
+    That is a name, whether attention gives what it gives of all tokens at once, and the bytes that
+    `remember` and transformers' own cache keep.
+    """
+    from torch.nn.functional import scaled_dot_product_attention as attention
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    queries = torch.randn(1, 8, 256, 32)
+    new = torch.randn(1, 2 * key_heads, 256, 32)  # keys, then values
+    theirs = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
+    kept = None
+    outputs = []
+    for number in range(256):
+        now = (slice(None), slice(None), slice(number, number + 1))
+        seen, kept = remember(kept, new[now][0], window)
+        outputs.append(attention(queries[now], *seen[None].chunk(2, 1), enable_gqa=True))
+        theirs.update(*new[now].chunk(2, 1))
+    # Each query sees its own token, those before it, and of these as many as the window has.
+    mask = torch.ones(256, 256, dtype=torch.bool).tril().triu(1 - (window or 256))
+    at_once = attention(queries, *new.chunk(2, 1), attn_mask=mask, enable_gqa=True)
+    name = f"{key_heads} of keys" + (f", window {window}" if window else "")
+    same = torch.allclose(torch.cat(outputs, 2), at_once, atol=1e-5)
+    return name, same, nbytes([kept]), nbytes([theirs.keys, theirs.values])
+
+
+def tenants_of(report: Report, alone: Report) -> dict[str, dict[str, int]]:
+    """Return what each tenant of GRPO has in each phase, for a report of LoRA next to vLLM.
+
+    `alone` is the same training with vLLM on another card.
+    """
+    found = {}
+    for phase, name in (("sample", "generate"), ("score", "score"), ("train", "backward")):
+        own = alone.phases[name].peak
+        found[phase] = {
+            "policy": own.parameters,
+            "optimizer states": own.optimizer_states,
+            "engine": report.phases[name].peak.total - own.total,
+            # The rest is logits while it scores, and activations with their gradients later.
+            "logits" if phase == "score" else "activations": own.total
+            - own.parameters
+            - own.optimizer_states,
+        }
+    return found

@@ -1,4 +1,4 @@
-"""Drawings of chapter 04: which rank holds what, what two collectives do, who waits for what."""
+"""Drawings of chapter 04: which rank holds what and when, two collectives, who waits for what."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,17 +7,14 @@ from vramlab.interfaces.plot import style
 
 Numbers = Sequence[Sequence[int]]  # of each rank
 THIN = {"edgecolor": "#888888", "linewidth": 0.6}
-PIECES = 8  # of a pass, in which the drawing shows what waits
 
 PARTS = ("parameters", "gradients", "optimizer_states")
-# What each way divides among the ranks; "slices" of every matrix, or some of the "layers".
+# What each way divides among the ranks.
 WAYS = {
     "data parallel": (),
     "ZeRO-1": PARTS[2:],
     "ZeRO-2": PARTS[1:],
     "ZeRO-3": PARTS,
-    "tensor": "slices",
-    "pipeline": "layers",
 }
 
 
@@ -33,69 +30,33 @@ def who_holds_what(
     Each way of dividing them is a row.
 
     A frame is the whole of one part, as wide as its share of `sizes`, and what other ranks hold of
-    it is white. Tensor parallelism divides each layer upright, pipelining across, ZeRO flat lists.
+    it is white.
     """
-    about = "derived: P parameters, G gradients, S states; white: held by other ranks"
+    about = "derived · W weights, G gradients, S states · white: on other ranks"
+    figure, ax = style.start(title, about)
     # Three together, whatever the sizes are, so that ranks stand at fixed places.
     widths = [len(PARTS) * size / sum(sizes) for size in sizes]
-    figure, ax = style.start(title, about)
-    ranks = range(world_size)
-    share = 1 / world_size
+    looks = style.look(PARTS).values()
     rows = [("way", *(f"{part} on one rank" for part in PARTS))]
     for row, way in enumerate(ways):
-        divided = WAYS[way]
-        low = -1.3 * row
-        cut = [part in divided or isinstance(divided, str) for part in PARTS]
-        for i, look in enumerate(style.look(PARTS).values()):
-            width = widths[i]
-            # 3.9 from rank to rank: the three parts, gaps of 0.08 and a wider gap between ranks.
-            offset = sum(widths[:i]) + 0.08 * i
-            left = [3.9 * rank + offset for rank in ranks]
-            empty = {"facecolor": "white", **THIN}
-            ax.bar(left, 1, width, low, align="edge", **empty)
-            # A rank has its layers of everything: a band across.
-            if divided == "layers":
-                ax.bar(
-                    left,
-                    share,
-                    width,
-                    [low + 1 - (rank + 1) * share for rank in ranks],
-                    align="edge",
-                    **look,
-                )
-            # Its part of the flat list, or of each matrix: a band upright.
-            elif cut[i]:
-                ax.bar(
-                    [x + rank * share * width for rank, x in enumerate(left)],
-                    1,
-                    share * width,
-                    low,
-                    align="edge",
-                    **look,
-                )
-            else:
-                ax.bar(left, 1, width, low, align="edge", **look)
-            # The letters stand above the first row alone.
-            waiting = left if row == 0 else ()
-            for x in waiting:
-                ax.text(
-                    x + width / 2,
-                    1.08,
-                    "PGS"[i],
-                    ha="center",
-                    va="bottom",
-                    fontsize=9.5,
-                )
-        rows.append((way, *(f"1/{world_size}" if one else "all" for one in cut)))
-    ax.set(
-        xlim=(-0.2, 3.9 * world_size - 0.6),
-        ylim=(-1.3 * row - 0.2, 1.55),
-    )
+        box = {"height": 1, "bottom": -1.3 * row, "align": "edge"}
+        shares = [1 / world_size if part in WAYS[way] else 1 for part in PARTS]
+        for rank in range(world_size):
+            left = 3.9 * rank
+            for letter, width, share, look in zip("WGS", widths, shares, looks, strict=True):
+                begin = left + rank * share * width if share < 1 else left
+                ax.bar(left, width=width, facecolor="white", **THIN, **box)
+                ax.bar(begin, width=share * width, **look, **box)
+                # The letters stand above the first row alone.
+                if row == 0:
+                    ax.text(left + width / 2, 1.08, letter, ha="center", va="bottom", fontsize=9.5)
+                left += width + 0.08
+        said = ("all" if share == 1 else f"1/{world_size}" for share in shares)
+        rows.append((way, *said))
+    ax.set(xlim=(-0.2, 3.9 * world_size - 0.6), ylim=(-1.3 * row - 0.2, 1.55))
     ax.set_yticks([0.5 - 1.3 * row for row in range(len(ways))], ways)
-    ax.set_xticks(
-        [3.9 * rank + 1.58 for rank in ranks],
-        [f"rank {rank}" for rank in ranks],
-    )
+    ranks = range(world_size)
+    ax.set_xticks([3.9 * rank + 1.58 for rank in ranks], [f"rank {rank}" for rank in ranks])
     _bare(ax)
     return style.finish(figure, rows, f"Frames. {title} on {world_size} ranks.", say_rows=True)
 
@@ -147,11 +108,41 @@ def two_collectives(given: Numbers, reduced: Numbers, gathered: Numbers, title: 
 
 
 @style.styled()
+def gather_use_free(layers: int, title: str):
+    """Return a figure of what one of two ranks has of each layer's weight while a step runs.
+
+    A column is a pass through one layer. The rank's own half is dark at all times; the half that
+    was gathered is pale.
+    """
+    figure, ax = style.start(title, "rank 0 of two · dark: its shard · pale: gathered for a moment")
+    ascending = range(1, layers + 1)
+    passes = [("forward", layer, "gather") for layer in ascending]
+    passes += [("backward", layer, "gather, then\nreduce-scatter") for layer in ascending[::-1]]
+    own = style.LINES[0][0]
+    box = {"align": "edge", "height": 0.7}
+    lows = [-layer for layer in ascending]
+    for column, (name, whole, sends) in enumerate(passes):
+        ax.bar(layers * [column], width=0.8, bottom=lows, facecolor="white", **THIN, **box)
+        ax.bar(layers * [column], width=0.4, bottom=lows, facecolor=own, **box)
+        ax.bar(column + 0.4, width=0.4, bottom=-whole, facecolor=(own, 0.35), **box)
+        for y, text in ((0.35, f"{name}\nlayer {whole}"), (-layers - 0.4, sends)):
+            ax.text(column + 0.4, y, text, ha="center", va="center", fontsize=8.5)
+    names = [*(f"layer {layer}" for layer in ascending), "sent"]
+    ax.set_yticks([low + 0.35 for low in [*lows, -layers - 0.75]], names)
+    ax.set_xticks([])
+    ax.set(xlim=(-0.1, len(passes)), ylim=(-layers - 0.7, 0.8))
+    _bare(ax)
+    figure.set_figheight(2.9)
+    rows = [("pass", "whole layer", "sent"), *((name, f"{n}", sent) for name, n, sent in passes)]
+    return style.finish(figure, rows, f"Boxes in time. {title}.", say_rows=True)
+
+
+@style.styled()
 def two_lanes(steps: Mapping[str, Mapping[str, tuple[float, float]]], title: str, about: str):
     """Return a figure of a step's passes in time: above what computes, below what is sent.
 
     `steps` has by name each step's passes, with the seconds of computing and of sending. A pass
-    takes the longer of both, and the shorter is drawn in pieces, with the waiting between them.
+    takes the longer of both; the other lane waits for the rest of it, which is white.
     """
     figure, ax = style.start(title, about)
     rows = [("step and pass", "computing, s", "sending, s", "takes, s")]
@@ -162,12 +153,12 @@ def two_lanes(steps: Mapping[str, Mapping[str, tuple[float, float]]], title: str
         start = 0.0
         for label, both in passes.items():
             takes = max(both)
-            begins = [start + takes * piece / PIECES for piece in range(PIECES)]
             for lane, seconds in enumerate(both):
                 at = (low - 0.9 * lane, 0.8)
-                bars = [(begin, seconds / PIECES) for begin in begins]
                 ax.broken_barh([(start, takes)], at, facecolor="white", **THIN)
-                ax.broken_barh(bars, at, facecolor=style.LINES[lane][0], edgecolor="white", lw=0.4)
+                ax.broken_barh(
+                    [(start, seconds)], at, facecolor=style.LINES[lane][0], edgecolor="white"
+                )
             ax.text(start + takes / 2, low + 0.88, label, ha="center", fontsize=9.5)
             rows.append((f"{name}, {label}", *(f"{n:.2f}" for n in (*both, takes))))
             start += takes

@@ -1,8 +1,45 @@
-"""The drawing of chapter 06."""
+"""Drawings of chapter 06. Each function draws a figure and returns it."""
 
 from collections.abc import Mapping, Sequence
 
+from vramlab import MiB, Report
 from vramlab.interfaces.plot import canvas, style
+
+
+def one_block(weights: Sequence[float], levels: Sequence[float]):
+    """Draw how each weight of a block moves to the nearest level, times the block's scale."""
+    scale = max(map(abs, weights))
+    title = "A weight becomes the number of the nearest level"
+    with canvas(title, f"Arrows from weights to levels. {title}.", "derived: one block") as ax:
+        for code, level in enumerate(levels):
+            ax.plot([scale * level] * 2, [-0.1, 0.1], color=style.INK, linewidth=4)
+            ax.text(scale * level, -0.5, f"code {code}\n{level:g} × {scale:g}", ha="center")
+        for weight in weights:
+            distances = {abs(weight - scale * level): scale * level for level in levels}
+            end = distances[min(distances)]
+            ax.annotate("", (end, 0.12), (weight, 0.97), arrowprops={"arrowstyle": "-|>"})
+            ax.plot(weight, 1, "o", markersize=8)
+            ax.text(weight, 1.12, f"{weight:g}", ha="center")
+        ax.set(xlabel="weight", ylim=(-0.75, 1.4), yticks=[])
+        ax.margins(x=0.1)
+    return ax.figure
+
+
+def steps(reports: Mapping[str, Report], weights: float, title: str, about: str):
+    """Draw MiB over the allocations of a step: a line for each report, dashed the `weights`."""
+    rows = [("MiB", "highest in forward", "at its end", "highest in backward")]
+    alt = f"Lines over one step. {title}."
+    with canvas(title, alt, about, rows) as ax:
+        for name, report in reports.items():
+            forward, backward = report.phases["forward"], report.phases["backward"]
+            moments = (forward.peak, forward.end, backward.peak)
+            rows.append((name, *(moment.total / MiB for moment in moments)))
+            sizes = [moment.bytes.total / MiB for moment in report.timeline]
+            turn = sum(moment.phase == "forward" for moment in report.timeline)
+            ax.plot(sizes, label=name, marker="o", markevery=[turn])
+        ax.axhline(weights, ls="--", color=style.INK, label="the weights in fp32")
+        ax.set(xlabel="allocations in order; ●: backward begins", ylabel="MiB", ylim=(0, None))
+    return ax.figure
 
 
 def by_length(
@@ -15,30 +52,16 @@ def by_length(
 
     `sizes` is by a way's name and whether it checkpoints.
     """
-    rows = [("tokens of one sample, GiB", *(f"{length:,}" for length in lengths))]
-    for (name, checkpoints), line in sizes.items():
-        words = "" if checkpoints else ", no checkpointing"
-        rows.append((name + words, *(f"{size:.1f}" for size in line)))
-    alt = f"Lines that rise with the length. {title}. " + "; ".join(map(", ".join, rows)) + "."
+    rows = [("GiB, by tokens of one sample", *(f"{length:,}" for length in lengths))]
     names = dict.fromkeys(name for name, _ in sizes)
     # A way has one colour with and without checkpointing.
     looks = dict(zip(names, style.LINES, strict=False))
-    with canvas(title, alt, about, rows) as ax:
+    with canvas(title, f"Lines that rise with the length. {title}.", about, rows) as ax:
         for (name, checkpoints), line in sizes.items():
             colour, mark, _ = looks[name]
-            dash = "-" if checkpoints else "--"
-            label = name if checkpoints else f"_{name}"
-            ax.plot(
-                lengths,
-                line,
-                dash,
-                marker=mark,
-                markersize=5,
-                color=colour,
-                label=label,
-            )
-        # An empty line that explains the dashes in the legend.
-        ax.plot([], [], "--", color=style.INK, label="dashed: no checkpointing")
-        ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            dash, words = ("-", "") if checkpoints else ("--", ", no checkpointing")
+            ax.plot(lengths, line, dash, marker=mark, color=colour, label=name + words)
+            rows.append((name + words, *line))
+        ax.set_xticks(lengths, rows[0][1:])
         ax.set(xlabel="tokens of one sample", ylabel="peak, GiB", ylim=(0, None))
     return ax.figure

@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB, MiB
 
-from ..fragmentation import Followed
-
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from ..chapters.chapter_07 import Segments
     from ..memory_history import Snapshot
 
 # Labels of a loop and their colours; PyTorch itself labels the first, under another name.
@@ -41,7 +38,6 @@ PYTORCH_LABELS = {
     "cudaStreamSynchronize": "#CC79A7",
 }
 BANDS = (BLUE, RED, GREEN, "#CC79A7", "#E69F00", "#BBBBBB")
-NEAR = {"textcoords": "offset points"}
 Span = tuple[float, float]
 
 
@@ -228,77 +224,51 @@ def layer_times(
     return ax.figure
 
 
-@style.styled()
-def histories(runs: Mapping[str, "Snapshot"], title: str, subtitle: str):
-    """Return a figure of memory histories, each on its own scale.
-
-    It shows what is alive over events, by the line that asked for it.
-    """
-    figure, axes = style.start(title, subtitle, rows=len(runs), sharex=True)
-    # The lines that hold most in the first run, for all panels, so that a colour means one line
-    # everywhere.
-    first = next(iter(runs.values()))
-    lines = [group.line for group in first.largest(count=len(BANDS) - 1)]
-    rows = [("run", "peak, MiB", "at the end, MiB")]
-    longest = max(len(snapshot.allocated) for snapshot in runs.values())
-    for ax, (name, snapshot) in zip(axes, runs.items(), strict=True):
-        events = range(len(snapshot.allocated))
-        bands = [[0] * len(events) for _ in BANDS]
-        for block in snapshot.blocks:
-            # What no line of the legend asked for goes into the last band.
-            band = bands[lines.index(block.line) if block.line in lines else -1]
-            band[block.born] += block.size
-            if block.freed is not None:
-                band[block.freed] -= block.size
-        heights = []
-        for band in bands:
-            total = 0
-            # From changes to what is alive: a running sum.
-            heights.append([(total := total + change) / MiB for change in band])
-        labels = [f"{line.file}:{line.number}" if line.number else line.file for line in lines]
-        names = [*labels, "all other lines"][: len(BANDS)]
-        ax.stackplot(events, heights, colors=BANDS, labels=names, step="post", linewidth=0)
-        sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
-        said = f"{name}: at most {sizes[0] / MiB:,.1f} MiB"
-        ax.annotate(
-            said,
-            (0, 1),
-            (6, -14),
-            xycoords="axes fraction",
-            **NEAR,
-            fontweight="bold",
-        )
-        ax.set(
-            ylabel="MiB alive",
-            xlim=(0, longest),
-            ylim=(0, 1.25 * sizes[0] / MiB),
-        )
-        rows.append((name, *(f"{size / MiB:.1f}" for size in sizes)))
-    axes[-1].set_xlabel("allocations and releases, in their order")
+def history(snapshot: "Snapshot", title: str, subtitle: str):
+    """Return a figure of a memory history: what is alive over events, by the line that asked."""
+    # The lines that hold most, in the order of the legend.
+    lines = [group.line for group in snapshot.largest(count=len(BANDS) - 1)]
+    events = range(len(snapshot.allocated))
+    bands = [[0] * len(events) for _ in BANDS]
+    for block in snapshot.blocks:
+        # What no line of the legend asked for goes into the last band.
+        band = bands[lines.index(block.line) if block.line in lines else -1]
+        band[block.born] += block.size
+        if block.freed is not None:
+            band[block.freed] -= block.size
+    heights = []
+    for band in bands:
+        total = 0
+        # From changes to what is alive: a running sum.
+        heights.append([(total := total + change) / MiB for change in band])
+    labels = [f"{line.file}:{line.number}" if line.number else line.file for line in lines]
+    names = [*labels, "all other lines"][: len(BANDS)]
+    sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
+    rows = [("peak, MiB", "at the end, MiB"), tuple(f"{size / MiB:.1f}" for size in sizes)]
     alt = (
-        f"{title}. Coloured bands over time, a band for each line of code; in the first panel "
-        f"they climb like stairs."
+        f"{title}. Coloured bands over time, a band for each line of code, which climb like stairs."
     )
-    return style.finish(figure, rows, alt, say_rows=True)
+    with canvas(title, alt, subtitle, rows) as ax:
+        ax.stackplot(events, heights, colors=BANDS, labels=names, step="post", linewidth=0)
+        ax.set(
+            xlabel="allocations and releases, in their order",
+            ylabel="MiB alive",
+            xlim=(0, len(events)),
+        )
+    return ax.figure
 
 
 def segments(
-    held: "Segments",
+    held: Sequence[Sequence[tuple[int, int]]],
     request: int,
     title: str,
     subtitle: str,
-    count: int = 14,
 ):
-    """Return a figure of the largest segments, and the `request` of bytes above them.
+    """Return a figure of segments, and the `request` of bytes above them.
 
-    Blocks in use are filled.
+    A segment is its pieces in the order of their addresses: (bytes, 1 if it is free).
     """
-
-    def size_of(segment: Sequence) -> int:
-        return sum(block.size for block in segment)
-
-    large = sorted(held.segments, key=size_of, reverse=True)[:count]
-    rows = [("segment", "GiB", "largest free block, GiB")]
+    rows = [("segment", "GiB", "largest free piece, GiB")]
     alt = (
         f"{title}. Bars of segments, most of them white, which is free; the request on top is "
         f"longer than any white part."
@@ -312,45 +282,39 @@ def segments(
             color=style.ALARM,
             label="the next request",
         )
-        for y, segment in enumerate(large):
+        for y, segment in enumerate(held):
             start = 0.0
-            for block in segment:
-                size = block.size / GiB
+            for size, free in segment:
                 look = {"color": "white", "edgecolor": style.INK, "linewidth": 0.6, "label": "free"}
-                if not block.free:
+                if not free:
                     look = {"color": BLUE, "linewidth": 0, "label": "in use"}
-                ax.barh(y, size, 0.8, left=start, **look)
-                start += size
+                ax.barh(y, size / GiB, 0.8, left=start, **look)
+                start += size / GiB
             # The largest alone counts: a request needs one block.
-            free = max((block.size for block in segment if block.free), default=0)
-            rows.append((str(y + 1), f"{start:.2f}", f"{free / GiB:.2f}"))
+            largest = max((size for size, free in segment if free), default=0)
+            rows.append((str(y + 1), f"{start:.2f}", f"{largest / GiB:.2f}"))
         ax.axvline(request / GiB, color=style.ALARM, linestyle=":")
         ax.set(
             xlabel="GiB; each bar is a segment, its blocks in the order of their addresses",
             yticks=[],
-            ylim=(len(large) - 0.3, -2),
+            ylim=(len(held) - 0.3, -2),
         )
     return ax.figure
 
 
 def climb(
-    run: Followed,
-    lengths: list[int],
+    run: Mapping[str, Sequence[int]],
+    lengths: Sequence[int],
     room: int,
     title: str,
     subtitle: str,
 ):
-    """Return a figure of reserved and allocated memory over steps of `lengths`.
+    """Return a figure of steps of `lengths`: bytes "allocated" at most, and "reserved" afterwards.
 
     A line shows the card's `room` in bytes.
     """
     steps = range(1, len(lengths) + 1)
-    held = [size / GiB for size in run.between]
-    # `ends` are positions in the log, so a pair of them is one step.
-    peaks = []
-    for begin, end in pairwise(run.ends):
-        peak = max(run.allocated[begin:end])
-        peaks.append(peak / GiB)
+    held = [size / GiB for size in run["reserved"]]
     alt = (
         "Allocated goes up and down. Reserved only rises, at the samples longer than all "
         "before, in the end past the line."
@@ -358,22 +322,25 @@ def climb(
     with canvas(title, alt, subtitle) as ax:
         ax.bar(
             steps,
-            held[1:],
+            held,
             width=1,
             color=style.PROCESS,
             label="reserved after the step",
         )
+        peaks = [size / GiB for size in run["allocated"]]
         ax.bar(steps, peaks, color=BLUE, label="allocated at most")
         ax.axhline(
             room / GiB,
             color=style.ALARM,
             linestyle="--",
-            label="what the card leaves them",
+            label="what the card has for them",
         )
-        for step, length in zip(steps, lengths, strict=True):
-            before = held[step - 1]
-            after = held[step]
+        for step, (before, after) in enumerate(pairwise(held), 2):
             if after > before + 0.1:  # a small segment of 2 MiB is not to be seen
-                ax.text(step - 0.4, after - 0.2, f"{length:,}", va="top")
-        ax.set(xlabel="step; where reserved climbs, the tokens of the step's samples", ylabel="GiB")
+                ax.text(step - 0.4, after + 0.2, f"{lengths[step - 1]:,}")
+        ax.set(
+            xlabel="step; where reserved climbs, the tokens of the step's samples",
+            ylabel="GiB",
+            ylim=(0, 1.15 * held[-1]),
+        )
     return ax.figure

@@ -1,9 +1,9 @@
-"""Drawings of chapter 09: when each stage of a pipeline works, and what each split costs."""
+"""Drawings of chapter 09: where a model and its batch can be cut, and what each cut costs."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import accumulate
-from math import isfinite
+from typing import Any
 
 from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import layers, split_of
@@ -12,8 +12,158 @@ from vramlab.report.report import GiB
 from ..chapters.chapter_09 import Way
 
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
-NO_BAR = 1.02  # below that a bar from 1 × on is thinner than its edge
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
+THIN = {"edgecolor": "#888888", "linewidth": 0.6}
+SHARED = "#DDDDDD"  # what all ranks have
+HATCHES = ("", "///", "...", "xxx")  # of ranks 0 to 3, for grey print
+# The map's cuts between two cards: what each card holds of model and batch, and what travels.
+CUTS = {
+    "DDP (chapter 04)": ("the whole model, its own samples", "gradients"),
+    "1 · FSDP": ("half of each weight, its own samples", "weights and gradients"),
+    "2 · pipeline": ("some of the layers, all samples", "activations, at the cut"),
+    "3 · tensor": ("half of each matrix, all samples", "sums, in every layer"),
+    "4 · context": ("the whole model, half of each sample", "keys and values"),
+    "5 · experts": ("half of the experts, its own samples", "tokens, there and back"),
+}
+
+
+def _rank_look(rank: int | None) -> dict[str, Any]:
+    """Return the face of what a rank holds; None: of what all hold."""
+    if rank is None:
+        return {"facecolor": SHARED}
+    colour = style.LINES[rank][0]
+    return {"facecolor": (colour, 0.55), "hatch": HATCHES[rank], "edgecolor": "white"}
+
+
+def _box(ax: Any, at: tuple[float, float], size: tuple[float, float], **look: Any) -> None:
+    """Draw a rectangle by its lower left corner."""
+    x, y = at
+    width, height = size
+    ax.bar(x, height, width, y, align="edge", **{"linewidth": 0.0} | look)
+
+
+def _bare(ax: Any) -> None:
+    """Take away what is no part of a drawing: grid, ticks and frame."""
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+
+
+def _holder(cut: str, layer: int, column: int, upper: bool) -> int | None:
+    """Return which of two cards holds a piece of a layer on the map; None: both."""
+    return {
+        "1 · FSDP": int(not upper),
+        "2 · pipeline": layer // 2,
+        "3 · tensor": column // 2,
+        "5 · experts": None if upper else column // 2,
+    }.get(cut)
+
+
+def _reader(cut: str, sample: int, token: int) -> int | None:
+    """Return which of two cards computes with a token of a sample on the map; None: both."""
+    if cut in ("2 · pipeline", "3 · tensor"):
+        return None
+    return token // 2 if cut == "4 · context" else sample
+
+
+@style.styled()
+def map_of_cuts(title: str):
+    """Return a figure of one model and one batch, cut between two cards in each way of `CUTS`."""
+    about = "left: a batch of 2 samples × 4 tokens · right: a model of 4 layers"
+    figure, ax = style.start(title, about)
+    for number, (cut, (_, travels)) in enumerate(CUTS.items()):
+        left = 7.4 * (number % 3)
+        low = -6.6 * (number // 3)
+        ax.text(left, low + 4.55, cut, fontweight="bold", fontsize=9.5)
+        ax.text(left, low - 0.3, f"travels: {travels}", va="top", fontsize=8)
+        ax.text(left, low + 2.85, "batch", fontsize=8, color="#444444")
+        for sample in range(2):
+            for token in range(4):
+                at = (left + 0.5 * token, low + 2.2 - 0.6 * sample)
+                look = _rank_look(_reader(cut, sample, token))
+                _box(ax, at, (0.46, 0.46), **look)
+        for layer in range(4):
+            for column in range(4):
+                for upper in (False, True):
+                    at = (left + 2.7 + column, low + 3.4 - 1.1 * layer + 0.45 * upper)
+                    look = _rank_look(_holder(cut, layer, column, upper))
+                    # Experts are blocks of their own; everything else is one piece.
+                    gap = 0.12 if "experts" in cut and not upper else 0.0
+                    _box(ax, at, (1 - gap, 0.45), **look)
+    for rank in (0, 1, None):
+        name = "on both cards" if rank is None else f"card {rank} only"
+        ax.bar(0, 0, label=name, **_rank_look(rank))
+    ax.set(xlim=(-0.2, 22), ylim=(-7.6, 5.2))
+    _bare(ax)
+    rows = [("cut", "a card holds", "travels")]
+    rows += [(cut, *both) for cut, both in CUTS.items()]
+    return style.finish(figure, rows, f"Six small drawings. {title}.", say_rows=True)
+
+
+@style.styled()
+def tensor_cut(title: str):
+    """Return a figure of a feed-forward block that is cut for two ranks."""
+    figure, ax = style.start(title, "grey: on both ranks · blue: rank 0 · hatched: rank 1")
+    # The rank that holds it, left, low, width and height.
+    for rank, *at, width, height in (
+        (None, 0, 2.5, 4, 3),  # x
+        (0, 6, 2, 4, 4),  # up, by columns
+        (1, 10, 2, 4, 4),
+        (0, 16, 2.5, 4, 3),  # the wide numbers
+        (1, 20, 2.5, 4, 3),
+        (0, 26, 4, 4, 4),  # down, by rows
+        (1, 26, 0, 4, 4),
+        (0, 32, 2.5, 4, 3),  # the parts
+        (1, 38, 2.5, 4, 3),
+        (None, 44, 2.5, 4, 3),  # y
+    ):
+        _box(ax, (at[0], at[1]), (width, height), **_rank_look(rank))
+    heads = {2: "x", 10: "up", 20: "relu of each", 28: "down", 34: "part 0", 40: "part 1", 46: "y"}
+    for middle, name in heads.items():
+        ax.text(middle, 8.5, name, ha="center", fontsize=9)
+    for middle, sign in zip((5, 15, 25, 31, 37, 43), "@→@→+=", strict=True):
+        ax.text(middle, 4, sign, ha="center", va="center", fontsize=12)
+    ax.text(37, 0.6, "the all-reduce", ha="center", fontsize=9)
+    ax.set(xlim=(-0.3, 48.3), ylim=(-0.3, 9.5))
+    _bare(ax)
+    figure.set_figheight(2.4)
+    alt = f"Matrices in a row. {title}. x is on both ranks. Each rank has half of the columns of "
+    alt += "up, so half of the wide numbers, and the half of the rows of down that belong to them. "
+    alt += "Its part is as large as y, and an all-reduce adds both parts."
+    return style.finish(figure, [], alt)
+
+
+@style.styled()
+def ring(title: str, ranks: int = 4):
+    """Return a figure of whose keys each rank has in each step; pale: keys of later tokens."""
+    about = "queries stay; keys and values go one rank to the right in every step, and from the "
+    about += "last to the first · white: later tokens, which are not looked at"
+    figure, ax = style.start(title, about)
+    rows = [("step", *(f"rank {rank}" for rank in range(ranks)))]
+    for step in range(ranks):
+        line = [str(step)]
+        for rank in range(ranks):
+            source = (rank - step) % ranks
+            looked_at = source <= rank
+            look = _rank_look(source) if looked_at else {"facecolor": "white", **THIN}
+            _box(ax, (rank, -step), (0.8, 0.72), **look)
+            words = f"keys {source}"
+            ax.text(rank + 0.4, 0.36 - step, words, ha="center", va="center", bbox=style.PATCH)
+            line.append(words if looked_at else f"{words}, not looked at")
+            if step + 1 < ranks and rank + 1 < ranks:
+                tip = {"arrowstyle": "->", "color": style.INK}
+                ax.annotate("", (rank + 1.1, -step - 0.25), (rank + 0.75, -step), arrowprops=tip)
+        rows.append(tuple(line))
+    _bare(ax)
+    heads = [f"rank {rank}:\nqueries {rank}" for rank in range(ranks)]
+    ax.set_xticks([rank + 0.4 for rank in range(ranks)], heads)
+    ax.set_yticks([0.36 - step for step in range(ranks)], [f"step {step}" for step in range(ranks)])
+    ax.tick_params(length=0)
+    ax.xaxis.tick_top()
+    ax.set(xlim=(-0.1, ranks), ylim=(0.8 - ranks, 0.9))
+    figure.set_figheight(3.4)
+    return style.finish(figure, rows, f"A grid of steps and ranks. {title}.", say_rows=True)
 
 
 def stage_order(
@@ -76,6 +226,12 @@ def bubble(ends: dict[tuple[int, str, int], float]) -> float:
     stages = 1 + max(stage for stage, *_ in ends)
     whole = stages * max(ends.values())
     return 1 - busy / whole
+
+
+def waiting(order: Order, stages: int, micro_batches: int) -> float:
+    """Return the share of the stages' time in which they wait, if each follows `order`."""
+    orders = [order(stage, stages, micro_batches) for stage in range(stages)]
+    return bubble(pipeline_ends(orders))
 
 
 def most_held(order: list[tuple[str, int]]) -> int:
@@ -152,7 +308,7 @@ def ways_to_cut(
 ):
     """Return a figure of the ways: GiB a rank above, and below how much longer a pass takes.
 
-    `links` are bytes per second by name. A pass that only computes has "1 ×" in place of a bar.
+    `links` are bytes per second by name.
     """
     figure, axes = style.start(title, about, rows=2, sharex=True)
     above, below = axes
@@ -163,7 +319,7 @@ def ways_to_cut(
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
     above.bar_label(bars, [f"{top:.0f}" for top in bottoms], padding=2, fontsize=9)
     above.set(ylabel="GiB a rank", ylim=(0, 1.2 * max(bottoms)))
-    width = 0.8 / len(links)
+    width = 0.84 / len(links)
     # Greys, the slower the darker: the colours are those of the bytes above.
     greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)
     for number, ((name, bandwidth), grey) in enumerate(zip(links.items(), greys, strict=False)):
@@ -180,18 +336,20 @@ def ways_to_cut(
             linewidth=0.5,
             label=f"over {name}",
         )
-        marked = ["1 ×" if more < NO_BAR else "" for more in times]
-        below.bar_label(drawn, marked, padding=1, fontsize=6.5)
+        below.bar_label(drawn, [_times(more) for more in times], padding=1, fontsize=7.5)
     marks = [2**power for power in range(7)]
     below.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
     below.set_yticks(marks, [f"{mark} ×" for mark in marks])
     below.minorticks_off()
     below.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
-    rows = [("a rank", "GiB", "GB sent", *links, "hidden from, GB/s")]
+    rows = [("a rank", "GiB", "GB sent", *links)]
     for name, way in ways.items():
-        least = way.hidden_from()
-        enough = f"{least / 1e9:,.0f}" if isfinite(least) else "not hidden"
-        longer = (f"{way.times(bandwidth):.1f} ×" for bandwidth in links.values())
+        longer = (f"{_times(way.times(bandwidth))} ×" for bandwidth in links.values())
         sizes = (f"{way.peak.total / GiB:.1f}", f"{sum(way.sent) / 1e9:.1f}")
-        rows.append((name, *sizes, *longer, enough))
+        rows.append((name, *sizes, *longer))
     return style.finish(figure, rows, f"Two rows of bars. {title}. {about}.", say_rows=True)
+
+
+def _times(more: float) -> str:
+    """Write a factor with two digits."""
+    return f"{more:.1f}" if more < 9.95 else f"{more:.0f}"
