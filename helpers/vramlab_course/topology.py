@@ -93,20 +93,6 @@ class Topology:
         """NVLinks between two devices, 0 without."""
         return _links(self.codes[a, b])
 
-    def islands(self) -> list[list[str]]:
-        """GPUs in groups that reach each other over NVLink alone, directly or through others."""
-        left = self.gpus
-        groups = []
-        while left:
-            group = [left.pop(0)]
-            # The list grows while it is walked: what a member joins is walked too.
-            for member in group:
-                joined = [other for other in left if self.nvlinks(member, other)]
-                group += joined
-                left = [other for other in left if other not in joined]
-            groups.append(sorted(group, key=self.devices.index))
-        return groups
-
     def __str__(self) -> str:
         """Each kind of path between GPUs, how many pairs have it, and what it means."""
         codes = [self.codes[pair] for pair in combinations(self.gpus, 2)]

@@ -67,3 +67,14 @@ def test_every_pair_is_in_the_table_and_the_ring_is_marked():
         ("GPU1, GPU3", "0", "no"),
         ("GPU2, GPU3", "2", "yes"),
     ]
+
+
+def test_the_stops_of_each_way_are_drawn_and_in_the_table():
+    ways = {"direct": ("GPU 0", "GPU 1"), "by a copy": ("GPU 0", "CPU's memory", "GPU 1")}
+    figure = figures_11.routes(ways, "a title")
+    assert figure.rows[1:] == [
+        ("direct", "GPU 0 → GPU 1"),
+        ("by a copy", "GPU 0 → CPU's memory → GPU 1"),
+    ]
+    drawn = [text.get_text() for text in figure.axes[0].texts]
+    assert drawn.count("GPU\n0") == 2 and "CPU's\nmemory" in drawn

@@ -89,7 +89,6 @@ def test_source_e(text, code, links, after):
     found = parse_topology(text + after)
     assert found.gpus == ["GPU0", "GPU1"] and found.codes["GPU0", "GPU1"] == code
     assert found.nvlinks("GPU1", "GPU0") == links
-    assert found.islands() == ([["GPU0", "GPU1"]] if links else [["GPU0"], ["GPU1"]])
 
 
 def test_what_is_printed_explains_the_path():
@@ -101,12 +100,11 @@ def test_what_is_printed_explains_the_path():
 def test_eight_gpus_behind_nvswitch_with_network_cards():
     found = parse_topology(nvswitch())
     assert len(found.gpus) == 8 and found.devices[8:] == ("NIC0", "NIC1")
-    assert found.nvlinks("GPU0", "GPU7") == 18 and found.islands() == [found.gpus]
+    assert found.nvlinks("GPU0", "GPU7") == 18
 
 
-def test_a_mesh_is_one_island_with_slow_pairs():
+def test_a_mesh_has_slow_pairs():
     found = parse_topology(V100_MESH + LEGEND)
-    assert found.islands() == [found.gpus]  # through one another
     assert sum(found.nvlinks("GPU0", other) for other in found.gpus) == NVLINK["V100"][1]
     assert [line.split()[:2] for line in str(found).splitlines()[2:]] == [
         ["NV2", "8"],
@@ -120,9 +118,8 @@ def test_columns_that_a_driver_leaves_out():
     assert found.devices == ("GPU0", "GPU1")
 
 
-def test_two_bridged_pairs_are_two_islands():
+def test_paths_are_listed_best_first():
     found = parse_topology(BRIDGED)
-    assert found.islands() == [["GPU0", "GPU1"], ["GPU2", "GPU3"]]
     order = [line.split()[0] for line in str(found).splitlines()[2:]]
     assert order == ["NV4", "PIX", "PXB", "NODE", "SYS"]
 

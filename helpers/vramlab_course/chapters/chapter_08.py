@@ -1,6 +1,7 @@
 """Chapter 08: run a written program in the notebook, on a small card too; what it learns from."""
 
 import ast
+import gc
 import json
 import os
 import runpy
@@ -54,10 +55,10 @@ def evaluations(folder: Path) -> list[float]:
     return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
-def in_terminal(program: Path, *options: object) -> float:
+def in_terminal(program: Path, *options: str | Path) -> float:
     """Run `python program options… --watch` and return the peak that it prints, in bytes."""
     command = [sys.executable, program, *options, "--watch"]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     # On a GPU the peak of the allocator stands there too, and that of the tensors is wanted.
@@ -143,6 +144,9 @@ def small_card(limit: int) -> Iterator[None]:
         with _Small(limit):
             yield
         return
+    # What earlier runs have left in the allocator's cache would be room on top of the limit.
+    gc.collect()
+    torch.cuda.empty_cache()
     # the fraction is of the whole card, and what is reserved already counts towards it
     total = torch.cuda.get_device_properties(0).total_memory
     share = (torch.cuda.memory_reserved() + limit) / total
@@ -259,7 +263,7 @@ class Student:
         begun = "" if self.is_chat else head.partition(")")[0]
         lines = (begun + made).splitlines()
         heads = [line for line in lines if line.startswith("def ")]
-        return next(iter(heads + lines), "")
+        return (heads or lines or [""])[0]
 
 
 def choose(model: str) -> Student:

@@ -137,8 +137,8 @@ def tensor_cut(title: str):
 @style.styled()
 def ring(title: str, ranks: int = 4):
     """Return a figure of whose keys each rank has in each step; pale: keys of later tokens."""
-    about = "queries stay; keys and values go one rank to the right in every step · "
-    about += "white: later tokens, which are not looked at"
+    about = "queries stay; keys and values go one rank to the right in every step, and from the "
+    about += "last to the first · white: later tokens, which are not looked at"
     figure, ax = style.start(title, about)
     rows = [("step", *(f"rank {rank}" for rank in range(ranks)))]
     for step in range(ranks):

@@ -1,12 +1,33 @@
-"""Drawing of chapter 11: which GPUs of a server NVLink joins."""
+"""Drawings of chapter 11: the ways from card to card, and which GPUs of a server NVLink joins."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
-from math import cos, hypot, pi, sin
+from math import cos, pi, sin
 
-from vramlab.interfaces.plot import style
+from vramlab.interfaces.plot import canvas, style
 
 from ..topology import Topology
+
+BOX = {"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": style.INK}
+ARROW = {"arrowstyle": "->", "shrinkA": 28, "shrinkB": 28, "linewidth": 2}
+
+
+def routes(ways: Mapping[str, Sequence[str]], title: str):
+    """Return a figure of `ways`, from name to the stops of a message, one below the other."""
+    rows = [("way", "stops"), *((name, " → ".join(stops)) for name, stops in ways.items())]
+    said = "; ".join(": ".join(row) for row in rows[1:])
+    with canvas(title, said, rows=rows) as ax:
+        for y, (name, stops) in enumerate(ways.items()):
+            ax.text(-0.05, y - 0.32, name, fontweight="bold")
+            apart = 1 / (len(stops) - 1)
+            for i, stop in enumerate(stops):
+                here = (i * apart, y)
+                ax.text(*here, stop.replace(" ", "\n"), ha="center", va="center", bbox=BOX)
+                if i:
+                    ax.annotate("", here, ((i - 1) * apart, y), arrowprops=ARROW)
+        ax.set(xlim=(-0.12, 1.12), ylim=(len(ways) - 0.6, -0.6))
+        ax.set_axis_off()
+    return ax.figure
 
 
 @style.styled()
@@ -15,77 +36,33 @@ def mesh(topology: Topology, ring: Sequence[str], title: str):
 
     It has the NVLinks along the ring and all others.
     """
-    figure, ax = style.start(title, "a DGX-1 by its matrix; double lines are two links bonded")
+    figure, ax = style.start(title, "a DGX-1 by its matrix; a thick line is two links, bonded")
     place = {}
     for i, gpu in enumerate(ring):
         # Half a step off the top, so that no GPU stands on the line between the NUMA nodes.
         angle = pi * (0.5 + (2 * i + 1) / len(ring))
         place[gpu] = (1.35 * cos(angle), sin(angle))
-    following = [*ring[1:], ring[0]]
-    # Without direction: a ring runs both ways.
-    along = {frozenset(pair) for pair in zip(ring, following, strict=True)}
     rows = [("pair", "NVLinks", "in the ring")]
-    for a, b in combinations(ring, 2):
+    for (i, a), (j, b) in combinations(enumerate(ring), 2):
         links = topology.nvlinks(a, b)
-        around = frozenset((a, b)) in along
-        x1, y1 = place[a]
-        x2, y2 = place[b]
-        away = 0.014 / hypot(x2 - x1, y2 - y1)  # of two lines from their middle
-        look = {
-            "color": "#0072B2" if around else "#888888",
-            "label": "NVLinks of the ring" if around else "NVLinks",
-        }
-        if not links:
-            look = {
-                "color": "#BBBBBB",
-                "linestyle": ":",
-                "linewidth": 1,
-                "label": "no NVLink: through both CPUs",
-            }
-        sides = (-away, away) if links > 1 else (0,)
-        for side in sides:
-            dx = side * (y1 - y2)
-            dy = side * (x2 - x1)
-            # What is in the ring is drawn over other links, and those over pairs without any.
-            order = 2 * around + bool(links)
-            ax.plot(
-                [x1 + dx, x2 + dx],
-                [y1 + dy, y2 + dy],
-                zorder=order,
-                **look,
-            )
+        around = j - i in (1, len(ring) - 1)  # the ring is closed
+        # What is in the ring is drawn over other links, and those over pairs without any.
+        look = {"color": "#BBBBBB", "linestyle": ":", "label": "no NVLink: through both CPUs"}
+        if links:
+            look = {"color": "#888888", "label": "NVLinks", "zorder": 2}
+        if around:
+            look = {"color": "#0072B2", "label": "NVLinks of the ring", "zorder": 3}
+        ends = zip(place[a], place[b], strict=True)
+        ax.plot(*ends, linewidth=1 + 1.5 * links, **look)
         rows.append((f"{a}, {b}", str(links), "yes" if around else "no"))
     for gpu, (x, y) in place.items():
-        ax.plot(
-            x,
-            y,
-            "o",
-            markersize=30,
-            color="white",
-            markeredgecolor=style.INK,
-            zorder=5,
-        )
-        ax.text(
-            x,
-            y,
-            gpu.removeprefix("GPU"),
-            ha="center",
-            va="center",
-            fontweight="bold",
-            zorder=6,
-        )
+        number = gpu.removeprefix("GPU")
+        circle = {"boxstyle": "circle", "facecolor": "white", "edgecolor": style.INK}
+        ax.text(x, y, number, ha="center", va="center", size=13, bbox=circle, zorder=5)
     ax.axvline(0, color="#888888", linestyle="--", linewidth=0.8, zorder=0)
     for x, node in ((-0.75, 0), (0.75, 1)):
         ax.text(x, 1.22, f"NUMA node {node}", ha="center", color="#444444")
-    ax.set(
-        xlim=(-1.7, 1.7),
-        ylim=(-1.2, 1.35),
-        xticks=[],
-        yticks=[],
-    )
-    ax.spines[:].set_visible(False)
-    alt = (
-        f"{title}. Eight numbered circles, lines between them; the blue ones form a ring "
-        f"through all."
-    )
+    ax.set(xlim=(-1.7, 1.7), ylim=(-1.2, 1.35))
+    ax.set_axis_off()
+    alt = f"{title}. Numbered circles, lines between them; the blue ones form a ring through all."
     return style.finish(figure, rows, alt)
