@@ -111,11 +111,11 @@ class _Recorded(PipelineStage):
         return super().backward_one_chunk(m, *given, **named)
 
 
-def order_of_pytorch(rank: int, world: int, micro_batches: int = 4) -> list[tuple[str, int]]:
-    """Return the passes of this rank's stage in the order of PyTorch's `Schedule1F1B`."""
-    ids = torch.arange(4 * 32).view(micro_batches, 32)
+def order_of_pytorch(rank: int, world: int) -> list[tuple[str, int]]:
+    """Return the order of PyTorch's `Schedule1F1B` for this rank, of four micro-batches."""
+    ids = torch.arange(4 * 32).view(4, 32)
     stage = _Recorded(Stage(rank, world), rank, world, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
     if rank == 0:
         schedule.step(ids)  # the other ranks' input comes from the stage before
     else:
@@ -165,9 +165,9 @@ def run_layers(
     return Layers(x.detach(), sum(part.numel() for part in parts), sums // len(model.layers))
 
 
-def whole_sample(width: int = 16) -> torch.Tensor:
-    """Return queries, keys and values of one sample: 3 × TOKENS × width numbers."""
-    return torch.randn(3, TOKENS, width, generator=torch.Generator().manual_seed(0))
+def whole_sample() -> torch.Tensor:
+    """Return queries, keys and values of one sample: 3 × TOKENS × 16 numbers."""
+    return torch.randn(3, TOKENS, 16, generator=torch.Generator().manual_seed(0))
 
 
 def attention(
@@ -271,10 +271,10 @@ def lora_on_t4(sharding: Sharding | None) -> Any:
     """Predict a T4's memory for Qwen3 8B: 16-bit weights, LoRA, one sample of 1,024 tokens."""
     run = Recipe(
         "qwen3-8b",
-        batch_size=1,
-        seq_len=1024,
-        precision="fp16-mixed",
-        optim="adamw_torch_fused",
+        1,  # sample
+        1024,  # tokens
+        "fp16-mixed",
+        "adamw_torch_fused",
         dtype="float16",
         lora=LoRA(r=16, target_modules="all-linear"),
         gradient_checkpointing=True,
@@ -284,11 +284,10 @@ def lora_on_t4(sharding: Sharding | None) -> Any:
     return predict(run, gpu="T4", expandable_segments=True)
 
 
-def row_of(name: str, report: Any) -> tuple[str, float, float, float, str]:
+def row_of(name: str, report: Any) -> tuple:
     """Return a table's row of a prediction: GiB of weights, peak and upper end, and verdict."""
     sizes = (report.peak.parameters, report.peak.total, report.process.high)
-    weights, peak, at_most = (size / GiB for size in sizes)
-    return name, weights, peak, at_most, report.verdict
+    return (name, *(size / GiB for size in sizes), report.verdict)
 
 
 @dataclass(frozen=True)
@@ -309,16 +308,13 @@ class Way:
     hides: bool = True
     idle: float = 0
 
-    def phases(self) -> list[tuple[float, float]]:
-        """Return the bytes of each of the two passes, and the seconds that can hide them."""
-        computing = self.computing if self.hides else 0.0
-        seconds = (FORWARD * computing, (1 - FORWARD) * computing)
-        return list(zip(self.sent, seconds, strict=True))
-
     def times(self, bandwidth: float) -> float:
         """Return how many times its computing a pass takes over a link of so many bytes/s."""
-        waits = sum(max(0, sent / bandwidth - seconds) for sent, seconds in self.phases())
-        return 1 / (1 - self.idle) + waits / self.computing
+        result = 1 / (1 - self.idle)
+        for sent, part in zip(self.sent, (FORWARD, 1 - FORWARD), strict=True):
+            hidden = part if self.hides else 0
+            result += max(0, sent / bandwidth / self.computing - hidden)
+        return result
 
 
 @contextmanager
@@ -328,13 +324,10 @@ def loss_on_slices() -> Iterator[None]:
     transformers' plan first gathers the whole logits on every rank. Here the head's output stays
     cut, and PyTorch's `loss_parallel` computes the loss of it.
     """
-    styles_of_plan = tensor_engine.styles
-
-    def styles(*given: Any) -> dict[str, ParallelStyle]:
-        head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        return {**styles_of_plan(*given), "lm_head": head}
-
-    with patch.object(tensor_engine, "styles", styles), loss_parallel():
+    styles = tensor_engine.styles
+    head = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    cut = patch.object(tensor_engine, "styles", lambda *given: styles(*given) | head)
+    with cut, loss_parallel():
         yield
 
 
