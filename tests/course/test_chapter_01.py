@@ -23,7 +23,7 @@ def ways():
     nearest = next(source for source in cells if "def nearest" in source)
     exec(nearest[nearest.index("def nearest") : nearest.index("def quantiles")], names)
     formats = next(source for source in cells if "def nvfp4" in source)
-    exec(formats[: formats.index("def shown")], names)
+    exec(formats[: formats.index("rows = [")], names)
     return names
 
 

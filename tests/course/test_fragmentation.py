@@ -72,7 +72,7 @@ def test_the_stored_runs_are_of_chapter_07_s_recipe_and_lengths():
     assert found["lengths"] == chapter_07.LENGTHS
 
 
-@pytest.mark.slow  # all layers: a minute and a half
+@pytest.mark.slow  # all layers: two minutes
 def test_the_stored_runs_are_what_the_whole_8b_does_now():
     script = Path(__file__).parents[2] / "benchmarks" / "many_lengths.py"
     assert runpy.run_path(str(script))["whole_runs"]() == stored()["runs"]

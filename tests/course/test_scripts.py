@@ -84,9 +84,29 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     printed = capsys.readouterr().out
     assert "current: 0.50 GiB" in printed and "all.peak: 1.00 GiB" in printed
     assert "reserved: 2.00 GiB" in printed and "rank 0, retries: 3" in printed
-    resumed = names["Look"]()
-    state = SimpleNamespace(global_step=12)
-    resumed.on_step_end(arguments, state, None)  # began after step 10
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "began"), [(0, 1, 0), (0, 3, 1), (500, 503, 501), (500, 600, 510)]
+)
+def test_the_callback_of_chapter_07_records_resumed_and_short_runs(first, last, began, monkeypatch):
+    (cell,) = (cell for cell in notebook_of("07").cells if "(TrainerCallback)" in cell.source)
+    started, files = [], []
+    profiler = SimpleNamespace(
+        start=lambda: started.append(step),
+        stop=lambda: None,
+        export_chrome_trace=files.append,
+    )
+    monkeypatch.setattr(torch.profiler, "profile", lambda: profiler)
+    names = {"torch": torch}
+    exec(cell.source, names)
+    look, arguments = names["Look"](), SimpleNamespace(process_index=1)
+    look.on_train_begin(arguments, SimpleNamespace(global_step=first, max_steps=last), None)
+    for step in range(first, last):
+        look.on_step_begin(arguments, SimpleNamespace(global_step=step), None)
+        look.on_step_end(arguments, SimpleNamespace(global_step=step + 1), None)
+    look.on_train_end(arguments, SimpleNamespace(global_step=last), None)
+    assert files == ["trace_1.json"] and started == [began]
 
 
 @pytest.mark.slow  # imports TRL
@@ -111,3 +131,7 @@ def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
     assert len(moved) == 4 * 7 and all(moved)
+    (after,) = (script for script in scripts("05") if "merge_and_unload" in script)
+    exec(after, {})
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="bfloat16")
+    assert merged.num_parameters() == load_base_model().num_parameters()

@@ -92,9 +92,14 @@ def test_nothing_faster_in_the_space_fits(memory, gpus, parts, method, card, tie
     least = min((candidate.kind[2] for candidate in fitting), key=EFFORTS.index)
     fitting = [candidate for candidate in fitting if candidate.kind[2] == least]
     needs = [pair for pair in needs if pair[0].kind == (method, bool(sound), least)]
-    assert (found.rank, found.recipe) == min(
-        (candidate.rank, candidate.recipe) for candidate in fitting
-    )
+    fastest = min((candidate.rank, candidate.recipe) for candidate in fitting)
+    plain = [
+        (candidate.rank, candidate.recipe)
+        for candidate in fitting
+        if candidate.recipe.group.stage == 0 and candidate.rank[0] <= fastest[0][0] / FASTER
+    ]
+    # What hardly takes longer and divides no weights comes first.
+    assert (found.rank, found.recipe) == (min(plain) if plain else fastest)
     near = [
         over
         for candidate, over in needs
@@ -987,6 +992,7 @@ def test_preferences_are_planned_on_several_gpus(trainer, tmp_path):
         program, *_ = found.write(tmp_path / f"{choice.method}.py", choice)
         assert "torchrun --nproc-per-node 4" in program.read_text(encoding="utf-8")
     # Adapters need no reference model, so their base may be divided.
+    asked["memory"] = "18GiB"
     cut = plan("llama-3.1-8b", "RTX 4090", 2, method="lora", **asked).best.recipe.sharding
     assert cut.engine == "fsdp" or trainer != "dpo"
 
@@ -1011,6 +1017,15 @@ def test_ligers_kernels_are_planned_on_ranks_of_ddp():
     # Where the weights have to be divided, TRL's loss makes no logits either.
     divided = plan("llama-3.1-8b", "RTX 4090", 4, seq_len=1024, method="lora", confirm=False).best
     assert divided.recipe.trainer == "sft" or divided.recipe.use_liger_kernel
+
+
+def test_what_fits_whole_is_not_divided_for_a_few_percent_of_the_time():
+    asked = dict(seq_len=2048, global_batch=16, packing=True, method="qlora", confirm=False)
+    best = plan("llama-3.1-8b", "T4", 2, host_memory="30GiB", **asked).best
+    assert best.recipe.sharding.engine == "ddp"
+    divided = best.recipe.replace(sharding=Sharding(3, 2, "fsdp"), batch_size=2)
+    divided = divided.replace(gradient_accumulation_steps=4)
+    assert FASTER < step_time(divided, "T4").seconds / best.time.seconds < 1
 
 
 def test_trls_sft_trainer_has_a_plan_on_several_gpus(tmp_path):

@@ -6,8 +6,8 @@
     found.write("train.py")
 
 An answer is *safe* if the upper end of the interval of its process is within the card's usable
-memory, *likely* if the likely figure is, *tight* if only the lower end is: `hardware.contexts` says
-what is assumed of the context. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
+memory, *likely* if the likely figure is, *tight* if only the lower end is. Memory is `predict`'s,
+then `simulate`'s. What fits whole on each of several GPUs is divided only to save 5 % of the time.
 """
 
 import json

@@ -204,15 +204,38 @@ class Search:
                 continue
             # Fastest first, so the first that fits is the answer.
             for candidate in self.ordered((method, sound, effort)):
-                if not candidate.fits(tier):
-                    continue
-                needs_simulation = confirmed or candidate.must_be_simulated
-                if simulates and needs_simulation and not candidate.tried:
-                    confirm([candidate])
-                # Asked again, since the simulation may have changed the figure.
-                if candidate.fits(tier):
-                    return candidate, tier
+                if self._fits(candidate, tier, confirmed, simulates):
+                    plainer = self._plainer(candidate, tier, confirmed, simulates)
+                    return plainer or candidate, tier
         return None, self.question.tiers[-1]
+
+    def _fits(self, candidate: Candidate, tier: str, confirmed: bool, simulates: bool) -> bool:
+        if not candidate.fits(tier):
+            return False
+        needs_simulation = confirmed or candidate.must_be_simulated
+        if simulates and needs_simulation and not candidate.tried:
+            confirm([candidate])
+        # Asked again, since the simulation may have changed the figure.
+        return candidate.fits(tier)
+
+    def _plainer(
+        self, answer: Candidate, tier: str, confirmed: bool, simulates: bool
+    ) -> Candidate | None:
+        """Return a recipe of data parallelism that is hardly slower than a sharded `answer`.
+
+        It sends gradients once an update, and sharding sends weights in each pass. That they hide
+        behind the computing is an assumption.
+        """
+        sharding = answer.recipe.sharding
+        if sharding is None or not sharding.stage:
+            return None
+        limit = answer.rank[0] / FASTER
+        alike = takewhile(lambda one: one.rank[0] <= limit, self.ordered(answer.kind))
+        for candidate in alike:
+            is_plain = candidate.recipe.group.stage == 0
+            if is_plain and self._fits(candidate, tier, confirmed, simulates):
+                return candidate
+        return None
 
     def better(
         self,

@@ -67,8 +67,8 @@ def tried(
 ) -> tuple[float, float]:
     """Print how fast a loop over `samples` is, in batches of four.
 
-    Returns the seconds a batch that it waits and that it trains. The samples are read three times
-    over. The first batch is left out: while it comes, the workers start.
+    Returns the seconds a batch that it waits and that it trains. The samples are read twice.
+    The first batch is left out: while it comes, the workers start.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -78,7 +78,7 @@ def tried(
     batches = DataLoader(
         samples,
         batch_size=4,
-        sampler=[*range(len(samples))] * 3,
+        sampler=[*range(len(samples))] * 2,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         # A forked process sees the classes that a notebook defines.
