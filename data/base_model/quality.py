@@ -39,6 +39,7 @@ FIRST = {
 }  # of RATES: more are tried while the best is the lowest or the highest
 QUERY_VALUE = "q_proj, v_proj"  # PEFT's default for Llama
 MLP = "gate_proj, up_proj, down_proj"
+LOWER = ((None, "all"), (8, "all-linear"), (64, "all-linear"), (8, MLP))
 PROGRAM_BYTES = 10_000
 
 Setting = tuple[int | None, str, float | None]  # rank (None: all weights), targets, α / r
@@ -134,18 +135,24 @@ def trained_at(
 
 
 def lower(
-    steps: int, runs: list[dict], seeds: tuple[int, ...], texts: Mapping[str, list[str]]
+    steps: int,
+    runs: list[dict],
+    seeds: tuple[int, ...],
+    texts: Mapping[str, list[str]],
+    known: list[dict],
 ) -> list[dict]:
-    """Rank 8 in all linear and in the feed-forward layers once more, at the next lower rate.
+    """Some settings once more, at the next lower rate: those of LOWER.
 
-    Whether fewer targets or smaller steps forget less shows only at one rate for both.
+    Whether fewer numbers or smaller steps forget less shows only at several rates. What is `known`
+    is not run again.
     """
     found = []
     for run in runs:
-        if run["r"] == 8 and run["targets"] in ("all-linear", MLP):
+        setting = (run["r"], run["targets"], run["scale"])
+        if setting[:2] in LOWER:
             rate = RATES[RATES.index(run["learning_rate"]) - 1]
-            setting = (run["r"], run["targets"], run["scale"])
-            found.append(trained_at(rate, setting, steps, seeds, texts))
+            again = [each for each in known if (each["r"], each["targets"]) == setting[:2]]
+            found += again or [trained_at(rate, setting, steps, seeds, texts)]
     return found
 
 
@@ -186,8 +193,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--longer", type=int, help="steps of the long runs; none by default")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hardware", default="CPU", help="for the record")
+    parser.add_argument(
+        "--only-lower",
+        action="store_true",
+        help="keep what --out has, and run only what its lower rates lack",
+    )
     args = parser.parse_args(argv)
     texts = texts_of(args.documents, args.program_bytes)
+    if args.only_lower:
+        facts = json.loads(args.out.read_text(encoding="utf-8"))
+        seeds = SEEDS[: args.seeds]
+        facts["lower"] = lower(args.steps, facts["runs"], seeds, texts, facts["lower"])
+        args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        return
     names = ("documentation", "programs")
     base = {
         name: round(bits_per_byte(fresh(None), texts[name], stride=CONTEXT), 4) for name in names
@@ -208,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.seeds} seeds, each setting at the best of the rates tried",
         "base": base,
         "runs": runs,
-        "lower": lower(args.steps, runs, SEEDS[: args.seeds], texts),
+        "lower": lower(args.steps, runs, SEEDS[: args.seeds], texts, []),
         "longer": longer(args.longer, runs, texts) if args.longer else [],
     }
     args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

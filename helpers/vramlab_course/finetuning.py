@@ -119,7 +119,7 @@ def recorded_sweep() -> SimpleNamespace:
     `base`: bits per byte before tuning; `runs`: r (None: full), targets, scale (α / r), trained
     parameters, best learning_rate and those tried, means over the seeds of the bits per byte of
     `documentation` (trained on) and `programs` (the base's domain), the standard deviation of the
-    documentation's, and each seed's; `lower`: two of them at the next lower rate; `where`:
+    documentation's, and each seed's; `lower`: some of them at the next lower rate; `where`:
     hardware, versions, date, recipe; `run(r, targets)`: one of the runs. Raises RecordError if it
     has not been run.
     """

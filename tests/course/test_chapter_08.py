@@ -14,6 +14,7 @@ import torch
 import vramlab
 from vramlab import GiB, MiB, Recipe, step_time
 from vramlab.interfaces.messages import read_message
+from vramlab.measurement.records import load, measurements_folder
 from vramlab_course.chapters import chapter_08
 from vramlab_course.chapters.chapter_08 import (
     chat,
@@ -235,6 +236,20 @@ def test_recipes_and_the_fronts_are_in_the_cloud():
     lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
     assert lines["beaten by none, 16 bits"] == [[20, 1000], [80, 1100]]
     assert "1 of 3 need more than 64 GiB" in figure.axes[0].get_title(loc="left")
+
+
+def test_the_8b_that_the_chapter_names_was_measured_as_predicted():
+    """Section 1's one peak of an 8B: QLoRA with 4 rows of 1,024 tokens on an H200."""
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    (path,) = measurements_folder().glob("nvidia-h200-*-b443e692b8ab.json")
+    peaks = []
+    for report in load(path).values():
+        recipe = report.recipe and Recipe(**report.recipe)
+        is_8b = recipe and recipe.name == "llama-3.1-8b" and recipe.quantization
+        if is_8b and recipe.batch_size == 4:
+            peaks += [report.peak.total, vramlab.predict(recipe, gpu="H200").peak.total]
+    measured, predicted = (f"{peak / GiB:.2f}" for peak in peaks)
+    assert measured == predicted and f"H200: {measured} GiB, as predicted" in text
 
 
 def test_speeds_are_measured_over_estimated():

@@ -144,7 +144,7 @@ class SavesCodes(torch.autograd.Function):
     def backward(context, gradient):
         packed, _ = context.saved_tensors
         assert packed is context.layer.packed
-        return gradient @ context.layer.weight(), None
+        return gradient @ context.layer.weight().to(gradient.dtype), None
 
 
 def walked(model, layer):

@@ -37,14 +37,14 @@ def test_a_picture_has_a_line_around_each_patch():
 def test_a_bar_stacks_the_tenants_of_its_phase():
     phases = {
         "sample, awake": {"policy": 3 * GiB, "engine": 2 * GiB},
-        "train, awake": {"policy": 3 * GiB, "activations": 4 * GiB},
+        "train, awake": {"policy": 3 * GiB, "policy: activations": 4 * GiB},
     }
     figure = tenants(phases, "Who is there", "counted", limit="T4")
     assert figure.rows == [
         ("GiB", "sample, awake", "train, awake"),
         ("policy", "3.0", "3.0"),
         ("engine", "2.0", "0.0"),
-        ("activations", "0.0", "4.0"),
+        ("policy: activations", "0.0", "4.0"),
         ("total", "5.0", "7.0"),
     ]
     (ax,) = figure.axes
@@ -61,5 +61,10 @@ def test_the_engine_is_what_a_report_has_more_than_the_training_alone():
         )
 
     found = tenants_of(report(3), report(0))
-    assert found["score"] == {"policy": 8, "optimizer states": 1, "engine": 3, "logits": 2}
-    assert found["train"]["activations"] == 5 and "logits" not in found["sample"]
+    assert found["score"] == {
+        "policy": 8,
+        "policy: optimizer states": 1,
+        "engine": 3,
+        "scoring: logits": 2,
+    }
+    assert found["train"]["policy: activations"] == 5 and "scoring: logits" not in found["sample"]

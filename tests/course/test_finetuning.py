@@ -95,6 +95,12 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
     small = ["--documents", "2", "--program-bytes", "500", "--processes", "1", "--seeds", "2"]
     script.main(["--out", str(out), "--steps", "1", "--ranks", "1", "--longer", "2", *small])
     facts = json.loads(out.read_text())
+    kept = facts["lower"].pop()
+    facts["lower"][0]["programs"] = 0.0  # is known, so it stays
+    out.write_text(json.dumps(facts))
+    script.main(["--out", str(out), "--steps", "1", "--only-lower", *small])
+    assert json.loads(out.read_text()) == {**facts, "lower": [*facts["lower"], kept]}
+    facts["lower"].append(kept)
     assert [(run["r"], run["steps"]) for run in facts["longer"]] == [(None, 2)]
     assert facts["longer"][0]["learning_rate"] == 1e-3
     assert [(run["r"], run["targets"]) for run in facts["runs"]] == [
@@ -104,7 +110,8 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
         (8, script.MLP),
     ]
     assert [(run["targets"], run["learning_rate"]) for run in facts["lower"]] == [
-        (script.MLP, 3e-3)
+        ("all", 3e-4),
+        (script.MLP, 3e-3),
     ]
     assert [run["learning_rate"] for run in facts["runs"]] == [1e-3, 1e-2, 1e-2, 1e-2]
     assert facts["runs"][0]["tried"] == {"0.0003": 1.5, "0.001": 1.4, "0.003": 1.6}

@@ -131,3 +131,7 @@ def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
     assert len(moved) == 4 * 7 and all(moved)
+    (after,) = (script for script in scripts("05") if "merge_and_unload" in script)
+    exec(after, {})
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="bfloat16")
+    assert merged.num_parameters() == load_base_model().num_parameters()

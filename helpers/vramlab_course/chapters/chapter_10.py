@@ -119,10 +119,10 @@ def tenants_of(report: Report, alone: Report) -> dict[str, dict[str, int]]:
         own = alone.phases[name].peak
         found[phase] = {
             "policy": own.parameters,
-            "optimizer states": own.optimizer_states,
+            "policy: optimizer states": own.optimizer_states,
             "engine": report.phases[name].peak.total - own.total,
             # The rest is logits while it scores, and activations with their gradients later.
-            "logits" if phase == "score" else "activations": own.total
+            "scoring: logits" if phase == "score" else "policy: activations": own.total
             - own.parameters
             - own.optimizer_states,
         }

@@ -10,11 +10,10 @@ BLUE = "#0072B2"
 RED = "#D55E00"
 GREY = "#DDDDDD"
 SCALE, HEIGHT = 2.8, 1.5  # of the frozen matrix in the axes' units
-# Targets whose words stand left of their seeds' dots: others lie to their right, or the edge does.
-WORDS_LEFT = ("gate_proj, up_proj, down_proj", "all")
+FEED_FORWARD = "gate_proj, up_proj, down_proj"
 TARGETS = {
     "all-linear": "all linear",
-    "gate_proj, up_proj, down_proj": "feed-forward",
+    FEED_FORWARD: "feed-forward",
     "q_proj, v_proj": "queries and values",
 }
 
@@ -104,8 +103,7 @@ def over_length(
                 # The underscore keeps marks out of the legend, where the line stands for both.
                 label="_simulated",
             )
-        ticks = [2048, 8192, 16384, 32768]
-        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        ax.set_xticks([*first], [f"{tokens:,}" for tokens in first])
         ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
     return ax.figure
 
@@ -153,15 +151,25 @@ def frontier(sweep: SimpleNamespace, title: str):
                 )
             ax.plot(*_both(run.seeds), "o", color=colour, markersize=4, markerfacecolor="white")
             ax.plot(*place, "o", color=colour, markersize=9)
+            # Words stand where no other dots lie, or the edge does.
+            is_left = run in sweep.lower or run.targets == "all"
             seeds = run.seeds["programs"]
-            is_left = run.targets in WORDS_LEFT
+            start, offset, side = (max(seeds), run.documentation), (8, -4), "left"
+            if is_left:
+                start, offset, side = (min(seeds), run.documentation), (-8, -4), "right"
+            elif run.targets == FEED_FORWARD:
+                start, offset, side = (
+                    (run.programs, max(run.seeds["documentation"])),
+                    (0, 5),
+                    "center",
+                )
             ax.annotate(
                 name.replace(", rate", "\nrate"),
-                (min(seeds) if is_left else max(seeds), run.documentation),
-                (-8, -4) if is_left else (8, -4),
+                start,
+                offset,
                 textcoords="offset points",
                 fontsize=9,
-                ha="right" if is_left else "left",
+                ha=side,
             )
         place = base["programs"], base["documentation"]
         ax.plot(*place, "*", color=style.INK, markersize=12)

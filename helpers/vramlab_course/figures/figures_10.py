@@ -9,15 +9,15 @@ from vramlab.interfaces.plot.splits import draw_limit
 from vramlab.report.compare import check_unit
 from vramlab.report.report import GiB
 
-# GRPO's tenants, and the category whose look each has.
+# What GRPO's tenants hold, and the category whose look each has.
 TENANTS = {
     "policy": "parameters",
-    "optimizer states": "optimizer_states",
+    "policy: optimizer states": "optimizer_states",
     "reference": "buffers",
     "engine": "kv_cache",
-    "logits": "temporaries",
-    "gradients": "gradients",
-    "activations": "activations",
+    "scoring: logits": "temporaries",
+    "policy: gradients": "gradients",
+    "policy: activations": "activations",
 }
 LENGTHS = tuple(2**power for power in range(11, 18))  # tokens of a text
 

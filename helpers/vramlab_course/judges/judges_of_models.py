@@ -107,10 +107,15 @@ def kept_by_product(product: type[torch.autograd.Function]) -> int:
     return alive + sum(tensor.data_ptr() not in own for tensor in saved)
 
 
-def trouble_with_product(product: type[torch.autograd.Function]) -> str:
-    """What PyTorch says of x times a layer's weight, forward and backward; "" where it runs."""
+def trouble_with_product(product: type[torch.autograd.Function], autocast: bool = False) -> str:
+    """What PyTorch says of x times a layer's weight, forward and backward; "" where it runs.
+
+    With `autocast` forward runs in bf16, and backward outside of it, as in training.
+    """
     try:
-        product.apply(random_tensor(3, 64).requires_grad_(), coded_layer()).sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = product.apply(random_tensor(3, 64).requires_grad_(), coded_layer())
+        output.sum().backward()
     except (RuntimeError, TypeError) as error:
         return str(error)
     return ""
