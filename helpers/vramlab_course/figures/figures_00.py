@@ -45,13 +45,18 @@ def two_steps(
         )
         top = max(total)
         ax.annotate(
-            f"{top:.2f} GiB",
+            f"{top:.2f} GiB: the loss",
             (x[total.index(top)], top),
             (7, -9),
             **NEAR,
             fontweight="bold",
         )
         rows.append((str(n + 1), f"{held[0]:.2f}", f"{top:.2f}"))
+        if n == 0:
+            # The bump between the hills: gradients are still there when the states come.
+            updates = [i for i, moment in enumerate(run.timeline) if moment.phase == "step"]
+            update = max(updates, key=lambda i: total[i])
+            ax.annotate("update", (x[update], total[update]), (0, 4), **NEAR, ha="center")
     limit = room / GiB
     ax.axhline(limit, color=style.ALARM, linestyle="--")
     ax.annotate(

@@ -72,18 +72,24 @@ def largest_batch(
     seq_len: int,
     part: str = "value",
     named: bool = True,
+    growing: bool = True,
 ) -> int:
     """The largest batch whose process or peak is within the card; 0 for none.
 
     `part` is an end of the process, "low", "value" or "high", or "peak".
 
-    Without `named`, predict does not know the card: a mistake that readers make.
+    Without `named`, predict does not know the card, and without `growing` the allocator has no
+    expandable segments: mistakes that readers make.
     """
     total = find_gpu(gpu).total
     recipe = Recipe(model, 1, seq_len, "fp16-mixed")
 
     def fits(batch: int) -> bool:
-        report = predict(recipe.replace(batch_size=batch), gpu=gpu if named else None)
+        report = predict(
+            recipe.replace(batch_size=batch),
+            gpu=gpu if named else None,
+            expandable_segments=growing,
+        )
         return (report.peak.total if part == "peak" else getattr(report.process, part)) <= total
 
     low = 0
