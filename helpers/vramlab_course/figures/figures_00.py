@@ -40,7 +40,6 @@ def two_steps(
             x,
             0,
             held,
-            where=[size > 0 for size in held],
             **look,
         )
         top = max(total)
@@ -52,11 +51,6 @@ def two_steps(
             fontweight="bold",
         )
         rows.append((str(n + 1), f"{held[0]:.2f}", f"{top:.2f}"))
-        if n == 0:
-            # The bump between the hills: gradients are still there when the states come.
-            updates = [i for i, moment in enumerate(run.timeline) if moment.phase == "step"]
-            update = max(updates, key=lambda i: total[i])
-            ax.annotate("update", (x[update], total[update]), (0, 4), **NEAR, ha="center")
     limit = room / GiB
     ax.axhline(limit, color=style.ALARM, linestyle="--")
     ax.annotate(
@@ -78,15 +72,14 @@ def two_steps(
         color=style.ALARM,
         fontweight="bold",
     )
-    ax.annotate(
-        f"AdamW's states: {held[0]:.1f} GiB",
-        (1.5, held[0] / 2),
-        (0, 0),
-        **NEAR,
-        ha="center",
-        bbox=style.PATCH,
-    )
-    ax.annotate("weights, activations, gradients", (0.47, 3), (0, 0), **NEAR, ha="center")
+    # The update is the bump between the hills: gradients are still there when the states come.
+    words = {
+        f"AdamW's states: {held[0]:.1f} GiB": (1.5, held[0] / 2),
+        "weights, activations, gradients": (0.47, 3),
+        "update": (0.98, 9.2),
+    }
+    for said, place in words.items():
+        ax.annotate(said, place, ha="center", bbox=style.PATCH)
     ax.set(
         xlim=(0, 2.02),
         ylim=(0, 20),
