@@ -102,10 +102,10 @@ def test_axolotl_is_graded_with_the_segments_that_it_sets(tmp_path):
 
 
 def test_explain_names_a_pair_where_no_change_is_enough_alone():
-    recipe = Recipe(MODEL, 8, 512, "fp16-mixed")
+    recipe = Recipe(MODEL, 7, 512, "fp16-mixed")  # a batch that no half divides
     card = find_gpu("T4")
     found = explain(recipe, gpu=card)
-    *alone, pair = found.changes
+    *alone, pair = found.changes[:4]
     assert len(alone) == 3 and not any(change["enough"] for change in alone)
     assert pair["enough"] and pair["text"].endswith(", enough together")
     assert pair["saves"] > max(change["saves"] for change in alone)

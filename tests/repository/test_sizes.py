@@ -12,7 +12,7 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
-    "vramlab": 312_600,
+    "vramlab": 312_700,
     "vramlab_course": 79_310,
 }
 PACKAGES = {

@@ -100,6 +100,8 @@ def cheapest(
         # This model or trainer cannot have it, or the formulas do not know it.
         with contextlib.suppress(RecipeError, GpuError):
             change = tried(fields, same)
+            if "batch_size" in fields and not change.takes(need, process):
+                change = _smaller_batch(recipe, tried, need, process) or change
             if change.saves > LEAST_SAVED * report.peak.total:
                 changes.append(change)
 
@@ -110,6 +112,18 @@ def cheapest(
         return not enough, not change.same, change.time or 1.0, -change.saves
 
     return sorted(changes, key=order)[:count]
+
+
+def _smaller_batch(
+    recipe: Recipe, tried: Callable[[Fields, bool], Change], need: int, process: int
+) -> Change | None:
+    """Return the largest micro-batch that is enough, of those that halve again and again."""
+    while fields := _halved(recipe):
+        change = tried(fields, True)
+        if change.takes(need, process):
+            return change
+        recipe = recipe.replace(**fields)
+    return None
 
 
 def supports_liger(card: Gpu | None) -> bool:
@@ -205,11 +219,7 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
     yield {"gradient_checkpointing": True}, True
     # The fused kernel has no temporaries; from another optimizer it is another training.
     yield {"optim": "adamw_torch_fused"}, recipe.optim == "adamw_torch"
-    if recipe.batch_size > 1 and recipe.batch_size % 2 == 0 and not recipe.lengths:
-        halved = {
-            "batch_size": recipe.batch_size // 2,
-            "gradient_accumulation_steps": 2 * recipe.gradient_accumulation_steps,
-        }
+    if halved := _halved(recipe):
         yield halved, True
     if recipe.optim.startswith("adamw"):
         yield {"optim": "adamw_bnb_8bit"}, False
@@ -230,6 +240,16 @@ def _changes(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:
         yield {**adapters, "quantization": base}, False
     if not recipe.lengths and not recipe.shape.image_tokens and recipe.seq_len > 1:
         yield {"seq_len": recipe.seq_len // 2}, False
+
+
+def _halved(recipe: Recipe) -> Fields:
+    """Return half a micro-batch and twice the accumulation as fields; {} of an odd one."""
+    if recipe.batch_size % 2 or recipe.lengths:
+        return {}
+    return {
+        "batch_size": recipe.batch_size // 2,
+        "gradient_accumulation_steps": 2 * recipe.gradient_accumulation_steps,
+    }
 
 
 def _unprepared(recipe: Recipe) -> Iterator[tuple[Fields, bool]]:

@@ -5,20 +5,29 @@ sends their tensors between ranks, and each of them in one process, to compare w
 what each cut costs one of eight H100s.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
-from vramlab import Recipe, Sharding, simulate
+from vramlab import LoRA, Recipe, Sharding, predict, simulate
 from vramlab.report.report import Bytes, GiB
+from vramlab.training.engines import tensor as tensor_engine
 
 from ..base_model import load_base_model
 from ..collectives import Collectives
@@ -102,11 +111,11 @@ class _Recorded(PipelineStage):
         return super().backward_one_chunk(m, *given, **named)
 
 
-def order_of_pytorch(rank: int, world: int, micro_batches: int = 4) -> list[tuple[str, int]]:
-    """Return the passes of this rank's stage in the order of PyTorch's `Schedule1F1B`."""
-    ids = torch.arange(4 * 32).view(micro_batches, 32)
+def order_of_pytorch(rank: int, world: int) -> list[tuple[str, int]]:
+    """Return the order of PyTorch's `Schedule1F1B` for this rank, of four micro-batches."""
+    ids = torch.arange(4 * 32).view(4, 32)
     stage = _Recorded(Stage(rank, world), rank, world, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
     if rank == 0:
         schedule.step(ids)  # the other ranks' input comes from the stage before
     else:
@@ -156,9 +165,9 @@ def run_layers(
     return Layers(x.detach(), sum(part.numel() for part in parts), sums // len(model.layers))
 
 
-def whole_sample(width: int = 16) -> torch.Tensor:
-    """Return queries, keys and values of one sample: 3 × TOKENS × width numbers."""
-    return torch.randn(3, TOKENS, width, generator=torch.Generator().manual_seed(0))
+def whole_sample() -> torch.Tensor:
+    """Return queries, keys and values of one sample: 3 × TOKENS × 16 numbers."""
+    return torch.randn(3, TOKENS, 16, generator=torch.Generator().manual_seed(0))
 
 
 def attention(
@@ -258,11 +267,27 @@ def announced(leaving: list[int]) -> list[int]:
     return arriving.tolist()
 
 
-def row_of(name: str, report: Any) -> tuple[str, float, float, float, str]:
+def lora_on_t4(sharding: Sharding | None) -> Any:
+    """Predict a T4's memory for Qwen3 8B: 16-bit weights, LoRA, one sample of 1,024 tokens."""
+    run = Recipe(
+        "qwen3-8b",
+        1,  # sample
+        1024,  # tokens
+        "fp16-mixed",
+        "adamw_torch_fused",
+        dtype="float16",
+        lora=LoRA(r=16, target_modules="all-linear"),
+        gradient_checkpointing=True,
+        attn_implementation="sdpa_repeated",  # the T4's: chapter 10
+        sharding=sharding,
+    )
+    return predict(run, gpu="T4", expandable_segments=True)
+
+
+def row_of(name: str, report: Any) -> tuple:
     """Return a table's row of a prediction: GiB of weights, peak and upper end, and verdict."""
     sizes = (report.peak.parameters, report.peak.total, report.process.high)
-    weights, peak, at_most = (size / GiB for size in sizes)
-    return name, weights, peak, at_most, report.verdict
+    return (name, *(size / GiB for size in sizes), report.verdict)
 
 
 @dataclass(frozen=True)
@@ -283,16 +308,27 @@ class Way:
     hides: bool = True
     idle: float = 0
 
-    def phases(self) -> list[tuple[float, float]]:
-        """Return the bytes of each of the two passes, and the seconds that can hide them."""
-        computing = self.computing if self.hides else 0.0
-        seconds = (FORWARD * computing, (1 - FORWARD) * computing)
-        return list(zip(self.sent, seconds, strict=True))
-
     def times(self, bandwidth: float) -> float:
         """Return how many times its computing a pass takes over a link of so many bytes/s."""
-        waits = sum(max(0, sent / bandwidth - seconds) for sent, seconds in self.phases())
-        return 1 / (1 - self.idle) + waits / self.computing
+        result = 1 / (1 - self.idle)
+        for sent, part in zip(self.sent, (FORWARD, 1 - FORWARD), strict=True):
+            hidden = part if self.hides else 0
+            result += max(0, sent / bandwidth / self.computing - hidden)
+        return result
+
+
+@contextmanager
+def loss_on_slices() -> Iterator[None]:
+    """Let the simulated tensor parallelism compute its loss on each rank's slice of the logits.
+
+    transformers' plan first gathers the whole logits on every rank. Here the head's output stays
+    cut, and PyTorch's `loss_parallel` computes the loss of it.
+    """
+    styles = tensor_engine.styles
+    head = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    cut = patch.object(tensor_engine, "styles", lambda *given: styles(*given) | head)
+    with cut, loss_parallel():
+        yield
 
 
 def ways_of_eight(base: Recipe, rate: float, idle: float) -> dict[str, Way]:
@@ -331,18 +367,13 @@ def ways_of_eight(base: Recipe, rate: float, idle: float) -> dict[str, Way]:
     ring = Sharding(3, 8, cp_size=8)
 
     def way(recipe: Recipe, *costs: Any, **more: Any) -> Way:
-        return Way(simulate(recipe, gpu="H100").peak, *costs, **more)
+        with loss_on_slices():  # changes tensor parallelism alone
+            return Way(simulate(recipe, gpu="H100").peak, *costs, **more)
 
     return {
         "FSDP, 1 a rank": way(one.replace(sharding=fsdp), gathers, computing),
         "FSDP, 4 a rank": way(one.replace(batch_size=4, sharding=fsdp), gathers, 4 * computing),
-        "tensor, 8 at once": way(base.replace(sharding=tensor), (0, sums), computing, hides=False),
-        "tensor, 8 in turn": way(
-            one.replace(gradient_accumulation_steps=8, sharding=tensor),
-            (0, sums),
-            computing,
-            hides=False,
-        ),
+        "tensor, 8 samples": way(base.replace(sharding=tensor), (0, sums), computing, hides=False),
         "pipeline, 32 in turn": way(
             base.replace(sharding=last), (4 * activations,) * 2, 4 * computing, idle=idle
         ),
