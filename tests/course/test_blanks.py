@@ -38,6 +38,29 @@ def checks(tree: ast.Module) -> list[ast.Call]:
     return [call for call in calls if ast.unparse(call.func) == "blank.check"]
 
 
+def bound(node: ast.stmt) -> set[str]:
+    """The names that a statement binds at a cell's level."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    stored = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return {each.id for each in stored if isinstance(each.ctx, ast.Store)}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_no_later_cell_takes_the_name_of_the_readers_piece(number):
+    """An exercise may call it at the chapter's end."""
+    pieces: set[str] = set()
+    for cell in notebook_of(number).cells:
+        if cell.cell_type != "code" or cell.source.startswith("%"):
+            continue
+        tree = ast.parse(cell.source)
+        if "blank.check(" in cell.source:
+            pieces |= {ast.unparse(call.args[1]) for call in checks(tree)}
+            continue
+        taken = [name for node in tree.body for name in bound(node) if name in pieces]
+        assert not taken, cell.source
+
+
 def cells_with_blanks(number: str) -> list[str]:
     cells = [cell.source for cell in notebook_of(number).cells if cell.cell_type == "code"]
     return [source for source in cells if "blank.check(" in source]

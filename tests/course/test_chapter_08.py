@@ -27,6 +27,7 @@ from vramlab_course.chapters.chapter_08 import (
 )
 from vramlab_course.figures import figures_08
 from vramlab_course.guesses import guess
+from vramlab_course.step_times import Timed
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "08_make_it_fit.ipynb"
 
@@ -259,6 +260,19 @@ def test_speeds_are_measured_over_estimated():
     assert figure.rows[1] == ("T4, held out", "2", "0.80", "1.50", "1.50")
     timed = figures_08.timed()
     assert len(timed["T4, held out"]) == 61 and len(timed["H200, held out"]) == 4
+
+
+def test_pairs_are_ordered_that_differ_in_one_thing(monkeypatch):
+    plain = Recipe("gpt2", 4, 128, "fp32")
+    slow = plain.replace(gradient_checkpointing=True)
+    split = plain.replace(batch_size=2, gradient_accumulation_steps=2)
+    other = plain.replace(seq_len=256)
+    # (recipe, seconds, measured over estimated): the split one is estimated as faster than plain
+    steps = ((plain, 1.0, 1.0), (slow, 1.5, 1.0), (split, 1.2, 1.5), (other, 2.0, 1.0))
+    runs = [(Timed("T4", recipe, seconds), ratio) for recipe, seconds, ratio in steps]
+    monkeypatch.setattr(figures_08, "held_out", lambda card: runs if card == "T4" else [])
+    found = {name: counts for name, *counts in figures_08.in_order()[1:] if any(counts)}
+    assert found == {"checkpointing": [1, 1], "micro-batch": [1, 0]}
 
 
 def test_a_step_is_judged_by_a_fit_that_has_not_seen_its_model():

@@ -31,7 +31,9 @@ def halves(model, gpu, seq_len, told=True):
     while high - low > 1:
         middle = (low + high) // 2
         need = predict(
-            Recipe(model, middle, seq_len, "fp16-mixed"), gpu=gpu if told else None
+            Recipe(model, middle, seq_len, "fp16-mixed"),
+            gpu=gpu if told else None,
+            expandable_segments=True,
         ).process
         fits = need.value <= find_gpu(gpu).total
         low, high = (middle, high) if fits else (low, middle)

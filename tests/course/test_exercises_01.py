@@ -69,7 +69,7 @@ def by_blocks(packed, state, shift=True):
 
 def store(name, weight, bits=6):
     if name.startswith("model.embed"):
-        return absmax(weight, bits, 64).dequantize(), bits + 0.5
+        return absmax(weight, bits, 128).dequantize(), bits + 0.25
     return blockwise(weight, NF4, 64).dequantize(), 4.127
 
 
@@ -111,7 +111,7 @@ def test_right_answers_in_other_words(name, answer):
         ("01.3", lambda packed, state: by_blocks(packed, state) * 1.1, "off by"),
         ("01.3", lambda packed, state: by_blocks(packed >> 4 | packed << 4, state), "wrong order"),
         ("01.3", lambda packed, state: by_blocks(packed, state, shift=False), "lacks the mean"),
-        ("01.4", lambda name, weight: store(name, weight, bits=8), "at most 4.5 bits"),
+        ("01.4", lambda name, weight: store(name, weight, bits=8), "at most 4.45 bits"),
         ("01.4", lambda name, weight: store(name, weight, bits=4), "0.32%"),
         ("01.4", lambda name, weight: (weight, 4), "comes back unchanged"),
     ],

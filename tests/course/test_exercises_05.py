@@ -21,8 +21,9 @@ def as_given(update, r):
 
 def fitting(**changes):
     fields = {"precision": "bf16-mixed", "dtype": "bfloat16", "gradient_checkpointing": True}
+    fields["trainer"] = "sft"
     return Recipe(
-        "mistral-7b",
+        "llama-3.1-8b",
         1,
         4096,
         **{**fields, "lora": LoRA(r=16, target_modules="all-linear"), **changes},
@@ -50,6 +51,7 @@ def test_right_answers_are_accepted(name, answer):
         ("05.1", as_given, "before the repair"),
         ("05.2", fitting(dtype="float32"), "fp32"),
         ("05.2", fitting(gradient_checkpointing=False), "does not fit"),
+        ("05.2", fitting(trainer="transformers"), "holds all logits"),
     ],
 )
 def test_wrong_answers_are_told_apart(name, answer, said):

@@ -48,6 +48,13 @@ def tensors(peak: Bytes) -> int:
     return peak.total - peak.workspace
 
 
+def is_same(measured: Bytes, simulated: Bytes) -> bool:
+    """Whether two peaks' tensors agree but for the Trainer's own scalars, in no simulation."""
+    # on a GPU each of them takes 512 bytes
+    scalars = 16384 if torch.cuda.is_available() else 1024
+    return abs(tensors(measured) - tensors(simulated)) < scalars
+
+
 def evaluations(folder: Path) -> list[float]:
     """The losses of a run on the rows that were held back, in their order."""
     newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
@@ -156,6 +163,26 @@ def small_card(limit: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def twin_question(device: str) -> dict[str, Any]:
+    """What `plan` is asked for the twin: LoRA, four rows of 128 tokens an update, a tiny card.
+
+    Of its 1,070 MiB CUDA and the allocator may take nearly all, so one row fits in a pass.
+    """
+    has_bf16 = device == "cpu" or torch.cuda.get_device_capability() >= (8, 0)  # not a T4
+    return {
+        "gpu": "RTX 4090",
+        "memory": "1070MiB",
+        "seq_len": 128,
+        "global_batch": 4,
+        "packing": True,
+        "method": "lora",
+        "precisions": "bf16-mixed" if has_bf16 else "fp16-mixed",
+        "liger": False,  # Liger's kernels need a GPU
+        "checkpointing": False,
+        "confirm": False,
+    }
 
 
 def typed_heads() -> list[str]:
@@ -273,6 +300,16 @@ def choose(model: str) -> Student:
     # A card is named, as `plan` knows no CPU.
     wish = {"seq_len": 128, "global_batch": 4, "precisions": "fp32", "gpu": "RTX 4090"}
     return Student(str(base_model_folder()), False, wish, "5e-3")
+
+
+def foreseen(found: vramlab.Plan, student: Student, device: str) -> Report:
+    """The report of a plan's best recipe on the device that trains it.
+
+    A plan for this very card has it; the base model's names another card.
+    """
+    if student.is_chat and device != "cpu":
+        return found.best.report
+    return vramlab.simulate(found.best.recipe, target=device, full=True)
 
 
 def reachable(model: str) -> bool:

@@ -40,12 +40,11 @@ def two_steps(
             x,
             0,
             held,
-            where=[size > 0 for size in held],
             **look,
         )
         top = max(total)
         ax.annotate(
-            f"{top:.2f} GiB",
+            f"{top:.2f} GiB: the loss",
             (x[total.index(top)], top),
             (7, -9),
             **NEAR,
@@ -73,15 +72,14 @@ def two_steps(
         color=style.ALARM,
         fontweight="bold",
     )
-    ax.annotate(
-        f"AdamW's states: {held[0]:.1f} GiB",
-        (1.5, held[0] / 2),
-        (0, 0),
-        **NEAR,
-        ha="center",
-        bbox=style.PATCH,
-    )
-    ax.annotate("weights, activations, gradients", (0.47, 3), (0, 0), **NEAR, ha="center")
+    # The update is the bump between the hills: gradients are still there when the states come.
+    words = {
+        f"AdamW's states: {held[0]:.1f} GiB": (1.5, held[0] / 2),
+        "weights, activations, gradients": (0.47, 3),
+        "update": (0.98, 9.2),
+    }
+    for said, place in words.items():
+        ax.annotate(said, place, ha="center", bbox=style.PATCH)
     ax.set(
         xlim=(0, 2.02),
         ylim=(0, 20),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 from vramlab import GiB
 from vramlab.interfaces.plot import canvas, style
@@ -92,7 +93,6 @@ def over_length(
                 [size / GiB for size in peaks.values()],
                 dash,
                 color=colour,
-                label=name,
             )
             marks = simulated[name]
             ax.plot(
@@ -100,12 +100,24 @@ def over_length(
                 [size / GiB for size in marks.values()],
                 mark,
                 color=colour,
-                # The underscore keeps marks out of the legend, where the line stands for both.
-                label="_simulated",
             )
         ax.set_xticks([*first], [f"{tokens:,}" for tokens in first])
         ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
+        _name_the_ends(ax, predicted)
     return ax.figure
+
+
+def _name_the_ends(ax: Any, lines: Mapping[str, Mapping[int, int]]) -> None:
+    """Write each line's name at its right end, names of neighbours apart from each other."""
+    start, end = ax.get_xlim()
+    ax.set_xlim(start, end + 0.42 * (end - start))
+    below, least = float("-inf"), 0.045 * ax.get_ylim()[1]
+    for (name, peaks), (colour, *_) in sorted(
+        zip(lines.items(), style.LINES, strict=False), key=lambda each: max(each[0][1].values())
+    ):
+        last = max(peaks)
+        below = max(peaks[last] / GiB, below + least)
+        ax.annotate(name, (last, below), (8, -3), textcoords="offset points", color=colour)
 
 
 def label(run: SimpleNamespace) -> str:
@@ -138,7 +150,7 @@ def frontier(sweep: SimpleNamespace, title: str):
         f"{len(runs[0].seeds['documentation'])} seeds"
     )
     with canvas(title, said, about, rows) as ax:
-        for name, run in zip(names, runs, strict=True):
+        for run in runs:
             colour = BLUE if run.r else RED
             place = run.programs, run.documentation
             # Dots of several settings lie among one another; the lines say whose each is.
@@ -154,17 +166,17 @@ def frontier(sweep: SimpleNamespace, title: str):
             # Words stand where no other dots lie, or the edge does.
             is_left = run in sweep.lower or run.targets == "all"
             seeds = run.seeds["programs"]
-            start, offset, side = (max(seeds), run.documentation), (8, -4), "left"
+            start, offset, side = (max(seeds), run.documentation), (8, -9), "left"
             if is_left:
-                start, offset, side = (min(seeds), run.documentation), (-8, -4), "right"
+                start, offset, side = (min(seeds), run.documentation), (-8, -9), "right"
             elif run.targets == FEED_FORWARD:
                 start, offset, side = (
                     (run.programs, max(run.seeds["documentation"])),
-                    (0, 5),
+                    (-8, 4),
                     "center",
                 )
             ax.annotate(
-                name.replace(", rate", "\nrate"),
+                f"{label(run)}\nrate {run.learning_rate:g}",
                 start,
                 offset,
                 textcoords="offset points",

@@ -9,11 +9,22 @@ from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
 from ..chapters.chapter_07 import recorded_8b
-from ..step_times import held_out
+from ..step_times import CARDS, held_out
 
 # tokens/s; bytes at least, likely, at most; recipe
 Row = tuple[float, Sequence[float], Recipe]
 WIDEST = 64  # GiB: what a cloud shows
+# What two recipes may differ in: the names of their fields, by what a reader calls it
+CHANGES = {
+    "checkpointing": {"gradient_checkpointing"},
+    "base in 4 bits or not": {"quantization"},
+    "both of them": {"gradient_checkpointing", "quantization"},
+    "micro-batch": {"batch_size", "gradient_accumulation_steps"},
+    "attention kernel": {"attn_implementation"},
+    "precision": {"precision"},
+    "optimizer": {"optim"},
+    "Liger's kernels": {"use_liger_kernel"},
+}
 SECONDS = (0.2, 0.5, 1, 2, 5, 10)
 Point = tuple[float, float]  # GiB, tokens/s
 
@@ -113,13 +124,34 @@ def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
     return by_card
 
 
-def in_order(steps: Sequence[tuple[Recipe, float, float]]) -> str:
-    """Of pairs of one model that took at least 10 % longer or shorter, how many estimates tell."""
-    right = []
-    for (one, mine, took), (two, other, its) in itertools.combinations(steps, 2):
-        if one.model == two.model and max(took, its) > 1.1 * min(took, its):
-            right.append((mine > other) == (took > its))
-    return f"{sum(right)} of {len(right)} pairs of one model in the right order"
+def in_order() -> list[tuple[str | int, ...]]:
+    """Of pairs of timed runs that differ in one thing, how many the estimates order, as a table.
+
+    The two are of one model on one card with equal tokens in an update, and one took at least 10 %
+    longer. Each is estimated by a fit that has not seen its model.
+    """
+    right = {name: [] for name in CHANGES}
+    for card in CARDS:
+        runs = [(run, ratio, run.recipe.to_dict()) for run, ratio in held_out(card)]
+        for (one, mine, fields), (two, other, others) in itertools.combinations(runs, 2):
+            if one.recipe.name != two.recipe.name:
+                continue
+            keys = fields.keys() | others.keys()
+            differ = {key for key in keys if fields.get(key) != others.get(key)}
+            if "quantization" in differ:
+                differ.discard("dtype")  # which a base in 4 bits leaves out
+            took, its = one.seconds, two.seconds
+            is_clear = max(took, its) > 1.1 * min(took, its)
+            for name, changed in CHANGES.items():
+                if is_clear and differ == changed and _tokens(one.recipe) == _tokens(two.recipe):
+                    right[name].append((took / mine > its / other) == (took > its))
+    rows = [(name, len(told), int(sum(told))) for name, told in right.items()]
+    return [("what differs", "pairs", "right"), *rows]
+
+
+def _tokens(recipe: Recipe) -> int:
+    """The tokens of an update."""
+    return recipe.batch_size * recipe.gradient_accumulation_steps * recipe.seq_len
 
 
 def inside(steps: Sequence[tuple[Recipe, float, float]], card: Gpu) -> str:

@@ -66,24 +66,19 @@ def frozen_model() -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model[1].parameters())
 
 
-def largest_batch(
-    model: str,
-    gpu: str,
-    seq_len: int,
-    part: str = "value",
-    named: bool = True,
-) -> int:
+def largest_batch(model: str, card: str, seq_len: int, part: str = "value", **how: Any) -> int:
     """The largest batch whose process or peak is within the card; 0 for none.
 
     `part` is an end of the process, "low", "value" or "high", or "peak".
 
-    Without `named`, predict does not know the card: a mistake that readers make.
+    `how` are arguments of predict in place of the right ones: mistakes that readers make.
     """
-    total = find_gpu(gpu).total
+    total = find_gpu(card).total
     recipe = Recipe(model, 1, seq_len, "fp16-mixed")
+    how = {"gpu": card, "expandable_segments": True} | how
 
     def fits(batch: int) -> bool:
-        report = predict(recipe.replace(batch_size=batch), gpu=gpu if named else None)
+        report = predict(recipe.replace(batch_size=batch), **how)
         return (report.peak.total if part == "peak" else getattr(report.process, part)) <= total
 
     low = 0

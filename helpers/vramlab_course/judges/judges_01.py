@@ -16,7 +16,7 @@ from ..answers import NOT_ANSWERED, Feedback, kind_of
 from ..base_model import bits_per_byte, held_out, load_base_model
 
 # Of the project.
-BITS = 4.5  # a number
+BITS = 4.45  # a number
 COST = 0.0032  # how much more bits per byte
 
 
@@ -188,7 +188,7 @@ def spends_bits(answer: Callable[[str, torch.Tensor], tuple[torch.Tensor, float]
         total += weight.numel()
         all_bits += bits_a_number * weight.numel()
     bits = all_bits / total
-    said = f"{bits:.2f} bits a number cost {cost:.2%}"
+    said = f"{bits:.3f} bits a number cost {cost:.2%}"
     # Written so that a cost of nan does not pass.
     if bits > BITS or not cost <= COST:
         return Feedback(False, f"{said}; at most {BITS} bits and {COST:.2%} were asked for.")
