@@ -6,8 +6,9 @@
     print(memory.snapshot.left())       # what is still alive: after a whole step, nothing should be
 
 On a GPU the history is PyTorch's own (`torch.cuda.memory._record_memory_history`). Without one the
-tensors' storages are followed on the CPU, and addresses and segments are simulated by the model of
-the allocator. Both are dictionaries of the same form (`torch.cuda.memory._snapshot`).
+tensors' storages are followed on the CPU. The sizes are their own bytes, which an allocator would
+round up, and its model simulates the addresses and segments. Both are dictionaries of the same form
+(`torch.cuda.memory._snapshot`).
 """
 
 import contextlib
@@ -131,11 +132,11 @@ def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, A
             # The request made a segment, which PyTorch's history has as an event of its own.
             if added > 0:
                 events.append({"action": "segment_alloc", "size": added, **more})
-            events.append({"action": "alloc", "size": block.size, **more})
+            events.append({"action": "alloc", "size": storage.asked, **more})
         # What was made before the recording is freed without having been seen.
         elif id(storage) in blocks:
             block = blocks.pop(id(storage))
-            gone = {"addr": block.address, "size": block.size, "stream": 0, "frames": []}
+            gone = {"addr": block.address, "size": storage.asked, "stream": 0, "frames": []}
             # PyTorch has two events of a free: asked for, and done once no stream uses it.
             events += [{"action": "free_requested", **gone}, {"action": "free_completed", **gone}]
             allocator.free(block)

@@ -106,23 +106,33 @@ def test_a_trainers_trace_has_pytorchs_labels_and_a_gpus_waits(tmp_path):
     ]
 
 
-def test_a_history_ends_where_its_snapshot_does():
+def test_histories_stand_in_a_row_with_a_line_at_each_batch():
     def change(action, address, size, line):
         frames = [{"filename": f"{line}.py", "line": 3, "name": "f"}]
         return {"action": action, "addr": address, "size": size, "frames": frames}
 
-    events = [
-        change("alloc", 1, MiB, "kept"),
-        change("alloc", 2, 2 * MiB, "gone"),
-        change("free_completed", 2, 2 * MiB, ""),
-    ]
-    figure = figures_07.history(Snapshot({"device_traces": [events]}), "title", "about")
-    assert table(figure).splitlines()[-1].split() == ["3.0", "1.0"]
+    def batch(number):
+        return [
+            change("alloc", number, MiB, "kept"),
+            change("alloc", 9, 2 * MiB, "gone"),
+            change("free_completed", 9, 2 * MiB, ""),
+        ]
+
+    leak = [*batch(1), *batch(2)]
+    cured = [*batch(1), change("free_completed", 1, MiB, "")] * 2
+    snapshots = {
+        name: Snapshot({"device_traces": [events]})
+        for name, events in {"leaking": leak, "cured": cured}.items()
+    }
+    figure = figures_07.histories(snapshots, 2, "title", "about")
+    rows = [line.split() for line in table(figure).splitlines()[2:]]
+    assert rows == [["leaking:", "1.0"], ["leaking:", "2.0"], *[["cured:", "0.0"]] * 2]
+    (axes,) = figure.axes
+    assert [line.get_xdata()[0] for line in axes.lines] == [3, 6, 7 + 4, 7 + 8]
     tops = [
-        max(path.vertices[:, 1].max() for path in band.get_paths())
-        for band in figure.axes[0].collections
+        max(path.vertices[:, 1].max() for path in band.get_paths()) for band in axes.collections
     ]
-    assert max(tops) == 3
+    assert max(tops) == 4
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names[:2] == ["gone.py:3", "kept.py:3"]
 

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import nbformat
@@ -12,7 +13,7 @@ import pytest
 import settings
 import torch
 from bitsandbytes.nn import Linear4bit
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from vramlab import plan
 from vramlab_course.base_model import base_model_folder, load_base_model, load_base_tokenizer
 from vramlab_course.finetuning import adapted
@@ -84,6 +85,27 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     printed = capsys.readouterr().out
     assert "current: 0.50 GiB" in printed and "all.peak: 1.00 GiB" in printed
     assert "reserved: 2.00 GiB" in printed and "rank 0, retries: 3" in printed
+    # Now a run that dies in its first step. The chapter's lines around it write what there is.
+    (tmp_path / "trace_0.json").unlink()
+    calls.clear()
+    arguments.max_steps = 1
+    look = names["Look"]()
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[look, Dies()])
+    (lines,) = re.findall(
+        r"^ *(try:\n.*?look\.write.*?)$",
+        next(cell.source for cell in notebook_of("07").cells if "callbacks=[look]" in cell.source),
+        re.DOTALL | re.MULTILINE,
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        exec(dedent(lines), {"trainer": trainer, "look": look})
+    look.write(arguments)  # a second time, which is nothing
+    assert calls == [{"max_entries": 1_000_000}, "memory_0.pickle", {"enabled": None}]
+    assert (tmp_path / "trace_0.json").exists()
+
+
+class Dies(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        raise torch.OutOfMemoryError
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ These go through the allocator of a card of 24 GB.
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,23 +40,11 @@ RECIPE = WHOLE.replace(num_layers=2)  # what is simulated: the head and its logi
 BUCKETS = (256, 512, 1024)
 CARD = "RTX 4090"
 
-
-def draw_lengths(count: int = 24) -> list[int]:
-    """Lengths like those of texts, from a fixed seed.
-
-    They are log-normal around 365 tokens, in multiples of 128 up to 1,024.
-    """
-    rng = random.Random(0)
-    lengths = []
-    for _ in range(count):
-        # e^5.9 is 365
-        drawn = rng.lognormvariate(5.9, 0.6)
-        length = 128 * round(drawn / 128)
-        lengths.append(min(1024, max(128, length)))
-    return lengths
-
-
-LENGTHS = draw_lengths()
+# Lengths like those of texts, from a fixed seed: log-normal around e^5.9 = 365 tokens, in
+# multiples of 128 up to 1,024.
+_RNG = random.Random(0)
+_DRAWN = [128 * round(_RNG.lognormvariate(5.9, 0.6) / 128) for _ in range(24)]
+LENGTHS = [min(1024, max(128, length)) for length in _DRAWN]
 
 
 def tried(
@@ -160,13 +148,16 @@ def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
 
 
 def storages(values: Any) -> "set[torch.UntypedStorage]":
-    """The storages of all tensors in nested lists, tuples and dictionaries.
+    """The storages of all tensors in nested lists, tuples and dictionaries, or of an iterator.
 
     A storage is the memory behind a tensor.
     """
     import torch
     from torch.utils._pytree import tree_leaves
 
+    # An iterator, such as `model.parameters()`, would be one leaf.
+    if isinstance(values, Iterator):
+        values = list(values)
     return {
         value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)
     }

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB, MiB
 
@@ -224,37 +225,51 @@ def layer_times(
     return ax.figure
 
 
-def history(snapshot: "Snapshot", title: str, subtitle: str):
-    """Return a figure of a memory history: what is alive over events, by the line that asked."""
+def histories(
+    snapshots: Mapping[str, "Snapshot"],
+    batches: int,
+    title: str,
+    subtitle: str,
+):
+    """Return a figure of two histories, "leaking" and then another: what is new and alive.
+
+    The bands are the lines that asked. A dotted line ends each of a history's `batches`, which
+    make as many blocks as one another.
+    """
     # The lines that hold most, in the order of the legend.
-    lines = [group.line for group in snapshot.largest(count=len(BANDS) - 1)]
-    events = range(len(snapshot.allocated))
-    bands = [[0] * len(events) for _ in BANDS]
-    for block in snapshot.blocks:
-        # What no line of the legend asked for goes into the last band.
-        band = bands[lines.index(block.line) if block.line in lines else -1]
-        band[block.born] += block.size
-        if block.freed is not None:
-            band[block.freed] -= block.size
-    heights = []
-    for band in bands:
-        total = 0
-        # From changes to what is alive: a running sum.
-        heights.append([(total := total + change) / MiB for change in band])
-    labels = [f"{line.file}:{line.number}" if line.number else line.file for line in lines]
-    names = [*labels, "all other lines"][: len(BANDS)]
-    sizes = [snapshot.allocated[snapshot.peak], snapshot.allocated[-1]]
-    rows = [("peak, MiB", "at the end, MiB"), tuple(f"{size / MiB:.1f}" for size in sizes)]
+    lines = [group.line for group in snapshots["leaking"].largest(count=len(BANDS) - 1)]
+    labels = [*(f"{line.file}:{line.number}" for line in lines), "all other lines"]
     alt = (
-        f"{title}. Coloured bands over time, a band for each line of code, which climb like stairs."
+        f"{title}. Coloured bands over time, a band for each line of code, climb while leaking and "
+        f"come down to zero when cured. Dotted lines are where a batch ends."
     )
+    rows = [("MiB at the end of each batch",)]
     with canvas(title, alt, subtitle, rows) as ax:
-        ax.stackplot(events, heights, colors=BANDS, labels=names, step="post", linewidth=0)
-        ax.set(
-            xlabel="allocations and releases, in their order",
-            ylabel="MiB alive",
-            xlim=(0, len(events)),
-        )
+        ax.margins(x=0, y=0.12)
+        start = 0
+        for name, snapshot in snapshots.items():
+            count = len(snapshot.allocated)
+            alive = np.zeros((len(labels), count))
+            made = [block for block in snapshot.blocks if block.born]
+            for block in made:
+                # What no line of the legend asked for goes into the last band.
+                band = lines.index(block.line) if block.line in lines else -1
+                alive[band, block.born : block.freed] += block.size / MiB
+            ax.stackplot(
+                range(start, start + count),
+                alive,
+                colors=BANDS,
+                labels=labels,
+                step="post",
+                linewidth=0,
+            )
+            each = len(made) // batches
+            for end in [*(block.born - 1 for block in made[each::each]), count - 1]:
+                ax.axvline(start + end, color=style.INK, linestyle=":")
+                rows.append((f"{name}: {alive[:, end].sum():.1f}",))
+            ax.text(start, ax.get_ylim()[1], f" {name}", va="top")
+            start += count
+        ax.set(xlabel="allocations and releases, in their order", ylabel="MiB alive")
     return ax.figure
 
 
