@@ -9,7 +9,7 @@ import pytest
 import settings
 import torch
 from vramlab_course.base_model import load_base_model
-from vramlab_course.chapters.chapter_01 import continued, inputs_changed, outliers
+from vramlab_course.chapters.chapter_01 import continued
 from vramlab_course.number_formats import E2M1, E4M3FN
 from vramlab_course.quantizers import NF4, blockwise
 
@@ -84,21 +84,3 @@ def test_a_beginning_is_continued_by_the_likeliest_tokens():
     (line,) = continued(model, "class Error(", tokens=3)
     generated = continued(model, "class Error(", tokens=6)[0]
     assert line.startswith("class Error( → ") and generated.startswith(line[:-1])
-
-
-def test_layers_get_changed_inputs_as_long_as_it_is_entered():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
-    x = torch.ones(2, 4)
-    before = model(x)
-    with inputs_changed(model, lambda x: 0 * x):
-        assert torch.equal(model(x), model[0].bias.relu().expand(2, 4))
-    assert torch.equal(model(x), before)
-
-
-def test_outliers_are_those_of_weights_and_of_inputs():
-    model = load_base_model()
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[3, 5] = 40.0
-    weight, seen = outliers(model, ["import os\n" * 20])
-    matrix = model.model.layers[0].mlp.up_proj.weight
-    assert weight == pytest.approx(float(40 / matrix.std())) and seen > 10

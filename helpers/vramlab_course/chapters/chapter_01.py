@@ -1,13 +1,11 @@
-"""Chapter 01: what the base model writes, its layers' inputs, and a network too deep for fp16."""
+"""Chapter 01: what the base model writes, and a network too deep for fp16."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ..base_model import bits_per_byte, load_base_tokenizer
+from ..base_model import load_base_tokenizer
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
@@ -28,47 +26,6 @@ def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]
         text = tokenizer.decode(written[0, 1:]).removeprefix(beginning)
         lines.append(f"{beginning} → {text!r}")
     return lines
-
-
-def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """The model's linear layers, in order."""
-    return [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-
-
-@contextmanager
-def inputs_changed(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While entered, each linear layer of `model` gets `change` of its input."""
-
-    def changed(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        return (change(inputs[0]),)
-
-    hooks = [layer.register_forward_pre_hook(changed) for layer in linear_layers(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def outliers(model: nn.Module, texts: Sequence[str]) -> tuple[float, float]:
-    """The largest weight of any linear layer and its largest input while it reads `texts`.
-
-    Both are in standard deviations of their matrix or input.
-    """
-
-    def size(x: Tensor) -> float:
-        return float(x.abs().max() / x.std())
-
-    sizes = []
-
-    def look(x: Tensor) -> Tensor:
-        sizes.append(size(x))
-        return x
-
-    with inputs_changed(model, look):
-        bits_per_byte(model, texts, stride=256)
-    weights = [layer.weight.detach() for layer in linear_layers(model)]
-    return max(map(size, weights)), max(sizes)
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:

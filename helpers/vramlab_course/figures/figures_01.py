@@ -120,7 +120,7 @@ def costs(
         costs_said.append(f"{name}: {percent}" + (f", against NF4 {more}" if more else ""))
         labels.append(f"{name}: {bits:g} bits")
     said = f"Bars. {'; '.join(costs_said)}."
-    about = "measured: base model, all matrices if not said, 12,000 bytes"
+    about = "measured: base model, all matrices, 12,000 bytes"
     looks = {"one scale": (RED, "//"), "blocks": (BLUE, ""), "no scale": (INK, "")}
     with canvas(title, said, about, rows) as ax:
         for y, (name, (_, cost)) in enumerate(ways):
