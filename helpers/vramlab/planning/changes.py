@@ -101,7 +101,7 @@ def cheapest(
         with contextlib.suppress(RecipeError, GpuError):
             change = tried(fields, same)
             if "batch_size" in fields and not change.takes(need, process):
-                change = _smaller_batch(recipe, tried, need, process) or change
+                change = _smaller_batch(recipe.replace(**fields), tried, need, process) or change
             if change.saves > LEAST_SAVED * report.peak.total:
                 changes.append(change)
 
@@ -117,7 +117,7 @@ def cheapest(
 def _smaller_batch(
     recipe: Recipe, tried: Callable[[Fields, bool], Change], need: int, process: int
 ) -> Change | None:
-    """Return the largest micro-batch that is enough, of those that halve again and again."""
+    """Return the largest micro-batch that is enough, of those below the recipe's; None."""
     while fields := _halved(recipe):
         change = tried(fields, True)
         if change.takes(need, process):

@@ -226,8 +226,7 @@ class Search:
         It sends gradients once an update, and sharding sends weights in each pass. That they hide
         behind the computing is an assumption.
         """
-        sharding = answer.recipe.sharding
-        if sharding is None or not sharding.stage:
+        if answer.recipe.group.stage == 0:
             return None
         limit = answer.rank[0] / FASTER
         alike = takewhile(lambda one: one.rank[0] <= limit, self.ordered(answer.kind))
