@@ -105,9 +105,10 @@ def test_explain_names_a_pair_where_no_change_is_enough_alone():
     recipe = Recipe(MODEL, 7, 512, "fp16-mixed")  # a batch that no half divides
     card = find_gpu("T4")
     found = explain(recipe, gpu=card)
-    *alone, pair = found.changes[:4]
+    *alone, pair, with_segments = found.changes
     assert len(alone) == 3 and not any(change["enough"] for change in alone)
     assert pair["enough"] and pair["text"].endswith(", enough together")
+    assert with_segments["enough"] and with_segments["same"] and not pair["same"]
     assert pair["saves"] > max(change["saves"] for change in alone)
     assert any("Triton, in which it is written, does not support T4" in x for x in found.lines)
     assert cheapest_pair(recipe, card, 1 << 50) is None
