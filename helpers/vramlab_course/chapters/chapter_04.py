@@ -33,6 +33,7 @@ from vramlab.training.process_group import one_gloo_thread
 
 ERROR = ".error"  # how the file is called in which a rank leaves its error
 STARTS = 3  # of a group that lost a connection
+PARTS = ("weights", "gradients", "states", "gathered units", "rest", "in all")  # of a peak
 # A rank that fails ends the others. torch announces that, above what the rank failed with.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
@@ -202,21 +203,14 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
 
 def peaks_table(reports: Mapping[str, Report]) -> str:
     """A table of what is in each report's peak, in MiB: a column for each report."""
-    rows = [("MiB at the peak", *reports)]
     columns = [_parts(report.peak) for report in reports.values()]
-    for part in columns[0]:
-        rows.append((part, *(column[part] / MiB for column in columns)))
-    return text_table(rows)
+    return text_table([("MiB at the peak", *reports), *zip(PARTS, *columns, strict=True)])
 
 
-def _parts(peak: Bytes) -> dict[str, int]:
-    parts = {
-        "weights": peak.parameters,
-        "gradients": peak.gradients,
-        "states": peak.optimizer_states,
-        "gathered units": peak.workspace,  # FSDP's whole weights, and what they travel in
-    }
-    return {**parts, "rest": peak.total - sum(parts.values()), "in all": peak.total}
+def _parts(peak: Bytes) -> list[float]:
+    # the workspace is FSDP's whole weights, and what they travel in
+    parts = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace]
+    return [part / MiB for part in (*parts, peak.total - sum(parts), peak.total)]
 
 
 def torchrun(script: str, processes: int) -> str:
@@ -224,8 +218,8 @@ def torchrun(script: str, processes: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.py"
         path.write_text(script)
-        run = ["--standalone", f"--nproc_per_node={processes}", str(path)]
         printed = Path(folder) / "printed"
+        run = ["--standalone", f"--nproc_per_node={processes}", str(path)]
         # a fork has torch loaded, which a torchrun of its own would need two seconds for
         apart(lambda: _torchrun(run, printed))
         return printed.read_text().strip()
