@@ -81,6 +81,19 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     )
 
 
+def preload(recipe: dict[str, Any] | None = None, **others: Any) -> None:
+    """Import what `hundred`, or a step of `recipe`, needs before ranks are forked.
+
+    For `launch`.
+    """
+    from vramlab.measurement import worker
+    from vramlab.recipe.recipe import Recipe
+    from vramlab.recipe.sharding import Sharding
+
+    a_layer = Recipe("gpt2", num_layers=1, sharding=Sharding(3, 2))
+    worker.preload(Recipe(**recipe) if recipe else a_layer)
+
+
 def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
     """Run one rank of a steady step of `recipe`; returns phase to bytes of each kind of collective.
 
