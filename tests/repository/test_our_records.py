@@ -116,9 +116,9 @@ def test_the_context_of_an_h200_is_what_was_read():
 
 
 def test_what_checkpointing_costs_in_time():
-    """15 pairs of records that differ in nothing else, as the glossary says them.
+    """15 pairs of records that differ in nothing else, as the glossary and chapter 03 say them.
 
-    Chapter 03 prints them by model. A claim of 20 % is judged by them.
+    A claim of 20 % is judged by them.
     """
     ratios = []
     for held in records("H100").values():
@@ -138,6 +138,20 @@ def test_what_checkpointing_costs_in_time():
     assert f"steps took {least} to {most} times as long on an H100" in glossary
     verdict = judge(load_claims("03")["guide-checkpointing-20"])
     assert (verdict.outcome, verdict.holding) == (UNDER, ["gpt2, fp32", "Llama 3.2 1B, bf16-mixed"])
+
+
+def test_checkpointing_against_four_passes():
+    """Two models that chapter 03 names beside GPT-2: both switches from the same start."""
+    found = []
+    for start in (
+        Recipe("polyglot-ko-1.3b", 16, 256, "fp16-true"),
+        Recipe("bert-large", 4, 512, "fp32"),
+    ):
+        plain = records("H100")[start.key].speed.median
+        pieces = start.replace(batch_size=start.batch_size // 4, gradient_accumulation_steps=4)
+        for other in (start.replace(gradient_checkpointing=True), pieces):
+            found.append(round(records("H100")[other.key].speed.median / plain, 2))
+    assert found == [1.14, 2.31, 1.36, 1.72]
 
 
 def test_predict_is_near_what_a_gpu_allocated():

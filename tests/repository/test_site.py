@@ -370,7 +370,7 @@ def test_the_site_builds_without_a_warning_and_every_link_leads_somewhere(built)
     links = re.findall(r"\]\((\S+)\): ", (folder / "site" / "llms.txt").read_text("utf-8"))
     assert len(links) > 30 and all((folder / "site" / link).is_file() for link in links)
     report = (folder / "site" / "notebooks" / "02_memory_decomposition.html").read_text("utf-8")
-    assert '<span class="sentence">does not fit RTX 4090: in the forward' in report
+    assert '<span class="sentence">llama-3.1-8b · batch 4 · 1024 tokens' in report
     assert all(link.startswith("https://") for link in external)
     pages = {
         path.relative_to(folder / "site").as_posix() for path in (folder / "site").rglob("*.html")

@@ -62,7 +62,9 @@ def real(launcher):
         names = [name for name, row in TABLE.items() if row[0] == world]
         recipes = {name: recipe_of(name) for name in names if (name in QUICK) == quick}
         order = {"recipes": recipes, "learn": LEARNED}
-        return launcher.run("ring_ranks:work", order, world, timeout=300)
+        return launcher.run(
+            "ring_ranks:work", order, world, timeout=300, preload="real_ranks:preload"
+        )
 
     return lambda name: [rank[name] for rank in ran(TABLE[name][0], name in QUICK)]
 

@@ -154,7 +154,11 @@ def test_gloo_itself_says_the_same(launcher, name):
     gloos = {
         "reduce_scatter": "all_reduce"
     }  # gloo's is an all-reduce of which the rank's part is kept
-    for found in launcher.run("test_sharding:counted_twice", {"recipe": recipe.to_dict()}):
+    for found in launcher.run(
+        "test_sharding:counted_twice",
+        {"recipe": recipe.to_dict()},
+        preload="vramlab_course.chapters.fsdp_units:preload",
+    ):
         expected = [
             f"gloo:{gloos.get(kind, kind)}"
             for kind, calls in found["counter"].items()

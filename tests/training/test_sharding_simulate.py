@@ -22,7 +22,7 @@ from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
 from vramlab.training.engines import ddp
-from vramlab_course.chapters.fsdp_units import WRAPPINGS
+from vramlab_course.chapters import fsdp_units
 from vramlab_course.training_on_rank import alone
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
@@ -503,9 +503,10 @@ def test_wrapping_a_plain_module(launcher):
     """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer
     or two.
     """
+    units = fsdp_units.__name__
     found = [
-        launcher.run("vramlab_course.chapters.fsdp_units:hundred", {"wrapping": wrapping})
-        for wrapping in WRAPPINGS
+        launcher.run(f"{units}:hundred", {"wrapping": wrapping}, preload=f"{units}:preload")
+        for wrapping in fsdp_units.WRAPPINGS
     ]
     for plain, one, each in zip(*found, strict=True):
         whole = 100 * 256 * 256 * 4

@@ -1,19 +1,20 @@
-"""Chapter 03: a figure of several steps, and recorded pairs.
+"""Chapter 03: what is alive at a peak, a figure of several steps, and recorded runs.
 
 For its claims there are also the bytes that autograd keeps, and steps that empty the cache.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from vramlab.hardware.allocator import Allocator
 from vramlab.interfaces import plot
-from vramlab.measurement.records import measurements_folder
+from vramlab.measurement.measure import measure
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.report import MiB, Report
+from vramlab.report.report import GiB, MiB, Report
 
+from vramlab_course import published
+from vramlab_course.chapters.chapter_06 import recorded_8b
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 
 LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
@@ -65,42 +66,61 @@ def replayed(
     return follow(requests(), lengths or LENGTHS, Allocator(limit=limit), empty_cache)
 
 
-def recorded_pairs(*fields: str, name: str = "nvidia-h100") -> list[tuple[str, ...]]:
-    """How many times as long a step took after a change of a recipe's `fields`.
-
-    Of all pairs that were recorded on a card, differ in nothing else and see as many samples. The
-    last field's least value is the one before: no checkpointing, or no accumulation. A row for each
-    number of passes, or else for each method: its models, the number of its pairs, and the least
-    and the largest ratio.
-    """
-    alike: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(measurements_folder().glob(f"{name}-*.json")):
-        # Read as JSON: a report's class checks all fields, and only two are needed.
-        for report in json.loads(path.read_text(encoding="utf-8"))["reports"].values():
-            if report["speed"]:
-                recipe = dict(report["recipe"])
-                samples = recipe["batch_size"] * recipe["gradient_accumulation_steps"]
-                values = [recipe.pop(field) for field in fields]
-                # The recipe without these fields, so that both of a pair have one key.
-                key = json.dumps([samples, recipe], sort_keys=True)
-                alike.setdefault(key, []).append((values[-1], report["speed"]["median"]))
-    found: dict[str, list[tuple[str, float]]] = {}
-    for key, group in alike.items():
-        _, recipe = json.loads(key)
-        method = "LoRA" if recipe["lora"] else "all weights"
-        if recipe["quantization"]:
-            method += ", 4-bit base"
-        (least, before), *others = sorted(group)
-        for value, after in others:
-            if value != least:
-                how = f"{value} passes" if value is not True else method
-                found.setdefault(how, []).append((recipe["model"], after / before))
-    rows = []
-    for how in sorted(found, key=lambda how: (len(how), how)):
-        ratios = [ratio for _, ratio in found[how]]
-        models = ", ".join(sorted({model for model, _ in found[how]}))
-        rows.append((how, models, str(len(ratios)), f"{min(ratios):.2f} – {max(ratios):.2f}"))
+def large_parts(report: Report) -> list[tuple]:
+    """Rows of a table: what is alive at a Llama's peak, by what makes it, in GiB."""
+    large = [one for one in report.largest if one.category != "parameters"]
+    # Only logits are as wide as the vocabulary; what a layer keeps says which layer.
+    loss = [one for one in large if ".layers." not in one.where and one.count == 1][:3]
+    norms = [one for one in large if one.where.endswith("_layernorm")][:1]
+    silu = [one for one in large if one.where.endswith("mlp.act_fn")]
+    parts = {
+        "the loss, in fp32": loss,
+        "layers: inputs of norms, in fp32": norms,
+        "layers: results of silu": silu,
+    }
+    rows: list[tuple] = [("alive at the peak", "tensors", "GiB in all")]
+    rows.append(("1 weights", "", report.peak.parameters / GiB))
+    left = report.peak.total - report.peak.parameters
+    for what, found in parts.items():
+        size = sum(one.count * one.size for one in found)
+        left -= size
+        rows.append((f"{len(rows)} {what}", sum(one.count for one in found), size / GiB))
+    rows.append((f"{len(rows)} the rest, nearly all kept by layers", "", left / GiB))
     return rows
+
+
+def passes_of_one() -> list[tuple[str, tuple[float, float], tuple[float, float]]]:
+    """Recorded runs in one pass, and in passes of one sample: GiB and seconds of an update.
+
+    GPT-2's passes are a record of accumulation. The others are an update of one sample, times their
+    number.
+    """
+    tiny = {}
+    for run in published.runs():
+        recipe = run.recipe
+        if (
+            recipe.name == "tinyllama-1.1b"
+            and recipe.quantization
+            and recipe.attn_implementation == "sdpa"
+            and recipe.seq_len == 1024
+            and run.seconds
+        ):
+            tiny[recipe.batch_size] = (run.allocated / GiB, run.seconds)
+    whole = {}
+    for recipe, seen in recorded_8b("nvidia-h200"):
+        if not recipe.quantization:
+            whole[recipe.batch_size] = (seen.peak.total / GiB, seen.speed.median)
+    cases = []
+    for name, samples, found in (("TinyLlama, T4", 8, tiny), ("Llama 3.1 8B, H200", 4, whole)):
+        size, seconds = found[1]
+        cases.append((f"{name}, {samples} × 1,024", found[samples], (size, samples * seconds)))
+    pair = []
+    for batch, passes in ((8, 1), (1, 8)):
+        recipe = Recipe("gpt2", batch, 512, "fp32", gradient_accumulation_steps=passes)
+        seen = measure(recipe, recorded=True)
+        pair.append((seen.peak.total / GiB, seen.speed.median))
+    cases.append(("GPT-2, H100, 8 × 512", *pair))
+    return cases
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):

@@ -2,32 +2,29 @@
 
 That is the base model's stages and layers, a small attention, a small mixture of experts, what
 sends their tensors between ranks, and each of them in one process, to compare with; and at the end
-what each cut costs one of eight H100s.
+how long each cut lets one of eight H100s wait.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     ParallelStyle,
-    loss_parallel,
+    PrepareModuleInput,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
-from vramlab import LoRA, Recipe, Sharding, predict, simulate
-from vramlab.report.report import Bytes, GiB
-from vramlab.training.engines import tensor as tensor_engine
+
+# Imported here, once, and not by each of the forked ranks: it takes a second.
+from transformers import LlamaForCausalLM
+from vramlab import LoRA, Recipe, Sharding, predict
+from vramlab.report.report import GiB
 
 from ..base_model import load_base_model
 from ..collectives import Collectives
@@ -57,7 +54,7 @@ class Stage(torch.nn.Module):
 
     def __init__(self, rank: int, world: int):
         super().__init__()
-        whole = load_base_model()
+        whole: LlamaForCausalLM = load_base_model()
         self.layers = whole.model
         each = len(self.layers.layers) // world
         self.layers.layers = self.layers.layers[rank * each : (rank + 1) * each]
@@ -138,11 +135,23 @@ class Layers:
     sums: int
 
 
-def run_layers(
-    cut: Mapping[str, ParallelStyle] | None = None,
-    world: int = 1,
-    checkpointing: bool = False,
-) -> Layers:
+def block_inputs() -> dict[str, ParallelStyle]:
+    """Return two entries for a layer's list of cuts: each rank has the whole of what a block takes.
+
+    A block's matrices then share one input, and PyTorch sums its gradient once.
+    """
+    whole = Replicate()
+    hidden = {"hidden_states": whole}  # transformers gives it to attention by name
+    attention = PrepareModuleInput(
+        input_kwarg_layouts=hidden, desired_input_kwarg_layouts=hidden, use_local_output=False
+    )
+    feed_forward = PrepareModuleInput(
+        input_layouts=whole, desired_input_layouts=whole, use_local_output=False
+    )
+    return {"self_attn": attention, "mlp": feed_forward}
+
+
+def run_layers(cut: Mapping[str, ParallelStyle] | None = None, world: int = 1) -> Layers:
     """Run the base model's layers forward and backward on two samples of 64 tokens.
 
     `cut` says how each layer is cut over `world` ranks; without it this rank has all of it.
@@ -156,8 +165,7 @@ def run_layers(
             parallelize_module(layer, mesh, dict(cut))
     with Collectives() as counting:
         for layer in model.layers:
-            run = partial(layer, position_embeddings=positions)
-            x = checkpoint(run, x, use_reentrant=False) if checkpointing else run(x)
+            x = layer(x, position_embeddings=positions)
         x.square().sum().backward()
     # A cut weight is a DTensor, which holds this rank's part.
     parts = [getattr(weight, "_local_tensor", weight) for weight in model.layers.parameters()]
@@ -292,17 +300,15 @@ def row_of(name: str, report: Any) -> tuple:
 
 @dataclass(frozen=True)
 class Way:
-    """What one way of cutting a run costs a rank, in a pass.
+    """How one way of cutting a run keeps a rank waiting, in a pass.
 
     Attributes:
-        peak: its bytes by category.
         sent: bytes that it sends in the forward pass, and in the backward pass.
         computing: seconds that it computes in both.
         hides: whether it can send while it computes.
         idle: the part of the time that a pipeline's stage waits for another.
     """
 
-    peak: Bytes
     sent: tuple[float, float]
     computing: float
     hides: bool = True
@@ -317,67 +323,43 @@ class Way:
         return result
 
 
-@contextmanager
-def loss_on_slices() -> Iterator[None]:
-    """Let the simulated tensor parallelism compute its loss on each rank's slice of the logits.
+def stages_of_eight(shape: Any) -> tuple[float, float]:
+    """Return how many weights compute in one of eight equal stages, and in the last.
 
-    transformers' plan first gathers the whole logits on every rank. Here the head's output stays
-    cut, and PyTorch's `loss_parallel` computes the loss of it.
+    The first has the embedding, too, which computes nothing, and the last has the head.
     """
-    styles = tensor_engine.styles
-    head = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-    cut = patch.object(tensor_engine, "styles", lambda *given: styles(*given) | head)
-    with cut, loss_parallel():
-        yield
+    head = shape.vocab_size * shape.hidden_size
+    stage = (shape.num_parameters - 2 * head) / 8
+    return stage, stage + head
 
 
-def ways_of_eight(base: Recipe, rate: float, idle: float) -> dict[str, Way]:
-    """Return what each way to cut costs one of eight H100s in a pass, by name.
+def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
+    """Return how each way to cut a model keeps one of eight ranks waiting, by name.
+
+    Samples have 2,048 tokens, and the run has checkpointing.
 
     Args:
-        base: eight samples in a pass, with checkpointing.
+        shape: the model's.
         rate: operations per second.
-        idle: the part of the time that a stage waits, with 32 micro-batches.
     """
-    shape = base.shape
     weights = shape.num_parameters
-    tokens = base.batch_size * base.seq_len
+    tokens = 8 * 2048
     # 2 forward, 2 again and 4 backward; without attention, since samples are short.
     computing = 8 * weights * tokens / 8 / rate
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
     shard = passed * 2 * weights  # bytes, to gather the weights or to sum gradients, in 16 bits
     activations = 2 * tokens * shape.hidden_size
-    layers = shape.num_layers
     # The paper's two forward and two backward, and the first of the repeated forward pass: torch
     # ends the repetition where nothing more is needed, which is before the second.
-    sums = 5 * layers * 2 * passed * activations
-    # Keys and values, in 16 bits: round once, round again, and back with their gradients.
-    width = shape.num_kv_heads / shape.num_heads  # of the keys, in parts of the hidden width
-    keys = passed * layers * 2 * activations * width
-    # Scores and their products with values, half of them behind the mask: forward, repeated, and
-    # twice as much backward.
-    attention = 4 * 4 * tokens**2 / 2 * shape.hidden_size * layers / 8 / rate
+    sums = 5 * shape.num_layers * 2 * passed * activations
     gathers = (shard, 2 * shard)
-    rings = (shard + keys, 2 * shard + 3 * keys)
-    one = base.replace(batch_size=1)
-    fsdp = Sharding(3, 8, "fsdp")
-    tensor = Sharding(0, 8, "tensor")
-    # The last stage is the largest. 1F1B holds eight micro-batches at most, so 32 need no more.
-    last = Sharding(0, 8, "pipeline", micro_batches=8, rank=7)
-    ring = Sharding(3, 8, cp_size=8)
-
-    def way(recipe: Recipe, *costs: Any, **more: Any) -> Way:
-        with loss_on_slices():  # changes tensor parallelism alone
-            return Way(simulate(recipe, gpu="H100").peak, *costs, **more)
-
+    # All wait for the last stage; the first of 32 micro-batches has to get there.
+    stage, last = stages_of_eight(shape)
+    busy = 32 * weights / 8
+    idle = 1 - busy / (32 * last + 7 * stage)
     return {
-        "FSDP, 1 a rank": way(one.replace(sharding=fsdp), gathers, computing),
-        "FSDP, 4 a rank": way(one.replace(batch_size=4, sharding=fsdp), gathers, 4 * computing),
-        "tensor, 8 samples": way(base.replace(sharding=tensor), (0, sums), computing, hides=False),
-        "pipeline, 32 in turn": way(
-            base.replace(sharding=last), (4 * activations,) * 2, 4 * computing, idle=idle
-        ),
-        "context, 1 long sample": way(
-            one.replace(seq_len=tokens, sharding=ring), rings, computing + attention
-        ),
+        "FSDP, 1 a rank": Way(gathers, computing),
+        "FSDP, 4 a rank": Way(gathers, 4 * computing),
+        "tensor, 8 samples": Way((0, sums), computing, hides=False),
+        "pipeline, 32 in turn": Way((4 * activations,) * 2, 4 * computing, idle=idle),
     }

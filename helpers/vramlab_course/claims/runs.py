@@ -330,6 +330,12 @@ def _launcher() -> Launcher:
     return launcher
 
 
+def _on_two_ranks(function: str, **arguments: Any) -> dict[str, Any]:
+    """What the first rank finds."""
+    ranks = _launcher().run(f"{UNITS}:{function}", arguments, preload=f"{UNITS}:preload")
+    return ranks[0]
+
+
 @cache
 def sent(recipe: Recipe) -> dict[str, Any]:
     """What one of two real ranks sends in a step, in units of the parameters' bytes.
@@ -338,7 +344,7 @@ def sent(recipe: Recipe) -> dict[str, Any]:
     all-gather); `ring` and `all` of the whole step.
     """
     # The rank's result is by phase and kind, in bytes.
-    phases = _launcher().run(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()})[0]
+    phases = _on_two_ranks("by_phase", recipe=recipe.to_dict())
     # Four bytes a parameter: these recipes are in fp32.
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -362,7 +368,7 @@ def wrapped(wrapping: str) -> dict[str, Any]:
     What is gathered at a time is in units of the parameters' bytes, the peak in units of all that
     an unsharded step holds of weights, gradients and AdamW's states.
     """
-    found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
+    found = _on_two_ranks("hundred", wrapping=wrapping)
     # Bytes of all weights in fp32.
     whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
     # Weights, gradients and AdamW's two states are four times the weights.

@@ -1,4 +1,4 @@
-"""Drawings of chapter 09: where a model and its batch can be cut, and what each cut costs."""
+"""Drawings of chapter 09: where a model and its batch can be cut, and how long each cut waits."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -6,8 +6,6 @@ from itertools import accumulate
 from typing import Any
 
 from vramlab.interfaces.plot import style
-from vramlab.interfaces.plot.splits import layers, split_of
-from vramlab.report.report import GiB
 
 from ..chapters.chapter_09 import Way
 
@@ -306,27 +304,19 @@ def ways_to_cut(
     title: str,
     about: str,
 ):
-    """Return a figure of the ways: GiB a rank above, and below how much longer a pass takes.
+    """Return a figure of how many times its computing a step of each way takes.
 
     `links` are bytes per second by name.
     """
-    figure, axes = style.start(title, about, rows=2, sharex=True)
-    above, below = axes
+    figure, ax = style.start(title, about)
     places = range(len(ways))
-    bottoms = [0.0] * len(ways)
-    for heights, look in layers([split_of(way.peak) for way in ways.values()], "GiB"):
-        bars = above.bar(places, heights, 0.62, bottoms, **look)
-        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
-    above.bar_label(bars, [f"{top:.0f}" for top in bottoms], padding=2, fontsize=9)
-    above.set(ylabel="GiB a rank", ylim=(0, 1.2 * max(bottoms)))
     width = 0.84 / len(links)
-    # Greys, the slower the darker: the colours are those of the bytes above.
-    greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)
+    greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)  # the slower the darker
     for number, ((name, bandwidth), grey) in enumerate(zip(links.items(), greys, strict=False)):
         offset = (number - (len(links) - 1) / 2) * width
         times = [way.times(bandwidth) for way in ways.values()]
         # On this axis a bar begins at 1 ×, where nothing is waited for.
-        drawn = below.bar(
+        drawn = ax.bar(
             [place + offset for place in places],
             [more - 1 for more in times],
             width,
@@ -336,18 +326,17 @@ def ways_to_cut(
             linewidth=0.5,
             label=f"over {name}",
         )
-        below.bar_label(drawn, [_times(more) for more in times], padding=1, fontsize=7.5)
+        ax.bar_label(drawn, [_times(more) for more in times], padding=1, fontsize=8.5)
     marks = [2**power for power in range(7)]
-    below.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
-    below.set_yticks(marks, [f"{mark} ×" for mark in marks])
-    below.minorticks_off()
-    below.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
-    rows = [("a rank", "GiB", "GB sent", *links)]
+    ax.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
+    ax.set_yticks(marks, [f"{mark} ×" for mark in marks])
+    ax.minorticks_off()
+    ax.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
+    rows = [("a rank", "GB sent", *links)]
     for name, way in ways.items():
         longer = (f"{_times(way.times(bandwidth))} ×" for bandwidth in links.values())
-        sizes = (f"{way.peak.total / GiB:.1f}", f"{sum(way.sent) / 1e9:.1f}")
-        rows.append((name, *sizes, *longer))
-    return style.finish(figure, rows, f"Two rows of bars. {title}. {about}.", say_rows=True)
+        rows.append((name, f"{sum(way.sent) / 1e9:.1f}", *longer))
+    return style.finish(figure, rows, f"Groups of bars. {title}. {about}.", say_rows=True)
 
 
 def _times(more: float) -> str:
