@@ -30,48 +30,10 @@ CURES = {
 }
 
 
-LONGEST = LENGTHS.index(max(LENGTHS))  # the step that the chapter stops before, counted from 0
-SEGMENTS = 14  # of the largest, as many as a picture shows
-
-
 def step_by_step(run: Followed) -> dict[str, list[int]]:
     """In each step the most bytes allocated, and the bytes reserved at its end."""
     allocated = [max(run.allocated[begin:end]) for begin, end in pairwise(run.ends)]
     return {"allocated": allocated, "reserved": run.between[1:]}
-
-
-def before_the_longest(requests: Requests) -> dict[str, Any]:
-    """What the default allocator's large segments hold when step LONGEST begins, in bytes.
-
-    `free`, `unused` and `largest`: all free blocks, those that are whole segments, and the largest.
-    `request`: the largest of the step to come. `segments`: the largest ones, each a list of
-    [bytes, 1 where they are free] in the order of addresses.
-    """
-    allocator = Allocator()
-    follow(requests, LENGTHS[:LONGEST], allocator)
-    pool = allocator.pool(0)
-    segments = []
-    for start, end in pool.segments.items():
-        pieces = []
-        at = start
-        for free in sorted(begin for begin in pool.free if start <= begin < end):
-            if free > at:
-                pieces.append([free - at, 0])
-            at = pool.free[free]
-            pieces.append([at - free, 1])
-        if end > at:
-            pieces.append([end - at, 0])
-        segments.append(pieces)
-    segments.sort(key=lambda pieces: sum(size for size, _ in pieces), reverse=True)
-    sizes = [end - start for start, end in pool.free.items()]
-    unused = [pieces[0][0] for pieces in segments if len(pieces) == 1 and pieces[0][1]]
-    return {
-        "free": sum(sizes),
-        "unused": sum(unused),
-        "largest": max(sizes),
-        "request": max(storage.asked for _, storage, _ in requests.steps[LENGTHS[LONGEST]]),
-        "segments": segments[:SEGMENTS],
-    }
 
 
 def least_room(requests: Requests, allocated: int) -> int:
@@ -108,12 +70,9 @@ def whole_runs() -> dict[str, dict[str, Any]]:
         runs[name] = {"allocated": free.peak_allocated, "reserved": free.peak_reserved, "frees": 0}
         if name == "none":
             runs[name]["steps"] = step_by_step(free)
-            runs[name]["before_the_longest"] = before_the_longest(requests[trainer])
         if free.peak_reserved > room:
             limited = follow(requests[trainer], lengths, kind(limit=room))
             runs[name]["frees"] = sum(limited.given_back)
-            runs[name]["frees_by_step"] = limited.given_back
-            runs[name]["limited"] = limited.peak_reserved
             runs[name]["least_room"] = least_room(requests[trainer], free.peak_allocated)
     return runs
 

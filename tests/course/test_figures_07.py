@@ -1,6 +1,4 @@
-"""Drawings of chapter 07: what a trace says, the lines of a history, segments, and where reserved
-memory climbs.
-"""
+"""Drawings of chapter 07: what a trace says, a history, and where reserved memory climbs."""
 
 import json
 import re
@@ -58,7 +56,6 @@ def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
         "tokenize": [(1.5, 2)],
     }
     assert (found.seconds, found.share("waiting for data"), found.total("update")) == (6, 0.5, 2)
-    assert (found.computing("waiting for data"), found.computing("forward")) == (0, 1)
 
 
 def test_operators_that_overlap_are_one_span_and_kernels_have_a_row():
@@ -106,7 +103,7 @@ def test_a_trainers_trace_has_pytorchs_labels_and_a_gpus_waits(tmp_path):
     ]
 
 
-def test_histories_stand_in_a_row_with_a_line_at_each_batch():
+def test_histories_stand_in_a_row_with_a_dot_at_each_batch():
     def change(action, address, size, line):
         frames = [{"filename": f"{line}.py", "line": 3, "name": "f"}]
         return {"action": action, "addr": address, "size": size, "frames": frames}
@@ -130,18 +127,10 @@ def test_histories_stand_in_a_row_with_a_line_at_each_batch():
     (axes,) = figure.axes
     assert [line.get_xdata()[0] for line in axes.lines] == [3, 6, 7 + 4, 7 + 8]
     tops = [
-        max(path.vertices[:, 1].max() for path in band.get_paths()) for band in axes.collections
+        max(path.vertices[:, 1].max() for path in area.get_paths()) for area in axes.collections
     ]
-    assert max(tops) == 4
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[:2] == ["gone.py:3", "kept.py:3"]
-
-
-def test_segments_show_what_is_free():
-    held = [[(30 * MiB, 0), (10 * MiB, 1)], [(30 * MiB, 1)]]
-    figure = figures_07.segments(held, 35 * MiB, "title", "about")
-    rows = [line.split() for line in table(figure).splitlines()[2:]]
-    assert rows == [["1", "0.04", "0.01"], ["2", "0.03", "0.03"]]
+    assert tops == [4, 3]
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "0", "0"]
 
 
 def test_the_six_requests_of_the_chapter_are_what_its_allocator_does():
@@ -173,15 +162,6 @@ def test_the_small_print_says_what_the_other_cures_reserve():
     assert not any(runs[name]["frees"] for name in names)
     least = f"a card with {runs['none']['least_room'] / GiB:.1f} GiB is enough (simulated)"
     assert least in "".join(cell["source"] for cell in chapter().cells)
-
-
-def test_a_layers_times_stand_beside_the_least():
-    figure = figures_07.layer_times({1: 0.001, 8: 0.002}, {1: 0.0015, 8: 0.002}, "title", "about")
-    assert [line.split() for line in table(figure).splitlines()[2:]] == [
-        ["1", "1.00", "1.50"],
-        ["8", "2.00", "2.00"],
-    ]
-    assert "1" in [tick.get_text() for tick in figure.axes[0].get_yticklabels()], "and not 10^0"
 
 
 def test_a_climb_names_the_tokens_of_its_step():

@@ -6,7 +6,7 @@ These go through the allocator of a card of 24 GB.
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,19 @@ from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
+from vramlab.measurement.records import measurements_folder, read_records
 from vramlab.planning.step_time import timed_records
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
-from vramlab.report.report import MiB
+from vramlab.report.report import GiB, MiB, text_table
 
+from vramlab_course import published
 from vramlab_course.expandable import ExpandableAllocator
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 from vramlab_course.live import live
 
 if TYPE_CHECKING:
     import torch
+    from torch.profiler import profile
     from torch.utils.data import Dataset
 
 WHOLE = Recipe(
@@ -55,8 +58,8 @@ def tried(
 ) -> tuple[float, float]:
     """Print how fast a loop over `samples` is, in batches of four.
 
-    Returns the seconds a batch that it waits and that it trains. The samples are read twice.
-    The first batch is left out: while it comes, the workers start.
+    Returns the seconds a batch that it waits and that it trains. The first batch is left out:
+    while it comes, the workers start.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -66,7 +69,6 @@ def tried(
     batches = DataLoader(
         samples,
         batch_size=4,
-        sampler=[*range(len(samples))] * 2,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         # A forked process sees the classes that a notebook defines.
@@ -90,6 +92,34 @@ def tried(
     parts = f"waits {1e3 * waited / count:4.0f} ms, trains {1e3 * trained / count:4.0f} ms a batch"
     live(f"{name:<26}{speed:6,.0f} tokens/s, {parts}")
     return waited / count, trained / count
+
+
+def top_5_accuracy(logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
+    """The share of tokens that were among the five likeliest, found in a slow way.
+
+    It sorts the whole vocabulary at each token.
+    """
+    likeliest = logits.argsort(descending=True)[..., :5]
+    # The logits at a token are for the next one.
+    return (likeliest[:, :-1] == labels[:, 1:, None]).any(-1).float().mean()
+
+
+def top_operators(profiler: "profile", count: int = 5) -> str:
+    """A table of the operators that took most time themselves, without those that they called."""
+    import torch
+
+    # On a GPU an operator's time is that of its kernels.
+    device = "device" if torch.cuda.is_available() else "cpu"
+    took = []
+    for row in profiler.key_averages():
+        if row.key.startswith("aten::"):
+            took.append((getattr(row, f"self_{device}_time_total") / 1e3, row.count, row.key))
+    took.sort(reverse=True)
+    everything = sum(milliseconds for milliseconds, _, _ in took)
+    rows = [("operator", "calls", "ms", "of all, %")]
+    for milliseconds, calls, name in took[:count]:
+        rows.append((name[:32], calls, milliseconds, 100 * milliseconds / everything))
+    return text_table(rows, form=("", ".0f", ".0f"))
 
 
 def room() -> int:
@@ -145,6 +175,41 @@ def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
         if is_whole and recipe.lora and recipe.optim == "adamw_torch_fused":
             kept.append((recipe, seconds))
     return sorted(kept, key=lambda record: (record[0].batch_size, record[1]))
+
+
+def recorded_on_t4() -> published.Run:
+    """Another project's run on a T4: LoRA in 16 bits, four samples of 1,024 tokens as in WHOLE."""
+    for run in published.runs():
+        asked = run.recipe
+        is_alike = (asked.batch_size, asked.seq_len) == (WHOLE.batch_size, WHOLE.seq_len)
+        is_plain = asked.quantization is None and asked.attn_implementation == "sdpa"
+        if run.gpu == "T4" and run.seconds and asked.lora and is_alike and is_plain:
+            return run
+    raise LookupError("no such run is stored")
+
+
+def recorded_segments() -> dict[str, dict[str, Any]]:
+    """Peaks in bytes of the same steps of Llama 3.2 1B on an H200, by the allocator's setting."""
+    found = {}
+    for path in sorted(measurements_folder().glob("nvidia-h200-*.json")):
+        for fact in read_records(path).facts.values():
+            if fact.kind == "steps" and fact.asked["recipe"]["model"] == "llama-3.2-1b":
+                name = "expandable segments" if fact.asked["expandable"] else "none"
+                found[name] = fact.found
+    return found
+
+
+def overhead(run: Mapping[str, Any]) -> float:
+    """How much more is reserved than allocated at their peaks, in percent."""
+    return 100 * (run["reserved"] / run["allocated"] - 1)
+
+
+def overhead_table(title: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table of runs' peaks, a row for each cure."""
+    rows = [(title, "allocated, GiB", "reserved, GiB", "more, %")]
+    for name, run in runs.items():
+        rows.append((name, run["allocated"] / GiB, run["reserved"] / GiB, overhead(run)))
+    return text_table(rows, form=(".2f", ".2f", ".0f"))
 
 
 def storages(values: Any) -> "set[torch.UntypedStorage]":

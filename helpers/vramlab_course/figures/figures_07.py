@@ -1,6 +1,6 @@
 """Chapter 07's pictures.
 
-They show traces of a loop, a layer's times, a memory history, and the allocator's segments.
+They show traces of a loop, a memory history, and where reserved memory climbs.
 """
 
 import json
@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB, MiB
 
@@ -38,7 +37,6 @@ PYTORCH_LABELS = {
     "Optimizer.step": GREEN,
     "cudaStreamSynchronize": "#CC79A7",
 }
-BANDS = (BLUE, RED, GREEN, "#CC79A7", "#E69F00", "#BBBBBB")
 Span = tuple[float, float]
 
 
@@ -72,17 +70,6 @@ class Trace:
     def share(self, label: str) -> float:
         """The part of the time that a label covers."""
         return self.total(label) / self.seconds
-
-    def computing(self, label: str) -> float:
-        """The seconds under a label in which an operator ran on the host."""
-        seconds = 0.0
-        for start, length in self.labels[label]:
-            for begin, took in self.lanes.get(OPERATORS, ()):
-                # The overlap of two spans, 0 where they do not touch.
-                first = max(start, begin)
-                last = min(start + length, begin + took)
-                seconds += max(0.0, last - first)
-        return seconds
 
 
 def traced(profiler: "profile") -> Trace:
@@ -185,134 +172,46 @@ def trainer_trace(path: Path, title: str, subtitle: str):
     return ax.figure
 
 
-def layer_times(
-    line: Mapping[int, float],
-    measured: Mapping[int, float],
-    title: str,
-    subtitle: str,
-):
-    """Return a figure of a layer's seconds by tokens.
-
-    The least ones are a line, the measured ones dots.
-    """
-    rows = [("tokens", "least, ms", "measured, ms")]
-    for tokens, took in measured.items():
-        least = line[tokens]
-        rows.append((f"{tokens:,}", f"{1e3 * least:.2f}", f"{1e3 * took:.2f}"))
-    alt = (
-        "A line of the least time is flat for few tokens and then rises. The measured dots rise "
-        "with it."
-    )
-    with canvas(title, alt, subtitle, rows) as ax:
-        ax.plot(
-            list(line),
-            [1e3 * seconds for seconds in line.values()],
-            label="the roofline: least time",
-        )
-        dots = [1e3 * seconds for seconds in measured.values()]
-        ax.plot(
-            list(measured),
-            dots,
-            "o",
-            color=style.INK,
-            markersize=8,
-            label="measured",
-        )
-        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
-        ax.set_xticks(list(measured), [f"{n:,}" for n in measured])
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.minorticks_off()
-    return ax.figure
-
-
 def histories(
     snapshots: Mapping[str, "Snapshot"],
     batches: int,
     title: str,
     subtitle: str,
 ):
-    """Return a figure of two histories, "leaking" and then another: what is new and alive.
+    """Return a figure of histories, one behind the other: what is new and alive.
 
-    The bands are the lines that asked. A dotted line ends each of a history's `batches`, which
-    make as many blocks as one another.
+    A dot with its MiB is at the end of each of a history's `batches`, which make as many blocks as
+    one another.
     """
-    # The lines that hold most, in the order of the legend.
-    lines = [group.line for group in snapshots["leaking"].largest(count=len(BANDS) - 1)]
-    labels = [*(f"{line.file}:{line.number}" for line in lines), "all other lines"]
     alt = (
-        f"{title}. Coloured bands over time, a band for each line of code, climb while leaking and "
-        f"come down to zero when cured. Dotted lines are where a batch ends."
+        f"{title}. An area over time for each of: {', '.join(snapshots)}. Dots with their MiB mark "
+        f"where a batch ends."
     )
     rows = [("MiB at the end of each batch",)]
     with canvas(title, alt, subtitle, rows) as ax:
-        ax.margins(x=0, y=0.12)
+        ax.margins(x=0.03, y=0.15)
         start = 0
-        for name, snapshot in snapshots.items():
-            count = len(snapshot.allocated)
-            alive = np.zeros((len(labels), count))
+        for colour, (name, snapshot) in zip((RED, GREEN), snapshots.items(), strict=False):
+            alive = (snapshot.allocated - snapshot.allocated[0]) / MiB
+            at = range(start, start + len(alive))
+            ax.fill_between(at, alive, step="post", color=colour, linewidth=0, label=name)
             made = [block for block in snapshot.blocks if block.born]
-            for block in made:
-                # What no line of the legend asked for goes into the last band.
-                band = lines.index(block.line) if block.line in lines else -1
-                alive[band, block.born : block.freed] += block.size / MiB
-            ax.stackplot(
-                range(start, start + count),
-                alive,
-                colors=BANDS,
-                labels=labels,
-                step="post",
-                linewidth=0,
-            )
             each = len(made) // batches
-            for end in [*(block.born - 1 for block in made[each::each]), count - 1]:
-                ax.axvline(start + end, color=style.INK, linestyle=":")
-                rows.append((f"{name}: {alive[:, end].sum():.1f}",))
-            ax.text(start, ax.get_ylim()[1], f" {name}", va="top")
-            start += count
-        ax.set(xlabel="allocations and releases, in their order", ylabel="MiB alive")
-    return ax.figure
-
-
-def segments(
-    held: Sequence[Sequence[tuple[int, int]]],
-    request: int,
-    title: str,
-    subtitle: str,
-):
-    """Return a figure of segments, and the `request` of bytes above them.
-
-    A segment is its pieces in the order of their addresses: (bytes, 1 if it is free).
-    """
-    rows = [("segment", "GiB", "largest free piece, GiB")]
-    alt = (
-        f"{title}. Bars of segments, most of them white, which is free; the request on top is "
-        f"longer than any white part."
-    )
-    with canvas(title, alt, subtitle, rows) as ax:
-        # Above the first segment, as the axis grows downwards.
-        ax.barh(
-            -1.2,
-            request / GiB,
-            0.8,
-            color=style.ALARM,
-            label="the next request",
-        )
-        for y, segment in enumerate(held):
-            start = 0.0
-            for size, free in segment:
-                look = {"color": "white", "edgecolor": style.INK, "linewidth": 0.6, "label": "free"}
-                if not free:
-                    look = {"color": BLUE, "linewidth": 0, "label": "in use"}
-                ax.barh(y, size / GiB, 0.8, left=start, **look)
-                start += size / GiB
-            # The largest alone counts: a request needs one block.
-            largest = max((size for size, free in segment if free), default=0)
-            rows.append((str(y + 1), f"{start:.2f}", f"{largest / GiB:.2f}"))
-        ax.axvline(request / GiB, color=style.ALARM, linestyle=":")
+            for end in [*(block.born - 1 for block in made[each::each]), len(alive) - 1]:
+                ax.plot(start + end, alive[end], "o", color=style.INK, clip_on=False)
+                ax.annotate(
+                    f"{alive[end]:.0f}",
+                    (start + end, alive[end]),
+                    xytext=(-6, 8),
+                    textcoords="offset points",
+                    ha="right",
+                )
+                rows.append((f"{name}: {alive[end]:.1f}",))
+            start += len(alive)
         ax.set(
-            xlabel="GiB; each bar is a segment, its blocks in the order of their addresses",
-            yticks=[],
-            ylim=(len(held) - 0.3, -2),
+            xlabel="allocations and releases, in their order",
+            ylabel="MiB alive",
+            ylim=(0, None),
         )
     return ax.figure
 
