@@ -1,7 +1,7 @@
 """Floating-point formats from first principles: every bit of a number, every number of a format.
 
-    >>> FP16.encode(1.5), FP16.bits_of(1.5)
-    (15872, '0 01111 1000000000')
+    >>> FP16.encode(1.5)
+    15872
     >>> FP16.decode(0b0_11110_1111111111)
     65504.0
 
@@ -179,13 +179,6 @@ class Format:
     def round(self, number: float) -> float:
         """The nearest number of the format."""
         return self.decode(self.encode(number))
-
-    def bits_of(self, number: float) -> str:
-        """Sign, exponent and fraction of the nearest number in binary: "0 01111 1000000000"."""
-        sign, exponent, fraction = self.fields(self.encode(number))
-        digits = f"{exponent:b}".zfill(self.exponent_bits)
-        rest = f"{fraction:b}".zfill(self.fraction_bits)
-        return f"{sign} {digits} {rest}"
 
     def codes(self) -> Iterator[int]:
         """Every code. Raises NumericsError for formats of more than 16 bits."""

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from .number_formats import NumericsError
+from .number_formats import E2M1, NumericsError, rounded
 
 # 1 − (1/32 + 1/30)/2, halfway between the outermost of 16 and of 15 equally likely bins (Yoshida
 # 2023, arXiv 2306.06965). bitsandbytes (`create_normal_map`) has these seven digits.
@@ -138,6 +138,37 @@ def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
 
 
 NF4 = normal_float()
+
+
+def mxfp4(numbers: Tensor, block_size: int = 32) -> Tensor:
+    """`numbers` as MXFP4 gives them back: fp4, and a power of two for each block.
+
+    OCP MX 1.0, section 6.3: the scale is the largest power of two within the block's largest
+    magnitude, over 4, which is the largest power of two in fp4.
+    """
+    blocks = numbers.reshape(-1, block_size)
+    # A block of zeros has no logarithm; any scale gives it back.
+    exponents = blocks.abs().amax(1, keepdim=True).clamp(min=2.0**-125).log2().floor() - 2
+    return (rounded(blocks / 2**exponents, E2M1) * 2**exponents).reshape(numbers.shape)
+
+
+def nvfp4(numbers: Tensor, block_size: int = 16) -> Tensor:
+    """`numbers` as NVFP4 gives them back: fp4, an fp8 scale for each block, and one in fp32.
+
+    As Transformer Engine and torchao compute them; 6 and 448 are the largest of fp4 and fp8.
+    """
+    blocks = numbers.reshape(-1, block_size)
+    whole = numbers.abs().max().clamp(min=1e-30) / (6 * 448)
+    scales = blocks.abs().amax(1, keepdim=True) / 6 / whole
+    smallest = torch.finfo(torch.float8_e4m3fn).tiny
+    scales = scales.clamp(min=smallest).to(torch.float8_e4m3fn).float() * whole
+    return (rounded(blocks / scales, E2M1) * scales).reshape(numbers.shape)
+
+
+def fp8(numbers: Tensor) -> Tensor:
+    """`numbers` as e4m3 with one scale gives them back, the largest as 448."""
+    scale = numbers.abs().max().clamp(min=1e-30) / 448
+    return (numbers / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def _maxima(numbers: Tensor, size: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""Chapter 01's own functions: the 4-bit formats that its cells write agree with their
-specifications, number by number.
+"""Chapter 01's own functions: the formats of few bits agree with their specifications, number by
+number.
 """
 
+import ast
 import math
 
 import nbformat
@@ -9,22 +10,21 @@ import pytest
 import settings
 import torch
 from vramlab_course.base_model import load_base_model
-from vramlab_course.chapters.chapter_01 import continued
+from vramlab_course.chapters.chapter_01 import continued, paired_runs
 from vramlab_course.number_formats import E2M1, E4M3FN
-from vramlab_course.quantizers import NF4, blockwise
+from vramlab_course.quantizers import NF4, blockwise, fp8, mxfp4, nvfp4
 
 
 @pytest.fixture(scope="module")
-def ways():
-    """The functions of the cell that defines nvfp4, and of the one that defines nearest."""
+def nf4():
+    """The function of the notebook's cell that defines it."""
     notebook = nbformat.read(next(settings.NOTEBOOKS.glob("01_*.ipynb")), as_version=4)
-    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     names = {"torch": torch, "NF4": NF4}
-    nearest = next(source for source in cells if "def nearest" in source)
-    exec(nearest[nearest.index("def nearest") : nearest.index("def quantiles")], names)
-    formats = next(source for source in cells if "def nvfp4" in source)
-    exec(formats[: formats.index("rows = [")], names)
-    return names
+    for cell in notebook.cells:
+        for statement in ast.parse(cell.source).body if cell.cell_type == "code" else ():
+            if getattr(statement, "name", "") in ("nearest", "nf4"):
+                exec(ast.unparse(statement), names)
+    return names["nf4"]
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -41,42 +41,55 @@ def numbers(request):
     return drawn
 
 
-def test_mxfp4_is_that_of_the_specification(ways, numbers):
+def test_mxfp4_is_that_of_the_specification(numbers):
     """OCP MX 1.0, section 6.3: the scale is the largest power of two within the block's largest
     magnitude, divided by the largest power of two of the elements' format; elements round to
     nearest, ties to even, and saturate."""
-    for block, found in zip(
-        numbers.reshape(-1, 32), ways["mxfp4"](numbers).reshape(-1, 32), strict=True
-    ):
+    for block, found in zip(numbers.reshape(-1, 32), mxfp4(numbers).reshape(-1, 32), strict=True):
         exponent = math.frexp(block.abs().max().item())[1] - 1
         scale = 2.0 ** (exponent - 2)
         assert found.tolist() == [E2M1.round(x / scale) * scale for x in block.tolist()]
 
 
-def test_nvfp4_has_scales_of_e4m3_within_one_of_fp32(ways, numbers):
+def test_nvfp4_has_scales_of_e4m3_within_one_of_fp32(numbers):
     """As Transformer Engine and torchao compute them: amax / (6 · 448) for the tensor, amax / 6 for
     a block in e4m3.
     """
     whole = numbers.abs().max() / (6 * 448)
-    for block, found in zip(
-        numbers.reshape(-1, 16), ways["nvfp4"](numbers).reshape(-1, 16), strict=True
-    ):
+    for block, found in zip(numbers.reshape(-1, 16), nvfp4(numbers).reshape(-1, 16), strict=True):
         fraction = (block.abs().max() / 6 / whole).item()
         scale = torch.tensor(E4M3FN.round(max(fraction, 2.0**-6))) * whole
         levels = [E2M1.round(x) for x in (block / scale).tolist()]
         assert torch.equal(found, torch.tensor(levels) * scale)
 
 
-def test_fp8_uses_its_whole_range(ways, numbers):
-    found = ways["fp8"](numbers)
+def test_fp8_uses_its_whole_range(numbers):
+    found = fp8(numbers)
     assert found.abs().max() == pytest.approx(numbers.abs().max().item(), rel=1e-6)
     assert (
         (found - numbers).abs() <= numbers.abs() * 2**-4 + numbers.abs().max() * 2**-10 / 448
     ).all()
 
 
-def test_nf4_is_that_of_bitsandbytes(ways, numbers):
-    assert torch.allclose(ways["nf4"](numbers), blockwise(numbers, NF4, 64).dequantize())
+def test_nf4_is_that_of_bitsandbytes(nf4, numbers):
+    assert torch.allclose(nf4(numbers), blockwise(numbers, NF4, 64).dequantize())
+
+
+@pytest.mark.parametrize("way", [mxfp4, nvfp4, fp8])
+def test_zeros_come_back_as_zeros(nf4, way):
+    numbers = torch.zeros(4, 64)
+    assert not way(numbers).any() and not nf4(numbers).any()
+    numbers[1] = 1.0
+    assert torch.equal(way(numbers), numbers)
+
+
+def test_runs_are_paired_with_those_that_differ_in_the_base_alone():
+    pairs = paired_runs()
+    assert len(pairs) == 20
+    for half, packed in pairs:
+        assert packed.recipe.quantization.quant_type == "nf4"
+        assert half.recipe == packed.recipe.replace(quantization=None)
+        assert half.made_with == packed.made_with
 
 
 def test_a_beginning_is_continued_by_the_likeliest_tokens():

@@ -142,6 +142,16 @@ def test_the_small_print_of_section_5():
         assert found == (high, verdict)
 
 
+def test_the_small_print_of_section_4():
+    eight = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")
+    eight = eight.replace(gradient_checkpointing=True, sharding=Sharding(3, 8))
+    default = predict(eight, gpu="RTX 4090", expandable_segments=False).process
+    assert (round(default.value / GiB, 1), round(default.high / GiB, 1)) == (22.0, 48.8)
+    unfused = eight.replace(optim="adamw_torch")
+    need = predict(unfused, gpu="RTX 4090", expandable_segments=True).process
+    assert round(need.value / GiB, 1) == 19.4
+
+
 def test_forked_ranks_are_needed_where_a_function_is_no_modules():
     number = 7
     assert on_ranks(lambda rank, world: number + rank) == [7, 8]

@@ -20,25 +20,9 @@ def test_a_format_reaches_from_its_smallest_to_its_largest_number():
     assert "fp16 1 + 5 + 10 6.0e-08 65,504 1/1,024" in " ".join(plot.table(figure).split())
 
 
-def test_shares_stand_at_the_levels_of_each_table():
-    tables = {"NF4": {-1.0: 0.02, 0.0: 0.88, 1.0: 0.1}, "int4": {-1.0: 0.3, 1.0: 0.7}}
-    figure = figures_01.code_shares(tables)
-    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
-    assert lines["NF4"] == [[-1, 2], [0, 88], [1, pytest.approx(10)]]
-    assert lines["int4"] == [[-1, 30], [1, 70]]
-    assert figure.rows[1:] == [("NF4", "2.0%", "88.0%"), ("int4", "30.0%", "70.0%")]
-    assert figure.heading == "A code's share of the numbers: NF4's 2 to 88 %, int4's 30 to 70 %"
-
-
-def test_costs_are_drawn_from_the_least_to_the_most():
-    stores = {"b, one scale": (4, 11.2), "a, blocks of 64": (4.5, 0.9), "c": (16, -0.01)}
-    against = {"a, blocks of 64": "+0.2 ± 0.4"}
-    figure = figures_01.costs(stores, "a title", against)
-    assert [row[0] for row in figure.rows[1:]] == ["c", "a, blocks of 64", "b, one scale"]
-    assert [text.get_text() for text in figure.axes[0].texts] == [
-        "0.0 %",
-        "0.9 % (+0.2 ± 0.4)",
-        "11.2 %",
-    ]
-    ends = [bar.get_x() + bar.get_width() for bar in figure.axes[0].patches]
-    assert ends == pytest.approx([0.9, 11.2])  # in their full length, and none for what costs none
+def test_levels_are_strokes_above_the_numbers():
+    ways = {"even": ([-1, 0, 1], [0.2, 0.4]), "dense": ([0, 0.1, 1], [0.5])}
+    figure = figures_01.levels(ways, "a title", "about")
+    marks, dots, _, _ = figure.axes[0].lines
+    assert marks.get_xdata().tolist() == [-1, 0, 1] and dots.get_xdata().tolist() == [0.2, 0.4]
+    assert figure.rows[1:] == [("even", "3", "1.00"), ("dense", "3", "0.10")]

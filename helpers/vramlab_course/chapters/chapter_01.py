@@ -1,11 +1,14 @@
-"""Chapter 01: what the base model writes, and a network too deep for fp16."""
+"""Chapter 01: what a model writes and needs, and a network too deep for fp16."""
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..base_model import load_base_tokenizer
+from ..base_model import bits_per_byte, load_base_tokenizer
+from ..published import Run, runs
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
@@ -26,6 +29,32 @@ def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]
         text = tokenizer.decode(written[0, 1:]).removeprefix(beginning)
         lines.append(f"{beginning} → {text!r}")
     return lines
+
+
+def bits_by_piece(model: nn.Module, pieces: Sequence[str]) -> Tensor:
+    """Bits per byte of each piece by itself."""
+    tokenizer = load_base_tokenizer()
+    needs = [bits_per_byte(model, [p], stride=256, tokenizer=tokenizer) for p in pieces]
+    return torch.tensor(needs)
+
+
+def paired_runs() -> list[tuple[Run, Run]]:
+    """Published runs on a T4 of a base in 16 bits, each with the same run of a base in NF4."""
+    timed = [run for run in runs() if run.gpu == "T4" and run.seconds]
+    pairs = []
+    for half, packed in itertools.permutations(timed, 2):
+        same = (half.as_run, half.made_with) == (packed.as_run, packed.made_with)
+        is_pair = packed.recipe.quantization and not half.recipe.quantization
+        if same and is_pair and packed.recipe.replace(quantization=None) == half.recipe:
+            pairs.append((half, packed))
+    return pairs
+
+
+def bits_a_token(model: nn.Module, windows: Tensor) -> Tensor:
+    """Bits that `model` needs for a token of each window."""
+    with torch.no_grad():
+        losses = [model(input_ids=each, labels=each).loss.item() for each in windows]
+    return torch.tensor(losses) / math.log(2)
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:

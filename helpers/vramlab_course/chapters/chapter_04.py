@@ -1,7 +1,7 @@
 """What chapter 04's cells share.
 
-That is ranks that run a function of the notebook, two collectives, a step that is followed, and the
-script of the chapter's end in one process and in two.
+That is ranks that run a function of the notebook, two collectives, a step that is followed, and a
+script that torchrun starts.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
@@ -9,24 +9,22 @@ threads), hence `apart` for a simulation.
 """
 
 import gc
-import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 import torch.multiprocessing as mp
 from vramlab.base.errors import VramLabError
 from vramlab.recipe.recipe import Loop
-from vramlab.report.report import Report
+from vramlab.report.report import Bytes, MiB, Report, text_table
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
@@ -35,6 +33,7 @@ from vramlab.training.process_group import one_gloo_thread
 
 ERROR = ".error"  # how the file is called in which a rank leaves its error
 STARTS = 3  # of a group that lost a connection
+PARTS = ("weights", "gradients", "states", "gathered units", "rest", "in all")  # of a peak
 # A rank that fails ends the others. torch announces that, above what the rank failed with.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
@@ -202,15 +201,33 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
     return sum(tensor.nbytes for tensor in [*parameters, *gradients, *states])
 
 
-def train_by_torchrun(options: Sequence[str], processes: int) -> str:
-    """What `train_anywhere` prints with these options in processes started by torchrun, on CPUs."""
-    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *run, "-m", "vramlab_course.train_anywhere", *options]
-    on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, check=True)
-    return done.stdout
+def peaks_table(reports: Mapping[str, Report]) -> str:
+    """A table of what is in each report's peak, in MiB: a column for each report."""
+    columns = [_parts(report.peak) for report in reports.values()]
+    return text_table([("MiB at the peak", *reports), *zip(PARTS, *columns, strict=True)])
 
 
-def losses(printed: str) -> list[float]:
-    """The losses in what `train_anywhere` printed."""
-    return [json.loads(line)["loss"] for line in printed.splitlines() if line[:1] == "{"]
+def _parts(peak: Bytes) -> list[float]:
+    # the workspace is FSDP's whole weights, and what they travel in
+    parts = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace]
+    return [part / MiB for part in (*parts, peak.total - sum(parts), peak.total)]
+
+
+def torchrun(script: str, processes: int) -> str:
+    """What a program with this text prints, started by torchrun in so many processes on CPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.py"
+        path.write_text(script)
+        printed = Path(folder) / "printed"
+        run = ["--standalone", f"--nproc_per_node={processes}", str(path)]
+        # a fork has torch loaded, which a torchrun of its own would need two seconds for
+        apart(lambda: _torchrun(run, printed))
+        return printed.read_text().strip()
+
+
+def _torchrun(run: list[str], printed: Path) -> None:
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    # what torchrun starts prints where this process does
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    torch.distributed.run.main(run)

@@ -5,8 +5,6 @@ import gc
 import json
 import os
 import runpy
-import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,8 +18,10 @@ from unittest.mock import patch
 import torch
 import vramlab
 from vramlab.base.data import data_path
+from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import Bytes, GiB, MiB, Report
 
+from .. import published
 from ..base_model import base_model_folder
 from .small_card import Card
 
@@ -29,13 +29,13 @@ HUB = "https://huggingface.co"
 # Where the parts of a written program begin that decide its memory, and what comes after each.
 DECIDING = {
     "QUANTIZATION =": "def options",
-    "        # What decides": "def stop_unless",
-    "def load(": "class SaveOnInterrupt",
+    "        # What decides": "        per_device_eval",
 }
+RECORDED_ON_T4 = ("llama-3.2-3b", "Mistral-7B-Instruct-v0.3", "qwen2.5-7b")
 
 
 def deciding_lines(program: Path) -> str:
-    """The lines of a written program that decide its memory: base, adapters, batch, loading."""
+    """The lines of a written program that decide its memory: base, adapters, batch, precision."""
     text = program.read_text(encoding="utf-8")
     parts = []
     for begin, end in DECIDING.items():
@@ -62,22 +62,37 @@ def evaluations(folder: Path) -> list[float]:
     return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
-def in_terminal(program: Path, *options: str | Path) -> float:
-    """Run `python program options… --watch` and return the peak that it prints, in bytes."""
-    command = [sys.executable, program, *options, "--watch"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    # On a GPU the peak of the allocator stands there too, and that of the tensors is wanted.
-    peaks = [line for line in done.stdout.splitlines() if line.startswith("peak ")]
-    size, unit = next(line for line in peaks if "on this card" not in line).split()[1:3]
-    return float(size) * {"MiB": MiB, "GiB": GiB}[unit]
+def recorded() -> list[tuple[str | float, ...]]:
+    """Peaks of QLoRA on real cards, as `predict` says them and as they were recorded, as a table.
+
+    In GiB. The T4's are fitcheck-llm's, a row of 1,024 tokens in a pass; the H200's is our own, of
+    four.
+    """
+    peaks = []
+    for each in published.runs():
+        recipe = each.recipe
+        # Its other runs, with fused attention, repeat the keys, which predict does not know.
+        is_plain = recipe.attn_implementation == "eager" and recipe.quantization
+        if each.gpu == "T4" and recipe.name in RECORDED_ON_T4 and is_plain:
+            peaks.append(("T4", recipe, each.allocated))
+    peaks.sort(key=lambda peak: peak[2])
+    for path in measurements_folder().glob("nvidia-h200-*"):
+        for report in load(path).values():
+            recipe = vramlab.Recipe(**report.recipe) if report.recipe else None
+            is_whole = recipe and recipe.name == "llama-3.1-8b" and recipe.num_layers is None
+            if is_whole and recipe.quantization and recipe.batch_size == 4:
+                peaks.append(("H200", recipe, report.peak.total))
+    rows: list[tuple[str | float, ...]] = [("card", "model", "predicted, GiB", "recorded, GiB")]
+    for card, recipe, peak in peaks:
+        said = vramlab.predict(recipe, gpu=card).peak.total
+        rows.append((card, recipe.name, said / GiB, peak / GiB))
+    return rows
 
 
-def run(program: Path, *options: str, stop_in: int = 0) -> Report:
+def run(program: Path, *options: str) -> Report:
     """Run `python program options… --watch` in this process, without its output.
 
-    In the update `stop_in` it gets a Ctrl-C; 0 is none. Return what it saw of its memory.
+    Return what it saw of its memory.
     """
     from IPython.utils.capture import capture_output
     from transformers.utils import logging
@@ -89,11 +104,6 @@ def run(program: Path, *options: str, stop_in: int = 0) -> Report:
         def __init__(self):
             super().__init__()
             seen.append(self)
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            super().on_step_begin(args, state, control, **kwargs)
-            if state.global_step + 1 == stop_in:
-                signal.raise_signal(signal.SIGINT)
 
     logging.set_verbosity_error()
     # datasets would fill the reader's own cache with files of a folder that is soon gone.
@@ -109,9 +119,6 @@ def run(program: Path, *options: str, stop_in: int = 0) -> Report:
         with capture_output(), patch.dict(os.environ), one_gpu:
             # With its own globals, so that nothing of the notebook is seen by the program.
             runpy.run_path(str(program), run_name="__main__")
-    except SystemExit:
-        if not stop_in:
-            raise
     finally:
         sys.argv, vramlab.WatchCallback = own
     return seen[0].report
@@ -250,6 +257,7 @@ class Student:
     is_chat: bool
     wish: Mapping[str, Any]
     learning_rate: str
+    updates: int
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -296,10 +304,10 @@ class Student:
 def choose(model: str) -> Student:
     """The chat model where it can be had, and elsewhere the base model, at a length for a CPU."""
     if reachable(model):
-        return Student(model, True, {"seq_len": 256, "global_batch": 8}, "2e-4")
+        return Student(model, True, {"seq_len": 256, "global_batch": 8}, "2e-4", 80)
     # A card is named, as `plan` knows no CPU.
     wish = {"seq_len": 128, "global_batch": 4, "precisions": "fp32", "gpu": "RTX 4090"}
-    return Student(str(base_model_folder()), False, wish, "5e-3")
+    return Student(str(base_model_folder()), False, wish, "1e-2", 25)
 
 
 def foreseen(found: vramlab.Plan, student: Student, device: str) -> Report:

@@ -16,26 +16,18 @@ ROWS = 8
 
 
 def hundred(wrapping: str) -> dict[str, Any]:
-    """What `hundred_on_rank` returns, in a process that is a rank by torchrun's environment.
+    """Train LAYERS linear layers of WIDTH × WIDTH by FSDP, on a CPU rank by torchrun's environment.
 
-    For `launch`.
+    They are in fp32, the optimizer is AdamW. For `launch`.
+
+    `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time,
+    and the peak of forward and backward.
     """
     from vramlab.training.process_group import real_rank
 
     # Entered before torch builds anything: it makes the process group that FSDP shards over.
     with real_rank("cpu") as rank:
-        return hundred_on_rank(wrapping, rank)
-
-
-def hundred_on_rank(wrapping: str, rank: int) -> dict[str, Any]:
-    """Train LAYERS linear layers of WIDTH × WIDTH by FSDP, on a CPU rank of the group there is.
-
-    They are in fp32, the optimizer is AdamW.
-
-    `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time,
-    and the peak of forward and backward.
-    """
-    return _steady_step(_hundred_layers(wrapping, rank))
+        return _steady_step(_hundred_layers(wrapping, rank))
 
 
 def _steady_step(training: "Training") -> dict[str, Any]:

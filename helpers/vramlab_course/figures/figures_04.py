@@ -9,6 +9,7 @@ Numbers = Sequence[Sequence[int]]  # of each rank
 THIN = {"edgecolor": "#888888", "linewidth": 0.6}
 
 PARTS = ("parameters", "gradients", "optimizer_states")
+WIDTHS = (0.375, 0.375, 2.25)  # as the paper's 2, 2 and 12 bytes a parameter
 # What each way divides among the ranks.
 WAYS = {
     "data parallel": (),
@@ -19,31 +20,24 @@ WAYS = {
 
 
 @style.styled()
-def who_holds_what(
-    world_size: int = 4,
-    title: str = "Who holds what",
-    ways: Sequence[str] = tuple(WAYS),
-    sizes: Sequence[float] = (1, 1, 1),
-):
+def who_holds_what(world_size: int, title: str):
     """Return a figure of each rank's share of parameters, gradients and optimizer states.
 
     Each way of dividing them is a row.
 
-    A frame is the whole of one part, as wide as its share of `sizes`, and what other ranks hold of
-    it is white.
+    A frame is the whole of one part, as wide as its bytes, and what other ranks hold of it is
+    white.
     """
     about = "derived · W weights, G gradients, S states · white: on other ranks"
     figure, ax = style.start(title, about)
-    # Three together, whatever the sizes are, so that ranks stand at fixed places.
-    widths = [len(PARTS) * size / sum(sizes) for size in sizes]
     looks = style.look(PARTS).values()
     rows = [("way", *(f"{part} on one rank" for part in PARTS))]
-    for row, way in enumerate(ways):
+    for row, way in enumerate(WAYS):
         box = {"height": 1, "bottom": -1.3 * row, "align": "edge"}
         shares = [1 / world_size if part in WAYS[way] else 1 for part in PARTS]
         for rank in range(world_size):
             left = 3.9 * rank
-            for letter, width, share, look in zip("WGS", widths, shares, looks, strict=True):
+            for letter, width, share, look in zip("WGS", WIDTHS, shares, looks, strict=True):
                 begin = left + rank * share * width if share < 1 else left
                 ax.bar(left, width=width, facecolor="white", **THIN, **box)
                 ax.bar(begin, width=share * width, **look, **box)
@@ -54,7 +48,7 @@ def who_holds_what(
         said = ("all" if share == 1 else f"1/{world_size}" for share in shares)
         rows.append((way, *said))
     ax.set(xlim=(-0.2, 3.9 * world_size - 0.6), ylim=(-1.3 * row - 0.2, 1.55))
-    ax.set_yticks([0.5 - 1.3 * row for row in range(len(ways))], ways)
+    ax.set_yticks([0.5 - 1.3 * row for row in range(len(WAYS))], WAYS)
     ranks = range(world_size)
     ax.set_xticks([3.9 * rank + 1.58 for rank in ranks], [f"rank {rank}" for rank in ranks])
     _bare(ax)

@@ -3,8 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-from vramlab import Recipe, step_time
-from vramlab.hardware.gpu import Gpu
+from vramlab import Recipe
 from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
@@ -18,20 +17,16 @@ WIDEST = 64  # GiB: what a cloud shows
 CHANGES = {
     "checkpointing": {"gradient_checkpointing"},
     "base in 4 bits or not": {"quantization"},
-    "both of them": {"gradient_checkpointing", "quantization"},
     "micro-batch": {"batch_size", "gradient_accumulation_steps"},
     "attention kernel": {"attn_implementation"},
     "precision": {"precision"},
     "optimizer": {"optim"},
-    "Liger's kernels": {"use_liger_kernel"},
 }
 SECONDS = (0.2, 0.5, 1, 2, 5, 10)
-Point = tuple[float, float]  # GiB, tokens/s
 
 
 def cloud(
     rows: Mapping[str, Sequence[Row]],
-    fronts: Mapping[str, Sequence[Point]],
     marked: Mapping[str, tuple[str, Row]],
     usable: int,
     title: str,
@@ -39,8 +34,8 @@ def cloud(
 ):
     """Draw recipes by likely memory and speed, up to `WIDEST` GiB.
 
-    `rows` and `fronts`, the points that no other beats, are by the base's kind; `marked` are a kind
-    and a row by name; `usable` is what the card gives, in bytes.
+    `rows` are by the base's kind; `marked` are a kind and a row by name; `usable` is what the card
+    gives, in bytes.
     """
     every = [row for kind in rows.values() for row in kind]
     beyond = sum(row[1][1] > WIDEST * GiB for row in every)
@@ -49,29 +44,18 @@ def cloud(
         likely = row[1][1] / GiB
         said.append(f"{name}, {likely:.1f} GiB")
     alt = (
-        f"A cloud of {len(every)} recipes, speed over likely memory. A stair leads along the upper "
-        f"left edge of each kind of base: {' and '.join(fronts)}. Marked: {'; '.join(said)}. "
+        f"A cloud of {len(every)} recipes, speed over likely memory, by the base: "
+        f"{' and '.join(rows)}. Marked: {'; '.join(said)}. "
         f"The card's line stands at {usable / GiB:.1f} GiB."
     )
     subtitle = f"{subtitle} · {beyond} of {len(every)} need more than {WIDEST} GiB"
     with canvas(title, alt, subtitle) as ax:
         looks = dict(zip(rows, style.LINES, strict=False))
-        for kind, (colour, mark, dash) in looks.items():
+        for kind, (colour, mark, _) in looks.items():
             # A row is (tokens/s, (least, likely, most), recipe).
             points = [(row[1][1] / GiB, row[0]) for row in rows[kind]]
             dots = {"marker": mark, "s": 22, "color": colour, "alpha": 0.6, "linewidths": 0}
             ax.scatter(*zip(*points, strict=True), label=f"base in {kind}", **dots)
-            label = f"beaten by none, {kind}"
-            stairs = zip(*sorted(fronts[kind]), strict=True)
-            # Between two points of the front the faster one does not fit yet, so the line keeps the
-            # speed of the one before.
-            ax.step(
-                *stairs,
-                where="post",
-                color=colour,
-                linestyle=dash,
-                label=label,
-            )
         corners = itertools.cycle(((0.05, 0.9), (0.36, 0.13), (0.02, 0.04)))  # where no recipe is
         for name, (kind, row) in marked.items():
             corner = next(corners)
@@ -153,15 +137,6 @@ def in_order() -> list[tuple[str | int, ...]]:
 def _tokens(recipe: Recipe) -> int:
     """The tokens of an update."""
     return recipe.batch_size * recipe.gradient_accumulation_steps * recipe.seq_len
-
-
-def inside(steps: Sequence[tuple[Recipe, float, float]], card: Gpu) -> str:
-    """How many steps took as long as the estimate's interval on this card said."""
-    found = 0
-    for recipe, mine, took in steps:
-        time = step_time(recipe, card)
-        found += time.low <= took / mine * time.seconds <= time.high
-    return f"{found} of {len(steps)} steps within their from – to"
 
 
 def speeds(
