@@ -1,6 +1,6 @@
 """How the GPUs of a machine are connected (`nvidia-smi topo -m`).
 
-And how long the bytes of a training step take.
+And how many bytes a training step sends.
 
     print(read_topology())  # or parse_topology(text) of a matrix that somebody sent you
 
@@ -41,19 +41,6 @@ NVLINK = {
     "H100 SXM": (4, 18, 25e9),
     "B200": (5, 18, 50e9),
 }
-# nvidia-smi topo -m of a server with eight V100 and two NUMA nodes.
-DGX_1 = """
-      GPU0  GPU1  GPU2  GPU3  GPU4  GPU5  GPU6  GPU7  NIC0  CPU Affinity  NUMA Affinity
-GPU0  X     NV1   NV1   NV2   NV2   SYS   SYS   SYS   PIX   0-19,40-59    0
-GPU1  NV1   X     NV2   NV1   SYS   NV2   SYS   SYS   PIX   0-19,40-59    0
-GPU2  NV1   NV2   X     NV2   SYS   SYS   NV1   SYS   NODE  0-19,40-59    0
-GPU3  NV2   NV1   NV2   X     SYS   SYS   SYS   NV1   NODE  0-19,40-59    0
-GPU4  NV2   SYS   SYS   SYS   X     NV1   NV1   NV2   SYS   20-39,60-79   1
-GPU5  SYS   NV2   SYS   SYS   NV1   X     NV2   NV1   SYS   20-39,60-79   1
-GPU6  SYS   SYS   NV1   SYS   NV1   NV2   X     NV2   SYS   20-39,60-79   1
-GPU7  SYS   SYS   SYS   NV1   NV2   NV1   NV2   X     SYS   20-39,60-79   1
-NIC0  PIX   PIX   NODE  NODE  SYS   SYS   SYS   SYS   X
-"""
 # Rounds of a ring in a step; each sends (N − 1)/N of the gradients' bytes. An all-reduce is a
 # reduce-scatter and an all-gather; stage 3 also gathers parameters, for forward and for backward
 # (Rajbhandari et al. 2020, section 7).
@@ -201,17 +188,3 @@ def bytes_sent(method: str, size: int, world_size: int) -> float:
             f"{method!r} on {world_size} GPUs is not known: methods are {', '.join(ROUNDS)}."
         )
     return ROUNDS[method] * (world_size - 1) / world_size * size
-
-
-def run_seconds(
-    steps: int,
-    compute: float,
-    sent: float,
-    bandwidth: float,
-    hidden: float = 0.0,
-) -> float:
-    """Seconds of a run whose steps compute for `compute` s and send `sent` bytes.
-
-    Of the sending `hidden` s overlap with computing.
-    """
-    return steps * (compute + max(0.0, sent / bandwidth - hidden))

@@ -13,6 +13,7 @@ from vramlab_course.chapters.chapter_10 import (
     cached_by,
     largest_made,
     nbytes,
+    of_width,
     saved_for_backward,
 )
 from vramlab_course.exercises import judge
@@ -140,10 +141,21 @@ def test_the_largest_tensor_that_a_call_makes_is_what_it_takes_in_memory():
 
 def test_a_cache_is_held_against_attention_and_transformers():
     right = blank.find("10.remember").own()
-    assert cache_row(right, 2, 64) == ("2 of keys, window 64", True, 63 * 512, 64 * 512)
-    assert cache_row(right, 8, None)[1:] == (True, 256 * 2048, 256 * 2048)
+    assert cache_row(right, 64) == ("64 tokens", True, 63 * 1024, 64 * 1024)
+    assert cache_row(right, None) == ("none", True, 256 * 1024, 256 * 1024)
 
     def forgets(kept, new, window):
         return right(kept, new, 3)
 
-    assert cache_row(forgets, 2, None)[1] is False
+    assert cache_row(forgets, None)[1] is False
+
+
+def test_the_bytes_of_a_width_are_those_of_activations_at_the_peak():
+    names = ("category", "shape", "count", "size")
+    groups = [
+        ("activations", (1, 8, 14), 3, 100),
+        ("activations", (1, 8, 4), 5, 40),
+        ("parameters", (4, 14), 1, 7),
+    ]
+    largest = [SimpleNamespace(**dict(zip(names, group, strict=True))) for group in groups]
+    assert of_width(SimpleNamespace(largest=largest), 14) == 300

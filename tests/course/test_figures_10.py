@@ -1,12 +1,8 @@
 """Chapter 10's figures: what they are drawn from."""
 
-from types import SimpleNamespace
-
 import pytest
-from vramlab import GiB, LoRA, Recipe, predict
-from vramlab.report.report import Bytes
-from vramlab_course.chapters.chapter_10 import tenants_of
-from vramlab_course.figures.figures_10 import LENGTHS, growth, patches, tenants
+from vramlab import GiB, LoRA, MiB, Recipe, predict
+from vramlab_course.figures.figures_10 import LENGTHS, growth, held
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
@@ -26,45 +22,20 @@ def test_the_lines_are_the_predicted_peaks():
     assert "The card has" in figure.alt and "no switch" in figure.alt
 
 
-def test_a_picture_has_a_line_around_each_patch():
-    figure = patches(4, 2, title="8 patches become 2 tokens")
-    (ax,) = figure.axes
-    lines = [line.get_linewidth()[0] for line in ax.collections]
-    assert lines == [2.5, 0.5, 2.5, 0.5, 2.5, 2.5, 0.5, 2.5]
-    assert "64 × 32 pixels" in figure.alt
-
-
-def test_a_bar_stacks_the_tenants_of_its_phase():
-    phases = {
-        "sample, awake": {"policy": 3 * GiB, "engine": 2 * GiB},
-        "train, awake": {"policy": 3 * GiB, "policy: activations": 4 * GiB},
+def test_a_bar_stacks_what_is_held_at_its_moment():
+    moments = {
+        "sample": {"model": 3 * MiB, "cache": 2 * MiB},
+        "train,\nafter forward": {"model": 3 * MiB, "activations": 4 * MiB},
     }
-    figure = tenants(phases, "Who is there", "counted", limit="T4")
+    figure = held(moments, "What is there", "counted")
     assert figure.rows == [
-        ("GiB", "sample, awake", "train, awake"),
-        ("policy", "3.0", "3.0"),
-        ("engine", "2.0", "0.0"),
-        ("policy: activations", "0.0", "4.0"),
+        ("MiB", "sample", "train, after forward"),
+        ("model", "3.0", "3.0"),
+        ("optimizer states", "0.0", "0.0"),
+        ("cache", "2.0", "0.0"),
+        ("gradients", "0.0", "0.0"),
+        ("activations", "0.0", "4.0"),
         ("total", "5.0", "7.0"),
     ]
     (ax,) = figure.axes
     assert [text.get_text() for text in ax.texts] == ["5.0", "7.0"]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["sample\nawake", "train\nawake"]
-
-
-def test_the_engine_is_what_a_report_has_more_than_the_training_alone():
-    def report(more):
-        names = ("generate", "score", "backward")
-        peaks = [Bytes(parameters=8 + more, optimizer_states=1, activations=at) for at in (0, 2, 5)]
-        return SimpleNamespace(
-            phases={n: SimpleNamespace(peak=p) for n, p in zip(names, peaks, strict=True)}
-        )
-
-    found = tenants_of(report(3), report(0))
-    assert found["score"] == {
-        "policy": 8,
-        "policy: optimizer states": 1,
-        "engine": 3,
-        "scoring: logits": 2,
-    }
-    assert found["train"]["policy: activations"] == 5 and "scoring: logits" not in found["sample"]

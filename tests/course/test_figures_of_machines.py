@@ -1,5 +1,5 @@
-"""What the drawings of chapters 00 and 11 show as tables: the peaks of both steps, and the links of
-a ring.
+"""What the drawings of chapters 00 and 11 show as tables: the peaks of both steps, and the ways
+from card to card.
 """
 
 from types import SimpleNamespace
@@ -8,15 +8,6 @@ import pytest
 from vramlab import GiB, Recipe, find_gpu, simulate
 from vramlab.report.report import Bytes
 from vramlab_course.figures import figures_00, figures_11
-from vramlab_course.topology import parse_topology
-
-SQUARE = """
-      GPU0  GPU1  GPU2  GPU3
-GPU0  X     NV2   SYS   NV1
-GPU1  NV2   X     NV1   SYS
-GPU2  SYS   NV1   X     NV2
-GPU3  NV1   SYS   NV2   X
-"""
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
@@ -50,23 +41,11 @@ def test_the_parts_at_the_peak_are_all_of_it():
     assert sum(parts.values()) == simulate(recipe, gpu="T4").peak.total
     shape = recipe.shape
     assert parts["the loss"] == 3 * 4 * 2048 * shape.vocab_size
-    assert parts["attention: scores"] == 4 * 6 * shape.num_heads * 512 * 512 * 4
+    assert parts["attention"] > 4 * 6 * shape.num_heads * 512 * 512 * 4
     assert parts["parameters"] == 4 * shape.num_parameters
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
     figure = figures_00.whole(parts, "a title", "about")
     assert figure.rows[-1][0] == "together" and len(figure.rows) == len(parts) + 2
-
-
-def test_every_pair_is_in_the_table_and_the_ring_is_marked():
-    figure = figures_11.mesh(parse_topology(SQUARE), ["GPU0", "GPU1", "GPU2", "GPU3"], "a title")
-    assert figure.rows[1:] == [
-        ("GPU0, GPU1", "2", "yes"),
-        ("GPU0, GPU2", "0", "no"),
-        ("GPU0, GPU3", "1", "yes"),
-        ("GPU1, GPU2", "1", "yes"),
-        ("GPU1, GPU3", "0", "no"),
-        ("GPU2, GPU3", "2", "yes"),
-    ]
 
 
 def test_the_stops_of_each_way_are_drawn_and_in_the_table():

@@ -1,12 +1,12 @@
-"""The matrix of nvidia-smi topo -m: source E's two, harder ones, and broken ones; links, rings and
-seconds.
+"""The matrix of nvidia-smi topo -m: source E's two, harder ones, and broken ones; links and
+rings.
 """
 
 import pytest
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.links import pcie_bandwidth
 from vramlab_course import topology
-from vramlab_course.topology import NVLINK, TopologyError, bytes_sent, parse_topology, run_seconds
+from vramlab_course.topology import NVLINK, TopologyError, bytes_sent, parse_topology
 
 E_NVLINK = """\
         GPU0    GPU1    CPU Affinity    NUMA Affinity
@@ -209,9 +209,3 @@ def test_bytes_sent_refuses_what_it_does_not_know():
     for method, world_size in (("DP", 2), ("DDP", 0)):
         with pytest.raises(TopologyError, match="not known"):
             bytes_sent(method, 1, world_size)
-
-
-def test_only_what_is_not_hidden_takes_time():
-    assert run_seconds(10, 0.5, 1e9, 1e9) == 15
-    assert run_seconds(10, 0.5, 1e9, 1e9, hidden=0.4) == pytest.approx(11)
-    assert run_seconds(10, 0.5, 1e9, 1e9, hidden=2) == 5

@@ -650,7 +650,9 @@ def test_an_address_answers_for_what_it_says_or_not_at_all(page):
         assert page.locator("#calculator-seq_len").input_value() == str(number)
 
 
-@pytest.mark.parametrize(("name", "row"), [("grpo", 2), ("images", 0)])
+@pytest.mark.parametrize(
+    ("name", "row"), [("grpo", 2), pytest.param("images", 0, marks=pytest.mark.slow)]
+)
 def test_a_table_is_what_simulate_says(name, row):
     table = simulated_tables.TABLES[name]
     rows = list(table.rows())

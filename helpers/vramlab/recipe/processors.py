@@ -62,14 +62,17 @@ def processor(shape: Sizes, max_pixels: int | None) -> Any:
 def processed(shape: Sizes, max_pixels: int | None, sides: Sides) -> dict[str, Any]:
     """Return what the processor makes of a sample's images; of pixels the size alone."""
     with needing("images"):
+        import torch
         from PIL import Image
     own = processor(shape, max_pixels)
     if READERS[shape.family].get("tiles"):
         return _tiled(own, sides)
     pictures = [Image.new("RGB", (width, height)) for height, width in sides]
     # The images of one sample stand together, as TRL's collator hands them on.
-    made = dict(own(images=[pictures], return_tensors="pt"))
-    made["pixel_values"] = made["pixel_values"].to("meta")
+    # Values are dropped, so they are not scaled either, which takes seconds of a large photo.
+    unscaled = {"do_rescale": False, "do_normalize": False}
+    made = dict(own(images=[pictures], return_tensors="pt", **unscaled))
+    made["pixel_values"] = made["pixel_values"].to("meta", torch.float32)  # as when scaled
     return made
 
 

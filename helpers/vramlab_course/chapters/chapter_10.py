@@ -1,7 +1,7 @@
 """What chapter 10's cells share.
 
 That is what autograd saves, what a call makes, bytes of tensors and of a cache, a cache beside
-transformers' own, and who shares a card with vLLM.
+transformers' own, and the bytes of one width at a peak.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,10 +80,9 @@ def largest_made(call: Callable[[], Any]) -> int:
 
 def cache_row(
     remember: Callable[..., Any],
-    key_heads: int,
     window: int | None,
 ) -> tuple[str, bool, int, int]:
-    """Return how `remember` does on 256 tokens, one after another, with 8 heads of queries.
+    """Return how `remember` does on 256 tokens, one after another, with 4 heads.
 
     That is a name, whether attention gives what it gives of all tokens at once, and the bytes that
     `remember` and transformers' own cache keep.
@@ -91,39 +90,28 @@ def cache_row(
     from torch.nn.functional import scaled_dot_product_attention as attention
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    queries = torch.randn(1, 8, 256, 32)
-    new = torch.randn(1, 2 * key_heads, 256, 32)  # keys, then values
+    queries = torch.randn(1, 4, 256, 32)
+    new = torch.randn(1, 8, 256, 32)  # keys, then values
     theirs = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
     kept = None
     outputs = []
     for number in range(256):
         now = (slice(None), slice(None), slice(number, number + 1))
         seen, kept = remember(kept, new[now][0], window)
-        outputs.append(attention(queries[now], *seen[None].chunk(2, 1), enable_gqa=True))
+        outputs.append(attention(queries[now], *seen[None].chunk(2, 1)))
         theirs.update(*new[now].chunk(2, 1))
     # Each query sees its own token, those before it, and of these as many as the window has.
     mask = torch.ones(256, 256, dtype=torch.bool).tril().triu(1 - (window or 256))
-    at_once = attention(queries, *new.chunk(2, 1), attn_mask=mask, enable_gqa=True)
-    name = f"{key_heads} of keys" + (f", window {window}" if window else "")
+    at_once = attention(queries, *new.chunk(2, 1), attn_mask=mask)
+    name = f"{window} tokens" if window else "none"
     same = torch.allclose(torch.cat(outputs, 2), at_once, atol=1e-5)
     return name, same, nbytes([kept]), nbytes([theirs.keys, theirs.values])
 
 
-def tenants_of(report: Report, alone: Report) -> dict[str, dict[str, int]]:
-    """Return what each tenant of GRPO has in each phase, for a report of LoRA next to vLLM.
-
-    `alone` is the same training with vLLM on another card.
-    """
-    found = {}
-    for phase, name in (("sample", "generate"), ("score", "score"), ("train", "backward")):
-        own = alone.phases[name].peak
-        found[phase] = {
-            "policy": own.parameters,
-            "policy: optimizer states": own.optimizer_states,
-            "engine": report.phases[name].peak.total - own.total,
-            # The rest is logits while it scores, and activations with their gradients later.
-            "scoring: logits" if phase == "score" else "policy: activations": own.total
-            - own.parameters
-            - own.optimizer_states,
-        }
-    return found
+def of_width(report: Report, width: int) -> int:
+    """Return the bytes of activations at a report's peak whose rows have `width` numbers."""
+    total = 0
+    for group in report.largest:
+        if group.category == "activations" and group.shape[-1] == width:
+            total += group.count * group.size
+    return total

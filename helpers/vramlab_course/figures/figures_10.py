@@ -1,4 +1,4 @@
-"""Drawings of chapter 10: a picture's patches, GRPO's tenants, how a run grows with its text."""
+"""Drawings of chapter 10: what a step of GRPO holds, how a run grows with its text."""
 
 from collections.abc import Mapping
 
@@ -6,63 +6,35 @@ from vramlab import Recipe, find_gpu, predict
 from vramlab.hardware.gpu import usable_memory
 from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import draw_limit
-from vramlab.report.compare import check_unit
-from vramlab.report.report import GiB
+from vramlab.report.report import GiB, MiB
 
-# What GRPO's tenants hold, and the category whose look each has.
-TENANTS = {
-    "policy": "parameters",
-    "policy: optimizer states": "optimizer_states",
-    "reference": "buffers",
-    "engine": "kv_cache",
-    "scoring: logits": "temporaries",
-    "policy: gradients": "gradients",
-    "policy: activations": "activations",
+# What a step of GRPO holds, and the category whose look each has.
+HELD = {
+    "model": "parameters",
+    "optimizer states": "optimizer_states",
+    "cache": "kv_cache",
+    "gradients": "gradients",
+    "activations": "activations",
 }
 LENGTHS = tuple(2**power for power in range(11, 18))  # tokens of a text
 
 
 @style.styled()
-def patches(columns: int, rows: int, title: str):
-    """Return a figure of a picture of patches of 16 × 16 pixels, 2 × 2 of them a token."""
-    about = f"{16 * columns} × {16 * rows} pixels · thin lines: patches · thick lines: tokens"
+def held(moments: Mapping[str, Mapping[str, float]], title: str, about: str):
+    """Return a figure of the bytes of each of HELD at some moments, a bar for a moment."""
     figure, ax = style.start(title, about)
-    ax.bar(columns / 2, rows, columns, facecolor="#E3EEF5")
-    for line, count, length in ((ax.vlines, columns, rows), (ax.hlines, rows, columns)):
-        for place in range(count + 1):
-            line(place, 0, length, color=style.INK, linewidth=0.5 if place % 2 else 2.5)
-    ax.set(ylim=(-0.1, rows + 0.1), aspect="equal")
-    ax.axis("off")
-    figure.set_figheight(3)
-    return style.finish(figure, [], f"A grid of squares. {title}. {about}.")
-
-
-@style.styled()
-def tenants(
-    phases: Mapping[str, Mapping[str, float]],
-    title: str,
-    about: str,
-    unit: str = "GiB",
-    limit: str | None = None,
-):
-    """Return a figure of the bytes that each of TENANTS has in each phase, a bar for a phase."""
-    figure, ax = style.start(title, about)
-    size = check_unit(unit)
-    tops = [0.0] * len(phases)
-    rows = [(unit, *phases)]
-    for name, category in TENANTS.items():
-        sizes = [split.get(name, 0) / size for split in phases.values()]
-        if any(sizes):
-            look = style.look([category])[category]
-            drawn = ax.bar([*phases], sizes, 0.8, tops, label=name, **look)
-            tops = [*map(sum, zip(tops, sizes, strict=True))]
-            rows.append((name, *(f"{size:.1f}" for size in sizes)))
+    tops = [0.0] * len(moments)
+    rows = [("MiB", *(name.replace("\n", " ") for name in moments))]
+    for name, category in HELD.items():
+        sizes = [split.get(name, 0) / MiB for split in moments.values()]
+        look = style.look([category])[category]
+        drawn = ax.bar([*moments], sizes, 0.8, tops, label=name, **look)
+        tops = [*map(sum, zip(tops, sizes, strict=True))]
+        rows.append((name, *(f"{size:.1f}" for size in sizes)))
     totals = [f"{top:.1f}" for top in tops]
     ax.bar_label(drawn, totals, padding=3, fontweight="bold", bbox=style.PATCH)
     rows.append(("total", *totals))
-    ax.set_xticks(range(len(phases)), [name.replace(", ", "\n") for name in phases])
-    draw_limit(ax.axhline, limit, unit)
-    ax.set(ylabel=unit, ylim=(0, 1.12 * ax.dataLim.y1))
+    ax.set(ylabel="MiB", ylim=(0, 1.12 * ax.dataLim.y1))
     return style.finish(figure, rows, f"Stacked bars. {title}. {about}.", say_rows=True)
 
 
