@@ -1,5 +1,7 @@
 """The drawings of chapter 05 show the numbers that they are given."""
 
+import itertools
+
 import pytest
 from vramlab import GiB
 from vramlab_course.figures import figures_05
@@ -19,27 +21,38 @@ def test_the_flow_names_the_sizes_of_each_matrix():
     assert thin == pytest.approx([wide, tall * 8 / 512, wide * 8 / 1024, tall])
 
 
-def test_marks_are_simulated_and_lines_predicted():
+def test_each_run_is_a_line_over_the_length():
     predicted = {
         "all": {2048: GiB, 4096: 2 * GiB, 32768: 8 * GiB},
         "LoRA": {2048: 0, 4096: GiB, 32768: 7 * GiB},
     }
-    simulated = {"all": {2048: GiB, 32768: 8 * GiB}, "LoRA": {2048: 0, 32768: 6 * GiB}}
-    figure = figures_05.over_length(predicted, simulated, "A title", "about")
+    figure = figures_05.over_length(predicted, "A title", "about")
     lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
-    assert lines[0] == [(2048, 1), (4096, 2), (32768, 8)] and lines[1] == [(2048, 1), (32768, 8)]
-    assert lines[3] == [(2048, 0), (32768, 6)] and figure.rows[2] == ("LoRA", "0.0", "6.0")
+    assert lines == [[(2048, 1), (4096, 2), (32768, 8)], [(2048, 0), (4096, 1), (32768, 7)]]
+    assert figure.rows[2] == ("LoRA", "0.0", "1.0", "7.0")
 
 
 def test_every_seed_is_a_point_of_what_was_forgotten_and_learned():
     sweep = recorded_sweep()
-    figure = figures_05.frontier(sweep, "A title")
+    figure = figures_05.tradeoff(sweep, "A title")
     lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
-    for run in [*sweep.runs, *sweep.lower]:
-        mean = (run.programs, run.documentation)
-        ends = {line[1] for line in lines if len(line) == 2 and line[0] == mean}
-        assert ends == set(zip(run.seeds["programs"], run.seeds["documentation"], strict=True))
-    assert len(figure.rows) == 2 + len(sweep.runs) + len(sweep.lower) and "all weights" in [
-        row[0] for row in figure.rows
-    ]
-    assert [row[3] for row in figure.rows[2:]] == sorted(row[3] for row in figure.rows[2:])
+    shown = [run for run in [*sweep.runs, *sweep.lower] if run.r is None or "," not in run.targets]
+    for run in [*shown, sweep.run(8, "q_proj, v_proj")]:
+        assert [figures_05.gains(sweep, run)] in lines
+        seeds = zip(run.seeds["programs"], run.seeds["documentation"], strict=True)
+        base = sweep.base
+        points = [(a - base["programs"], base["documentation"] - b) for a, b in seeds]
+        assert points in lines
+    assert len(figure.rows) == 1 + len(shown) + 1
+
+
+def test_the_chapter_s_differences_hold_with_every_seed():
+    sweep = recorded_sweep()
+    every, slow = sweep.run(None), sweep.lower[1]
+    assert (slow.r, slow.targets, slow.learning_rate) == (8, "all-linear", 0.003)
+    order = [every, sweep.run(64), sweep.run(8), sweep.run(1), sweep.run(8, "q_proj, v_proj")]
+    for more, less in [*itertools.pairwise(order), (sweep.run(8), slow)]:
+        pairs = zip(more.seeds["documentation"], less.seeds["documentation"], strict=True)
+        assert all(a < b for a, b in pairs)
+    fast = sweep.run(8).seeds["programs"]
+    assert all(a > b for a, b in zip(fast, slow.seeds["programs"], strict=True))

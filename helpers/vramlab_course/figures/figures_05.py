@@ -66,16 +66,11 @@ def flow(inputs: int, outputs: int, r: int):
     return ax.figure
 
 
-def over_length(
-    predicted: Mapping[str, Mapping[int, int]],
-    simulated: Mapping[str, Mapping[int, int]],
-    title: str,
-    about: str,
-):
-    """Draw peaks over the length: `predicted` as lines, `simulated` as marks."""
-    first = next(iter(simulated.values()))
-    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in first))]
-    for name, peaks in simulated.items():
+def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: str):
+    """Draw peaks in bytes over the length, a line for each run."""
+    lengths = [*next(iter(predicted.values()))]
+    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
+    for name, peaks in predicted.items():
         rows.append((name, *(f"{size / GiB:.1f}" for size in peaks.values())))
     said = (
         f"Lines that rise with the length. {title}. "
@@ -83,25 +78,10 @@ def over_length(
         + "."
     )
     with canvas(title, said, about, rows) as ax:
-        for (name, peaks), (colour, mark, dash) in zip(
-            predicted.items(),
-            style.LINES,
-            strict=False,
-        ):
-            ax.plot(
-                [*peaks],
-                [size / GiB for size in peaks.values()],
-                dash,
-                color=colour,
-            )
-            marks = simulated[name]
-            ax.plot(
-                [*marks],
-                [size / GiB for size in marks.values()],
-                mark,
-                color=colour,
-            )
-        ax.set_xticks([*first], [f"{tokens:,}" for tokens in first])
+        for peaks, (colour, mark, dash) in zip(predicted.values(), style.LINES, strict=False):
+            sizes = [size / GiB for size in peaks.values()]
+            ax.plot([*peaks], sizes, dash, color=colour, marker=mark)
+        ax.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
         ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
         _name_the_ends(ax, predicted)
     return ax.figure
@@ -125,72 +105,63 @@ def label(run: SimpleNamespace) -> str:
     return f"{TARGETS[run.targets]}, r={run.r}" if run.r else "all weights"
 
 
-def frontier(sweep: SimpleNamespace, title: str):
+def tradeoff(sweep: SimpleNamespace, title: str):
     """Draw what `finetuning.recorded_sweep` holds: what was learned over what was forgotten.
 
-    That is bits per byte of unseen prose over those of programs: a large dot for each setting, and
-    a line from it to the dot of each of its seeds.
+    That is bits per byte gained on unseen prose over those lost on programs: a large dot for each
+    setting, a small one for each of its seeds, and an arrow to the same setting at a lower rate.
+    The feed-forward layers alone are left out.
     """
-    rows = [("bits per byte", "trained", "rate", "prose", "± seeds", "programs")]
-    base = sweep.base
-    rows.append(("untuned", "0", "", f"{base['documentation']:.3f}", "", f"{base['programs']:.3f}"))
-    runs = sorted([*sweep.runs, *sweep.lower], key=lambda run: run.documentation)
-    names = []
-    for run in runs:
-        numbers = (f"{run.trained:,}", f"{run.learning_rate:g}", f"{run.documentation:.3f}")
-        names.append(label(run) + (f", rate {run.learning_rate:g}" if run in sweep.lower else ""))
-        rows.append((names[-1], *numbers, f"{run.deviation:.3f}", f"{run.programs:.3f}"))
-    points = "; ".join(f"{row[0]} {row[5]}, {row[3]}" for row in rows[1:])
-    said = (
-        "Points, to the right what was forgotten, down what was learned: programs, prose. "
-        f"{points}. Down and left is better."
-    )
-    about = (
-        f"recorded: base model, {sweep.where['recipe'].split(', fp32')[0]}, "
-        f"{len(runs[0].seeds['documentation'])} seeds"
-    )
+    shown = [run for run in sweep.runs if run.targets != FEED_FORWARD]
+    slower = [run for run in sweep.lower if run.targets != FEED_FORWARD]
+    rows = [("bits per byte", "rate", "learned", "forgot")]
+    for run in [*shown, *slower]:
+        forgot, learned = gains(sweep, run)
+        rows.append((label(run), f"{run.learning_rate:g}", f"{learned:.3f}", f"{forgot:.3f}"))
+    points = "; ".join(f"{row[0]} at {row[1]}: {row[3]}, {row[2]}" for row in rows[1:])
+    said = f"Points, to the right what was forgotten, up what was learned. {points}. {title}."
+    recipe = sweep.where["recipe"].split(", fp32")[0]
+    about = f"recorded: base model, {recipe}, small dots are seeds"
     with canvas(title, said, about, rows) as ax:
-        for run in runs:
+        for run in [*shown, *slower]:
             colour = BLUE if run.r else RED
-            place = run.programs, run.documentation
-            # Dots of several settings lie among one another; the lines say whose each is.
-            for programs, documentation in zip(*_both(run.seeds), strict=True):
-                ax.plot(
-                    [run.programs, programs],
-                    [run.documentation, documentation],
-                    color=colour,
-                    linewidth=0.8,
-                )
-            ax.plot(*_both(run.seeds), "o", color=colour, markersize=4, markerfacecolor="white")
-            ax.plot(*place, "o", color=colour, markersize=9)
-            # Words stand where no other dots lie, or the edge does.
-            is_left = run in sweep.lower or run.targets == "all"
-            seeds = run.seeds["programs"]
-            start, offset, side = (max(seeds), run.documentation), (8, -9), "left"
-            if is_left:
-                start, offset, side = (min(seeds), run.documentation), (-8, -9), "right"
-            elif run.targets == FEED_FORWARD:
-                start, offset, side = (
-                    (run.programs, max(run.seeds["documentation"])),
-                    (-8, 4),
-                    "center",
-                )
+            seeds = _seeds(sweep, run)
+            ax.plot(*seeds, "o", color=colour, markersize=4, alpha=0.5)
+            forgot, learned = gains(sweep, run)
+            ax.plot(forgot, learned, "o", color=colour, markersize=9)
+            # Names stand behind the last dot, of slower runs before the first.
+            words = f"{label(run)}, at {run.learning_rate:g}"
+            start, offset, side = max(seeds[0]), 8, "left"
+            if run in slower:
+                start, offset, side = min(seeds[0]), -8, "right"
             ax.annotate(
-                f"{label(run)}\nrate {run.learning_rate:g}",
-                start,
-                offset,
+                words,
+                (start, learned),
+                (offset, -3),
                 textcoords="offset points",
                 fontsize=9,
                 ha=side,
             )
-        place = base["programs"], base["documentation"]
-        ax.plot(*place, "*", color=style.INK, markersize=12)
-        ax.annotate("untuned", place, (8, 2), textcoords="offset points", fontsize=9)
-        ax.text(0.03, 0.05, "↙ better", transform=ax.transAxes)
-        ax.set(xlabel="forgotten: bits per byte of programs", xlim=(1.32, None))
-        ax.set(ylabel="learned: bits per byte of unseen prose")
+        for run in slower:
+            start = gains(sweep, sweep.run(run.r))
+            look = {"arrowstyle": "-|>", "color": style.INK, "shrinkA": 6, "shrinkB": 6}
+            ax.annotate("", gains(sweep, run), start, arrowprops=look)
+        ax.plot(0, 0, "*", color=style.INK, markersize=12)
+        ax.annotate("untuned", (0, 0), (8, 4), textcoords="offset points", fontsize=9)
+        ax.text(0.03, 0.93, "↖ better", transform=ax.transAxes)
+        ax.set(xlabel="forgot: bits per byte lost on programs", xlim=(-0.09, 0.3))
+        ax.set(ylabel="learned: bits per byte gained on prose")
     return ax.figure
 
 
-def _both(seeds: Mapping[str, list[float]]) -> tuple[list[float], list[float]]:
-    return seeds["programs"], seeds["documentation"]
+def gains(sweep: SimpleNamespace, run: SimpleNamespace) -> tuple[float, float]:
+    """What a setting forgot and learned, means over its seeds in bits per byte."""
+    base = sweep.base
+    return run.programs - base["programs"], base["documentation"] - run.documentation
+
+
+def _seeds(sweep: SimpleNamespace, run: SimpleNamespace) -> tuple[list[float], list[float]]:
+    """What each seed forgot and learned."""
+    forgot = [bits - sweep.base["programs"] for bits in run.seeds["programs"]]
+    learned = [sweep.base["documentation"] - bits for bits in run.seeds["documentation"]]
+    return forgot, learned
