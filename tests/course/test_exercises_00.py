@@ -48,13 +48,23 @@ def halves(model, gpu, seq_len, told=True):
             Recipe(
                 "qwen3-0.6b",
                 1,
-                512,
+                1024,
                 "fp16-mixed",
                 gradient_accumulation_steps=4,
                 gradient_checkpointing=True,
             ),
         ),
-        ("00.1", Recipe("qwen3-0.6b", 4, 512, "fp16-mixed", gradient_checkpointing=True)),
+        (
+            "00.1",
+            Recipe(
+                "qwen3-0.6b",
+                2,
+                1024,
+                "fp16-mixed",
+                gradient_accumulation_steps=2,
+                gradient_checkpointing=True,
+            ),
+        ),
         ("00.2", states_made),
         ("00.3", halves),
     ],
@@ -68,11 +78,11 @@ def test_right_answers_in_other_words(name, answer):
     [
         (
             "00.1",
-            Recipe("qwen3-0.6b", 2, 512, "fp16-mixed", gradient_accumulation_steps=2),
+            Recipe("qwen3-0.6b", 2, 1024, "fp16-mixed", gradient_accumulation_steps=2),
             "are gradients, which stay",
         ),
-        ("00.1", Recipe("qwen3-0.6b", 4, 512, "fp16-mixed"), "most of the peak"),
-        ("00.1", Recipe("qwen3-0.6b", 2, 512, "fp16-mixed"), "has to see 4 samples"),
+        ("00.1", Recipe("qwen3-0.6b", 4, 1024, "fp16-mixed"), "most of the peak"),
+        ("00.1", Recipe("qwen3-0.6b", 2, 1024, "fp16-mixed"), "has to see 4 samples"),
         (
             "00.2",
             lambda message, parameters: states_made(message, parameters, kept=4),

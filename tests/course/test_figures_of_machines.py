@@ -41,7 +41,7 @@ def test_the_parts_at_the_peak_are_all_of_it():
     assert sum(parts.values()) == simulate(recipe, gpu="T4").peak.total
     shape = recipe.shape
     assert parts["the loss"] == 3 * 4 * 2048 * shape.vocab_size
-    assert parts["attention: scores"] == 4 * 6 * shape.num_heads * 512 * 512 * 4
+    assert parts["attention"] > 4 * 6 * shape.num_heads * 512 * 512 * 4
     assert parts["parameters"] == 4 * shape.num_parameters
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
     figure = figures_00.whole(parts, "a title", "about")

@@ -75,7 +75,7 @@ def two_steps(
     # The update is the bump between the hills: gradients are still there when the states come.
     words = {
         f"AdamW's states: {held[0]:.1f} GiB": (1.5, held[0] / 2),
-        "weights, activations, gradients": (0.47, 3),
+        "parameters, activations, gradients": (0.47, 3),
         "update": (0.98, 9.2),
     }
     for said, place in words.items():
@@ -127,10 +127,9 @@ def _part(group: TensorGroup, vocabulary: int) -> str:
     # The head's weight has the vocabulary too, and was taken above.
     if vocabulary in group.shape:
         return "the loss"
-    if "softmax" in group.op:
-        return "attention: scores"
-    if "self_attn" in group.where:
-        return "attention: the rest"
+    # Scores of a softmax are attention's, whichever module they are put down to.
+    if "softmax" in group.op or "self_attn" in group.where:
+        return "attention"
     if ".mlp" in group.where:
         return "feed-forward layers"
     return OTHERS
