@@ -18,10 +18,13 @@ from vramlab_course.chapters import chapter_08
 from vramlab_course.chapters.chapter_08 import (
     chat,
     choose,
+    has_type_of,
     run,
     small_card,
+    typed_by,
     typed_heads,
     untyped_heads,
+    usual_types,
 )
 from vramlab_course.figures import figures_08
 from vramlab_course.guesses import guess
@@ -103,6 +106,16 @@ def test_a_chat_asks_for_a_head_without_its_types():
     question, reply = chat(head)
     assert question == {"role": "user", "content": "def size(unit='GiB'):"}
     assert reply == {"role": "assistant", "content": head}
+
+
+def test_a_table_of_names_types_a_head_and_types_are_compared():
+    usual = usual_types(["def f(n: int) -> str:", "def g(n: int) -> Any:", "def h(n: str) -> int:"])
+    assert usual == {"n": "int"}
+    assert typed_by(usual, "def k(n):") == "def k(n: int):"
+    assert typed_by(usual, "def k(m):") == "def k(m: str):"
+    assert has_type_of("def k(n: int):", "def k(n: int) -> str:")
+    for head in ("def k(n: str):", "def k(n):", "def k(n: int", "def k(n: int, m: int):", ""):
+        assert not has_type_of(head, "def k(n: int) -> str:")
 
 
 def test_the_base_model_goes_on_with_a_head_and_is_taken_where_no_other_can_be_had(monkeypatch):
@@ -228,14 +241,14 @@ def test_recipes_are_in_the_cloud():
 
 
 def test_recorded_peaks_are_as_predicted():
-    """Section 1's table of large models. Its text reads the row of the 7B aloud."""
+    """Section 1's table of large models. Its text reads the row of the 8B aloud."""
     rows = chapter_08.recorded()[1:]
     assert [row[0] for row in rows] == ["T4", "T4", "T4", "H200"]
     assert all(abs(said / seen - 1) < 0.006 for _, _, said, seen in rows)
-    _, name, said, seen = rows[2]
+    _, name, said, seen = rows[3]
     text = NOTEBOOK.read_text(encoding="utf-8")
-    assert name == "qwen2.5-7b"
-    assert f"took {seen:.2f} GiB, and {said:.2f} are predicted" in text
+    assert name == "llama-3.1-8b"
+    assert f"the tensors of the 8B took {seen:.2f} GiB, as predicted" in text
     assert f"{rows[3][2]:.2f} {rows[3][3]:.2f}" == "12.38 12.38"
 
 

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import urllib.request
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -217,14 +218,61 @@ def untyped_heads(texts: Iterable[str], count: int) -> list[str]:
     return heads[:: len(heads) // count][:count]
 
 
-def chat(head: str) -> list[dict[str, str]]:
-    """A head as a chat: without its types it is the question, with them the answer."""
+def untyped(head: str) -> str:
+    """A head without its types."""
     (function,) = _functions(f"{head} ...")
     function.returns = None
-    for each in function.args.args:
-        each.annotation = None
-    plain = ast.unparse(function)
-    return [{"role": "user", "content": plain}, {"role": "assistant", "content": head}]
+    (parameter,) = function.args.args
+    parameter.annotation = None
+    return ast.unparse(function)
+
+
+def chat(head: str) -> list[dict[str, str]]:
+    """A head as a chat: without its types it is the question, with them the answer."""
+    question = untyped(head)
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": head},
+    ]
+
+
+def usual_types(heads: Iterable[str]) -> dict[str, str]:
+    """The type that a parameter of a name has most often in heads of one parameter."""
+    seen = defaultdict(Counter)
+    for head in heads:
+        name, kind = _parameter(head)
+        seen[name][kind] += 1
+    usual = {}
+    for name, kinds in seen.items():
+        usual[name] = max(kinds, key=kinds.get)
+    return usual
+
+
+def typed_by(types: Mapping[str, str], head: str) -> str:
+    """A head whose parameter has got the type of its name, or `str`, as most have."""
+    name, _ = _parameter(head)
+    kind = types.get(name, "str")
+    return head.replace("):", f": {kind}):")
+
+
+def has_type_of(head: str, true: str) -> bool:
+    """Whether the parameter of an answer has the type of a true head; the answer may be no code."""
+    _, expected = _parameter(true)
+    try:
+        _, kind = _parameter(head)
+    except (SyntaxError, ValueError):
+        return False
+    return kind == expected
+
+
+def _parameter(head: str) -> tuple[str, str | None]:
+    """The name and the type of a head's only parameter."""
+    (function,) = _functions(f"{head} ...")
+    (parameter,) = function.args.args
+    kind = parameter.annotation
+    if kind is None:
+        return parameter.arg, None
+    return parameter.arg, ast.unparse(kind)
 
 
 def _functions(text: str) -> Iterator[ast.FunctionDef]:

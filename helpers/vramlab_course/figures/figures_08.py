@@ -148,7 +148,7 @@ def speeds(
 ):
     """Draw measured over estimated seconds of each step, by card."""
     rows = [("card", "steps", "measured / estimated, least", "median", "most")]
-    alt = "Points about the line of an exact estimate."
+    alt = "Measured over estimated seconds of each step, as points. The table has the range."
     with canvas(title, alt, subtitle, rows) as ax:
         for (name, steps), mark in zip(by_card.items(), ("o", "^", "s"), strict=False):
             ratios = [measured / estimated for _, estimated, measured in steps]
