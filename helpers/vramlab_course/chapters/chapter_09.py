@@ -343,8 +343,10 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     """
     weights = shape.num_parameters
     # An embedding is read and not multiplied.
-    multiplied = weights - shape.vocab_size * shape.hidden_size
-    tokens = 8 * 2048
+    embedding = shape.vocab_size * shape.hidden_size
+    multiplied = weights - embedding
+    samples = 8
+    tokens = samples * 2048
     # 2 forward, 2 again and 4 backward; without attention, since samples are short.
     computing = 8 * multiplied * tokens / 8 / rate
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
