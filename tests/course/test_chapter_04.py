@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from vramlab import GiB, Recipe, Sharding, find_gpu, predict, simulate
+from vramlab import GiB, Recipe, Sharding, find_gpu, predict, simulate, step_time
 from vramlab_course.base_model import base_model_path, load_base_model
 from vramlab_course.chapters import chapter_04
 from vramlab_course.chapters.chapter_04 import (
@@ -134,12 +134,21 @@ def test_the_small_print_of_section_5():
     llama = Recipe("llama-3.1-8b", 1, 4096, "bf16-mixed", "adamw_torch_fused")
     llama = llama.replace(gradient_checkpointing=True)
     eight = llama.replace(sharding=Sharding(3, 8))
-    cases = [(eight, "RTX 4090", 21.9, "safe"), (llama, "H200", 124.8, "safe")]
+    cases = [(eight, "RTX 4090", 21.9, "safe")]
     cases.append((eight.replace(seq_len=8192), "RTX 4090", 29.1, "does not fit"))
     for recipe, gpu, high, verdict in cases:
         need = predict(recipe, gpu=gpu, expandable_segments=True).process
         found = round(need.high / GiB, 1), need.verdict(find_gpu(gpu).total)
         assert found == (high, verdict)
+    times = [step_time(eight.replace(seq_len=n), "RTX 4090") for n in (2048, 4096)]
+    rates = [
+        (each.tokens_per_second, each.tokens / each.high, each.tokens / each.low) for each in times
+    ]
+    assert [[round(rate, -2) for rate in three] for three in rates] == [
+        [3700, 1600, 8000],
+        [5900, 2400, 12700],
+    ]
+    assert round(step_time(llama, "H200").tokens_per_second, -2) == 5100
 
 
 def test_the_small_print_of_section_4():
@@ -150,6 +159,24 @@ def test_the_small_print_of_section_4():
     unfused = eight.replace(optim="adamw_torch")
     need = predict(unfused, gpu="RTX 4090", expandable_segments=True).process
     assert round(need.value / GiB, 1) == 19.4
+    # the weights alone would fit, and stage 2 does not
+    second = eight.replace(sharding=Sharding(2, 8))
+    need = predict(second, gpu="RTX 4090", expandable_segments=True).process
+    assert round(need.high / GiB, 1) == 33.2
+
+
+def test_what_does_not_shrink_on_1024_cards():
+    """The list above the guess of section 4: the head and its buffer, and no other unit."""
+    llama = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")
+    llama = llama.replace(gradient_checkpointing=True, num_layers=2, sharding=Sharding(3, 1024))
+    report = simulate(llama, "cuda")
+    gathered = [group for group in report.largest if group.category == "workspace"]
+    assert [(group.where, round(group.size / GiB, 1)) for group in gathered[:2]] == [
+        ("model.norm", 1.0),
+        ("lm_head.weight", 1.0),
+    ]
+    logits = [round(g.size / GiB, 1) for g in report.largest if 128256 in g.shape and g.count == 1]
+    assert logits == [1.0, 1.0, 0.5]
 
 
 def test_forked_ranks_are_needed_where_a_function_is_no_modules():

@@ -8,7 +8,13 @@ import sys
 import nbformat
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from vramlab_course.base_model import base_model_folder
 
 CHAPTER = "09_more_than_data_parallel.ipynb"
@@ -82,3 +88,32 @@ def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pyte
         optimizer.zero_grad()
     assert len(set(alone)) == 10
     assert sorted(cut) == sorted(alone)
+
+
+@pytest.mark.slow
+def test_the_printed_pipeline_trains_all_layers_of_a_stack_that_does_not_divide(
+    pytestconfig, tmp_path
+):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=5, vocab_size=1000)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+    folder = tmp_path / "five_layers"
+    model.save_pretrained(folder)
+    script = printed_script(pytestconfig.rootpath, "Schedule1F1B")
+    script, replaced = re.subn(r"^name = .*$", f"name = {str(folder)!r}", script, flags=re.M)
+    assert replaced == 1
+    script = script.replace("lr=1e-5", "lr=1e-3")  # a random model learns slowly
+    cut = losses(script, tmp_path / "pipe.py", TWO_RANKS)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    ids = torch.randint(1000, (8, 256))
+    alone = []
+    for _ in range(5):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alone.append(f"{loss.item():.4f}")
+    assert len(set(alone)) == 5
+    assert cut == alone

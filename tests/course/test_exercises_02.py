@@ -71,8 +71,8 @@ def first_batch(model, seq_len, more=0):
     return high + more
 
 
-def page(recipe, norms=True):
-    """Three heights of a step, and Qwen3's two more norms."""
+def page(recipe, norms=True, lookup=True):
+    """The heights of a step, and Qwen3's two more norms."""
     s, tokens, e = recipe.shape, recipe.batch_size * recipe.seq_len, 2
     q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     layer = (
@@ -85,7 +85,8 @@ def page(recipe, norms=True):
     kept = e * s.hidden_size if recipe.gradient_checkpointing else layer
     forward = tokens * (s.num_layers * kept + (4 + 2 * e) * s.hidden_size)
     update = (4 if "fused" in recipe.optim else 5) * e * s.num_parameters
-    return max(3 * e * s.num_parameters + forward + 12 * tokens * s.vocab_size, update)
+    end = 4 * e * s.num_parameters + 2 * e * s.vocab_size * s.hidden_size * (s.tied and lookup)
+    return max(3 * e * s.num_parameters + forward + 12 * tokens * s.vocab_size, update, end)
 
 
 RIGHT = [
@@ -153,6 +154,7 @@ WRONG = [
     ("02.5", fitting(lora={"r": 8}), "All weights"),
     ("02.5", "fp16-true", "A Recipe was expected"),
     ("02.6", lambda recipe: page(recipe, norms=False), "are right"),
+    ("02.6", lambda recipe: page(recipe, lookup=False), "are right"),
     ("02.6", lambda recipe: page(recipe) / 2**30, "GiB"),
     ("02.6", lambda recipe: 8 * recipe.shape.num_parameters, "are right"),
 ]

@@ -6,16 +6,6 @@ from vramlab_course.figures import figures_06
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
-def test_a_way_has_one_colour_and_is_dashed_without_checkpointing():
-    sizes = {("LoRA", True): [1, 2], ("LoRA", False): [3, 4], ("QLoRA", True): [0.5, 1.5]}
-    figure = figures_06.by_length((512, 1024), sizes, "A title", "about")
-    with_, without, other = figure.axes[0].lines
-    assert (with_.get_color(), with_.get_linestyle()) == (without.get_color(), "-")
-    assert without.get_linestyle() == "--" and other.get_color() != with_.get_color()
-    assert [*without.get_ydata()] == [3, 4]
-    assert figure.rows[2] == ("LoRA, no checkpointing", 3, 4)
-
-
 def test_each_weight_of_a_block_goes_to_the_nearest_level():
     figure = figures_06.one_block([0.5, -2.0, 0.1, 1.4], [-1, -0.25, 0.25, 1])
     arrows = [text for text in figure.axes[0].texts if not text.get_text()]

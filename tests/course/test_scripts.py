@@ -73,15 +73,15 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     exec(cell.source, names)
     names["on_gpu"] = True
     folder = str(base_model_folder())
-    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 12
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 15
     arguments = TrainingArguments(
-        tmp_path / "out", per_device_train_batch_size=1, max_steps=12, use_cpu=True
+        tmp_path / "out", per_device_train_batch_size=1, max_steps=15, use_cpu=True
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"]()]).train()
     assert calls == ["anew", {"max_entries": 1_000_000}, "memory_0.pickle", {"enabled": None}]
     trace = (tmp_path / "trace_0.json").read_text()
-    assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) >= 1
+    assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) == 2  # of both steps
     printed = capsys.readouterr().out
     assert "current: 0.50 GiB" in printed and "all.peak: 1.00 GiB" in printed
     assert "reserved: 2.00 GiB" in printed and "rank 0, retries: 3" in printed
@@ -109,13 +109,13 @@ class Dies(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "began"), [(0, 1, 0), (0, 3, 1), (500, 503, 501), (500, 600, 510)]
+    ("first", "last", "began"), [(0, 1, 0), (0, 3, 1), (500, 503, 501), (500, 600, 511)]
 )
 def test_the_callback_of_chapter_07_records_resumed_and_short_runs(first, last, began, monkeypatch):
     (cell,) = (cell for cell in notebook_of("07").cells if "(TrainerCallback)" in cell.source)
     started, files = [], []
     profiler = SimpleNamespace(
-        start=lambda: started.append(step),
+        start=lambda: started.append(state.global_step),
         stop=lambda: None,
         export_chrome_trace=files.append,
     )
@@ -123,11 +123,12 @@ def test_the_callback_of_chapter_07_records_resumed_and_short_runs(first, last, 
     names = {"torch": torch}
     exec(cell.source, names)
     look, arguments = names["Look"](), SimpleNamespace(process_index=1)
-    look.on_train_begin(arguments, SimpleNamespace(global_step=first, max_steps=last), None)
-    for step in range(first, last):
-        look.on_step_begin(arguments, SimpleNamespace(global_step=step), None)
-        look.on_step_end(arguments, SimpleNamespace(global_step=step + 1), None)
-    look.on_train_end(arguments, SimpleNamespace(global_step=last), None)
+    state = SimpleNamespace(global_step=first, max_steps=last)
+    look.on_train_begin(arguments, state, None)
+    while state.global_step < last:
+        state.global_step += 1
+        look.on_step_end(arguments, state, None)
+    look.on_train_end(arguments, state, None)
     assert files == ["trace_1.json"] and started == [began]
 
 
@@ -139,17 +140,22 @@ def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch
     (lines,) = (script for script in scripts("05") if "SFTTrainer(" in script)
     here = {
         '"meta-llama/Llama-3.1-8B"': repr(str(base_model_folder())),
-        "bf16=True": "use_cpu=True, bf16=True, max_steps=1",
+        "bf16=True": "use_cpu=True, bf16=True",
         "max_length=2048": "max_length=32",
     }
     for old, new in here.items():
         assert old in lines
         lines = lines.replace(old, new)
     text = json.dumps({"text": "def number():\n    return 1\n"})
-    Path("train.jsonl").write_text(f"{text}\n{text}\n")
+    for name in ("train.jsonl", "keep.jsonl"):
+        Path(name).write_text(f"{text}\n{text}\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    exec(lines, {})
+    monkeypatch.setenv("STEPS", "1")
+    names = {}
+    exec(lines, names)
+    said = {name for line in names["trainer"].state.log_history for name in line}
+    assert {"eval_task_loss", "eval_keep_loss"} <= said
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
     assert len(moved) == 4 * 7 and all(moved)

@@ -296,10 +296,16 @@ def test_a_message_and_its_recipe_are_both_explained():
     assert len(lines) == head + 4 and all(": −" in line for line in lines[head + 1 :])
     lines = explain(message(asked="1.00 MiB", allocated="0.50 GiB", free="11.00 MiB"), RECIPE).lines
     lack = (peak - int(0.5 * GiB) - 11 * MiB) / MiB
-    whose = "(no --gpu is said: the seconds are of an A100 80GB)"
+    whose = "(no --gpu is said: the seconds are estimated on A100 80GB)"
     assert f"the cheapest changes, {lack:,.2f} MiB being missing {whose}:" in lines, (
         "what the rest of the step lacks"
     )
+
+
+def test_seconds_are_of_the_card_that_a_message_names():
+    of_a_4090 = message(asked="1.00 GiB", allocated="0.10 GiB").replace("23.65", "23.51")
+    said = str(explain(of_a_4090, RECIPE))
+    assert "the seconds are estimated on RTX 4090):" in said and "A100" not in said
 
 
 def test_an_exception_is_read_as_its_text():

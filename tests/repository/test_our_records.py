@@ -16,6 +16,7 @@ from vramlab.interfaces.measure_and_record import card_of
 from vramlab.measurement.records import load
 from vramlab.report.report import KiB, MiB, Report
 from vramlab.tracking.history import BEYOND
+from vramlab_course.chapters import chapter_03
 from vramlab_course.claims import judge, load_claims
 from vramlab_course.claims.verdicts import UNDER
 
@@ -120,12 +121,7 @@ def test_what_checkpointing_costs_in_time():
 
     A claim of 20 % is judged by them.
     """
-    ratios = []
-    for held in records("H100").values():
-        recipe = Recipe(**held.recipe)
-        other = records("H100").get(recipe.replace(gradient_checkpointing=False).key)
-        if recipe.gradient_checkpointing and other and held.speed and other.speed:
-            ratios.append(held.speed.median / other.speed.median)
+    ratios = chapter_03.checkpointing_costs().values()
     found = len(ratios), min(ratios), statistics.median(ratios), max(ratios)
     assert found == (
         15,

@@ -205,12 +205,12 @@ class Run:
         # The figure above is of tensors alone.
         if missing and trusted and 0 < self.report.beyond < missing:
             lack += " with what its allocator keeps"
+        name = self.timed.name
         if not self.card:
-            lack += f" (no --gpu is said: the seconds are of an {DEFAULT_CARD})"
+            lack += f" (no --gpu is said: the seconds are estimated on {name})"
         lines = [f"the cheapest changes{lack}:"]
         if trusted:
             lines += self._setting()
-        name = self.timed.name
         if not supports_liger(self.timed):
             lines.append(
                 f"  (none by Liger: Triton, in which it is written, does not support {name})"

@@ -3,13 +3,14 @@
 For its claims there are also the bytes that autograd keeps, and steps that empty the cache.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 from vramlab.hardware.allocator import Allocator
 from vramlab.interfaces import plot
-from vramlab.measurement.measure import measure
+from vramlab.measurement.records import load, measurements_folder
+from vramlab.planning.step_time import step_time
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, MiB, Report
 
@@ -89,11 +90,28 @@ def large_parts(report: Report) -> list[tuple]:
     return rows
 
 
-def passes_of_one() -> list[tuple[str, tuple[float, float], tuple[float, float]]]:
-    """Recorded runs in one pass, and in passes of one sample: GiB and seconds of an update.
+def checkpointing_costs() -> dict[str, float]:
+    """How many times as long an update takes with checkpointing, by the key of the recipe without.
 
-    GPT-2's passes are a record of accumulation. The others are an update of one sample, times their
-    number.
+    Of all pairs recorded on an H100 that differ in nothing else, the cheapest first.
+    """
+    seen = {}
+    for path in sorted(measurements_folder().glob("nvidia-h100-*.json")):
+        seen.update(load(path))
+    costs = {}
+    for report in seen.values():
+        recipe = Recipe(**report.recipe)
+        without = recipe.replace(gradient_checkpointing=False).key
+        plain = seen.get(without)
+        if recipe.gradient_checkpointing and plain and plain.speed and report.speed:
+            costs[without] = report.speed.median / plain.speed.median
+    return dict(sorted(costs.items(), key=lambda cost: cost[1]))
+
+
+def alone_and_together() -> list[tuple[str, float, float, float]]:
+    """Recorded updates: of all samples in one pass, of one sample, and that times their number.
+
+    In seconds, for TinyLlama on a T4 and Llama 3.1 8B on an H200.
     """
     tiny = {}
     for run in published.runs():
@@ -105,68 +123,83 @@ def passes_of_one() -> list[tuple[str, tuple[float, float], tuple[float, float]]
             and recipe.seq_len == 1024
             and run.seconds
         ):
-            tiny[recipe.batch_size] = (run.allocated / GiB, run.seconds)
+            tiny[recipe.batch_size] = run.seconds
     whole = {}
     for recipe, seen in recorded_8b("nvidia-h200"):
         if not recipe.quantization:
-            whole[recipe.batch_size] = (seen.peak.total / GiB, seen.speed.median)
+            whole[recipe.batch_size] = seen.speed.median
     cases = []
     for name, samples, found in (("TinyLlama, T4", 8, tiny), ("Llama 3.1 8B, H200", 4, whole)):
-        size, seconds = found[1]
-        cases.append((f"{name}, {samples} × 1,024", found[samples], (size, samples * seconds)))
-    pair = []
-    for batch, passes in ((8, 1), (1, 8)):
-        recipe = Recipe("gpt2", batch, 512, "fp32", gradient_accumulation_steps=passes)
-        seen = measure(recipe, recorded=True)
-        pair.append((seen.peak.total / GiB, seen.speed.median))
-    cases.append(("GPT-2, H100, 8 × 512", *pair))
+        alone = found[1]
+        cases.append((f"{name}, {samples} × 1,024", found[samples], alone, samples * alone))
     return cases
 
 
-def steps(runs: Mapping[str, Report], title: str, about: str):
-    """Return a figure of what is alive over one step of each run.
+def useful_speed(recipe: Recipe, lengths: Sequence[int], gpu: str) -> float:
+    """Predicted tokens a second: of a packed row, or of samples of `lengths`, one a pass."""
+    if recipe.packing:
+        return step_time(recipe, gpu).tokens_per_second
+    alone = recipe.replace(batch_size=1, gradient_accumulation_steps=1)
+    some = sorted(lengths)[12::25]  # one of each 25, as an estimate takes 14 ms
+    seconds = sum(step_time(alone.replace(seq_len=length), gpu).seconds for length in some)
+    return sum(some) / seconds
 
-    All are equally wide, whatever their number of events, with a dot where the first backward pass
-    begins.
+
+def steps(plain: Report, teeth: Report, title: str, about: str) -> Any:
+    """Return a figure of what is alive over one step, without checkpointing and with it.
+
+    Both lines are equally wide, whatever their number of events.
     """
-    rows = [
-        ("run", "peak, MiB"),
-        *((name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items()),
-    ]
+    runs = {"plain": plain, "checkpointed": teeth}
+    rows = [("run", "peak, MiB")]
+    for name, report in runs.items():
+        rows.append((name, f"{report.peak.total / MiB:.0f}"))
     alt = (
-        f"What is alive over one step, a line each, a dot where the first backward pass begins. "
-        f"{title}. "
-        f"{'; '.join(': '.join(row) for row in rows)}."
+        f"What is alive over one step, a line each. {title}. "
+        f"{'; '.join(': '.join(row) for row in rows)}. "
+        f"The teeth are named loss and layer 4 to layer 1."
     )
     with plot.canvas(title, alt, about, rows) as ax:
-        for (name, peak), report, line in zip(
-            rows[1:],
-            runs.values(),
-            ("-", "--", "-."),
-            strict=True,
-        ):
+        for (name, peak), report, line in zip(rows[1:], runs.values(), ("-", "--"), strict=True):
             # while the model is built there are fewer parameters: that is no part of the step
             moments = [m for m in report.timeline if m.bytes.parameters == report.peak.parameters]
-            # Checkpointing has more events than a plain step; as shares of a step all lines end at
-            # 1.
+            # Checkpointing has more events than a plain step; as shares of a step both lines end
+            # at 1.
             x = [i / len(moments) for i in range(len(moments))]
             sizes = [m.bytes.total / MiB for m in moments]
             (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
-            begins = next(i for i, moment in enumerate(moments) if moment.phase == "backward")
-            ax.plot(
-                x[begins],
-                sizes[begins],
-                "o",
+        tops = _tops(sizes)
+        labels = ["loss", *(f"layer {layer}" for layer in range(len(tops) - 1, 0, -1))]
+        for top, label in zip(tops, labels, strict=True):
+            ax.annotate(
+                label,
+                (x[top], sizes[top]),
+                (0, 5),
+                textcoords="offset points",
+                ha="center",
                 color=drawn.get_color(),
-                markersize=7,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
             )
-        # An empty line, for the legend alone.
-        ax.plot([], [], "o", color="#888888", label="the first backward pass begins")
         ax.set(
-            ylabel="MiB",
-            xlabel="allocations and releases of one step",
+            ylabel="MiB alive",
+            xlabel="one step, from its first allocation to its last release",
             xlim=(0, 1),
             ylim=0,
             xticks=[],
         )
     return ax.figure
+
+
+def _tops(sizes: Sequence[float]) -> list[int]:
+    """Where each tooth is highest, those that reach 85 % of the highest."""
+    high = 0.85 * max(sizes)
+    tops: list[int] = []
+    is_up = False
+    for index, size in enumerate(sizes):
+        if size >= high and not is_up:
+            tops.append(index)
+        elif size >= high and size > sizes[tops[-1]]:
+            tops[-1] = index
+        # A tooth has notches, so it ends only well below.
+        is_up = size >= high or (is_up and size > 0.7 * high)
+    return tops

@@ -3,6 +3,8 @@
 from vramlab import Recipe, Report
 from vramlab.measurement.records import load, measurements_folder
 
+from .. import published
+
 
 def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
     """Each step of Llama 3.1 8B with adapters that was recorded on a card, "nvidia-h200".
@@ -18,6 +20,21 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
             if whole and recipe.lora and report.speed:
                 steps.append((recipe, report))
     return sorted(steps, key=lambda step: (step[0].batch_size, bool(step[0].quantization)))
+
+
+def qlora_on_t4(model: str) -> published.Run:
+    """Another project's timed run of QLoRA on a T4: one sample of 1,024 tokens, fused attention.
+
+    Raises LookupError if there is none of that model.
+    """
+    for run in published.runs():
+        asked = run.recipe
+        is_alike = (asked.name, asked.batch_size, asked.seq_len) == (model, 1, 1024)
+        is_fused = asked.attn_implementation == "sdpa"
+        is_four_bits = bool(asked.quantization) and asked.lora.r == 16
+        if run.gpu == "T4" and run.seconds and is_alike and is_fused and is_four_bits:
+            return run
+    raise LookupError(f"no such run of {model} is stored")
 
 
 def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:

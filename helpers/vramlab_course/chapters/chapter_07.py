@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vramlab.formulas.predict import predict
@@ -55,11 +56,10 @@ def tried(
     samples: "Dataset",
     train: Callable[[list[Any]], None],
     workers: int = 0,
-) -> tuple[float, float]:
-    """Print how fast a loop over `samples` is, in batches of four.
+) -> None:
+    """Print how fast a loop over `samples` is, in batches of four: medians of its batches.
 
-    Returns the seconds a batch that it waits and that it trains. The first batch is left out:
-    while it comes, the workers start.
+    The first batch is left out: while it comes, the workers start.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -76,7 +76,8 @@ def tried(
     )
     coming = iter(batches)
     next(coming)
-    waited = trained = 0.0
+    waited = []
+    trained = []
     before = time.perf_counter()
     while (batch := next(coming, None)) is not None:
         ready = time.perf_counter()
@@ -84,24 +85,13 @@ def tried(
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # Python does not wait for a GPU by itself
         done = time.perf_counter()
-        waited += ready - before
-        trained += done - ready
+        waited.append(ready - before)
+        trained.append(done - ready)
         before = done
-    count = len(batches) - 1
-    speed = count * 4 * len(samples[0]) / (waited + trained)
-    parts = f"waits {1e3 * waited / count:4.0f} ms, trains {1e3 * trained / count:4.0f} ms a batch"
+    waits, trains = median(waited), median(trained)
+    speed = 4 * len(samples[0]) / (waits + trains)
+    parts = f"waits {1e3 * waits:4.0f} ms, trains {1e3 * trains:4.0f} ms a batch"
     live(f"{name:<26}{speed:6,.0f} tokens/s, {parts}")
-    return waited / count, trained / count
-
-
-def top_5_accuracy(logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
-    """The share of tokens that were among the five likeliest, found in a slow way.
-
-    It sorts the whole vocabulary at each token.
-    """
-    likeliest = logits.argsort(descending=True)[..., :5]
-    # The logits at a token are for the next one.
-    return (likeliest[:, :-1] == labels[:, 1:, None]).any(-1).float().mean()
 
 
 def top_operators(profiler: "profile", count: int = 5) -> str:

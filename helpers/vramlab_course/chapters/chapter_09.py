@@ -56,8 +56,9 @@ class Stage(torch.nn.Module):
         super().__init__()
         whole: LlamaForCausalLM = load_base_model()
         self.layers = whole.model
-        each = len(self.layers.layers) // world
-        self.layers.layers = self.layers.layers[rank * each : (rank + 1) * each]
+        count = len(self.layers.layers)  # stages may differ by one layer
+        first, end = rank * count // world, (rank + 1) * count // world
+        self.layers.layers = self.layers.layers[first:end]
         self.embedding = self.layers.embed_tokens if rank == 0 else torch.nn.Identity()
         self.head = whole.lm_head
         if rank < world - 1:
@@ -209,14 +210,12 @@ class Mixture:
     Attributes:
         weights: of each expert.
         tokens: of each rank.
-        likes: the router's preference of each token for each expert; they add up to 1.
         shares: of each token's two experts in its output.
         choice: their numbers.
     """
 
     weights: torch.Tensor
     tokens: torch.Tensor
-    likes: torch.Tensor
     shares: torch.Tensor
     choice: torch.Tensor
 
@@ -228,8 +227,8 @@ def mixture(ranks: int) -> Mixture:
     router = torch.randn(HIDDEN, ranks)
     router[:, 0] += 0.15
     tokens = torch.randn(ranks, TOKENS, HIDDEN) + 0.2
-    likes = (tokens @ router).softmax(-1)
-    return Mixture(weights, tokens, likes, *likes.topk(VISITS))
+    preferences = (tokens @ router).softmax(-1)
+    return Mixture(weights, tokens, *preferences.topk(VISITS))
 
 
 def mixture_alone(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,9 +342,13 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
         rate: operations per second.
     """
     weights = shape.num_parameters
-    tokens = 8 * 2048
+    # An embedding is read and not multiplied.
+    embedding = shape.vocab_size * shape.hidden_size
+    multiplied = weights - embedding
+    samples = 8
+    tokens = samples * 2048
     # 2 forward, 2 again and 4 backward; without attention, since samples are short.
-    computing = 8 * weights * tokens / 8 / rate
+    computing = 8 * multiplied * tokens / 8 / rate
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
     shard = passed * 2 * weights  # bytes, to gather the weights or to sum gradients, in 16 bits
     activations = 2 * tokens * shape.hidden_size
@@ -355,7 +358,7 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     gathers = (shard, 2 * shard)
     # All wait for the last stage; the first of 32 micro-batches has to get there.
     stage, last = stages_of_eight(shape)
-    busy = 32 * weights / 8
+    busy = 32 * multiplied / 8
     idle = 1 - busy / (32 * last + 7 * stage)
     return {
         "FSDP, 1 a rank": Way(gathers, computing),

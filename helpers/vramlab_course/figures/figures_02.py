@@ -1,8 +1,12 @@
-"""Chapter 02's picture: a Llama layer, and what it keeps for the backward pass."""
+"""Chapter 02's pictures: a step's peak from close by, and what a Llama layer keeps."""
 
 from collections.abc import Sequence
 
+from vramlab import MiB, Report
 from vramlab.interfaces.plot import canvas, style
+from vramlab.interfaces.plot.splits import layers, split_of
+
+NEAR = 15  # allocation events on either side of the peak
 
 # What a layer keeps, in the order in which it makes it: the part, and what the tensor is.
 PARTS = ("norm 1", "attention", "norm 2", "feed-forward")
@@ -21,6 +25,22 @@ KEPT = (
     (PARTS[3], "gate × up"),
 )
 COLOURS = dict(zip(PARTS, ("#56B4E9", "#0072B2", "#56B4E9", "#D55E00"), strict=True))
+
+
+def close_up(figure, report: Report):
+    """Add the events around the peak to a figure of `report`'s timeline in MiB, as an inset."""
+    high = max(report.timeline, key=lambda moment: moment.bytes.total)
+    near = [moment for moment in report.timeline if abs(moment.index - high.index) < NEAR]
+    x = [moment.index for moment in near]
+    ax = figure.axes[0].inset_axes((0.66, 0.42, 0.33, 0.36))
+    base = [0.0] * len(x)
+    for heights, look in layers([split_of(moment.bytes) for moment in near], "MiB"):
+        above = [low + height for low, height in zip(base, heights, strict=True)]
+        ax.fill_between(x, base, above, step="post", **look)
+        base = above
+    ax.set(xlim=(x[0], x[-1]), ylim=(160, high.bytes.total / MiB + 10), xticks=[])
+    ax.set_title("the peak from close by", fontsize=9)
+    ax.tick_params(labelsize=8)
 
 
 def layer(sizes: Sequence[int], title: str, about: str):

@@ -40,28 +40,3 @@ def steps(reports: Mapping[str, Report], weights: float, title: str, about: str)
         ax.axhline(weights, ls="--", color=style.INK, label="the weights in fp32")
         ax.set(xlabel="allocations in order; ●: backward begins", ylabel="MiB", ylim=(0, None))
     return ax.figure
-
-
-def by_length(
-    lengths: Sequence[int],
-    sizes: Mapping[tuple[str, bool], Sequence[float]],
-    title: str,
-    about: str,
-):
-    """Draw GiB over the sample's tokens: a colour for each way, dashed without checkpointing.
-
-    `sizes` is by a way's name and whether it checkpoints.
-    """
-    rows = [("GiB, by tokens of one sample", *(f"{length:,}" for length in lengths))]
-    names = dict.fromkeys(name for name, _ in sizes)
-    # A way has one colour with and without checkpointing.
-    looks = dict(zip(names, style.LINES, strict=False))
-    with canvas(title, f"Lines that rise with the length. {title}.", about, rows) as ax:
-        for (name, checkpoints), line in sizes.items():
-            colour, mark, _ = looks[name]
-            dash, words = ("-", "") if checkpoints else ("--", ", no checkpointing")
-            ax.plot(lengths, line, dash, marker=mark, color=colour, label=name + words)
-            rows.append((name + words, *line))
-        ax.set_xticks(lengths, rows[0][1:])
-        ax.set(xlabel="tokens of one sample", ylabel="peak, GiB", ylim=(0, None))
-    return ax.figure

@@ -115,6 +115,7 @@ def in_order() -> list[tuple[str | int, ...]]:
     longer. Each is estimated by a fit that has not seen its model.
     """
     right: dict[str, list[bool]] = {name: [] for name in CHANGES}
+    models: dict[str, set[str]] = {name: set() for name in CHANGES}
     named = {frozenset(fields): name for name, fields in CHANGES.items()}
     for card in CARDS:
         runs = [(run, ratio, run.recipe.to_dict()) for run, ratio in held_out(card)]
@@ -130,8 +131,9 @@ def in_order() -> list[tuple[str | int, ...]]:
             is_clear = max(took, its) > 1.1 * min(took, its)
             if name and is_clear and _tokens(one.recipe) == _tokens(two.recipe):
                 right[name].append((took / mine > its / other) == (took > its))
-    rows = [(name, len(told), int(sum(told))) for name, told in right.items()]
-    return [("what differs", "pairs", "right"), *rows]
+                models[name].add(one.recipe.name)
+    rows = [(name, len(models[name]), len(told), int(sum(told))) for name, told in right.items()]
+    return [("what differs", "models", "pairs", "right"), *rows]
 
 
 def _tokens(recipe: Recipe) -> int:

@@ -266,7 +266,7 @@ def timeline(
 def _mark_peak(ax: Any, x: int, y: float, said: str, is_late: bool) -> None:
     """Mark the peak, and say its size beside it: on its left where it is late in the step."""
     point = {"color": style.ALARM, "markersize": 9, "clip_on": False, "zorder": 5}
-    ax.plot([x], [y], "v", gid="peak", **point)
+    ax.plot([x], [y], marker=7, gid="peak", **point)
     look = {"color": style.ALARM, "fontweight": "bold", "bbox": style.PATCH}
     ax.annotate(
         said,
