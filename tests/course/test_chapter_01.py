@@ -22,7 +22,7 @@ def nf4():
     names = {"torch": torch, "NF4": NF4}
     for cell in notebook.cells:
         for statement in ast.parse(cell.source).body if cell.cell_type == "code" else ():
-            if getattr(statement, "name", "") in ("nearest", "nf4"):
+            if getattr(statement, "name", "") in ("nearest", "in_levels", "nf4"):
                 exec(ast.unparse(statement), names)
     return names["nf4"]
 

@@ -20,9 +20,19 @@ def test_a_format_reaches_from_its_smallest_to_its_largest_number():
     assert "fp16 1 + 5 + 10 6.0e-08 65,504 1/1,024" in " ".join(plot.table(figure).split())
 
 
-def test_levels_are_strokes_above_the_numbers():
-    ways = {"even": ([-1, 0, 1], [0.2, 0.4]), "dense": ([0, 0.1, 1], [0.5])}
+def test_levels_are_strokes_and_each_number_has_an_arrow_to_its_own():
+    ways = {"even": ([-1, 0, 1], [0.2, 0.6]), "dense": ([0, 0.1, 1], [0.5])}
     figure = figures_01.levels(ways, "a title", "about")
     marks, dots, _, _ = figure.axes[0].lines
-    assert marks.get_xdata().tolist() == [-1, 0, 1] and dots.get_xdata().tolist() == [0.2, 0.4]
+    assert marks.get_xdata().tolist() == [-1, 0, 1] and dots.get_xdata().tolist() == [0.2, 0.6]
+    arrows = [(arrow.xyann[0], arrow.xy[0]) for arrow in figure.axes[0].texts]
+    assert arrows == [(0.2, 0), (0.6, 1), (0.5, 0.1)]
     assert figure.rows[1:] == [("even", "3", "1.00"), ("dense", "3", "0.10")]
+
+
+def test_many_numbers_are_a_histogram_below_their_levels():
+    figure = figures_01.levels({"way": ([0, 1], [0.0] * 30 + [1.0] * 10)}, "a title", "about")
+    bars = figure.axes[0].patches
+    # The axis points down, so a bar grows from its foot to a smaller height.
+    assert (bars[0].get_x(), bars[0].get_height()) == pytest.approx((0, -0.33))
+    assert bars[-1].get_height() == pytest.approx(-0.11) and not figure.axes[0].texts

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from vramlab.interfaces.plot import canvas
 
 from ..number_formats import FORMATS
@@ -70,17 +71,28 @@ def ranges():
 
 
 def levels(ways: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, about: str):
-    """Draw by way the levels that numbers can come back as, and below them the numbers."""
+    """Draw by way the levels that numbers can come back as, and below them the numbers.
+
+    An arrow leads from each number to its level; more than 20 numbers are a histogram.
+    """
     rows = [("way", "levels", "closest two")]
     for name, (marks, _) in ways.items():
         closest = min(high - low for low, high in itertools.pairwise(marks))
         rows.append((name, str(len(marks)), f"{closest:.2f}"))
-    said = f"Levels as strokes, and numbers as dots below them: {', '.join(ways)}."
+    said = f"Levels as strokes, and numbers as dots or bars below them: {', '.join(ways)}."
     with canvas(title, said, about, rows) as ax:
         for row, (marks, numbers) in enumerate(ways.values()):
             ax.plot(marks, [row - 0.12] * len(marks), "|", color=INK, markersize=22)
-            dots = [row + 0.1] * len(numbers)
-            ax.plot(numbers, dots, "o", color=BLUE, alpha=0.2 if len(dots) > 20 else 1)
+            if len(numbers) > 20:
+                counts, edges = np.histogram(numbers, 80)
+                heights = -0.33 * counts / counts.max()  # the axis points down
+                ax.bar(edges[:-1], heights, np.diff(edges), row + 0.38, align="edge", color=BLUE)
+                continue
+            ax.plot(numbers, [row + 0.25] * len(numbers), "o", color=BLUE)
+            for number in numbers:
+                nearest = min(marks, key=lambda mark: abs(mark - number))
+                ends = (nearest, row), (number, row + 0.25)
+                ax.annotate("", *ends, arrowprops={"arrowstyle": "->", "color": BLUE})
         ax.set_yticks(range(len(ways)), list(ways))
         ax.set_ylim(len(ways) - 0.4, -0.6)
         ax.grid(visible=False)
