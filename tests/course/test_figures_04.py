@@ -64,10 +64,10 @@ def test_two_lanes_shows_what_the_longer_of_both_leaves_waiting():
         ("short, backward", "3.00", "4.00", "4.00"),
         ("long, forward", "4.00", "2.00", "4.00"),
     ]
-    frames, computing, _, sending = figure.axes[0].collections[:4]
+    frames, computing, sending = figure.axes[0].collections[:3]
     assert frames.get_paths()[0].get_extents().width == 2
     for bars, seconds in ((computing, 1.0), (sending, 2.0)):
         assert sum(path.get_extents().width for path in bars.get_paths()) == pytest.approx(seconds)
     # the backward pass begins where the longer lane ends
-    assert figure.axes[0].collections[4].get_paths()[0].get_extents().x0 == 2
+    assert figure.axes[0].collections[3].get_paths()[0].get_extents().x0 == 2
     assert "6.00 s" in "".join(text.get_text() for text in figure.axes[0].texts)

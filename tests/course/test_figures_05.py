@@ -56,3 +56,9 @@ def test_the_chapter_s_differences_hold_with_every_seed():
         assert all(a < b for a, b in pairs)
     fast = sweep.run(8).seeds["programs"]
     assert all(a > b for a, b in zip(fast, slow.seeds["programs"], strict=True))
+    # All weights, slowly trained, forgot what slow adapters did, and learned more.
+    whole, *adapters = (run for run in sweep.lower if run.targets in ("all", "all-linear"))
+    for run in adapters:
+        assert run.programs == pytest.approx(whole.programs, abs=0.002)
+        pairs = zip(run.seeds["documentation"], whole.seeds["documentation"], strict=True)
+        assert all(a > b for a, b in pairs)

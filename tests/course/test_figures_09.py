@@ -138,7 +138,7 @@ def test_a_pipeline_waits_for_the_stage_with_the_head():
     way = ways_of_eight(shape, rate=1e12)["pipeline, 32 in turn"]
     # The last stage takes 32 micro-batches one after the other, and the first reaches it by seven.
     longest = 32 * last + 7 * stage
-    assert way.times(1e30) == pytest.approx(longest / (32 * shape.num_parameters / 8))
+    assert way.times(1e30) == pytest.approx(longest / (32 * (shape.num_parameters - head) / 8))
 
 
 def test_the_picture_of_the_ways_draws_what_its_table_says():

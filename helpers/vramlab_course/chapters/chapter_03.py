@@ -9,7 +9,7 @@ from typing import Any
 
 from vramlab.hardware.allocator import Allocator
 from vramlab.interfaces import plot
-from vramlab.measurement.records import load, measurements_folder
+from vramlab.measurement.records import find_record, load, measurements_folder
 from vramlab.planning.step_time import step_time
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, MiB, Report
@@ -108,11 +108,16 @@ def checkpointing_costs() -> dict[str, float]:
     return dict(sorted(costs.items(), key=lambda cost: cost[1]))
 
 
-def alone_and_together() -> list[tuple[str, float, float, float]]:
-    """Recorded updates: of all samples in one pass, of one sample, and that times their number.
+def alone_and_together() -> list[tuple[str, int, int, float]]:
+    """Recorded updates: of all samples in one pass, and of one sample, in milliseconds.
 
-    In seconds, for TinyLlama on a T4 and Llama 3.1 8B on an H200.
+    Last comes how many times as long passes of one sample take together. For GPT-2 on an H100,
+    TinyLlama on a T4 and Llama 3.1 8B on an H200.
     """
+    small = Recipe("gpt2", 8, 512, "bf16-mixed")
+    gpt2 = {}
+    for batch_size in (1, 8):
+        gpt2[batch_size] = find_record(small.replace(batch_size=batch_size)).speed.median
     tiny = {}
     for run in published.runs():
         recipe = run.recipe
@@ -129,9 +134,14 @@ def alone_and_together() -> list[tuple[str, float, float, float]]:
         if not recipe.quantization:
             whole[recipe.batch_size] = seen.speed.median
     cases = []
-    for name, samples, found in (("TinyLlama, T4", 8, tiny), ("Llama 3.1 8B, H200", 4, whole)):
-        alone = found[1]
-        cases.append((f"{name}, {samples} × 1,024", found[samples], alone, samples * alone))
+    for name, samples, found in (
+        ("GPT-2, bf16 mixed, H100, 8 × 512", 8, gpt2),
+        ("TinyLlama, T4, 8 × 1,024", 8, tiny),
+        ("Llama 3.1 8B, H200, 4 × 1,024", 4, whole),
+    ):
+        together, alone = found[samples], found[1]
+        times = samples * alone / together
+        cases.append((name, round(1000 * together), round(1000 * alone), times))
     return cases
 
 

@@ -342,9 +342,13 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
         rate: operations per second.
     """
     weights = shape.num_parameters
-    tokens = 8 * 2048
+    # An embedding is read and not multiplied.
+    embedding = shape.vocab_size * shape.hidden_size
+    multiplied = weights - embedding
+    samples = 8
+    tokens = samples * 2048
     # 2 forward, 2 again and 4 backward; without attention, since samples are short.
-    computing = 8 * weights * tokens / 8 / rate
+    computing = 8 * multiplied * tokens / 8 / rate
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
     shard = passed * 2 * weights  # bytes, to gather the weights or to sum gradients, in 16 bits
     activations = 2 * tokens * shape.hidden_size
@@ -354,7 +358,7 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     gathers = (shard, 2 * shard)
     # All wait for the last stage; the first of 32 micro-batches has to get there.
     stage, last = stages_of_eight(shape)
-    busy = 32 * weights / 8
+    busy = 32 * multiplied / 8
     idle = 1 - busy / (32 * last + 7 * stage)
     return {
         "FSDP, 1 a rank": Way(gathers, computing),

@@ -136,7 +136,7 @@ def two_lanes(steps: Mapping[str, Mapping[str, tuple[float, float]]], title: str
     """Return a figure of a step's passes in time: above what computes, below what is sent.
 
     `steps` has by name each step's passes, with the seconds of computing and of sending. A pass
-    takes the longer of both; the other lane waits for the rest of it, which is white.
+    takes the longer of both; what cards wait for the link is white.
     """
     figure, ax = style.start(title, about)
     rows = [("step and pass", "computing, s", "sending, s", "takes, s")]
@@ -149,7 +149,9 @@ def two_lanes(steps: Mapping[str, Mapping[str, tuple[float, float]]], title: str
             takes = max(both)
             for lane, seconds in enumerate(both):
                 at = (low - 0.9 * lane, 0.8)
-                ax.broken_barh([(start, takes)], at, facecolor="white", **THIN)
+                # An idle link costs nothing, so cards alone have a frame with white in it.
+                if lane == 0:
+                    ax.broken_barh([(start, takes)], at, facecolor="white", **THIN)
                 ax.broken_barh(
                     [(start, seconds)], at, facecolor=style.LINES[lane][0], edgecolor="white"
                 )
@@ -158,7 +160,7 @@ def two_lanes(steps: Mapping[str, Mapping[str, tuple[float, float]]], title: str
             start += takes
         ax.text(start, low - 0.05, f" {start:.2f} s", va="center", fontweight="bold")
     ax.set_yticks([*ticks], ticks.values())
-    ax.set(xlabel="seconds; white: waits", xlim=(0, None), ylim=(low - 1.1, 1.4))
+    ax.set(xlabel="seconds; white: the cards wait", xlim=(0, None), ylim=(low - 1.1, 1.4))
     ax.grid(visible=False)
     figure.set_figheight(3.4)
     return style.finish(figure, rows, f"Two lanes for each step. {title}.", say_rows=True)
