@@ -249,7 +249,7 @@ def test_recorded_peaks_are_as_predicted():
     text = NOTEBOOK.read_text(encoding="utf-8")
     assert name == "llama-3.1-8b"
     assert f"the tensors of the 8B took {seen:.2f} GiB, as predicted" in text
-    assert f"{rows[3][2]:.2f} {rows[3][3]:.2f}" == "12.38 12.38"
+    assert f"{said:.2f} {seen:.2f}" == "12.38 12.38"
 
 
 def test_speeds_are_measured_over_estimated():
