@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 import urllib.request
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +32,11 @@ DECIDING = {
     "QUANTIZATION =": "def options",
     "        # What decides": "        per_device_eval",
 }
-RECORDED_ON_T4 = ("llama-3.2-3b", "Mistral-7B-Instruct-v0.3", "qwen2.5-7b")
+RECORDED_ON_T4 = (
+    "llama-3.2-3b",
+    "Mistral-7B-Instruct-v0.3",
+    "qwen2.5-7b",
+)
 
 
 def deciding_lines(program: Path) -> str:
@@ -229,50 +233,40 @@ def untyped(head: str) -> str:
 
 def chat(head: str) -> list[dict[str, str]]:
     """A head as a chat: without its types it is the question, with them the answer."""
-    question = untyped(head)
     return [
-        {"role": "user", "content": question},
+        {"role": "user", "content": untyped(head)},
         {"role": "assistant", "content": head},
     ]
 
 
 def usual_types(heads: Iterable[str]) -> dict[str, str]:
     """The type that a parameter of a name has most often in heads of one parameter."""
-    seen = defaultdict(Counter)
-    for head in heads:
-        name, kind = _parameter(head)
-        seen[name][kind] += 1
-    usual = {}
-    for name, kinds in seen.items():
-        usual[name] = max(kinds, key=kinds.get)
-    return usual
+    seen = Counter(map(_parameter, heads))
+    # the most frequent comes last, and stays
+    return dict(pair for pair, _ in reversed(seen.most_common()))
 
 
 def typed_by(types: Mapping[str, str], head: str) -> str:
     """A head whose parameter has got the type of its name, or `str`, as most have."""
     name, _ = _parameter(head)
-    kind = types.get(name, "str")
-    return head.replace("):", f": {kind}):")
+    return head.replace("):", f": {types.get(name, 'str')}):")
 
 
 def has_type_of(head: str, true: str) -> bool:
     """Whether the parameter of an answer has the type of a true head; the answer may be no code."""
-    _, expected = _parameter(true)
     try:
         _, kind = _parameter(head)
     except (SyntaxError, ValueError):
         return False
-    return kind == expected
+    return kind == _parameter(true)[1]
 
 
-def _parameter(head: str) -> tuple[str, str | None]:
-    """The name and the type of a head's only parameter."""
+def _parameter(head: str) -> tuple[str, str]:
+    """The name and the type of a head's only parameter, "" where it has none."""
     (function,) = _functions(f"{head} ...")
     (parameter,) = function.args.args
-    kind = parameter.annotation
-    if kind is None:
-        return parameter.arg, None
-    return parameter.arg, ast.unparse(kind)
+    _, _, kind = ast.unparse(parameter).partition(": ")
+    return parameter.arg, kind
 
 
 def _functions(text: str) -> Iterator[ast.FunctionDef]:
