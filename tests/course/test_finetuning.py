@@ -129,6 +129,7 @@ def script_of(name):
     return script
 
 
+@pytest.mark.slow  # as the script of the sweep, which `make test` runs
 def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
     script = script_of("quality_4bit")
     monkeypatch.setattr(

@@ -499,6 +499,7 @@ def test_units_are_accelerates(family):
         assert seen(ours) == seen(theirs)
 
 
+@pytest.mark.slow  # `make test` judges a claim by the same runs
 def test_wrapping_a_plain_module(launcher):
     """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer
     or two.
