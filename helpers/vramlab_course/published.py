@@ -79,6 +79,11 @@ def runs() -> list[Run]:
     return published
 
 
+def timed_on(gpu: str) -> list[Run]:
+    """The published runs on a card whose steps were timed, in the order of the file."""
+    return [run for run in runs() if run.gpu == gpu and run.seconds]
+
+
 def results() -> dict:
     """What `benchmarks/published_runs.py --write` stored.
 

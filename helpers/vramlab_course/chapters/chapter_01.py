@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base_model import bits_per_byte, load_base_tokenizer
-from ..published import Run, runs
+from ..published import Run, timed_on
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
@@ -40,9 +40,8 @@ def bits_by_piece(model: nn.Module, pieces: Sequence[str]) -> Tensor:
 
 def paired_runs() -> list[tuple[Run, Run]]:
     """Published runs on a T4 of a base in 16 bits, each with the same run of a base in NF4."""
-    timed = [run for run in runs() if run.gpu == "T4" and run.seconds]
     pairs = []
-    for half, packed in itertools.permutations(timed, 2):
+    for half, packed in itertools.permutations(timed_on("T4"), 2):
         same = (half.as_run, half.made_with) == (packed.as_run, packed.made_with)
         is_pair = packed.recipe.quantization and not half.recipe.quantization
         if same and is_pair and packed.recipe.replace(quantization=None) == half.recipe:

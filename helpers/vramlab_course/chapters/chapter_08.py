@@ -19,11 +19,11 @@ from unittest.mock import patch
 import torch
 import vramlab
 from vramlab.base.data import data_path
-from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import Bytes, GiB, MiB, Report
 
 from .. import published
 from ..base_model import base_model_folder
+from .chapter_06 import recorded_8b
 from .small_card import Card
 
 HUB = "https://huggingface.co"
@@ -81,12 +81,9 @@ def recorded() -> list[tuple[str | float, ...]]:
         if each.gpu == "T4" and recipe.name in RECORDED_ON_T4 and is_plain:
             peaks.append(("T4", recipe, each.allocated))
     peaks.sort(key=lambda peak: peak[2])
-    for path in measurements_folder().glob("nvidia-h200-*"):
-        for report in load(path).values():
-            recipe = vramlab.Recipe(**report.recipe) if report.recipe else None
-            is_whole = recipe and recipe.name == "llama-3.1-8b" and recipe.num_layers is None
-            if is_whole and recipe.quantization and recipe.batch_size == 4:
-                peaks.append(("H200", recipe, report.peak.total))
+    for recipe, report in recorded_8b("nvidia-h200"):
+        if recipe.quantization and recipe.batch_size == 4:
+            peaks.append(("H200", recipe, report.peak.total))
     rows: list[tuple[str | float, ...]] = [("card", "model", "predicted, GiB", "recorded, GiB")]
     for card, recipe, peak in peaks:
         said = vramlab.predict(recipe, gpu=card).peak.total

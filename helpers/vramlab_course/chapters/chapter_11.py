@@ -109,7 +109,8 @@ def loader_in(mib: int) -> str:
 def recorded_sensors(gpu: str) -> list[tuple]:
     """Return a row for each run whose sensors were recorded on a card with `gpu` in its name.
 
-    They are the recipe's model, and medians of W, MHz and °C, and what held the clock back.
+    They are the recipe's model, the medians of W and MHz, the highest °C, and what held the clock
+    back.
     """
     rows = []
     for path in sorted(measurements_folder().glob("*.json")):

@@ -90,8 +90,8 @@ def preload(recipe: dict[str, Any] | None = None, **others: Any) -> None:
     from vramlab.recipe.recipe import Recipe
     from vramlab.recipe.sharding import Sharding
 
-    a_layer = Recipe("gpt2", num_layers=1, sharding=Sharding(3, 2))
-    worker.preload(Recipe(**recipe) if recipe else a_layer)
+    fields = recipe or {"model": "gpt2", "sharding": Sharding(3, 2)}
+    worker.preload(Recipe(**fields))
 
 
 def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
