@@ -4,6 +4,7 @@ stands on public names of other libraries.
 
 import ast
 import itertools
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 from settings import ROOT
-from vramlab import LoRA, Quantization, Recipe, Rollouts, Sharding
+from vramlab import GiB, LoRA, Quantization, Recipe, Rollouts, Sharding, simulate
+from vramlab.base.data import data_path
 from vramlab.base.errors import RecipeError
 from vramlab.planning import plan_script
 from vramlab.planning.plan_script import PROGRAMS, scripts
@@ -185,3 +187,15 @@ def test_what_a_recipe_leaves_whole_or_frozen_is_no_programs_default():
     frozen = Recipe("llama-3.2-1b", 2, 64, freeze=("embed_tokens",))
     with pytest.raises(RecipeError, match="no part of it is frozen"):
         scripts(frozen, "train.py", planned)
+
+
+@pytest.mark.parametrize(
+    "run",
+    json.loads(data_path("program_runs.json").read_text())["runs"],
+    ids=lambda run: run["recipe"]["model"],
+)
+def test_a_program_that_ran_on_a_card_took_what_was_said_of_it(run):
+    """Within 1 % of the tensors that its own last lines told, on the card that it ran on."""
+    said = simulate(Recipe(**run["recipe"]), gpu="H200", expandable_segments=True)
+    assert abs(said.peak.total / GiB / run["peak_gib"] - 1) < 0.01
+    assert run["peak_gib"] <= run["reserved_gib"] <= run["process_gib"] < 14.56

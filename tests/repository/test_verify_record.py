@@ -233,6 +233,7 @@ def test_a_card_that_nobody_knows_is_taken(made_up):
         ({"speed": Speed(0.05, 0.06, 0.06, 3, 256 / 0.05)}, "its seconds a step are"),
         ({"speed": Speed(0.05, 0.04, 0.06, 3, 9.0)}, "9 tokens/s are not 256 tokens in 0.05 s"),
         ({"speed": None}, "it has no time"),
+        ({"speed": None, "notes": ["alone on the card"]}, "it has no time"),
         (
             {"card": {**T4, "total_memory": 40000 * MiB}},
             "T4 has 14.562 GiB, and it says 39.062 GiB",
