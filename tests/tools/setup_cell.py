@@ -9,6 +9,8 @@ import sys
 REPOSITORY = "https://repository.invalid"
 hosted = "COLAB_RELEASE_TAG" in os.environ or "KAGGLE_KERNEL_RUN_TYPE" in os.environ
 if hosted and importlib.util.find_spec("vramlab") is None:
+    if "--" in REPOSITORY.split("/")[3]:  # no account on GitHub has such a name
+        raise SystemExit("Write the account that holds this course into REPOSITORY above.")
     held = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "numpy")]
     course = [
         f"vramlab[course] @ git+{REPOSITORY}",
