@@ -16,6 +16,8 @@ FRESH ?=
 BIN := .venv/bin
 TOOLS := tests/tools
 INSTALLED := .venv/.installed
+# All solutions run in one kernel, as one notebook.
+SOLUTIONS := --ignore=notebooks/solutions build/solutions.ipynb
 
 # Where a container says so, each of some hundred processes would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -85,15 +87,17 @@ site: $(INSTALLED)
 
 # One pytest for everything: its closing lines are the last that is printed. A notebook's cells stay on one worker.
 test: $(GATE) $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/join_solutions.py
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
 		$(NBVAL) --nbval-current-env --nbval-cell-timeout 300 --nbval-kernel-startup-timeout 180 \
-		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
+		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks $(SOLUTIONS)
 
 # The exhaustive grids and random draws too: hours, run on a schedule.
 test-all: $(GATE) $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/join_solutions.py
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'slow or not slow' \
 		$(NBVAL) --nbval-current-env --nbval-cell-timeout 300 --nbval-kernel-startup-timeout 180 \
-		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
+		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks $(SOLUTIONS)
 
 dist: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/release.py $(if $(TAG),--tag $(TAG)) --pip-flags '$(PIP_FLAGS)'

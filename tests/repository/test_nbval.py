@@ -9,6 +9,8 @@ import sys
 
 import canonical
 import execute
+import join_solutions
+import nbformat
 import pytest
 import scratch
 import settings
@@ -136,3 +138,14 @@ def test_kernels_draw_inline():
         **settings.DETERMINISTIC,
         **settings.OFFLINE,
     }
+
+
+def test_the_joined_solutions_hold_every_cell_and_share_no_name():
+    """The cells of each notebook stand behind a cell that resets all names."""
+    parts = "".join(cell.source + "\0" for cell in join_solutions.joined().cells)
+    parts = parts.split(join_solutions.RESET + "\0")[1:]
+    paths = sorted((settings.NOTEBOOKS / "solutions").glob("*.ipynb"))
+    assert len(parts) == len(paths) >= 12
+    for part, path in zip(parts, paths, strict=True):
+        cells = nbformat.read(path, as_version=4).cells
+        assert part.startswith("".join(cell.source + "\0" for cell in cells))
