@@ -24,7 +24,7 @@ import torch.distributed.run
 import torch.multiprocessing as mp
 from vramlab.base.errors import VramLabError
 from vramlab.recipe.recipe import Loop
-from vramlab.report.report import Bytes, MiB, Report, text_table
+from vramlab.report.report import MiB, Report, text_table
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
@@ -175,7 +175,8 @@ def followed(
 ) -> Report:
     """The bytes of the second of two steps on `rows`.
 
-    Each storage is followed from its birth to its end.
+    Each storage is followed from its birth to its end. What gloo needs for itself is left out, as a
+    GPU's rank has none of it.
     """
     training = Training(
         model=model,
@@ -189,7 +190,7 @@ def followed(
         loop=Loop.named("plain"),
     )
     # Two steps: the first makes the optimizer's states, the second is what is reported.
-    tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
+    tracker = run_tracked(training, Tracker("cpu", scratch=lambda *called: 0), 2, "cpu")
     return to_report(History(tracker.log, tracker.marks), "measured", None, "cpu")
 
 
@@ -203,14 +204,19 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
 
 def peaks_table(reports: Mapping[str, Report]) -> str:
     """A table of what is in each report's peak, in MiB: a column for each report."""
-    columns = [_parts(report.peak) for report in reports.values()]
+    columns = [parts(report) for report in reports.values()]
     return text_table([("MiB at the peak", *reports), *zip(PARTS, *columns, strict=True)])
 
 
-def _parts(peak: Bytes) -> list[float]:
-    # the workspace is FSDP's whole weights, and what they travel in
-    parts = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace]
-    return [part / MiB for part in (*parts, peak.total - sum(parts), peak.total)]
+def parts(report: Report) -> list[float]:
+    """MiB of each of PARTS at a report's peak, without what cuBLAS keeps on a GPU."""
+    peak = report.peak
+    cublas = sum(group.size * group.count for group in report.largest if group.op == "cublas")
+    # the rest of the workspace is FSDP's whole weights, and what they travel in
+    gathered = peak.workspace - cublas
+    known = [peak.parameters, peak.gradients, peak.optimizer_states, gathered]
+    total = peak.total - cublas
+    return [part / MiB for part in (*known, total - sum(known), total)]
 
 
 def torchrun(script: str, processes: int) -> str:
