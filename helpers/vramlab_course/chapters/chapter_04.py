@@ -134,13 +134,12 @@ def _rank(
     function: Callable[[int, int], Any],
     seconds: float,
 ) -> Any:
-    # A file in a folder of this call: a port could be taken, by another notebook for instance.
-    at = f"file://{folder}/meeting"
     # With several threads it is a race when gloo frees its buffers, and the figures would differ.
     with one_gloo_thread():
         dist.init_process_group(
             "gloo",
-            at,
+            # in a folder of this call: a port could be taken, by another notebook for instance
+            f"file://{folder}/meeting",
             timedelta(seconds=seconds),
             rank=rank,
             world_size=world,
@@ -204,17 +203,16 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
 
 def peaks_table(reports: Mapping[str, Report]) -> str:
     """A table of what is in each report's peak, in MiB: a column for each report."""
-    columns = [parts(report) for report in reports.values()]
+    columns = map(parts, reports.values())
     return text_table([("MiB at the peak", *reports), *zip(PARTS, *columns, strict=True)])
 
 
 def parts(report: Report) -> list[float]:
     """MiB of each of PARTS at a report's peak, without what cuBLAS keeps on a GPU."""
     peak = report.peak
-    cublas = sum(group.size * group.count for group in report.largest if group.op == "cublas")
+    cublas = report.phases["between_steps"].end.workspace  # no unit is whole then
     # the rest of the workspace is FSDP's whole weights, and what they travel in
-    gathered = peak.workspace - cublas
-    known = [peak.parameters, peak.gradients, peak.optimizer_states, gathered]
+    known = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace - cublas]
     total = peak.total - cublas
     return [part / MiB for part in (*known, total - sum(known), total)]
 
