@@ -2,13 +2,12 @@
 
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vramlab import Recipe
-from vramlab_course.chapters.chapter_09 import LIGHT_LAST, Way, idle_in_pipeline
+from vramlab_course.chapters.chapter_09 import HEAD, LIGHT_LAST, Way, idle_in_pipeline
 from vramlab_course.figures.figures_09 import (
     SECONDS,
     bubble,
@@ -134,19 +133,18 @@ def test_a_way_waits_for_what_each_pass_does_not_hide():
 def test_what_a_pipeline_waits_is_the_bubble_and_what_the_stage_with_the_head_is_longer():
     shape = Recipe("llama-3.1-8b").shape
     head = 128_256 * 4096
-    stage = (shape.num_parameters - 2 * head) / 8
-    idle = idle_in_pipeline(shape, [4] * 8)
+    layer = (shape.num_parameters - 2 * head) / 32
+    assert pytest.approx(head / layer, abs=1e-4) == HEAD
+    idle = idle_in_pipeline([4] * 8)
     # The last stage takes 32 micro-batches one after the other, and the first reaches it by seven.
-    longest = 32 * (stage + head) + 7 * stage
-    assert 1 / (1 - idle) == pytest.approx(longest / (32 * (8 * stage + head) / 8))
-    headless = SimpleNamespace(vocab_size=0, hidden_size=1, num_parameters=32, num_layers=32)
-    assert idle_in_pipeline(headless, [4] * 8) == pytest.approx(7 / (32 + 7))
+    longest = 32 * (4 * layer + head) + 7 * 4 * layer
+    assert 1 / (1 - idle) == pytest.approx(longest / (32 * (32 * layer + head) / 8), rel=1e-4)
+    assert idle_in_pipeline([4] * 8, head=0) == pytest.approx(7 / (32 + 7))
     # No other number of layers in the last stage leaves less to wait for.
     assert sum(LIGHT_LAST) == 32
-    lighter = {0: (4, 4, 4, 5, 5, 5, 5, 0), 1: (4, 4, 4, 4, 5, 5, 5, 1), 3: (4,) * 6 + (5, 3)}
-    best = idle_in_pipeline(shape, LIGHT_LAST)
-    assert best < idle < 0.42
-    assert all(best <= idle_in_pipeline(shape, layers) for layers in lighter.values())
+    lighter = ((4, 4, 4, 5, 5, 5, 5, 0), (4, 4, 4, 4, 5, 5, 5, 1), (4, 4, 4, 4, 4, 4, 5, 3))
+    best = idle_in_pipeline(LIGHT_LAST)
+    assert best < idle and all(best <= idle_in_pipeline(layers) for layers in lighter)
 
 
 def test_the_sums_of_megatrons_eight_cards_explain_half_of_what_its_clock_lost():

@@ -8,11 +8,11 @@ how long each cut lets one of eight H100s wait.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
@@ -29,7 +29,9 @@ VISITS = 2  # experts of each token
 TOKENS = 64  # of each rank in the mixture, and of the sample that the ring cuts
 # With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
 FORWARD = 2 / 8  # of a step's computing
-# Layers of eight stages of Llama 3.1 8B, whose head computes as much as 2.4 of its 32 layers.
+# Llama 3.1 8B's head has 128,256 × 4,096 weights, and computes as much as so many of its layers.
+HEAD = 2.4086
+# The layers of eight stages, so that the last one's are no longer the most.
 LIGHT_LAST = (4, 4, 4, 4, 4, 5, 5, 2)
 
 
@@ -118,25 +120,22 @@ def order_of_pytorch(rank: int, world: int) -> list[tuple[str, int]]:
     return stage.passes
 
 
-@dataclass(frozen=True)
-class Layers:
+class Layers(NamedTuple):
     """What the base model's layers gave on one rank.
 
     Attributes:
         output: of the last layer.
-        weights: how many numbers of them this rank holds.
         sums: all-reduces of one layer, forward and backward together.
     """
 
     output: torch.Tensor
-    weights: int
     sums: int
 
 
 def run_layers(
     cut: Mapping[str, ParallelStyle] | None = None,
     world: int = 1,
-    prepare: Callable[[torch.nn.Module, DeviceMesh], None] | None = None,
+    prepare: Callable[..., None] | None = None,
 ) -> Layers:
     """Run the base model's layers forward and backward on two samples of 64 tokens.
 
@@ -156,10 +155,8 @@ def run_layers(
         for layer in model.layers:
             x = layer(x, position_embeddings=positions)
         x.square().sum().backward()
-    # A cut weight is a DTensor, which holds this rank's part.
-    parts = [getattr(weight, "_local_tensor", weight) for weight in model.layers.parameters()]
     sums = counting.seen["all_reduce"].calls if cut else 0
-    return Layers(x.detach(), sum(part.numel() for part in parts), sums // len(model.layers))
+    return Layers(x.detach(), sums // len(model.layers))
 
 
 def whole_sample() -> torch.Tensor:
@@ -190,27 +187,25 @@ class Mixture:
         tokens: of each rank.
         shares: of each token's two experts in its output.
         choice: their numbers.
+        order: of each rank's visits, by expert; a token has as many visits as experts.
     """
 
     weights: torch.Tensor
     tokens: torch.Tensor
     shares: torch.Tensor
     choice: torch.Tensor
+    order: torch.Tensor
 
     def visits(self, rank: int) -> tuple[torch.Tensor, list[int]]:
-        """Return a rank's tokens, each as often as it has experts, in the order of the experts.
-
-        And how many of them go to each expert, so to each rank.
-        """
-        going = self.choice[rank].flatten()
+        """Return a token for each visit, in their order, and how many go to each expert's rank."""
         each = self.tokens[rank].repeat_interleave(VISITS, 0)
-        counts = going.bincount(minlength=len(self.weights))
-        return each[going.argsort(stable=True)], counts.tolist()
+        counts = self.choice[rank].flatten().bincount(minlength=len(self.weights))
+        return each[self.order[rank]], counts.tolist()
 
     def mixed(self, rank: int, results: torch.Tensor) -> torch.Tensor:
-        """Return the rank's outputs of its visits' results, which are in the order of `visits`."""
+        """Return the rank's outputs of its visits' results, which come in their order."""
         by_token = torch.empty_like(results)
-        by_token[self.choice[rank].flatten().argsort(stable=True)] = results
+        by_token[self.order[rank]] = results
         each = by_token.view(TOKENS, VISITS, HIDDEN)
         return (each * self.shares[rank, ..., None]).sum(1)
 
@@ -223,7 +218,9 @@ def mixture(ranks: int) -> Mixture:
     router[:, 0] += 0.15
     tokens = torch.randn(ranks, TOKENS, HIDDEN) + 0.2
     preferences = (tokens @ router).softmax(-1)
-    return Mixture(weights, tokens, *preferences.topk(VISITS))
+    shares, choice = preferences.topk(VISITS)
+    order = choice.flatten(1).argsort(stable=True)
+    return Mixture(weights, tokens, shares, choice, order)
 
 
 def mixture_alone(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,23 +310,20 @@ class Way:
         return result
 
 
-def idle_in_pipeline(shape: Any, layers: Sequence[int]) -> float:
-    """Return the part of the time that a pipeline's stage waits, in the mean over its stages.
+def idle_in_pipeline(layers: Sequence[int], head: float = HEAD) -> float:
+    """Return the part of the time that one of eight stages waits, in the mean.
 
     All wait for the stage that computes most: it does 32 micro-batches, one after the other, and
-    one of them also passes all other stages. The last stage has the head, and an embedding computes
-    nothing.
+    one of them also passes all other stages.
 
     Args:
-        shape: the model's.
         layers: how many each stage has.
+        head: to how many layers the last stage's head amounts. An embedding computes nothing.
     """
-    head = shape.vocab_size * shape.hidden_size
-    layer = (shape.num_parameters - 2 * head) / shape.num_layers
-    stages = [count * layer for count in layers]
-    stages[-1] += head
+    stages = [*layers[:-1], layers[-1] + head]
     longest = 31 * max(stages) + sum(stages)
-    return 1 - 32 * sum(stages) / len(stages) / longest
+    computing = 4 * sum(stages)  # of a stage in the mean, with 32 micro-batches for eight
+    return 1 - computing / longest
 
 
 def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
@@ -354,7 +348,7 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     sums = 5 * shape.num_layers * 2 * passed * activations
     gathers = (shard, 2 * shard)
     # Four times as many samples, as micro-batches: forward go activations, backward gradients.
-    passed_on = (4 * activations, 4 * activations)
+    passed_on = (4 * activations,) * 2
     return {
         "FSDP, 1 a rank": Way(gathers, computing),
         "FSDP, 4 a rank": Way(gathers, 4 * computing),
@@ -362,11 +356,11 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
         "pipeline, equal stages": Way(
             passed_on,
             4 * computing,
-            idle=idle_in_pipeline(shape, [4] * 8),
+            idle=idle_in_pipeline([4] * 8),
         ),
         "pipeline, light last stage": Way(
             passed_on,
             4 * computing,
-            idle=idle_in_pipeline(shape, LIGHT_LAST),
+            idle=idle_in_pipeline(LIGHT_LAST),
         ),
     }
