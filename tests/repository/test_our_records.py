@@ -139,20 +139,6 @@ def test_what_checkpointing_costs_in_time():
     assert (verdict.outcome, verdict.holding) == (UNDER, ["gpt2, fp32", "Llama 3.2 1B, bf16-mixed"])
 
 
-def test_checkpointing_against_four_passes():
-    """Two models that chapter 03 names beside GPT-2: both switches from the same start."""
-    found = []
-    for start in (
-        Recipe("polyglot-ko-1.3b", 16, 256, "fp16-true"),
-        Recipe("bert-large", 4, 512, "fp32"),
-    ):
-        plain = records("H100")[start.key].speed.median
-        pieces = start.replace(batch_size=start.batch_size // 4, gradient_accumulation_steps=4)
-        for other in (start.replace(gradient_checkpointing=True), pieces):
-            found.append(round(records("H100")[other.key].speed.median / plain, 2))
-    assert found == [1.14, 2.31, 1.36, 1.72]
-
-
 def test_predict_is_near_what_a_gpu_allocated():
     errors = {}
     for held in every_record():
