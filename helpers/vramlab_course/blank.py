@@ -1,12 +1,12 @@
 """Blanks: the pieces of a chapter that the reader writes where they stand.
 
-    def encode(number, E, F):
+    def gap(number, E, F):
         ...                                     # the reader's part
 
-    encode = blank.check("01.encode", encode)   # says in a line what became of it, and returns
+    gap = blank.check("01.gap", gap)            # says in a line what became of it, and returns
                                                 # what the chapter uses
-    blank.hint("01.encode")                     # the first hint; called again, the second
-    blank.solution("01.encode")                 # the course's own piece, as source
+    blank.hint("01.gap")                        # the first hint; called again, the second
+    blank.solution("01.gap")                    # the course's own piece, as source
 
 A right piece is returned as it is. In place of one that is left blank or wrong the course's own is
 returned, so the chapter runs in any case. The pieces of chapter 01 stand in
@@ -35,7 +35,7 @@ class Blank:
     """One piece.
 
     Attributes:
-        name: chapter and piece, "01.encode".
+        name: chapter and piece, "01.gap".
         solution: the source of the course's own piece.
         hints: two: where to look, then how to begin.
         own: makes the course's piece.
@@ -53,7 +53,7 @@ class Blank:
 
 @cache
 def blanks(number: str) -> dict[str, Blank]:
-    """The blanks of one chapter ("01") by their name, "01.encode".
+    """The blanks of one chapter ("01") by their name, "01.gap".
 
     There are none where it has no file of exercises.
     """
@@ -67,12 +67,10 @@ def blanks(number: str) -> dict[str, Blank]:
 
 
 def find(name: str) -> Blank:
-    """The blank called `name`, "01.encode". Raises ExerciseError with the names that exist."""
+    """The blank called `name`, "01.gap". Raises ExerciseError with the names that exist."""
     # The chapter's number says which file to read, so the form is checked before.
     if not isinstance(name, str) or not re.fullmatch(r"\d\d\.[A-Za-z_]\w*", name):
-        raise ExerciseError(
-            f"A blank is named by chapter and piece, like '01.encode', not {name!r}."
-        )
+        raise ExerciseError(f"A blank is named by chapter and piece, like '01.gap', not {name!r}.")
     known = blanks(name[:2])
     if name not in known:
         raise ExerciseError(

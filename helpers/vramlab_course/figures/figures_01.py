@@ -17,9 +17,9 @@ INK = "#222222"
 def ranges():
     """Draw how far each format reaches, from its smallest positive number to its largest.
 
-    The label is its step at 1.
+    The label is its gap at 1.
     """
-    rows = [("format", "bits", "smallest", "largest", "step at 1")]
+    rows = [("format", "bits", "smallest", "largest", "gap at 1")]
     for f in FORMATS:
         rows.append(
             (
@@ -32,10 +32,10 @@ def ranges():
         )
     title = "Exponent bits buy range, fraction bits buy precision"
     spans = []
-    for name, _, low, high, step in rows[1:]:
-        spans.append(f"{name}: {low} to {high}, steps of {step}")
+    for name, _, low, high, apart in rows[1:]:
+        spans.append(f"{name}: {low} to {high}, gaps of {apart}")
     said = f"Bars on a logarithmic axis. {'; '.join(spans)}."
-    about = "derived: positive numbers of each format; the label is its step at 1"
+    about = "derived: positive numbers of each format; the label is its gap at 1"
     with canvas(title, said, about, rows) as ax:
         for row, f in enumerate(FORMATS):
             parts = (
@@ -79,7 +79,10 @@ def levels(ways: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
     for name, (marks, _) in ways.items():
         closest = min(high - low for low, high in itertools.pairwise(marks))
         rows.append((name, str(len(marks)), f"{closest:.2f}"))
-    said = f"Levels as strokes, and numbers as dots or bars below them: {', '.join(ways)}."
+    spans = [
+        f"{name}: {count} levels, the closest {apart} apart" for name, count, apart in rows[1:]
+    ]
+    said = f"Levels as strokes, and numbers as dots or bars below them. {'; '.join(spans)}."
     with canvas(title, said, about, rows) as ax:
         for row, (marks, numbers) in enumerate(ways.values()):
             ax.plot(marks, [row - 0.12] * len(marks), "|", color=INK, markersize=22)
