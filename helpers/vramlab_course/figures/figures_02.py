@@ -70,7 +70,8 @@ def layer(sizes: Sequence[int], title: str, about: str):
             at = [y for y, (own, _) in enumerate(KEPT) if own == part]
             middle = sum(at) / len(at)
             widest = max(sizes) * 1.22
-            ax.text(widest, middle, part, rotation=270, va="center", ha="center", fontsize=9)
+            whole = f"{part}\n{sum(sizes[y] for y in at):,}"
+            ax.text(widest, middle, whole, rotation=270, va="center", ha="center", fontsize=8)
             if at[-1] + 1 < len(KEPT):
                 ax.axhline(at[-1] + 0.5, color=style.INK, linewidth=0.8)
         ax.set_yticks(
