@@ -24,7 +24,7 @@ import torch.distributed.run
 import torch.multiprocessing as mp
 from vramlab.base.errors import VramLabError
 from vramlab.recipe.recipe import Loop
-from vramlab.report.report import Bytes, MiB, Report, text_table
+from vramlab.report.report import MiB, Report, text_table
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
@@ -134,13 +134,12 @@ def _rank(
     function: Callable[[int, int], Any],
     seconds: float,
 ) -> Any:
-    # A file in a folder of this call: a port could be taken, by another notebook for instance.
-    at = f"file://{folder}/meeting"
     # With several threads it is a race when gloo frees its buffers, and the figures would differ.
     with one_gloo_thread():
         dist.init_process_group(
             "gloo",
-            at,
+            # in a folder of this call: a port could be taken, by another notebook for instance
+            f"file://{folder}/meeting",
             timedelta(seconds=seconds),
             rank=rank,
             world_size=world,
@@ -175,7 +174,8 @@ def followed(
 ) -> Report:
     """The bytes of the second of two steps on `rows`.
 
-    Each storage is followed from its birth to its end.
+    Each storage is followed from its birth to its end. What gloo needs for itself is left out, as a
+    GPU's rank has none of it.
     """
     training = Training(
         model=model,
@@ -189,7 +189,7 @@ def followed(
         loop=Loop.named("plain"),
     )
     # Two steps: the first makes the optimizer's states, the second is what is reported.
-    tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
+    tracker = run_tracked(training, Tracker("cpu", scratch=lambda *called: 0), 2, "cpu")
     return to_report(History(tracker.log, tracker.marks), "measured", None, "cpu")
 
 
@@ -203,14 +203,18 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
 
 def peaks_table(reports: Mapping[str, Report]) -> str:
     """A table of what is in each report's peak, in MiB: a column for each report."""
-    columns = [_parts(report.peak) for report in reports.values()]
+    columns = map(parts, reports.values())
     return text_table([("MiB at the peak", *reports), *zip(PARTS, *columns, strict=True)])
 
 
-def _parts(peak: Bytes) -> list[float]:
-    # the workspace is FSDP's whole weights, and what they travel in
-    parts = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace]
-    return [part / MiB for part in (*parts, peak.total - sum(parts), peak.total)]
+def parts(report: Report) -> list[float]:
+    """MiB of each of PARTS at a report's peak, without what cuBLAS keeps on a GPU."""
+    peak = report.peak
+    cublas = report.phases["between_steps"].end.workspace  # no unit is whole then
+    # the rest of the workspace is FSDP's whole weights, and what they travel in
+    known = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace - cublas]
+    total = peak.total - cublas
+    return [part / MiB for part in (*known, total - sum(known), total)]
 
 
 def torchrun(script: str, processes: int) -> str:
