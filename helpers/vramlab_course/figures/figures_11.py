@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from vramlab.interfaces.plot import canvas, style
 
 BOX = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": style.INK}
-ARROW = {"arrowstyle": "->", "linewidth": 2.5, "shrinkA": 28, "shrinkB": 28}
+ARROW = {
+    "arrowstyle": "->",
+    "linewidth": 2.5,
+    "shrinkA": 28,
+    "shrinkB": 28,
+}
 PLACES = {"GPU 0": (0, 1), "GPU 1": (2, 1), "host bridge": (1, 0.5), "CPU's memory": (1, -0.4)}
 COLOURS = ("#009E73", "#0072B2", "#D55E00")
 LINES = ("solid", "dashed", "dotted")
@@ -29,11 +34,22 @@ def routes(ways: Mapping[str, Sequence[str]], title: str):
                 is_return = x0 == x1
                 aside = 0.13 * (y1 - y0) if is_return else 0
                 lower = 0 if is_return else 0.09 * number
-                start = (x0 + aside, y0 - lower)
                 look = {"color": colour, "linestyle": line}
-                ax.annotate("", (x1 + aside, y1 - lower), start, arrowprops=ARROW | look)
+                ax.annotate(
+                    "",
+                    xy=(x1 + aside, y1 - lower),
+                    xytext=(x0 + aside, y0 - lower),
+                    arrowprops=ARROW | look,
+                )
         for stop, (x, y) in PLACES.items():
-            ax.text(x, y, stop, ha="center", va="center", bbox=BOX)
+            ax.text(
+                x,
+                y,
+                stop,
+                ha="center",
+                va="center",
+                bbox=BOX,
+            )
         ax.set(xlim=(-0.3, 2.3), ylim=(-0.55, 1.15))
         ax.set_axis_off()
     return ax.figure
