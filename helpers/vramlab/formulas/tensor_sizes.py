@@ -85,10 +85,8 @@ def state_width(numbers: int, kind: str, optim: str, trainer: bool) -> int:
 
     The Trainer keeps embeddings' out of 8 bits (transformers/trainer.py, `create_optimizer`).
     """
-    width = MODELLED[optim].width or 0
-    if width == 1 and (numbers < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)):
-        return FP32
-    return width
+    in_32_bits = numbers < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)
+    return FP32 if in_32_bits else MODELLED[optim].width or FP32
 
 
 def _factored_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:

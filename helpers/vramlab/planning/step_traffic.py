@@ -212,15 +212,14 @@ def paged_bytes(recipe: Recipe) -> int:
     """Return the bytes of the states that a paged optimizer keeps in unified memory."""
     if not recipe.optim.startswith("paged"):
         return 0
-    states = sum(MODELLED[recipe.optim].states)  # how many
-    trainer = recipe.loop.name == "trainer"
     total = 0
     for row in _trained(recipe):
         numbers = prod(row.shape)
         if numbers >= SMALLEST_PAGED:
-            width = state_width(numbers, row.kind, recipe.optim, trainer)
-            total += states * width * row.count * numbers
-    return total
+            is_trainer = recipe.loop.name == "trainer"
+            width = state_width(numbers, row.kind, recipe.optim, is_trainer)
+            total += row.count * numbers * width
+    return total * sum(MODELLED[recipe.optim].states)
 
 
 def _trained(recipe: Recipe) -> list[ParameterRow]:
