@@ -49,11 +49,14 @@ def test_the_parts_at_the_peak_are_all_of_it():
 
 
 def test_the_stops_of_each_way_are_drawn_and_in_the_table():
-    ways = {"direct": ("GPU 0", "GPU 1"), "by a copy": ("GPU 0", "CPU's memory", "GPU 1")}
+    ways = {
+        "direct": ("GPU 0", "GPU 1"),
+        "by a copy": ("GPU 0", "host bridge", "CPU's memory", "host bridge", "GPU 1"),
+    }
     figure = figures_11.routes(ways, "a title")
     assert figure.rows[1:] == [
         ("direct", "GPU 0 → GPU 1"),
-        ("by a copy", "GPU 0 → CPU's memory → GPU 1"),
+        ("by a copy", "GPU 0 → host bridge → CPU's memory → host bridge → GPU 1"),
     ]
     drawn = [text.get_text() for text in figure.axes[0].texts]
-    assert drawn.count("GPU\n0") == 2 and "CPU's\nmemory" in drawn
+    assert drawn.count("") == 1 + 4 and drawn[-4:] == list(figures_11.PLACES)

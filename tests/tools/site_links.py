@@ -166,7 +166,7 @@ def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim])
     if not tables:
         return linked
     for claim in claims:
-        said = f"| {claim.by}: {claim.said}".replace("\\", "").strip()
+        said = f"| {claim.said}".replace("\\", "").strip()
         for data in tables:
             rows = data["text/markdown"].splitlines()
             at = [i for i, row in enumerate(rows) if row.startswith(f"{said} |")]

@@ -9,13 +9,13 @@ from typing import Any
 
 from vramlab.hardware.allocator import Allocator
 from vramlab.interfaces import plot
-from vramlab.measurement.records import find_record, load, measurements_folder
+from vramlab.measurement.records import find_record
 from vramlab.planning.step_time import step_time
+from vramlab.recipe.options import LoRA
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, MiB, Report
 
 from vramlab_course import published
-from vramlab_course.chapters.chapter_06 import recorded_8b
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 
 LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
@@ -90,58 +90,62 @@ def large_parts(report: Report) -> list[tuple]:
     return rows
 
 
-def checkpointing_costs() -> dict[str, float]:
-    """How many times as long an update takes with checkpointing, by the key of the recipe without.
+def both_switches() -> list[tuple[str, float | str, float | str]]:
+    """Rows of a table: how many times as long recorded updates take with either of two switches.
 
-    Of all pairs recorded on an H100 that differ in nothing else, the cheapest first.
+    That is with checkpointing, and in passes of one sample; "–" where no run was recorded.
     """
-    seen = {}
-    for path in sorted(measurements_folder().glob("nvidia-h100-*.json")):
-        seen.update(load(path))
-    costs = {}
-    for report in seen.values():
-        recipe = Recipe(**report.recipe)
-        without = recipe.replace(gradient_checkpointing=False).key
-        plain = seen.get(without)
-        if recipe.gradient_checkpointing and plain and plain.speed and report.speed:
-            costs[without] = report.speed.median / plain.speed.median
-    return dict(sorted(costs.items(), key=lambda cost: cost[1]))
-
-
-def alone_and_together() -> list[tuple[str, int, int, float]]:
-    """Recorded updates: of all samples in one pass, and of one sample, in milliseconds.
-
-    Last comes how many times as long passes of one sample take together. For GPT-2 on an H100,
-    TinyLlama on a T4 and Llama 3.1 8B on an H200.
-    """
-    small = Recipe("gpt2", 8, 512, "bf16-mixed")
-    gpt2 = {}
-    for batch_size in (1, 8):
-        gpt2[batch_size] = find_record(small.replace(batch_size=batch_size)).speed.median
+    gpt2 = Recipe("gpt2", 8, 512, "bf16-mixed")
+    bert = Recipe("bert-large", 4, 512, "fp32")
+    pieces = bert.replace(batch_size=1, gradient_accumulation_steps=4)
+    large = Recipe(
+        "llama-3.1-8b",
+        4,
+        2048,
+        "bf16-mixed",
+        "adamw_torch_fused",
+        dtype="bfloat16",
+    )
+    # What was recorded of a sample alone has other adapters, fewer tokens and no Liger.
+    short = large.replace(
+        seq_len=1024,
+        lora=LoRA(r=16),
+        gradient_checkpointing=True,
+    )
+    long = large.replace(
+        lora=LoRA(r=16, target_modules="all-linear"),
+        use_liger_kernel=True,
+    )
     tiny = {}
     for run in published.timed_on("T4"):
         recipe = run.recipe
-        if (
-            recipe.name == "tinyllama-1.1b"
-            and recipe.quantization
-            and recipe.attn_implementation == "sdpa"
-            and recipe.seq_len == 1024
-        ):
-            tiny[recipe.batch_size] = run.seconds
-    whole = {}
-    for recipe, seen in recorded_8b("nvidia-h200"):
-        if not recipe.quantization:
-            whole[recipe.batch_size] = seen.speed.median
-    cases = []
-    for name, samples, found in (
-        ("GPT-2, bf16 mixed, H100, 8 × 512", 8, gpt2),
-        ("TinyLlama, T4, 8 × 1,024", 8, tiny),
-        ("Llama 3.1 8B, H200, 4 × 1,024", 4, whole),
-    ):
-        together, alone = found[samples], found[1]
-        times = samples * alone / together
-        cases.append((name, round(1000 * together), round(1000 * alone), times))
-    return cases
+        is_sdpa = recipe.attn_implementation == "sdpa"
+        if recipe.name == "tinyllama-1.1b" and recipe.quantization and is_sdpa:
+            tiny[recipe.seq_len, recipe.batch_size] = run.seconds
+    in_pieces = _seconds(pieces) / _seconds(bert)
+    return [
+        ("GPT-2, 8 × 512, bf16 mixed, H100", _checkpointed(gpt2), _one_by_one(gpt2)),
+        ("BERT-large, 4 × 512, fp32, H100", _checkpointed(bert), in_pieces),
+        ("8B, LoRA, 4 × 1,024, H200", "–", _one_by_one(short)),
+        ("8B, LoRA, Liger, 4 × 2,048, H200", _checkpointed(long), "–"),
+        ("TinyLlama, LoRA, 8 × 1,024, T4", "–", 8 * tiny[1024, 1] / tiny[1024, 8]),
+    ]
+
+
+def _seconds(recipe: Recipe) -> float:
+    """Of a recorded update, the median."""
+    return find_record(recipe).speed.median
+
+
+def _checkpointed(recipe: Recipe) -> float:
+    """How many times as long a recorded update takes with checkpointing."""
+    return _seconds(recipe.replace(gradient_checkpointing=True)) / _seconds(recipe)
+
+
+def _one_by_one(recipe: Recipe) -> float:
+    """How many times as long as its update a recorded one of a single sample takes for all."""
+    alone = recipe.replace(batch_size=1)
+    return recipe.batch_size * _seconds(alone) / _seconds(recipe)
 
 
 def useful_speed(recipe: Recipe, lengths: Sequence[int], gpu: str) -> float:
@@ -180,14 +184,15 @@ def steps(plain: Report, teeth: Report, title: str, about: str) -> Any:
         tops = _tops(sizes)
         labels = ["loss", *(f"layer {layer}" for layer in range(len(tops) - 1, 0, -1))]
         for top, label in zip(tops, labels, strict=True):
+            # At the bottom, where there is no other line.
             ax.annotate(
                 label,
                 (x[top], sizes[top]),
-                (0, 5),
-                textcoords="offset points",
+                (x[top], 3),
                 ha="center",
+                va="bottom",
                 color=drawn.get_color(),
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
+                arrowprops={"arrowstyle": "-", "color": drawn.get_color(), "linewidth": 0.6},
             )
         ax.set(
             ylabel="MiB alive",

@@ -7,10 +7,8 @@ and says by an expression which value of what was found is held against the quot
 """
 
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from vramlab.base.errors import MissingExtra, RecordError, VramLabError
@@ -259,57 +257,37 @@ class Verdict:
         said = re.fullmatch(r"(?:Waits for|.+ needs) (.+?)\.?", self.missing.get(case, ""))
         return said[1] if said else "a record of a GPU"
 
-    @property
-    def found(self) -> str:
-        """What was found, case by case, with the witness."""
-        several = len(self.findings) > 1
-        said = []
-        for case, finding in self.findings.items():
-            unit = self.claim.unit
-            figure = (
-                f"{shown(finding.value, unit)} ({finding.witness})"
-                if finding
-                else f"waits for {self.waits_for(case)}"
-            )
-            said.append(f"{case}: {figure}" if several else figure)
-        return "; ".join(said)
-
 
 class Ledger(tuple):
-    """Verdicts as a table: text when printed, Markdown in a notebook."""
+    """Verdicts as a table in Markdown."""
 
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """Claim with its sources, what they say, what was found and the verdict, for each."""
+    def rows(self) -> list[tuple[str, str, list[str]]]:
+        """Each claim, whether it holds, and its cases: ✓ where it does, ✗ where not."""
         rows = []
         for verdict in self:
-            claim = verdict.claim
-            rows.append(
-                (
-                    f"{claim.by}: {claim.said}",
-                    quoted(claim),
-                    verdict.found,
-                    verdict.text,
-                )
-            )
+            cases = []
+            for case, finding in verdict.findings.items():
+                mark = "✓" if case in verdict.holding else "✗"
+                if finding is None:
+                    cases.append(f"{case}: waits for {verdict.waits_for(case)}")
+                elif isinstance(finding.value, bool):
+                    cases.append(f"{mark} {case}")
+                else:
+                    cases.append(f"{mark} {case}: {shown(finding.value, verdict.claim.unit)}")
+            outcome = "in part" if verdict.outcome == UNDER else verdict.outcome
+            rows.append((verdict.claim.said, outcome, cases))
         return rows
 
-    def __str__(self) -> str:
-        wrapped = partial(textwrap.fill, width=112, subsequent_indent="    ")
+    def __repr__(self) -> str:
+        head = ["what they say | verdict | where: ✓ it holds, ✗ it does not", "--- | --- | ---"]
         lines = []
-        for claim, says, found, verdict in self.rows():
-            lines += [claim, f"  says {says}; {found}", f"  → {verdict}"]
-        return "\n".join(map(wrapped, lines))
-
-    __repr__ = __str__
-
-    def _repr_markdown_(self) -> str:
-        head = ["what they say | figure | what we found | verdict", "--- | ---: | --- | ---"]
-        lines = []
-        for claim, says, found, verdict in self.rows():
+        for claim, outcome, cases in self.rows():
             # A cell of Markdown has no lines, and a bar would end it.
-            cells = (claim, says, found.replace("; ", "<br>"), f"**{verdict}**")
+            cells = (claim, f"**{outcome}**", "<br>".join(cases))
             lines.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
         return "\n".join(f"| {line} |" for line in head + lines)
+
+    _repr_markdown_ = __repr__
 
 
 def quoted(claim: Claim) -> str:
