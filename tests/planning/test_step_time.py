@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from vramlab import LoRA, Recipe, Sharding, find_gpu, step_time
+from vramlab import LoRA, Recipe, Sharding, find_gpu, predict, step_time
 from vramlab.formulas.account import kept_account
 from vramlab.measurement.records import measurements_folder
 from vramlab.planning.rates import Rates
@@ -323,3 +323,15 @@ def test_paged_states_stay_on_a_card_with_room():
     assert moved_pages(recipe, find_gpu("H100")) == (0, 0, 0)
     likely, least, most = moved_pages(recipe.replace(model="llama-3.2-3b"), find_gpu("RTX 4090"))
     assert least < likely < most <= 2 * paged_bytes(recipe.replace(model="llama-3.2-3b"))
+
+
+def test_paged_states_are_those_that_the_card_does_not_count():
+    """With the embedding's, which the Trainer keeps in 32 bits."""
+    paged = Recipe("llama-3.1-8b", 1, 1024, "bf16-mixed", "paged_adamw_8bit")
+    held, with_pages = (
+        predict(one).peak.optimizer_states for one in (paged, paged.replace(optim="adamw_8bit"))
+    )
+    assert paged_bytes(paged) == pytest.approx(with_pages - held, rel=1e-3)
+    by_hand = paged.replace(loop="plain")
+    embedding = 128_256 * 4096
+    assert paged_bytes(paged) - paged_bytes(by_hand) == 2 * (4 - 1) * embedding

@@ -12,7 +12,7 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
-    "vramlab": 312_700,
+    "vramlab": 312_750,
     "vramlab_course": 80_090,
 }
 PACKAGES = {

@@ -68,10 +68,7 @@ def state_sizes(
         return _factored_sizes(shape)
     if optimizer.width is None:
         return _states_like_weights(numbers * width, optim, optim_args)
-    state = optimizer.width
-    # The Trainer keeps embeddings' out of 8 bits.
-    if state == 1 and (numbers < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)):
-        state = FP32
+    state = state_width(numbers, kind, optim, trainer)
     paged = optim.startswith("paged") and numbers >= SMALLEST_PAGED
     sizes = []
     for times in optimizer.states:
@@ -81,6 +78,15 @@ def state_sizes(
             scales = ceil(numbers / STATE_BLOCK)
             sizes.append(rounded(times * FP32 * scales))
     return tuple(sizes)
+
+
+def state_width(numbers: int, kind: str, optim: str, trainer: bool) -> int:
+    """Return the bytes of a number in a state of bitsandbytes' optimizers.
+
+    The Trainer keeps embeddings' out of 8 bits (transformers/trainer.py, `create_optimizer`).
+    """
+    in_32_bits = numbers < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)
+    return FP32 if in_32_bits else MODELLED[optim].width or FP32
 
 
 def _factored_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:

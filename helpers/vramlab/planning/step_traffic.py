@@ -33,7 +33,7 @@ from math import prod
 from ..formulas import model_states
 from ..formulas.model_states import ParameterRow, parameter_table
 from ..formulas.predict import predict
-from ..formulas.tensor_sizes import FP32, SMALLEST_PAGED
+from ..formulas.tensor_sizes import FP32, SMALLEST_PAGED, state_width
 from ..hardware.gpu import Gpu
 from ..hardware.links import (
     NETWORK_SHARE,
@@ -212,15 +212,14 @@ def paged_bytes(recipe: Recipe) -> int:
     """Return the bytes of the states that a paged optimizer keeps in unified memory."""
     if not recipe.optim.startswith("paged"):
         return 0
-    optimizer = MODELLED[recipe.optim]
-    # Bytes of all states of one number.
-    a_number = sum(optimizer.states) * (optimizer.width or 0)
     total = 0
     for row in _trained(recipe):
         numbers = prod(row.shape)
         if numbers >= SMALLEST_PAGED:
-            total += a_number * row.count * numbers
-    return total
+            is_trainer = recipe.loop.name == "trainer"
+            width = state_width(numbers, row.kind, recipe.optim, is_trainer)
+            total += row.count * numbers * width
+    return total * sum(MODELLED[recipe.optim].states)
 
 
 def _trained(recipe: Recipe) -> list[ParameterRow]:
