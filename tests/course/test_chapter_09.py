@@ -19,6 +19,16 @@ from vramlab_course.base_model import base_model_folder
 
 CHAPTER = "09_more_than_data_parallel.ipynb"
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ONE_RANK = [*TWO_RANKS[:-1], "1"]
+# In the printed script's place: counts the collectives of a step, too.
+COUNTED = """    from vramlab_course.collectives import Collectives
+
+    with Collectives() as counting:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    if "all_reduce" in counting.seen:
+        print(f"sums {counting.seen['all_reduce'].calls} in {len(model.model.layers)} layers")
+"""
 
 
 def printed_script(root, word: str) -> str:
@@ -29,8 +39,8 @@ def printed_script(root, word: str) -> str:
     return re.sub(r'"Qwen/[^"]+"', repr(str(base_model_folder())), block)
 
 
-def losses(script: str, path, ranks: list[str]) -> list[str]:
-    """The losses that the first rank prints."""
+def printed(script: str, path, ranks: list[str]) -> str:
+    """What the ranks print."""
     path.write_text(script)
     run = subprocess.run(
         [sys.executable, *ranks, str(path)],
@@ -39,23 +49,32 @@ def losses(script: str, path, ranks: list[str]) -> list[str]:
         text=True,
         check=True,
     )
-    return re.findall(r"loss ([\d.]+)", run.stdout)
+    return run.stdout
+
+
+def losses(script: str, path, ranks: list[str]) -> list[str]:
+    """The losses that the ranks print."""
+    return re.findall(r"loss ([\d.]+)", printed(script, path, ranks))
 
 
 @pytest.mark.slow
 def test_a_model_cut_by_transformers_trains_as_one_process_does(pytestconfig, tmp_path):
-    script = printed_script(pytestconfig.rootpath, "tp_size")
-    cut = losses(script, tmp_path / "cut.py", TWO_RANKS)
-    whole = script.replace(", distributed_config=layout", "")
-    assert whole != script
-    alone = losses(whole, tmp_path / "whole.py", [])
+    script = printed_script(pytestconfig.rootpath, "tp_plan")
+    step = "    loss = model(input_ids=ids, labels=ids).loss\n    loss.backward()\n"
+    assert step in script
+    text = printed(script.replace(step, COUNTED), tmp_path / "cut.py", TWO_RANKS)
+    alone = losses(script, tmp_path / "cut.py", ONE_RANK)
     assert len(alone) == 5 and len(set(alone)) == 5  # it learns
+    cut = re.findall(r"loss ([\d.]+)", text)
     assert sorted(cut) == sorted(alone * 2)  # both ranks print, in any order
+    # Four sums a layer, and two outside of the layers.
+    found = re.findall(r"sums (\d+) in (\d+) layers", text)
+    assert found and all(int(sums) == 4 * int(layers) + 2 for sums, layers in found)
 
 
 @pytest.mark.slow
 def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pytestconfig, tmp_path):
-    script = printed_script(pytestconfig.rootpath, "tp_size")
+    script = printed_script(pytestconfig.rootpath, "tp_plan")
     for line in printed_script(pytestconfig.rootpath, "ep_size").splitlines():
         # The printed lines stand in place of those that begin alike.
         begin = line.split("(")[0].split("=")[0]

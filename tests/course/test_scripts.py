@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -69,7 +70,7 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: held)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("anew"))
     monkeypatch.chdir(tmp_path)
-    names = {"torch": torch}
+    names = {"torch": torch, "time": time}
     exec(cell.source, names)
     names["on_gpu"] = True
     folder = str(base_model_folder())
@@ -78,18 +79,24 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
         tmp_path / "out", per_device_train_batch_size=1, max_steps=15, use_cpu=True
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
-    Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"]()]).train()
+    Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"](4)]).train()
     assert calls == ["anew", {"max_entries": 1_000_000}, "memory_0.pickle", {"enabled": None}]
     trace = (tmp_path / "trace_0.json").read_text()
     assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) == 2  # of both steps
     printed = capsys.readouterr().out
     assert "current: 0.50 GiB" in printed and "all.peak: 1.00 GiB" in printed
-    assert "reserved: 2.00 GiB" in printed and "rank 0, retries: 3" in printed
+    assert "reserved: 2.00 GiB, retries: 3" in printed
+    (speed,) = re.findall(r"rank 0: .* ([\d,]+) tokens/s, (\S+) TFLOP/s", printed)
+    # All weights are trained: 6 operations for each.
+    operations = 6 * model.num_parameters()
+    tokens = float(speed[1]) * 1e12 / operations
+    assert tokens == pytest.approx(float(speed[0].replace(",", "")), rel=0.02, abs=0.6)
+    assert len(re.findall(r"ms in +\d+ of ", printed)) == 5  # operators
     # Now a run that dies in its first step. The chapter's lines around it write what there is.
     (tmp_path / "trace_0.json").unlink()
     calls.clear()
     arguments.max_steps = 1
-    look = names["Look"]()
+    look = names["Look"](4)
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[look, Dies()])
     (lines,) = re.findall(
         r"^ *(try:\n.*?look\.write.*?)$",
@@ -118,16 +125,18 @@ def test_the_callback_of_chapter_07_records_resumed_and_short_runs(first, last, 
         start=lambda: started.append(state.global_step),
         stop=lambda: None,
         export_chrome_trace=files.append,
+        key_averages=list,
     )
-    monkeypatch.setattr(torch.profiler, "profile", lambda: profiler)
-    names = {"torch": torch}
+    monkeypatch.setattr(torch.profiler, "profile", lambda **options: profiler)
+    names = {"torch": torch, "time": time}
     exec(cell.source, names)
-    look, arguments = names["Look"](), SimpleNamespace(process_index=1)
+    look, arguments = names["Look"](4), SimpleNamespace(process_index=1)
+    model = SimpleNamespace(num_parameters=lambda: 10)
     state = SimpleNamespace(global_step=first, max_steps=last)
     look.on_train_begin(arguments, state, None)
     while state.global_step < last:
         state.global_step += 1
-        look.on_step_end(arguments, state, None)
+        look.on_step_end(arguments, state, None, model)
     look.on_train_end(arguments, state, None)
     assert files == ["trace_1.json"] and started == [began]
 
@@ -156,7 +165,7 @@ def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch
     exec(lines, names)
     said = {name for line in names["trainer"].state.log_history for name in line}
     assert {"eval_task_loss", "eval_keep_loss"} <= said
-    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out-0.0002")
     moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
     assert len(moved) == 4 * 7 and all(moved)
     (after,) = (script for script in scripts("05") if "merge_and_unload" in script)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,11 +67,20 @@ def evaluations(folder: Path) -> list[float]:
     return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
-def recorded() -> list[tuple[str | float, ...]]:
+@cache  # the records are long
+def on_h200(recipe: vramlab.Recipe) -> Report:
+    """Our record of a recipe of the 8B on an H200. Raises LookupError if there is none."""
+    for ran, report in recorded_8b("nvidia-h200"):
+        if ran == recipe:
+            return report
+    raise LookupError(f"no record of {recipe}")
+
+
+def recorded(plan: vramlab.Recipe) -> list[tuple[str | float, ...]]:
     """Peaks of QLoRA on real cards, as `predict` says them and as they were recorded, as a table.
 
     In GiB. The T4's are fitcheck-llm's, a row of 1,024 tokens in a pass; the H200's is our own, of
-    four.
+    a plan.
     """
     peaks = []
     for each in published.runs():
@@ -81,9 +90,7 @@ def recorded() -> list[tuple[str | float, ...]]:
         if each.gpu == "T4" and recipe.name in RECORDED_ON_T4 and is_plain:
             peaks.append(("T4", recipe, each.allocated))
     peaks.sort(key=lambda peak: peak[2])
-    for recipe, report in recorded_8b("nvidia-h200"):
-        if recipe.quantization and recipe.batch_size == 4:
-            peaks.append(("H200", recipe, report.peak.total))
+    peaks.append(("H200", plan, on_h200(plan).peak.total))
     rows: list[tuple[str | float, ...]] = [("card", "model", "predicted, GiB", "recorded, GiB")]
     for card, recipe, peak in peaks:
         said = vramlab.predict(recipe, gpu=card).peak.total
@@ -204,21 +211,6 @@ def typed_heads() -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
-def untyped_heads(texts: Iterable[str], count: int) -> list[str]:
-    """Heads without a type, as "def normpath(path):", of `count` public functions of one parameter.
-
-    They are spread over the programs `texts`.
-    """
-    heads = []
-    for text in texts:
-        for function in _functions(text):
-            head = ast.unparse(function)
-            is_plain = not any(_types(function)) and not function.args.defaults
-            if is_plain and not function.name.startswith("_") and head not in heads:
-                heads.append(head)
-    return heads[:: len(heads) // count][:count]
-
-
 def untyped(head: str) -> str:
     """A head without its types."""
     (function,) = _functions(f"{head} ...")
@@ -244,9 +236,9 @@ def usual_types(heads: Iterable[str]) -> dict[str, str]:
 
 
 def typed_by(types: Mapping[str, str], head: str) -> str:
-    """A head whose parameter has got the type of its name, or `str`, as most have."""
+    """A head whose parameter has got the type of its name, or `str`, and its result `None`."""
     name, _ = _parameter(head)
-    return head.replace("):", f": {types.get(name, 'str')}):")
+    return head.replace("):", f": {types.get(name, 'str')}) -> None:")
 
 
 def has_type_of(head: str, true: str) -> bool:
@@ -280,11 +272,6 @@ def _functions(text: str) -> Iterator[ast.FunctionDef]:
             yield node
 
 
-def _types(function: ast.FunctionDef) -> list[ast.expr | None]:
-    """The types of parameters and result, None where there is none."""
-    return [each.annotation for each in function.args.args] + [function.returns]
-
-
 @dataclass(frozen=True)
 class Student:
     """The model that section 5 trains, the question to `plan`, and the form of samples and prompts.
@@ -313,6 +300,12 @@ class Student:
     def sample(self, head: str) -> dict[str, Any]:
         """A head with its types as a line of the data."""
         return {"messages": chat(head)} if self.is_chat else {"text": head}
+
+    def as_read(self, head: str) -> str:
+        """A sample as the model reads it: a chat with its marks, or the head and its end."""
+        if self.is_chat:
+            return self.tokenizer.apply_chat_template(chat(head), tokenize=False)
+        return head + self.tokenizer.eos_token
 
     def rule(self, heads: list[str]) -> str:
         """The rule as a prompt: in words, or as three heads to go on from."""
@@ -346,7 +339,7 @@ def choose(model: str) -> Student:
         return Student(model, True, {"seq_len": 256, "global_batch": 8}, "2e-4", 80)
     # A card is named, as `plan` knows no CPU.
     wish = {"seq_len": 128, "global_batch": 4, "precisions": "fp32", "gpu": "RTX 4090"}
-    return Student(str(base_model_folder()), False, wish, "1e-2", 25)
+    return Student(str(base_model_folder()), False, wish, "1e-2", 15)
 
 
 def foreseen(found: vramlab.Plan, student: Student, device: str) -> Report:
@@ -356,7 +349,7 @@ def foreseen(found: vramlab.Plan, student: Student, device: str) -> Report:
     """
     if student.is_chat and device != "cpu":
         return found.best.report
-    return vramlab.simulate(found.best.recipe, target=device, full=True)
+    return vramlab.simulate(found.best.recipe, target=device)
 
 
 def reachable(model: str) -> bool:

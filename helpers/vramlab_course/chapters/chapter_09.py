@@ -5,21 +5,16 @@ sends their tensors between ranks, and each of them in one process, to compare w
 how long each cut lets one of eight H100s wait.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-    PrepareModuleInput,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 # Imported here, once, and not by each of the forked ranks: it takes a second.
 from transformers import LlamaForCausalLM
@@ -34,6 +29,10 @@ VISITS = 2  # experts of each token
 TOKENS = 64  # of each rank in the mixture, and of the sample that the ring cuts
 # With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
 FORWARD = 2 / 8  # of a step's computing
+# Llama 3.1 8B's head has 128,256 × 4,096 weights, and computes as much as so many of its layers.
+HEAD = 2.4086
+# The layers of eight stages, so that the last one's are no longer the most.
+LIGHT_LAST = (4, 4, 4, 4, 4, 5, 5, 2)
 
 
 def receive(source: int) -> torch.Tensor:
@@ -121,41 +120,27 @@ def order_of_pytorch(rank: int, world: int) -> list[tuple[str, int]]:
     return stage.passes
 
 
-@dataclass(frozen=True)
-class Layers:
+class Layers(NamedTuple):
     """What the base model's layers gave on one rank.
 
     Attributes:
         output: of the last layer.
-        weights: how many numbers of them this rank holds.
         sums: all-reduces of one layer, forward and backward together.
     """
 
     output: torch.Tensor
-    weights: int
     sums: int
 
 
-def block_inputs() -> dict[str, ParallelStyle]:
-    """Return two entries for a layer's list of cuts: each rank has the whole of what a block takes.
-
-    A block's matrices then share one input, and PyTorch sums its gradient once.
-    """
-    whole = Replicate()
-    hidden = {"hidden_states": whole}  # transformers gives it to attention by name
-    attention = PrepareModuleInput(
-        input_kwarg_layouts=hidden, desired_input_kwarg_layouts=hidden, use_local_output=False
-    )
-    feed_forward = PrepareModuleInput(
-        input_layouts=whole, desired_input_layouts=whole, use_local_output=False
-    )
-    return {"self_attn": attention, "mlp": feed_forward}
-
-
-def run_layers(cut: Mapping[str, ParallelStyle] | None = None, world: int = 1) -> Layers:
+def run_layers(
+    cut: Mapping[str, ParallelStyle] | None = None,
+    world: int = 1,
+    prepare: Callable[..., None] | None = None,
+) -> Layers:
     """Run the base model's layers forward and backward on two samples of 64 tokens.
 
     `cut` says how each layer is cut over `world` ranks; without it this rank has all of it.
+    `prepare` is called with each layer that is cut, and with the mesh of the ranks.
     """
     model = load_base_model().model
     x = model.embed_tokens(torch.arange(2 * 64).view(2, 64)).detach()
@@ -164,14 +149,14 @@ def run_layers(cut: Mapping[str, ParallelStyle] | None = None, world: int = 1) -
         mesh = init_device_mesh("cpu", (world,))
         for layer in model.layers:
             parallelize_module(layer, mesh, dict(cut))
+            if prepare:
+                prepare(layer, mesh)
     with Collectives() as counting:
         for layer in model.layers:
             x = layer(x, position_embeddings=positions)
         x.square().sum().backward()
-    # A cut weight is a DTensor, which holds this rank's part.
-    parts = [getattr(weight, "_local_tensor", weight) for weight in model.layers.parameters()]
     sums = counting.seen["all_reduce"].calls if cut else 0
-    return Layers(x.detach(), sum(part.numel() for part in parts), sums // len(model.layers))
+    return Layers(x.detach(), sums // len(model.layers))
 
 
 def whole_sample() -> torch.Tensor:
@@ -193,16 +178,6 @@ def attention(
     return scores.softmax(1) @ v, scores.logsumexp(1)
 
 
-def pass_on(k: torch.Tensor, v: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Send keys and values to the next rank, and return those of the rank before, stacked."""
-    mine = torch.stack([k, v])
-    theirs = torch.empty_like(mine)
-    work = dist.isend(mine, (rank + 1) % world)
-    dist.recv(theirs, (rank - 1) % world)
-    work.wait()
-    return theirs
-
-
 @dataclass(frozen=True)
 class Mixture:
     """A layer of experts, one a rank, with a router that is not trained.
@@ -212,12 +187,27 @@ class Mixture:
         tokens: of each rank.
         shares: of each token's two experts in its output.
         choice: their numbers.
+        order: of each rank's visits, by expert; a token has as many visits as experts.
     """
 
     weights: torch.Tensor
     tokens: torch.Tensor
     shares: torch.Tensor
     choice: torch.Tensor
+    order: torch.Tensor
+
+    def visits(self, rank: int) -> tuple[torch.Tensor, list[int]]:
+        """Return a token for each visit, in their order, and how many go to each expert's rank."""
+        each = self.tokens[rank].repeat_interleave(VISITS, 0)
+        counts = self.choice[rank].flatten().bincount(minlength=len(self.weights))
+        return each[self.order[rank]], counts.tolist()
+
+    def mixed(self, rank: int, results: torch.Tensor) -> torch.Tensor:
+        """Return the rank's outputs of its visits' results, which come in their order."""
+        by_token = torch.empty_like(results)
+        by_token[self.order[rank]] = results
+        each = by_token.view(TOKENS, VISITS, HIDDEN)
+        return (each * self.shares[rank, ..., None]).sum(1)
 
 
 def mixture(ranks: int) -> Mixture:
@@ -228,7 +218,9 @@ def mixture(ranks: int) -> Mixture:
     router[:, 0] += 0.15
     tokens = torch.randn(ranks, TOKENS, HIDDEN) + 0.2
     preferences = (tokens @ router).softmax(-1)
-    return Mixture(weights, tokens, *preferences.topk(VISITS))
+    shares, choice = preferences.topk(VISITS)
+    order = choice.flatten(1).argsort(stable=True)
+    return Mixture(weights, tokens, shares, choice, order)
 
 
 def mixture_alone(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,21 +249,17 @@ class _Travel(torch.autograd.Function):
         return _Travel.apply(slope, *ctx.way_back), None, None
 
 
-def travel(rows: torch.Tensor, leaving: list[int], arriving: list[int]) -> torch.Tensor:
+def travel(rows: torch.Tensor, leaving: list[int]) -> tuple[torch.Tensor, list[int]]:
     """Send the first rows to rank 0, the next ones to rank 1 and so on, by an all-to-all.
 
-    Return the rows that arrive, in the order of their ranks. `leaving` and `arriving` have the
-    number of rows for and from each rank.
+    Return the rows that arrive, in the order of their ranks, and how many come from each rank.
+    `leaving` has the number of rows for each rank.
     """
-    return _Travel.apply(rows, [*map(int, leaving)], [*map(int, arriving)])
-
-
-def announced(leaving: list[int]) -> list[int]:
-    """Tell each rank how many rows leave for it; return how many arrive here from each."""
-    counts = torch.as_tensor(leaving)
+    counts = torch.tensor(leaving)
     arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts)
-    return arriving.tolist()
+    dist.all_to_all_single(arriving, counts)  # ranks tell each other how many rows to expect
+    expected = arriving.tolist()
+    return _Travel.apply(rows, leaving, expected), expected
 
 
 def lora_on_t4(sharding: Sharding | None) -> Any:
@@ -322,14 +310,20 @@ class Way:
         return result
 
 
-def stages_of_eight(shape: Any) -> tuple[float, float]:
-    """Return how many weights compute in one of eight equal stages, and in the last.
+def idle_in_pipeline(layers: Sequence[int], head: float = HEAD) -> float:
+    """Return the part of the time that one of eight stages waits, in the mean.
 
-    The first has the embedding, too, which computes nothing, and the last has the head.
+    All wait for the stage that computes most: it does 32 micro-batches, one after the other, and
+    one of them also passes all other stages.
+
+    Args:
+        layers: how many each stage has.
+        head: to how many layers the last stage's head amounts. An embedding computes nothing.
     """
-    head = shape.vocab_size * shape.hidden_size
-    stage = (shape.num_parameters - 2 * head) / 8
-    return stage, stage + head
+    stages = [*layers[:-1], layers[-1] + head]
+    longest = 31 * max(stages) + sum(stages)
+    computing = 4 * sum(stages)  # of a stage in the mean, with 32 micro-batches for eight
+    return 1 - computing / longest
 
 
 def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
@@ -341,28 +335,32 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
         shape: the model's.
         rate: operations per second.
     """
-    weights = shape.num_parameters
-    # An embedding is read and not multiplied.
-    embedding = shape.vocab_size * shape.hidden_size
-    multiplied = weights - embedding
-    samples = 8
-    tokens = samples * 2048
+    # An embedding is looked up and not multiplied.
+    multiplied = shape.num_parameters - shape.vocab_size * shape.hidden_size
     # 2 forward, 2 again and 4 backward; without attention, since samples are short.
-    computing = 8 * multiplied * tokens / 8 / rate
+    computing = 8 * multiplied * 2048 / rate  # a sample for each rank
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
-    shard = passed * 2 * weights  # bytes, to gather the weights or to sum gradients, in 16 bits
-    activations = 2 * tokens * shape.hidden_size
+    # Bytes, to gather the weights or to sum gradients, in 16 bits.
+    shard = passed * 2 * shape.num_parameters
+    activations = 2 * 8 * 2048 * shape.hidden_size
     # The paper's two forward and two backward, and the first of the repeated forward pass: torch
     # ends the repetition where nothing more is needed, which is before the second.
     sums = 5 * shape.num_layers * 2 * passed * activations
     gathers = (shard, 2 * shard)
-    # All wait for the last stage; the first of 32 micro-batches has to get there.
-    stage, last = stages_of_eight(shape)
-    busy = 32 * multiplied / 8
-    idle = 1 - busy / (32 * last + 7 * stage)
+    # Four times as many samples, as micro-batches: forward go activations, backward gradients.
+    passed_on = (4 * activations,) * 2
     return {
         "FSDP, 1 a rank": Way(gathers, computing),
         "FSDP, 4 a rank": Way(gathers, 4 * computing),
         "tensor, 8 samples": Way((0, sums), computing, hides=False),
-        "pipeline, 32 in turn": Way((4 * activations,) * 2, 4 * computing, idle=idle),
+        "pipeline, equal stages": Way(
+            passed_on,
+            4 * computing,
+            idle=idle_in_pipeline([4] * 8),
+        ),
+        "pipeline, light last stage": Way(
+            passed_on,
+            4 * computing,
+            idle=idle_in_pipeline(LIGHT_LAST),
+        ),
     }

@@ -22,7 +22,6 @@ CHANGES = {
     "precision": {"precision"},
     "optimizer": {"optim"},
 }
-SECONDS = (0.2, 0.5, 1, 2, 5, 10)
 
 
 def cloud(
@@ -141,32 +140,15 @@ def _tokens(recipe: Recipe) -> int:
     return recipe.batch_size * recipe.gradient_accumulation_steps * recipe.seq_len
 
 
-def speeds(
-    by_card: Mapping[str, list[tuple[Recipe, float, float]]],
-    title: str,
-    subtitle: str,
-):
-    """Draw measured over estimated seconds of each step, by card."""
-    rows = [("card", "steps", "measured / estimated, least", "median", "most")]
-    alt = "Measured over estimated seconds of each step, as points. The table has the range."
-    with canvas(title, alt, subtitle, rows) as ax:
-        for (name, steps), mark in zip(by_card.items(), ("o", "^", "s"), strict=False):
-            ratios = [measured / estimated for _, estimated, measured in steps]
-            ax.plot(
-                [each[1] for each in steps],
-                ratios,
-                mark,
-                linestyle="",
-                label=name,
-            )
-            middle = sorted(ratios)[len(ratios) // 2]
-            figures = (f"{ratio:.2f}" for ratio in (min(ratios), middle, max(ratios)))
-            rows.append((name, str(len(steps)), *figures))
-        ax.axhline(1, color=style.INK, linewidth=1)
-        ax.set(xscale="log", xlabel="estimated seconds of a step", ylabel="measured / estimated")
-        ax.set_ylim(0.5, 1.55)
-        ax.set_xticks(SECONDS, [f"{seconds:g}" for seconds in SECONDS])
-        ax.minorticks_off()
-    # Set afterwards, because the rows are made while drawing.
-    ax.figure.rows = rows
-    return ax.figure
+def two_plans(steps: Sequence[tuple[Recipe, float, float]]) -> list[tuple[str | float, ...]]:
+    """Tokens/s of the 8B's two plans among `timed` steps, estimated and recorded, as a table.
+
+    Of LoRA's four passes of an update its record has one.
+    """
+    rows: list[tuple[str | float, ...]] = [("H200, tokens/s", "estimated", "recorded")]
+    for recipe, estimated, took in steps:
+        is_lora = not recipe.quantization and recipe.gradient_checkpointing
+        if recipe.use_liger_kernel and (recipe.quantization or is_lora):
+            tokens = _tokens(recipe)
+            rows.append(("lora" if is_lora else "qlora", tokens / estimated, tokens / took))
+    return rows

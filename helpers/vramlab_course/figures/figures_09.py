@@ -12,6 +12,7 @@ from ..chapters.chapter_09 import Way
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
 THIN = {"edgecolor": "#888888", "linewidth": 0.6}
+LEAST = 0.7  # where the bars of `ways_to_cut` begin: below 1 ×, the least that a step takes
 SHARED = "#DDDDDD"  # what all ranks have
 HATCHES = ("", "///", "...", "xxx")  # of ranks 0 to 3, for grey print
 # The map's cuts between two cards: what each card holds of model and batch, and what travels.
@@ -315,12 +316,12 @@ def ways_to_cut(
     for number, ((name, bandwidth), grey) in enumerate(zip(links.items(), greys, strict=False)):
         offset = (number - (len(links) - 1) / 2) * width
         times = [way.times(bandwidth) for way in ways.values()]
-        # On this axis a bar begins at 1 ×, where nothing is waited for.
+        # The axis has no zero. At 1 × nothing is waited for, and such a bar should be seen, too.
         drawn = ax.bar(
             [place + offset for place in places],
-            [more - 1 for more in times],
+            [more - LEAST for more in times],
             width,
-            1,
+            LEAST,
             color=grey,
             edgecolor=style.INK,
             linewidth=0.5,
@@ -328,7 +329,7 @@ def ways_to_cut(
         )
         ax.bar_label(drawn, [_times(more) for more in times], padding=1, fontsize=8.5)
     marks = [2**power for power in range(7)]
-    ax.set(yscale="log", ylabel="a step takes", ylim=(1, 80))
+    ax.set(yscale="log", ylabel="a step takes", ylim=(LEAST, 80))
     ax.set_yticks(marks, [f"{mark} ×" for mark in marks])
     ax.minorticks_off()
     ax.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
