@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from vramlab import predict, step_time
 from vramlab.hardware.gpu import Gpu
@@ -10,7 +9,7 @@ from vramlab.interfaces.messages import read_message
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, text_table
 
-from .. import base_model
+from ..base_model import finetuning_texts
 
 # The message of qwen3-0.6b, 128 samples of 512 tokens, fp16-mixed, adamw_torch_fused, on an NVIDIA
 # H200 that other programs used too (torch 2.11, driver 580.159.04).
@@ -46,11 +45,12 @@ def sizes(message: str) -> dict[str, float]:
     said = read_message(message).bytes
     said.setdefault("process", said["total"] - said["free"])
     said["cached"] = said.get("unallocated", 0)
-    names = ("asked", "total", "free", "process", "allocated", "cached")
+    names = ["asked", "total", "free", "process", "allocated", "cached"]
     return {name: said[name] / GiB for name in names}
 
 
 def write_samples(path: str) -> None:
     """Write the course's prose to `path`, one JSON object with its text a line."""
-    lines = [json.dumps({"text": text}) + "\n" for text in base_model.finetuning_texts()]
-    Path(path).write_text("".join(lines), encoding="utf-8")
+    with open(path, "w") as file:
+        for text in finetuning_texts():
+            print(json.dumps({"text": text}), file=file)
