@@ -6,22 +6,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vramlab import LoRA, Quantization, Recipe
+from tiny_models import config
+from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, simulate
 from vramlab_course import blank, exercises
 from vramlab_course.chapters.chapter_10 import (
+    beside_vllm,
     cache_row,
     cached_by,
+    holders,
     largest_made,
-    nbytes,
     of_width,
-    saved_for_backward,
 )
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("10")
-LONG = Recipe("llama-3.1-8b", 1, 16_384, "bf16-mixed", dtype="bfloat16")
-LONG = LONG.replace(lora=LoRA(r=16, target_modules="all-linear"))
-KEPT = LONG.replace(gradient_checkpointing=True, trainer="sft")  # all but offloading
+BARE = Recipe("qwen3-4b", 1, 8192, "fp16-mixed", lora=LoRA(r=16, target_modules="all-linear"))
+BARE = BARE.replace(dtype="float16")
+KEPT = BARE.replace(gradient_checkpointing=True)  # without section 2's cures
+REPEATED = KEPT.replace(attn_implementation="sdpa_repeated")
+CURED = REPEATED.replace(trainer="sft")
 FOUR_BITS = Quantization("nf4", prepare=False)
 
 
@@ -55,11 +58,13 @@ def test_a_right_answer_in_other_words():
         ("10.2", with_keys, "a tensor of 400 numbers"),
         ("10.2", lambda q, latents, up_k, up_v: q, "not that of the keys"),
         ("10.2", lambda *tensors: 1 / 0, "heads × width was expected"),
-        ("10.1", KEPT, "31 × 0.125 GiB activations"),
-        ("10.1", KEPT.replace(trainer="transformers"), "7.828 GiB activations"),
-        ("10.1", KEPT.replace(batch_size=2), "sees 2 texts"),
-        ("10.1", LONG.replace(trainer="sft", activation_offloading=True), "Each of the 32"),
-        ("10.1", KEPT.replace(dtype=None, quantization=FOUR_BITS), "stay in bf16"),
+        ("10.1", KEPT, "8.000 GiB activations"),
+        ("10.1", REPEATED, "4.637 GiB activations"),
+        ("10.1", KEPT.replace(trainer="sft"), "by softmax"),
+        ("10.1", REPEATED.replace(use_liger_kernel=True), "as old as a T4"),
+        ("10.1", CURED.replace(batch_size=2), "sees 2 texts"),
+        ("10.1", CURED.replace(gradient_checkpointing=False), "Each of the 36"),
+        ("10.1", REPEATED.replace(dtype=None, quantization=FOUR_BITS), "stay in fp16"),
     ],
 )
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):
@@ -103,19 +108,6 @@ def test_other_ways_to_compute_a_piece_again_are_right(tiled):
     assert verdict.right, verdict
 
 
-def test_what_is_saved_is_counted_once_and_without_the_weights():
-    layer = torch.nn.Linear(4, 8)
-    x = torch.randn(16, 4, requires_grad=True)
-    with saved_for_backward(layer) as saved:
-        wide = layer(x).relu()
-        (wide * wide).sum()
-    # x of the matrix product; relu's result, which the product saves twice more
-    assert nbytes(saved.values()) == 4 * (16 * 4 + 16 * 8)
-    with saved_for_backward() as saved:
-        layer(x)
-    assert nbytes(saved.values()) == 4 * (16 * 4 + 8 * 4)
-
-
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_cache_is_read_under_the_name_that_the_answer_has_for_it(name):
     """transformers 5.24 renamed it, and warns whoever reads the older name."""
@@ -154,3 +146,29 @@ def test_the_bytes_of_a_width_are_those_of_activations_at_the_peak():
     ]
     largest = [SimpleNamespace(**dict(zip(names, group, strict=True))) for group in groups]
     assert of_width(SimpleNamespace(largest=largest), 14) == 300
+
+
+@pytest.mark.slow
+def test_vllm_adds_its_share_and_holds_it_unless_it_sleeps():
+    card = find_gpu("T4")
+    rollouts = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 32}
+    grpo = Recipe(config("qwen3"), 8, None, trainer="grpo", rollouts=rollouts)
+    alone = simulate(grpo, gpu=card)
+    own = alone.phases["backward"].peak
+    for sleeps in (False, True):
+        beside = beside_vllm(alone, grpo, card, 0.5, sleeps=sleeps)
+        for phase, is_awake in (("generate", True), ("backward", not sleeps)):
+            split = beside.phases[phase].peak
+            held = holders(split, own.parameters)
+            assert sum(held.values()) == split.total
+            assert held["model and optimizer"] == own.parameters + own.optimizer_states
+            assert (held["KV cache"] > 6 * GiB) is (held["vLLM's weights"] > 0) is is_awake
+
+
+@pytest.mark.slow
+def test_section_4_says_what_offloading_takes():
+    lora = LoRA(r=16, target_modules="all-linear")
+    fused = Recipe("llama-3.1-8b", 1, 131_072, "bf16-mixed", dtype="bfloat16", lora=lora)
+    fused = fused.replace(optim="adamw_torch_fused", gradient_checkpointing=True, trainer="sft")
+    away = simulate(fused.replace(activation_offloading=True), gpu="H100", expandable_segments=True)
+    assert f"{away.peak.total / GiB:.1f}" == "61.6"

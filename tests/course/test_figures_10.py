@@ -1,7 +1,7 @@
 """Chapter 10's figures: what they are drawn from."""
 
 import pytest
-from vramlab import GiB, LoRA, MiB, Recipe, predict
+from vramlab import GiB, LoRA, Recipe, predict
 from vramlab_course.figures.figures_10 import LENGTHS, growth, held
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
@@ -24,17 +24,17 @@ def test_the_lines_are_the_predicted_peaks():
 
 def test_a_bar_stacks_what_is_held_at_its_moment():
     moments = {
-        "sample": {"model": 3 * MiB, "cache": 2 * MiB},
-        "train,\nafter forward": {"model": 3 * MiB, "activations": 4 * MiB},
+        "awake,\nsampling": {"model and optimizer": 3 * GiB, "KV cache": 2 * GiB},
+        "awake,\ntraining": {"model and optimizer": 3 * GiB, "for a moment": 4 * GiB},
     }
     figure = held(moments, "What is there", "counted")
     assert figure.rows == [
-        ("MiB", "sample", "train, after forward"),
-        ("model", "3.0", "3.0"),
-        ("optimizer states", "0.0", "0.0"),
-        ("cache", "2.0", "0.0"),
-        ("gradients", "0.0", "0.0"),
-        ("activations", "0.0", "4.0"),
+        ("GiB", "awake, sampling", "awake, training"),
+        ("model and optimizer", "3.0", "3.0"),
+        ("vLLM's weights", "0.0", "0.0"),
+        ("KV cache", "2.0", "0.0"),
+        ("work memory", "0.0", "0.0"),
+        ("for a moment", "0.0", "4.0"),
         ("total", "5.0", "7.0"),
     ]
     (ax,) = figure.axes

@@ -1,41 +1,20 @@
 """What chapter 10's cells share.
 
-That is what autograd saves, what a call makes, bytes of tensors and of a cache, a cache beside
-transformers' own, and the bytes of one width at a peak.
+That is what a call makes, bytes of tensors and of a cache, a cache beside transformers' own, the
+bytes of one width at a peak, and who holds memory in GRPO.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from vramlab.report.report import Report
+from vramlab import Recipe
+from vramlab.hardware.gpu import Gpu
+from vramlab.report.report import Bytes, Report
+from vramlab.simulation.colocated import colocated, with_vllm
 
 from ..made_tensors import MadeTensors
-
-
-@contextmanager
-def saved_for_backward(*modules: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
-    """Yield a dictionary that fills with what autograd saves in the block, each storage once.
-
-    Parameters and buffers of `modules` are there anyway and are left out.
-    """
-    there = set()
-    for module in modules:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            # `_cdata` is the address of the storage's object, the same for all views of it.
-            there.add(tensor.untyped_storage()._cdata)
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in there:
-            saved[storage] = tensor  # held, so that no other tensor gets its address
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
 
 
 def cached_by(answer: Any) -> list[torch.Tensor]:
@@ -115,3 +94,37 @@ def of_width(report: Report, width: int) -> int:
         if group.category == "activations" and group.shape[-1] == width:
             total += group.count * group.size
     return total
+
+
+def holders(split: Bytes, own: int) -> dict[str, int]:
+    """Return who holds the bytes of a moment of GRPO, of which `own` are the model's weights.
+
+    The weights beyond these are vLLM's.
+    """
+    named = {
+        "model and optimizer": own + split.optimizer_states,
+        "vLLM's weights": split.parameters - own,
+        "KV cache": split.kv_cache,
+        "for a moment": split.gradients + split.activations + split.temporaries,
+    }
+    return named | {"work memory": split.total - sum(named.values())}
+
+
+def beside_vllm(
+    alone: Report, recipe: Recipe, card: Gpu, share: float, *, sleeps: bool = False
+) -> Report:
+    """Return the report of `recipe` with vLLM on its card, which takes `share` of it.
+
+    `alone` is the report with vLLM on another card. `simulate` says the same where the card has
+    room for both.
+    """
+    assert recipe.rollouts
+    rollouts = replace(
+        recipe.rollouts,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=share,
+        vllm_enable_sleep_mode=sleeps,
+    )
+    vllm = colocated(recipe.replace(rollouts=rollouts), card)
+    assert vllm
+    return with_vllm(alone, vllm)

@@ -1,4 +1,4 @@
-"""Drawings of chapter 10: what a step of GRPO holds, how a run grows with its text."""
+"""Drawings of chapter 10: who is on the card in a step of GRPO, how a run grows with its text."""
 
 from collections.abc import Mapping
 
@@ -6,15 +6,15 @@ from vramlab import Recipe, find_gpu, predict
 from vramlab.hardware.gpu import usable_memory
 from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import draw_limit
-from vramlab.report.report import GiB, MiB
+from vramlab.report.report import GiB
 
-# What a step of GRPO holds, and the category whose look each has.
+# Who is on the card in a step of GRPO, and the category whose look each has.
 HELD = {
-    "model": "parameters",
-    "optimizer states": "optimizer_states",
-    "cache": "kv_cache",
-    "gradients": "gradients",
-    "activations": "activations",
+    "model and optimizer": "parameters",
+    "vLLM's weights": "workspace",
+    "KV cache": "kv_cache",
+    "work memory": "buffers",
+    "for a moment": "activations",
 }
 LENGTHS = tuple(2**power for power in range(11, 18))  # tokens of a text
 
@@ -24,17 +24,17 @@ def held(moments: Mapping[str, Mapping[str, float]], title: str, about: str):
     """Return a figure of the bytes of each of HELD at some moments, a bar for a moment."""
     figure, ax = style.start(title, about)
     tops = [0.0] * len(moments)
-    rows = [("MiB", *(name.replace("\n", " ") for name in moments))]
+    rows = [("GiB", *(name.replace("\n", " ") for name in moments))]
     for name, category in HELD.items():
-        sizes = [split.get(name, 0) / MiB for split in moments.values()]
+        sizes = [split.get(name, 0) / GiB for split in moments.values()]
         look = style.look([category])[category]
-        drawn = ax.bar([*moments], sizes, 0.8, tops, label=name, **look)
+        drawn = ax.bar([*moments], sizes, 0.7, tops, label=name, **look)
         tops = [*map(sum, zip(tops, sizes, strict=True))]
         rows.append((name, *(f"{size:.1f}" for size in sizes)))
     totals = [f"{top:.1f}" for top in tops]
     ax.bar_label(drawn, totals, padding=3, fontweight="bold", bbox=style.PATCH)
     rows.append(("total", *totals))
-    ax.set(ylabel="MiB", ylim=(0, 1.12 * ax.dataLim.y1))
+    ax.set(ylabel="GiB", ylim=(0, 1.12 * ax.dataLim.y1))
     return style.finish(figure, rows, f"Stacked bars. {title}. {about}.", say_rows=True)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from ..chapters.chapter_10 import saved_for_backward
 from ..made_tensors import MadeTensors
 
 
@@ -63,15 +63,23 @@ def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
     expected = _with_gradients(block, x, up, down)
     # The whole block was called for the expected result.
     got.clear()
-    saved = {}
+    # `_cdata` is the address of the storage's object, the same for all views of it.
+    weights = set()
+    for weight in (*up.parameters(), *down.parameters()):
+        weights.add(weight.untyped_storage()._cdata)
+    saved: list[torch.Tensor] = []
     calls = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            saved.append(tensor)
+        return tensor
 
     def forward(x: torch.Tensor) -> Any:
         nonlocal calls
         # The forward pass alone: in the backward pass a piece saves its wide numbers, and may.
-        with saved_for_backward(up, down) as kept:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             output = tiled(block, x, size)
-        saved.update(kept)
         calls = len(got)
         return output
 
@@ -87,7 +95,7 @@ def tiled_run(tiled: Callable[..., Any], tokens: int, size: int) -> TiledRun:
         most_tokens=max(got, default=0),
         calls=calls,
         # What is as wide as the block's inside should be computed again, not kept.
-        kept_wide=any(tensor.shape[-1:] == (wide,) for tensor in saved.values()),
+        kept_wide=any(tensor.shape[-1:] == (wide,) for tensor in saved),
         most_wide=rows.most,
     )
 
