@@ -2,6 +2,7 @@
 
 import pytest
 from vramlab_course.figures.figures_04 import (
+    backward_in_units,
     gather_use_free,
     two_collectives,
     two_lanes,
@@ -42,8 +43,8 @@ def test_two_collectives_shows_each_number_where_it_is_held():
 
 def test_a_layer_is_whole_in_two_columns_and_a_shard_in_all():
     figure = gather_use_free(3, "A title")
-    moments = [row[:2] for row in figure.rows[1:]]
-    assert moments[2:4] == [("forward", "3"), ("backward", "3")] and len(moments) == 6
+    whole = [row.index("whole") for row in figure.rows[1:]]
+    assert whole == [1, 2, 3, 3, 2, 1]
     pale = [patch for patch in figure.axes[0].patches if patch.get_facecolor()[3] < 1]
     assert [(round(patch.get_x()), patch.get_y()) for patch in pale] == [
         (0, -1),
@@ -53,7 +54,14 @@ def test_a_layer_is_whole_in_two_columns_and_a_shard_in_all():
         (4, -2),
         (5, -1),
     ]
-    assert "whole layer 1, sent gather, then reduce-scatter" in figure.alt
+    assert "layer 3 shard, sent gather, then reduce-scatter" in figure.alt
+
+
+def test_fsdps_backward_pass_has_three_layers_on_their_way():
+    first, middle, last = backward_in_units(4, "A title").rows[1:]
+    assert first[2:] == ("shard", "shard", "arriving", "weights")
+    assert middle[1:] == ("weights", "shard", "arriving", "weights", "gradients")
+    assert last[2:] == ("arriving", "weights", "gradients", "shard")
 
 
 def test_two_lanes_shows_what_the_longer_of_both_leaves_waiting():

@@ -6,6 +6,7 @@ from typing import Any
 from vramlab.interfaces.plot import style
 
 Numbers = Sequence[Sequence[int]]  # of each rank
+SENT = "sent"  # the row without boxes
 THIN = {"edgecolor": "#888888", "linewidth": 0.6}
 
 PARTS = ("parameters", "gradients", "optimizer_states")
@@ -101,33 +102,69 @@ def two_collectives(given: Numbers, reduced: Numbers, gathered: Numbers, title: 
     return style.finish(figure, rows, f"Rows of blocks. {title}.", say_rows=True)
 
 
-@style.styled()
 def gather_use_free(layers: int, title: str):
     """Return a figure of what one of two ranks has of each layer's weight while a step runs.
 
     A column is a pass through one layer. The rank's own half is dark at all times; the half that
     was gathered is pale.
     """
-    figure, ax = style.start(title, "rank 0 of two · dark: its shard · pale: gathered for a moment")
-    ascending = range(1, layers + 1)
-    passes = [("forward", layer, "gather") for layer in ascending]
-    passes += [("backward", layer, "gather, then\nreduce-scatter") for layer in ascending[::-1]]
+    names = [f"layer {number}" for number in range(1, layers + 1)]
+    moments = {f"forward\n{name}": {name: "", SENT: "gather"} for name in names}
+    for name in names[::-1]:
+        moments[f"backward\n{name}"] = {name: "", SENT: "gather, then\nreduce-scatter"}
+    about = "rank 0 of two · dark: its shard · pale: gathered for a moment"
+    return _moments([*names, SENT], moments, 0.4, title, about)
+
+
+def backward_in_units(layers: int, title: str):
+    """Return a figure of what one of two ranks holds of each unit while FSDP's backward pass runs.
+
+    A column is a moment in which one layer computes. The shard is dark, and the whole unit that
+    lies there too is pale and twice as wide.
+    """
+    names = [f"layer {number}" for number in range(1, layers + 1)]
+    moments = {}
+    for now in range(layers - 1, 0, -1):
+        whole = {"embedding, head": "weights", names[now]: "weights", names[now - 1]: "arriving"}
+        whole |= {name: "gradients" for name in names[now + 1 : now + 2]}
+        moments[f"{names[now]}\ncomputes"] = whole
+    about = "rank 0 of two · dark: its shard · pale: a whole unit that lies there too"
+    return _moments(["embedding, head", *names], moments, 0.27, title, about)
+
+
+@style.styled()
+def _moments(
+    names: Sequence[str],
+    moments: Mapping[str, Mapping[str, str]],
+    shard: float,
+    title: str,
+    about: str,
+) -> Any:
+    """A column for each moment, with what is said of some rows; `shard` is its part's width."""
+    figure, ax = style.start(title, about)
     own = style.LINES[0][0]
     box = {"align": "edge", "height": 0.7}
-    lows = [-layer for layer in ascending]
-    for column, (name, whole, sends) in enumerate(passes):
-        ax.bar(layers * [column], width=0.8, bottom=lows, facecolor="white", **THIN, **box)
-        ax.bar(layers * [column], width=0.4, bottom=lows, facecolor=own, **box)
-        ax.bar(column + 0.4, width=0.4, bottom=-whole, facecolor=(own, 0.35), **box)
-        for y, text in ((0.35, f"{name}\nlayer {whole}"), (-layers - 0.4, sends)):
-            ax.text(column + 0.4, y, text, ha="center", va="center", fontsize=8.5)
-    names = [*(f"layer {layer}" for layer in ascending), "sent"]
-    ax.set_yticks([low + 0.35 for low in [*lows, -layers - 0.75]], names)
+    middle = {"ha": "center", "va": "center", "fontsize": 8.5}
+    rows = [("moment", *names)]
+    for column, (head, said) in enumerate(moments.items()):
+        ax.text(column + 0.4, 0.35, head, **middle)
+        for low, name in enumerate(names):
+            low = -1 - low
+            if name == SENT:
+                ax.text(column + 0.4, low + 0.45, said[name], **middle)
+                continue
+            ax.bar(column, width=0.8, bottom=low, facecolor="white", **THIN, **box)
+            ax.bar(column, width=shard, bottom=low, facecolor=own, **box)
+            if name in said:
+                width = 0.8 - shard
+                ax.bar(column + shard, width=width, bottom=low, facecolor=(own, 0.35), **box)
+                ax.text(column + shard + width / 2, low + 0.35, said[name], **middle)
+        rows.append((head, *(said.get(name, "shard") or "whole" for name in names)))
+    ax.set_yticks([-0.65 - row for row in range(len(names))], names)
     ax.set_xticks([])
-    ax.set(xlim=(-0.1, len(passes)), ylim=(-layers - 0.7, 0.8))
+    ax.set(xlim=(-0.1, len(moments)), ylim=(-len(names) - 0.1, 0.8))
     _bare(ax)
-    figure.set_figheight(2.9)
-    rows = [("pass", "whole layer", "sent"), *((name, f"{n}", sent) for name, n, sent in passes)]
+    figure.set_figheight(0.9 + len(names) / 2)
     return style.finish(figure, rows, f"Boxes in time. {title}.", say_rows=True)
 
 

@@ -6,7 +6,6 @@ They are judges of readers' functions, and short algorithms.
 import copy
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,14 +14,6 @@ from vramlab import Recipe, find_gpu, predict
 from ..answers import NOT_ANSWERED, Feedback, Unclear, kind_of
 
 SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
-
-
-def message_sizes(message: str) -> list[float]:
-    """The sizes of an out-of-memory message in MiB, in their order."""
-    unit = {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}
-    return [
-        float(number) * unit[name] for number, name in re.findall(r"([\d.]+) ([KMG]iB)", message)
-    ]
 
 
 def trained_until(moment: str, dtype: str = "float32") -> tuple[Any, Any]:
