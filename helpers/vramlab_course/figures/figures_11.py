@@ -28,13 +28,24 @@ def routes(ways: Mapping[str, Sequence[str]], title: str):
             for number in reversed(range(len(stops) - 1)):
                 arrow = ARROW | {"color": colour, "patchB": box.get_bbox_patch()}
                 here = (number * step, y)
-                box = ax.annotate(stops[number], box.xyann, here, arrowprops=arrow, **look)
+                box = ax.annotate(
+                    stops[number],
+                    box.xyann,
+                    here,
+                    arrowprops=arrow,
+                    **look,
+                )
         ax.set(xlim=(-0.4, WIDTH + 0.4), ylim=(-0.3, 2.6))
         ax.set_axis_off()
     return ax.figure
 
 
-def ends(ranges: Mapping[str, tuple[float, float]], measured: float, title: str, subtitle: str):
+def ends(
+    ranges: Mapping[str, tuple[float, float]],
+    measured: float,
+    title: str,
+    subtitle: str,
+):
     """Return a figure of the seconds in which a run ends, least and most, and what it took."""
     rows = [(name, f"{least:.0f}–{most:.0f}") for name, (least, most) in ranges.items()]
     rows.append(("measured", f"{measured:.1f}"))
@@ -44,7 +55,11 @@ def ends(ranges: Mapping[str, tuple[float, float]], measured: float, title: str,
             place = textwrap.fill(name, 10)
             ax.bar(place, most - least, bottom=least, color=COLOURS[1])
             ax.text(place, most + 0.4, text, ha="center", bbox=style.PATCH)
-        line = {"color": style.ALARM, "linestyle": "--"}
-        ax.axhline(measured, label=f"the slow run, measured: {measured:.1f} s", **line)
+        ax.axhline(
+            measured,
+            color=style.ALARM,
+            linestyle="--",
+            label=f"the slow run, measured: {measured:.1f} s",
+        )
         ax.set(ylabel="seconds", ylim=(95, 146))
     return ax.figure
