@@ -279,7 +279,9 @@ def test_pairs_that_differ_in_one_switch_are_compared(monkeypatch):
     runs = [(Timed("T4", recipe, seconds), ratio) for recipe, seconds, ratio in steps]
     monkeypatch.setattr(figures_08, "held_out", lambda card: runs if card == "T4" else [])
     # recorded 1.5 and 2.6, estimated 1.5 and 1.3; the median, 2.05, is a fifth off of both
-    assert figures_08.ratios()[1:] == [("checkpointing", 2, pytest.approx(2.05), pytest.approx(1.4), 1, 0)]
+    ((name, pairs, *medians, near, by_one),) = figures_08.ratios()[1:]
+    assert (name, pairs, near, by_one) == ("checkpointing", 2, 1, 0)
+    assert medians == pytest.approx([2.05, 1.4])
 
 
 def test_the_text_reads_the_first_row_of_ratios():

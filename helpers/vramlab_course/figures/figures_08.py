@@ -44,17 +44,37 @@ def cloud(
     beyond = len(points) - len(shown)
     subtitle = f"{subtitle} · {beyond} of {len(points)} need more than {WIDEST} GiB"
     with canvas(title, alt, subtitle) as ax:
-        ax.scatter(sizes, speeds, s=14, color="#BBBBBB", linewidths=0, label="a recipe")
+        ax.scatter(
+            sizes,
+            speeds,
+            s=14,
+            color="#BBBBBB",
+            linewidths=0,
+            label="a recipe",
+        )
         colour = style.LINES[0][0]
         best = list(itertools.accumulate(speeds, max))
-        ax.step(sizes, best, where="post", color=colour, label="the fastest up to this size")
+        ax.step(
+            sizes,
+            best,
+            where="post",
+            color=colour,
+            label="the fastest up to this size",
+        )
         for name, row in marked.items():
             place = row[1][1] / GiB, row[0]
             ax.plot(*place, "o", color=style.INK)
             look = {"ha": "center", "bbox": style.PATCH}
-            ax.annotate(name, place, (0, -20), textcoords="offset points", **look)
+            up = 10 if row[0] in best else -20  # a label on the line would hide it
+            ax.annotate(name, place, (0, up), textcoords="offset points", **look)
         label = f"the card: {usable / GiB:.1f} GiB"
-        ax.axvline(usable / GiB, color=style.ALARM, linestyle=":", linewidth=2, label=label)
+        ax.axvline(
+            usable / GiB,
+            color=style.ALARM,
+            linestyle=":",
+            linewidth=2,
+            label=label,
+        )
         ax.set(xlabel="likely memory of the process, GiB", ylabel="tokens/s, estimated")
         ax.set(xlim=(sizes[0] - 3, WIDEST), ylim=(0, 1.25 * best[-1]))
     return ax.figure
