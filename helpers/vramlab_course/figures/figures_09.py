@@ -309,25 +309,26 @@ def ways_to_cut(
     `links` are bytes per second by name.
     """
     figure, ax = style.start(title, about)
-    places = range(len(ways))
-    width = 0.84 / len(links)
     greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)  # the slower the darker
-    ax.axhline(1, color=style.INK, linewidth=0.8)  # nothing is waited for
     # Dots, since the axis has no zero for a bar to stand on.
     drawn = zip(links.items(), "os^D", greys, strict=False)
     for number, ((name, bandwidth), marker, grey) in enumerate(drawn):
-        offset = (number - (len(links) - 1) / 2) * width
-        at = [place + offset for place in places]
-        times = [way.times(bandwidth) for way in ways.values()]
-        look = {"color": grey, "markeredgecolor": style.INK, "label": f"over {name}"}
-        ax.plot(at, times, marker, markersize=8, **look)
-        for x, more in zip(at, times, strict=True):
+        offset = 0.84 * ((number + 0.5) / len(links) - 0.5)
+        dots = [(x + offset, way.times(bandwidth)) for x, way in enumerate(ways.values())]
+        ax.plot(
+            *zip(*dots, strict=True),
+            marker,
+            color=grey,
+            markeredgecolor=style.INK,
+            label=f"over {name}",
+        )
+        for x, more in dots:
             ax.text(x, 1.13 * more, _times(more), ha="center", fontsize=8.5)
     marks = [2**power for power in range(7)]
     ax.set(yscale="log", ylabel="a step takes", ylim=(0.8, 80))
     ax.set_yticks(marks, [f"{mark} ×" for mark in marks])
     ax.minorticks_off()
-    ax.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
+    ax.set_xticks(range(len(ways)), [name.replace(", ", ",\n") for name in ways])
     rows = [("a rank", "GB sent", *links)]
     for name, way in ways.items():
         longer = (f"{_times(way.times(bandwidth))} ×" for bandwidth in links.values())
