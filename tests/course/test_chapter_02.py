@@ -42,6 +42,6 @@ def test_each_tensor_has_its_name_and_only_those_called_so_are_fp32(saved):
 def test_the_figure_shows_each_size():
     figure = figures_02.layer(range(100, 117), "a title", "about")
     assert figure.rows[1] == ("norm 1", "its input, fp32", "100")
-    assert figure.rows[-1] == ("feed-forward", "gate × up", "116")
+    assert figure.rows[-1] == ("feed-forward", "SiLU × up", "116")
     with pytest.raises(ValueError, match="zip"):
         figures_02.layer([1, 2], "a title", "about")

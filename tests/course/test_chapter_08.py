@@ -126,6 +126,13 @@ def test_a_chat_models_first_head_is_its_answer(folder):
     assert read.startswith(student.prompt("def f(x):")) and "-> int:" in read
 
 
+def test_a_head_is_right_with_both_types_and_nothing_else_changed():
+    asked = "def f(x):"
+    assert chapter_08.is_right("def f(x: int) -> str:", asked)
+    for head in ("def f(x: int):", "def f(x) -> str:", "def f(xs: int) -> str:", "no head", ""):
+        assert not chapter_08.is_right(head, asked)
+
+
 def test_the_cell_to_paste_writes_the_samples_of_section_5(tmp_path, monkeypatch):
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells]
@@ -133,7 +140,8 @@ def test_the_cell_to_paste_writes_the_samples_of_section_5(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     exec(text.split("```")[1].partition("!")[0])
     written = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
-    assert written == [{"messages": chat(head)} for head in typed_heads()]
+    heads = typed_heads()
+    assert written == [{"messages": chat(head)} for head in heads if head not in heads[::20]]
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +212,8 @@ def test_a_folder_of_real_layout_is_trained_merged_and_asked(folder, tmp_path, m
     said = capsys.readouterr().out
     assert said.count("  before: ") == said.count("  after:  ") == 2
     assert "MiB, measured " in said and "before: 0 of 3 right" in said
+    # the cell to paste counts on the folder of the adapter itself
+    assert chapter_08.count_right(str(tmp_path / "mine"), names["held_back"]) == 0
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 
@@ -213,15 +223,14 @@ def test_recipes_are_in_the_cloud():
     light = (900.0, (12 * GiB, 13 * GiB, 14 * GiB), plain)
     fast = (1000.0, (18 * GiB, 20 * GiB, 22 * GiB), plain)
     large = (1100.0, (70 * GiB, 80 * GiB, 90 * GiB), plain)
-    rows = {"16 bits": [fast, large], "4 bits": [light]}
-    marked = {"saves most": ("4 bits", light), "chosen": ("16 bits", fast)}
-    figure = figures_08.cloud(rows, marked, 23 * GiB, "title", "about")
-    where = {text.get_text(): text.xy for text in figure.axes[0].texts}
+    marked = {"saves most": light, "chosen": fast}
+    figure = figures_08.cloud([fast, large, light], marked, 23 * GiB, "title", "about")
+    axes = figure.axes[0]
+    where = {text.get_text(): text.xy for text in axes.texts}
     assert (where["saves most"], where["chosen"]) == ((13, 900), (20, 1000))
-    dots = {each.get_label(): each.get_offsets().tolist() for each in figure.axes[0].collections}
-    assert dots["base in 16 bits"] == [[20, 1000], [80, 1100]]
-    assert dots["base in 4 bits"] == [[13, 900]]
-    assert "1 of 3 need more than 64 GiB" in figure.axes[0].get_title(loc="left")
+    assert axes.collections[0].get_offsets().tolist() == [[13, 900], [20, 1000]]
+    assert list(axes.lines[0].get_ydata()) == [900, 1000]
+    assert "1 of 3 need more than 32 GiB" in axes.get_title(loc="left")
 
 
 def test_recorded_peaks_are_as_predicted():
@@ -261,17 +270,26 @@ def test_two_plans_were_estimated_and_recorded_on_a_card():
     assert (round(lora_ran), round(qlora_ran)) == (9218, 8342)
 
 
-def test_pairs_are_ordered_that_differ_in_one_thing(monkeypatch):
+def test_pairs_that_differ_in_one_switch_are_compared(monkeypatch):
     plain = Recipe("gpt2", 4, 128, "fp32")
     slow = plain.replace(gradient_checkpointing=True)
-    split = plain.replace(batch_size=2, gradient_accumulation_steps=2)
-    other = plain.replace(seq_len=256)
-    # (recipe, seconds, measured over estimated): the split one is estimated as faster than plain
-    steps = ((plain, 1.0, 1.0), (slow, 1.5, 1.0), (split, 1.2, 1.5), (other, 2.0, 1.0))
+    long = plain.replace(seq_len=256), slow.replace(seq_len=256)
+    # (recipe, seconds, measured over estimated)
+    steps = ((plain, 1.0, 1.0), (slow, 1.5, 1.0), (long[0], 2.0, 1.0), (long[1], 5.2, 2.0))
     runs = [(Timed("T4", recipe, seconds), ratio) for recipe, seconds, ratio in steps]
     monkeypatch.setattr(figures_08, "held_out", lambda card: runs if card == "T4" else [])
-    found = {name: counts for name, *counts in figures_08.in_order()[1:] if any(counts)}
-    assert found == {"checkpointing": [1, 1, 1], "micro-batch": [1, 1, 0]}
+    # recorded 1.5 and 2.6, estimated 1.5 and 1.3; the median, 2.05, is a fifth off of both
+    ((name, pairs, *medians, near, by_one),) = figures_08.ratios()[1:]
+    assert (name, pairs, near, by_one) == ("checkpointing", 2, 1, 0)
+    assert medians == pytest.approx([2.05, 1.4])
+
+
+def test_the_text_reads_the_first_row_of_ratios():
+    (_, pairs, took, said, near, by_one), other = figures_08.ratios()[1:]
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert f"of {pairs} pairs, runs with checkpointing took {took:.2f} times" in text
+    assert f"by the estimate {said:.2f}" in text and f"in {near} pairs" in text
+    assert f"comes as near in {by_one}." in text and near > by_one and other[4] > other[5]
 
 
 def test_a_step_is_judged_by_a_fit_that_has_not_seen_its_model():

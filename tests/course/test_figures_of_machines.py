@@ -58,5 +58,14 @@ def test_the_stops_of_each_way_are_drawn_and_in_the_table():
         ("direct", "GPU 0 → GPU 1"),
         ("by a copy", "GPU 0 → host bridge → CPU's memory → host bridge → GPU 1"),
     ]
-    drawn = [text.get_text() for text in figure.axes[0].texts]
-    assert drawn.count("") == 1 + 4 and drawn[-4:] == list(figures_11.PLACES)
+    texts = figure.axes[0].texts
+    # Each way from its last stop to its first; an arrow ends at the box drawn before it.
+    assert [text.get_text() for text in texts[:3]] == ["direct", "GPU 1", "GPU 0"]
+    arrows = [text.arrow_patch is not None for text in texts if hasattr(text, "arrow_patch")]
+    assert arrows == [False, True, False, True, True, True, True]
+
+
+def test_the_ends_of_a_run_are_in_the_table_and_read_out():
+    figure = figures_11.ends({"a copy": (114.4, 140.7)}, 131.44, "a title", "about")
+    assert figure.rows[1:] == [("a copy", "114–141"), ("measured", "131.4")]
+    assert figure.alt == "Seconds. a copy: 114–141; measured: 131.4"

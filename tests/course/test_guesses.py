@@ -2,7 +2,11 @@
 run to run.
 """
 
+from itertools import pairwise
+
+import nbformat
 import pytest
+from settings import all_notebooks
 from vramlab_course import guesses
 from vramlab_course.guesses import guess, score
 from vramlab_course.session import Session
@@ -122,3 +126,11 @@ def test_a_cell_that_runs_again_replaces_its_guess():
     for mine in (1, 10):
         guess("Question?", "GiB", mine=mine).compare(10)
     assert "You guessed 1 of the 1 numbers: 1 within a quarter" in score()
+
+
+@pytest.mark.parametrize("path", all_notebooks(), ids=lambda path: path.stem)
+def test_a_text_and_no_fold_comes_before_a_guess(path):
+    cells = nbformat.read(path, as_version=4).cells
+    for text, code in pairwise(cells):
+        if code.cell_type == "code" and "mine=None" in code.source:
+            assert not text.source.endswith("</details>"), code.id

@@ -1,13 +1,16 @@
-"""Chapter 03: what is alive at a peak, a figure of several steps, and recorded runs.
+"""Chapter 03: what is alive at a peak, a figure of several steps, recorded runs, and epochs.
 
 For its claims there are also the bytes that autograd keeps, and steps that empty the cache.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from math import ceil
 from typing import Any
 
+from vramlab.formulas.whole_run import predict_run
 from vramlab.hardware.allocator import Allocator
+from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces import plot
 from vramlab.measurement.records import find_record
 from vramlab.planning.step_time import step_time
@@ -90,10 +93,11 @@ def large_parts(report: Report) -> list[tuple]:
     return rows
 
 
-def both_switches() -> list[tuple[str, float | str, float | str]]:
+def both_switches() -> list[tuple[str, float | str, float | str, str]]:
     """Rows of a table: how many times as long recorded updates take with either of two switches.
 
-    That is with checkpointing, and in passes of one sample; "–" where no run was recorded.
+    That is with checkpointing, and in passes of one sample; "–" where no run was recorded. Last
+    stands what the passes were timed as.
     """
     gpt2 = Recipe("gpt2", 8, 512, "bf16-mixed")
     bert = Recipe("bert-large", 4, 512, "fp32")
@@ -123,12 +127,14 @@ def both_switches() -> list[tuple[str, float | str, float | str]]:
         if recipe.name == "tinyllama-1.1b" and recipe.quantization and is_sdpa:
             tiny[recipe.seq_len, recipe.batch_size] = run.seconds
     in_pieces = _seconds(pieces) / _seconds(bert)
+    tinies = 8 * tiny[1024, 1] / tiny[1024, 8]
+    alone = "samples alone"
     return [
-        ("GPT-2, 8 × 512, bf16 mixed, H100", _checkpointed(gpt2), _one_by_one(gpt2)),
-        ("BERT-large, 4 × 512, fp32, H100", _checkpointed(bert), in_pieces),
-        ("8B, LoRA, 4 × 1,024, H200", "–", _one_by_one(short)),
-        ("8B, LoRA, Liger, 4 × 2,048, H200", _checkpointed(long), "–"),
-        ("TinyLlama, LoRA, 8 × 1,024, T4", "–", 8 * tiny[1024, 1] / tiny[1024, 8]),
+        ("GPT-2, 8 × 512, bf16 mixed, H100", _checkpointed(gpt2), _one_by_one(gpt2), alone),
+        ("BERT-large, 4 × 512, fp32, H100", _checkpointed(bert), in_pieces, "a real run"),
+        ("8B, LoRA, 4 × 1,024, H200", "–", _one_by_one(short), alone),
+        ("8B, LoRA, Liger, 4 × 2,048, H200", _checkpointed(long), "–", "–"),
+        ("TinyLlama, LoRA, 8 × 1,024, T4", "–", tinies, alone),
     ]
 
 
@@ -146,6 +152,23 @@ def _one_by_one(recipe: Recipe) -> float:
     """How many times as long as its update a recorded one of a single sample takes for all."""
     alone = recipe.replace(batch_size=1)
     return recipe.batch_size * _seconds(alone) / _seconds(recipe)
+
+
+def epochs(recipe: Recipe, ways: dict[str, dict], lengths: Sequence[int], card: Gpu) -> list:
+    """Rows of a table: peaks, updates and predicted speed of an epoch in each of `ways`.
+
+    A way is a change of `recipe`. A run whose largest pass does not fit on `card` has no speed.
+    """
+    rows: list = [("predicted", "typical pass, GiB", "largest, GiB", "updates", "tokens/s")]
+    for name, change in ways.items():
+        way = recipe.replace(**change)
+        epoch = predict_run(way, lengths, gpu=card.name)
+        largest = epoch.largest.peak.total
+        fits = largest < card.total
+        speed = round(useful_speed(way, lengths, card.name)) if fits else "dies"
+        updates = ceil(epoch.micro_batches / way.gradient_accumulation_steps)
+        rows.append((name, epoch.typical / GiB, largest / GiB, updates, speed))
+    return rows
 
 
 def useful_speed(recipe: Recipe, lengths: Sequence[int], gpu: str) -> float:

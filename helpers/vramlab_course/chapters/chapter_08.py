@@ -67,6 +67,16 @@ def evaluations(folder: Path) -> list[float]:
     return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
+def starts(plan: vramlab.Plan) -> list[vramlab.Recipe]:
+    """LoRA next to a base in 16 bits, in 4, and in 4 with its constants quantized too."""
+    lora = next(choice.recipe for choice in plan.choices if choice.method == "lora")
+    recipes = [lora]
+    for double in (False, True):
+        base = vramlab.Quantization("nf4", double=double, prepare=False)
+        recipes.append(lora.replace(quantization=base, dtype=None))
+    return recipes
+
+
 @cache  # the records are long
 def on_h200(recipe: vramlab.Recipe) -> Report:
     """Our record of a recipe of the 8B on an H200. Raises LookupError if there is none."""
@@ -241,6 +251,15 @@ def typed_by(types: Mapping[str, str], head: str) -> str:
     return head.replace("):", f": {types.get(name, 'str')}) -> None:")
 
 
+def is_right(head: str, asked: str) -> bool:
+    """Whether a head is `asked` with both its types; it may be no code."""
+    try:
+        (function,) = _functions(f"{head} ...")
+        return bool(function.returns and _parameter(head)[1]) and untyped(head) == asked
+    except (SyntaxError, ValueError):
+        return False
+
+
 def has_type_of(head: str, true: str) -> bool:
     """Whether the parameter of an answer has the type of a true head; the answer may be no code."""
     try:
@@ -248,6 +267,25 @@ def has_type_of(head: str, true: str) -> bool:
     except (SyntaxError, ValueError):
         return False
     return kind == _parameter(true)[1]
+
+
+def count_right(model: str, heads: list[str]) -> int:
+    """How many heads a chat model gives their types and leaves else as they are.
+
+    `model` is a name on the hub, or the folder of a model or of its adapter.
+    """
+    from transformers import AutoModelForCausalLM
+
+    student = choose(model)
+    asked = [untyped(head) for head in heads]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    prompts = list(map(student.prompt, asked))
+    given = student.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
+    made = loaded.generate(**given.to(device), max_new_tokens=40, do_sample=False)
+    new = made[:, given["input_ids"].shape[1] :]
+    texts = student.tokenizer.batch_decode(new, skip_special_tokens=True)
+    return sum(map(is_right, map(student.head_in, texts, asked), asked))
 
 
 def _parameter(head: str) -> tuple[str, str]:

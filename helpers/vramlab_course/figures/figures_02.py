@@ -22,7 +22,7 @@ KEPT = (
     (PARTS[3], "gate"),
     (PARTS[3], "SiLU of the gate"),
     (PARTS[3], "up"),
-    (PARTS[3], "gate × up"),
+    (PARTS[3], "SiLU × up"),
 )
 COLOURS = dict(zip(PARTS, ("#56B4E9", "#0072B2", "#56B4E9", "#D55E00"), strict=True))
 

@@ -1,6 +1,7 @@
 """Drawings of chapter 08. Each function draws a figure and returns it."""
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 
 from vramlab import Recipe
@@ -12,57 +13,60 @@ from ..step_times import CARDS, held_out
 
 # tokens/s; bytes at least, likely, at most; recipe
 Row = tuple[float, Sequence[float], Recipe]
-WIDEST = 64  # GiB: what a cloud shows
-# What two recipes may differ in: the names of their fields, by what a reader calls it
+WIDEST = 32  # GiB: what a cloud shows
+# What a second run turns on, by the name of its field
 CHANGES = {
-    "checkpointing": {"gradient_checkpointing"},
-    "base in 4 bits or not": {"quantization"},
-    "micro-batch": {"batch_size", "gradient_accumulation_steps"},
-    "attention kernel": {"attn_implementation"},
-    "precision": {"precision"},
-    "optimizer": {"optim"},
+    "checkpointing": "gradient_checkpointing",
+    "a base in 4 bits": "quantization",
 }
 
 
 def cloud(
-    rows: Mapping[str, Sequence[Row]],
-    marked: Mapping[str, tuple[str, Row]],
+    rows: Sequence[Row],
+    marked: Mapping[str, Row],
     usable: int,
     title: str,
     subtitle: str,
 ):
-    """Draw recipes by likely memory and speed, up to `WIDEST` GiB.
+    """Draw recipes by likely memory and speed, up to `WIDEST` GiB, and a line along the fastest.
 
-    `rows` are by the base's kind; `marked` are a kind and a row by name; `usable` is what the card
-    gives, in bytes.
+    `marked` are rows by name; `usable` is what the card gives, in bytes.
     """
-    every = [row for kind in rows.values() for row in kind]
-    beyond = sum(row[1][1] > WIDEST * GiB for row in every)
-    said = []
-    for name, (_, row) in marked.items():
-        likely = row[1][1] / GiB
-        said.append(f"{name}, {likely:.1f} GiB")
+    # A row is (tokens/s, (least, likely, most), recipe).
+    points = sorted((row[1][1] / GiB, row[0]) for row in rows)
+    shown = [point for point in points if point[0] <= WIDEST]
+    sizes, speeds = zip(*shown, strict=True)
+    said = [f"{name}, {row[1][1] / GiB:.1f} GiB" for name, row in marked.items()]
     alt = (
-        f"A cloud of {len(every)} recipes, speed over likely memory, by the base: "
-        f"{' and '.join(rows)}. Marked: {'; '.join(said)}. "
-        f"The card's line stands at {usable / GiB:.1f} GiB."
+        f"{len(shown)} recipes as dots, speed over likely memory, and a line along the fastest at "
+        f"each size. Marked: {'; '.join(said)}. The card's line stands at {usable / GiB:.1f} GiB."
     )
-    subtitle = f"{subtitle} · {beyond} of {len(every)} need more than {WIDEST} GiB"
+    beyond = len(points) - len(shown)
+    subtitle = f"{subtitle} · {beyond} of {len(points)} need more than {WIDEST} GiB"
     with canvas(title, alt, subtitle) as ax:
-        looks = dict(zip(rows, style.LINES, strict=False))
-        for kind, (colour, mark, _) in looks.items():
-            # A row is (tokens/s, (least, likely, most), recipe).
-            points = [(row[1][1] / GiB, row[0]) for row in rows[kind]]
-            dots = {"marker": mark, "s": 22, "color": colour, "alpha": 0.6, "linewidths": 0}
-            ax.scatter(*zip(*points, strict=True), label=f"base in {kind}", **dots)
-        corners = itertools.cycle(((0.05, 0.9), (0.36, 0.13), (0.02, 0.04)))  # where no recipe is
-        for name, (kind, row) in marked.items():
-            corner = next(corners)
+        ax.scatter(
+            sizes,
+            speeds,
+            s=14,
+            color="#BBBBBB",
+            linewidths=0,
+            label="a recipe",
+        )
+        colour = style.LINES[0][0]
+        best = list(itertools.accumulate(speeds, max))
+        ax.step(
+            sizes,
+            best,
+            where="post",
+            color=colour,
+            label="the fastest up to this size",
+        )
+        for name, row in marked.items():
             place = row[1][1] / GiB, row[0]
-            ring = {"markersize": 9, "fillstyle": "none", "color": style.INK}
-            ax.plot(*place, looks[kind][1], **ring)
-            line = {"arrowstyle": "-", "shrinkB": 5, "color": style.INK, "linewidth": 0.8}
-            ax.annotate(name, place, corner, textcoords="axes fraction", arrowprops=line)
+            ax.plot(*place, "o", color=style.INK)
+            look = {"ha": "center", "bbox": style.PATCH}
+            up = 10 if row[0] in best else -20  # a label on the line would hide it
+            ax.annotate(name, place, (0, up), textcoords="offset points", **look)
         label = f"the card: {usable / GiB:.1f} GiB"
         ax.axvline(
             usable / GiB,
@@ -71,23 +75,8 @@ def cloud(
             linewidth=2,
             label=label,
         )
-        least = min(row[1][1] for row in every) / GiB
-        ax.set(
-            xscale="log",
-            xlim=(0.9 * least, WIDEST),
-            xlabel="likely memory of the process, GiB",
-        )
-        speeds = [row[0] for row in every]
-        slowest = min(speeds)
-        fastest = max(speeds)
-        room = 0.4 * (fastest - slowest)
-        ax.set(
-            ylim=(slowest - room, fastest + room / 4),
-            ylabel="tokens/s, estimated",
-        )
-        ticks = (7.5, 10, 15, 20, 30, 40, 60)
-        ax.set_xticks(ticks, [f"{size:g}" for size in ticks])
-        ax.minorticks_off()
+        ax.set(xlabel="likely memory of the process, GiB", ylabel="tokens/s, estimated")
+        ax.set(xlim=(sizes[0] - 3, WIDEST), ylim=(0, 1.25 * best[-1]))
     return ax.figure
 
 
@@ -107,32 +96,36 @@ def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
     return by_card
 
 
-def in_order() -> list[tuple[str | int, ...]]:
-    """Of pairs of timed runs that differ in one thing, how many the estimates order, as a table.
+def ratios() -> list[tuple[str | float, ...]]:
+    """How much longer timed runs took with a switch than without, recorded and estimated, a table.
 
-    The two are of one model on one card with equal tokens in an update, and one took at least 10 %
-    longer. Each is estimated by a fit that has not seen its model.
+    The two runs of a pair differ in the switch alone. Each is estimated by a fit that has not seen
+    its model. The last columns count the pairs that the estimates meet within a fifth, and those
+    that the median of the recorded ratios does.
     """
-    right: dict[str, list[bool]] = {name: [] for name in CHANGES}
-    models: dict[str, set[str]] = {name: set() for name in CHANGES}
-    named = {frozenset(fields): name for name, fields in CHANGES.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CHANGES}
     for card in CARDS:
         runs = [(run, ratio, run.recipe.to_dict()) for run, ratio in held_out(card)]
-        for (one, mine, fields), (two, other, others) in itertools.combinations(runs, 2):
+        for (one, mine, fields), (two, other, others) in itertools.permutations(runs, 2):
             if one.recipe.name != two.recipe.name:
                 continue
             keys = fields.keys() | others.keys()
             differ = {key for key in keys if fields.get(key) != others.get(key)}
-            if "quantization" in differ:
-                differ.discard("dtype")  # which a base in 4 bits leaves out
-            name = named.get(frozenset(differ))
-            took, its = one.seconds, two.seconds
-            is_clear = max(took, its) > 1.1 * min(took, its)
-            if name and is_clear and _tokens(one.recipe) == _tokens(two.recipe):
-                right[name].append((took / mine > its / other) == (took > its))
-                models[name].add(one.recipe.name)
-    rows = [(name, len(models[name]), len(told), int(sum(told))) for name, told in right.items()]
-    return [("what differs", "models", "pairs", "right"), *rows]
+            differ.discard("dtype")  # which a base in 4 bits leaves out
+            for name, field in CHANGES.items():
+                if differ == {field} and not getattr(one.recipe, field):
+                    took = two.seconds / one.seconds
+                    found[name].append((took, took * mine / other))
+    rows: list[tuple[str | float, ...]] = [
+        ("switched on", "pairs", "recorded", "estimated", "within a fifth", "by one factor")
+    ]
+    for name, pairs in found.items():
+        if pairs:
+            took, said = map(statistics.median, zip(*pairs, strict=True))
+            near = sum(abs(guess / ratio - 1) < 0.2 for ratio, guess in pairs)
+            by_one = sum(abs(took / ratio - 1) < 0.2 for ratio, _ in pairs)
+            rows.append((name, len(pairs), took, said, int(near), by_one))
+    return rows
 
 
 def _tokens(recipe: Recipe) -> int:

@@ -12,7 +12,6 @@ from ..chapters.chapter_09 import Way
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
 THIN = {"edgecolor": "#888888", "linewidth": 0.6}
-LEAST = 0.7  # where the bars of `ways_to_cut` begin: below 1 ×, the least that a step takes
 SHARED = "#DDDDDD"  # what all ranks have
 HATCHES = ("", "///", "...", "xxx")  # of ranks 0 to 3, for grey print
 # The map's cuts between two cards: what each card holds of model and batch, and what travels.
@@ -310,34 +309,31 @@ def ways_to_cut(
     `links` are bytes per second by name.
     """
     figure, ax = style.start(title, about)
-    places = range(len(ways))
-    width = 0.84 / len(links)
     greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)  # the slower the darker
-    for number, ((name, bandwidth), grey) in enumerate(zip(links.items(), greys, strict=False)):
-        offset = (number - (len(links) - 1) / 2) * width
-        times = [way.times(bandwidth) for way in ways.values()]
-        # The axis has no zero. At 1 × nothing is waited for, and such a bar should be seen, too.
-        drawn = ax.bar(
-            [place + offset for place in places],
-            [more - LEAST for more in times],
-            width,
-            LEAST,
+    # Dots, since the axis has no zero for a bar to stand on.
+    drawn = zip(links.items(), "os^D", greys, strict=False)
+    for number, ((name, bandwidth), marker, grey) in enumerate(drawn):
+        offset = 0.84 * ((number + 0.5) / len(links) - 0.5)
+        dots = [(x + offset, way.times(bandwidth)) for x, way in enumerate(ways.values())]
+        ax.plot(
+            *zip(*dots, strict=True),
+            marker,
             color=grey,
-            edgecolor=style.INK,
-            linewidth=0.5,
+            markeredgecolor=style.INK,
             label=f"over {name}",
         )
-        ax.bar_label(drawn, [_times(more) for more in times], padding=1, fontsize=8.5)
+        for x, more in dots:
+            ax.text(x, 1.13 * more, _times(more), ha="center", fontsize=8.5)
     marks = [2**power for power in range(7)]
-    ax.set(yscale="log", ylabel="a step takes", ylim=(LEAST, 80))
+    ax.set(yscale="log", ylabel="a step takes", ylim=(0.8, 80))
     ax.set_yticks(marks, [f"{mark} ×" for mark in marks])
     ax.minorticks_off()
-    ax.set_xticks(places, [name.replace(", ", ",\n") for name in ways])
+    ax.set_xticks(range(len(ways)), [name.replace(", ", ",\n") for name in ways])
     rows = [("a rank", "GB sent", *links)]
     for name, way in ways.items():
         longer = (f"{_times(way.times(bandwidth))} ×" for bandwidth in links.values())
         rows.append((name, f"{sum(way.sent) / 1e9:.1f}", *longer))
-    return style.finish(figure, rows, f"Groups of bars. {title}. {about}.", say_rows=True)
+    return style.finish(figure, rows, f"Groups of dots. {title}. {about}.", say_rows=True)
 
 
 def _times(more: float) -> str:
