@@ -3,10 +3,12 @@ told apart; and what the chapter's cells share counts rightly.
 """
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from tiny_models import config
+from transformers.models.llama.modeling_llama import LlamaMLP
 from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, simulate
 from vramlab_course import blank, exercises
 from vramlab_course.chapters.chapter_10 import (
@@ -166,9 +168,38 @@ def test_vllm_adds_its_share_and_holds_it_unless_it_sleeps():
 
 
 @pytest.mark.slow
-def test_section_4_says_what_offloading_takes():
+def test_section_4_says_what_offloading_takes_without_tiles_and_with_them():
     lora = LoRA(r=16, target_modules="all-linear")
     fused = Recipe("llama-3.1-8b", 1, 131_072, "bf16-mixed", dtype="bfloat16", lora=lora)
     fused = fused.replace(optim="adamw_torch_fused", gradient_checkpointing=True, trainer="sft")
-    away = simulate(fused.replace(activation_offloading=True), gpu="H100", expandable_segments=True)
-    assert f"{away.peak.total / GiB:.1f}" == "61.6"
+    away = fused.replace(activation_offloading=True)
+    report = simulate(away, gpu="H100", expandable_segments=True)
+    assert f"{report.peak.total / GiB:.1f}" == "61.6"
+    tiled = blank.find("10.tiled").own()
+    feed_forward = LlamaMLP.forward
+
+    def in_tiles(block, x):
+        return tiled(lambda tile: feed_forward(block, tile), x[0], 32_768)[None]
+
+    with patch.object(LlamaMLP, "forward", in_tiles):
+        both = simulate(away, gpu="H100", expandable_segments=True)
+    assert f"{both.peak.total / GiB:.1f}" == "39.2"
+
+
+@pytest.mark.slow
+def test_section_3_finds_a_run_that_fits_only_asleep():
+    """The verdict is of the whole card: vLLM's share is not added to what is usable."""
+    lora = LoRA(r=16, target_modules="all-linear")
+    rollouts = {"prompt_length": 512, "max_completion_length": 4096}
+    rollouts |= {"use_vllm": True, "vllm_mode": "server"}
+    options = {"optim": "adamw_torch_fused", "gradient_checkpointing": True, "lora": lora}
+    options |= {"dtype": "bfloat16", "trainer": "grpo", "rollouts": rollouts}
+    grpo = Recipe("qwen3-4b", 1, None, "bf16-mixed", **options)
+    card = find_gpu("RTX 4090")
+    for batch_size, peak, verdict in ((1, "23.1", "tight"), (4, "28.8", "does not fit")):
+        tried = grpo.replace(batch_size=batch_size, gradient_accumulation_steps=8 // batch_size)
+        alone = simulate(tried, gpu=card)
+        awake = beside_vllm(alone, tried, card, 0.56)
+        asleep = beside_vllm(alone, tried, card, 0.56, sleeps=True)
+        assert (f"{awake.peak.total / GiB:.1f}", awake.verdict) == (peak, verdict)
+        assert (f"{asleep.peak.total / GiB:.1f}", asleep.verdict) == ("21.3", "likely")

@@ -40,10 +40,7 @@ class _Largest(MadeTensors):
     """While entered, notes the bytes of the largest tensor that an operator makes."""
 
     sees_views = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
+    bytes = 0
 
     def see(self, tensor: torch.Tensor) -> None:
         size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
@@ -127,4 +124,5 @@ def beside_vllm(
     )
     vllm = colocated(recipe.replace(rollouts=rollouts), card)
     assert vllm
-    return with_vllm(alone, vllm)
+    # `simulate` takes the share from the card first, and `with_vllm` adds it again.
+    return replace(with_vllm(alone, vllm), usable=alone.usable)
