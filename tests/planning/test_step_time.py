@@ -190,7 +190,7 @@ def test_the_intervals_are_those_of_what_no_fit_has_seen(step_times):
 
 @pytest.mark.parametrize(
     ("card", "count", "mean", "worst"),
-    [("T4", 61, 0.1, 0.42), ("H100 SXM", 184, 0.131, 0.73), ("H200", 42, 0.155, 0.66)],
+    [("T4", 61, 0.1, 0.42), ("H100 SXM", 184, 0.131, 0.73), ("H200", 49, 0.17, 0.7)],
 )
 def test_seconds_come_to_those_measured_on_models_that_the_fit_has_not_seen(
     step_times, card, count, mean, worst
@@ -256,28 +256,32 @@ def test_the_kernel_that_ran_is_timed():
     assert 1.2 < seconds["eager"] / seconds["sdpa_repeated"] < 2
 
 
-def test_three_timed_pairs_of_lora_and_qlora_as_plan_writes_them_are_in_order():
+def test_four_timed_pairs_of_lora_and_qlora_as_plan_writes_them_are_in_order():
     """An H200, mixed precision, not prepared: what 4 bits took more is what the host does, unless
     there is enough to compute.
     """
     card, found = find_gpu("H200"), {}
     for recipe, seconds in timed_records("H200"):
-        if recipe.lora and recipe.optim == "adamw_torch_fused":  # `plan` takes this one
+        is_planned = recipe.optim == "adamw_torch_fused" and not recipe.use_liger_kernel
+        prepared = recipe.quantization and recipe.quantization.prepare
+        if recipe.lora and is_planned and not prepared:
             asked = recipe.name, recipe.batch_size, recipe.seq_len
             found.setdefault(asked, {})[bool(recipe.quantization)] = (
                 seconds,
                 sum(estimate(recipe, card).values()),
             )
     slower = {}
-    for asked, of in found.items():
+    pairs = {asked: of for asked, of in found.items() if len(of) == 2}
+    for asked, of in pairs.items():
         slower[asked] = [four / sixteen for four, sixteen in zip(of[True], of[False], strict=True)]
     assert {asked: round(measured, 2) for asked, (measured, _) in slower.items()} == {
         ("llama-3.1-8b", 1, 1024): 1.51,
         ("llama-3.1-8b", 4, 1024): 1.04,
+        ("llama-3.1-8b", 1, 2048): 1.41,
         ("qwen2.5-0.5b", 2, 512): 2.41,
     }
     estimates = [round(estimated, 2) for _, estimated in slower.values()]
-    assert sorted(estimates) == [1.09, 1.44, 1.48]
+    assert sorted(estimates) == [1.09, 1.24, 1.44, 1.48]
     assert slower["llama-3.1-8b", 4, 1024][1] == min(of[1] for of in slower.values())
 
 
