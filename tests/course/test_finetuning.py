@@ -66,6 +66,7 @@ def test_an_unknown_run_is_refused():
         recorded_sweep().run(3)
 
 
+@pytest.mark.slow  # nothing but a new record runs it
 def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("quality", data_path("base_model", "quality.py"))
     script = importlib.util.module_from_spec(spec)
@@ -129,7 +130,7 @@ def script_of(name):
     return script
 
 
-@pytest.mark.slow  # as the script of the sweep, which `make test` runs
+@pytest.mark.slow  # nothing but a new record runs it
 def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
     script = script_of("quality_4bit")
     monkeypatch.setattr(

@@ -446,7 +446,8 @@ def test_a_script_is_read_without_running_it(tmp_path):
     note = "without line 17: `optim=best()`, whose value only running it would tell"
     assert found.output.endswith(f"note: {note}\n")
     assert json.loads(run(str(path), "--json").output)["notes"] == [note]
-    assert explain(path).notes == [note] and str(explain(path)) + "\n" == found.output
+    again = explain(path)
+    assert again.notes == [note] and f"{again}\n" == found.output
     assert (
         "batch 8 · 16 tokens"
         in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
