@@ -343,6 +343,14 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     return {
         "FSDP, 1 sample a rank": Way(gathers, computing),
         "FSDP, 4 samples a rank": Way(gathers, 4 * computing),
-        "tensor, 8 samples": Way((0, sums), computing, hides=False),
-        "pipeline, 32 samples": Way(passed_on, 4 * computing, idle=idle),
+        "tensor, 8 samples": Way(
+            (0, sums),
+            computing,
+            hides=False,
+        ),
+        "pipeline, 32 samples": Way(
+            passed_on,
+            4 * computing,
+            idle=idle,
+        ),
     }
