@@ -47,9 +47,12 @@ def bits_by_piece(model: nn.Module, texts: Sequence[str], length: int = 600) -> 
 
 def windows_of(text: str, name: str) -> Tensor:
     """Tokens of `text` in eight windows or more of at most 1,024, each a batch of one."""
-    ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt")["input_ids"][0]
-    length = min(1024, len(ids) // 8)
-    return ids[: len(ids) // length * length].reshape(-1, 1, length)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    length = min(1024, ids.numel() // 8)
+    # The last window would be shorter, so it is left out.
+    windows = ids.unfold(1, length, length)
+    return windows.transpose(0, 1)
 
 
 def bits_a_token(model: nn.Module, windows: Tensor) -> Tensor:

@@ -23,7 +23,14 @@ def ranges():
     rows = [("format", "smallest", "largest", "gap at 1")]
     for f in formats:
         largest = f"{f.max:,.0f}" if f.max < 1e6 else f"{f.max:.1e}"
-        rows.append((f.name, f"{f.smallest:.1e}", largest, f"1/{1 / f.epsilon:,.0f}"))
+        rows.append(
+            (
+                f.name,
+                f"{f.smallest:.1e}",
+                largest,
+                f"1/{1 / f.epsilon:,.0f}",
+            )
+        )
     title = "Exponent bits buy range, fraction bits buy precision"
     spans = []
     for name, low, high, apart in rows[1:]:
