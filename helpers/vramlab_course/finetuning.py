@@ -146,14 +146,6 @@ def recorded_quality() -> dict[str, Any]:
     return _record("quality_4bit")
 
 
-def recorded_merges() -> dict[str, Any]:
-    """Adapters trained next to a base in 4 bits and merged in four ways.
-
-    Raises RecordError if it has not been run.
-    """
-    return _record("merge_4bit")
-
-
 def _record(name: str) -> dict[str, Any]:
     path = base_model_path(f"{name}.json")
     if not path.exists():

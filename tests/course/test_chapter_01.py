@@ -10,7 +10,7 @@ import pytest
 import settings
 import torch
 from vramlab_course.base_model import load_base_model
-from vramlab_course.chapters.chapter_01 import continued, paired_runs
+from vramlab_course.chapters.chapter_01 import continued
 from vramlab_course.number_formats import E2M1, E4M3FN
 from vramlab_course.quantizers import NF4, blockwise, fp8, mxfp4, nvfp4
 
@@ -81,15 +81,6 @@ def test_zeros_come_back_as_zeros(nf4, way):
     assert not way(numbers).any() and not nf4(numbers).any()
     numbers[1] = 1.0
     assert torch.equal(way(numbers), numbers)
-
-
-def test_runs_are_paired_with_those_that_differ_in_the_base_alone():
-    pairs = paired_runs()
-    assert len(pairs) == 20
-    for half, packed in pairs:
-        assert packed.recipe.quantization.quant_type == "nf4"
-        assert half.recipe == packed.recipe.replace(quantization=None)
-        assert half.made_with == packed.made_with
 
 
 def test_a_beginning_is_continued_by_the_likeliest_tokens():

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from vramlab import GiB, Recipe, Sharding, find_gpu, measure, predict, simulate, step_time
+from vramlab import GiB, Recipe, Sharding, predict, simulate, step_time
 from vramlab_course.base_model import base_model_path, load_base_model
 from vramlab_course.chapters import chapter_04
 from vramlab_course.chapters.chapter_04 import (
@@ -135,21 +135,9 @@ def test_the_step_that_is_followed_is_simulates_for_a_gpu():
 def test_the_small_print_of_section_5():
     llama = Recipe("llama-3.1-8b", 1, 4096, "bf16-mixed", "adamw_torch_fused")
     llama = llama.replace(gradient_checkpointing=True)
-    eight = llama.replace(sharding=Sharding(3, 8))
-    cases = [(eight, "RTX 4090", 21.9, "safe")]
-    cases.append((eight.replace(seq_len=8192), "RTX 4090", 29.1, "does not fit"))
-    for recipe, gpu, high, verdict in cases:
-        need = predict(recipe, gpu=gpu, expandable_segments=True).process
-        found = round(need.high / GiB, 1), need.verdict(find_gpu(gpu).total)
-        assert found == (high, verdict)
-    times = [step_time(eight.replace(seq_len=n), "RTX 4090") for n in (2048, 4096)]
-    rates = [
-        (each.tokens_per_second, each.tokens / each.high, each.tokens / each.low) for each in times
-    ]
-    assert [[round(rate, -2) for rate in three] for three in rates] == [
-        [3700, 1600, 8000],
-        [5900, 2400, 12700],
-    ]
+    eight = step_time(llama.replace(sharding=Sharding(3, 8)), "RTX 4090")
+    rates = [eight.tokens_per_second, eight.tokens / eight.high, eight.tokens / eight.low]
+    assert [round(rate, -2) for rate in rates] == [5900, 2400, 12700]
     assert round(step_time(llama, "H200").tokens_per_second, -2) == 5600
 
 
@@ -158,10 +146,6 @@ def test_the_small_print_of_section_4():
     eight = eight.replace(gradient_checkpointing=True, sharding=Sharding(3, 8))
     default = predict(eight, gpu="RTX 4090", expandable_segments=False).process
     assert (round(default.value / GiB, 1), round(default.high / GiB, 1)) == (22.0, 48.8)
-    assert round(measure(eight, recorded=True).process / GiB, 1) == 25.3  # on an H200, alone
-    unfused = eight.replace(optim="adamw_torch")
-    need = predict(unfused, gpu="RTX 4090", expandable_segments=True).process
-    assert round(need.value / GiB, 1) == 19.4
     # the weights alone would fit, and stage 2 does not
     second = eight.replace(sharding=Sharding(2, 8))
     need = predict(second, gpu="RTX 4090", expandable_segments=True).process
@@ -169,7 +153,7 @@ def test_the_small_print_of_section_4():
 
 
 def test_what_does_not_shrink_on_1024_cards():
-    """The list above the guess of section 4: the head and its buffer, and no other unit."""
+    """Section 4's guess: the head and its buffer, and no other unit."""
     llama = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")
     llama = llama.replace(gradient_checkpointing=True, num_layers=2, sharding=Sharding(3, 1024))
     report = simulate(llama, "cuda")

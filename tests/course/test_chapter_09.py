@@ -8,6 +8,7 @@ import sys
 import nbformat
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -16,6 +17,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from vramlab_course.base_model import base_model_folder
+from vramlab_course.chapters.chapter_04 import on_ranks
+from vramlab_course.chapters.chapter_09 import Stage, loss_of
+from vramlab_course.figures.figures_09 import stage_order
 
 CHAPTER = "09_more_than_data_parallel.ipynb"
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -136,3 +140,30 @@ def test_the_printed_pipeline_trains_all_layers_of_a_stack_that_does_not_divide(
         alone.append(f"{loss.item():.4f}")
     assert len(set(alone)) == 5
     assert cut == alone
+
+
+class Recorded(PipelineStage):
+    """A stage that keeps the order of its passes, as ("forward" or "backward", micro-batch)."""
+
+    passes = ()
+
+    def forward_one_chunk(self, m, *given, **named):
+        self.passes += (("forward", m),)
+        return super().forward_one_chunk(m, *given, **named)
+
+    def backward_one_chunk(self, m, *given, **named):
+        self.passes += (("backward", m),)
+        return super().backward_one_chunk(m, *given, **named)
+
+
+@pytest.mark.slow
+def test_pytorchs_schedule_has_the_order_that_the_reader_writes():
+    def passes(rank, world):
+        ids = torch.arange(4 * 32).view(4, 32)
+        stage = Recorded(Stage(rank, world), rank, world, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
+        schedule.step(*([ids] if rank == 0 else []), target=ids)
+        return stage.passes
+
+    for rank, found in enumerate(on_ranks(passes)):
+        assert list(found) == stage_order("1f1b", rank, 2, 4)

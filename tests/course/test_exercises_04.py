@@ -4,7 +4,6 @@ told apart.
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from vramlab_course import blank, exercises
 from vramlab_course.chapters.chapter_04 import all_gather, reduce_scatter
@@ -14,16 +13,9 @@ from vramlab_course.judges import judges_04
 FOUND = exercises.chapter("04")
 
 
-def test_there_are_four_with_two_hints_each():
-    assert list(FOUND) == [f"04.{i}" for i in range(1, 5)]
+def test_there_are_three_with_two_hints_each():
+    assert list(FOUND) == [f"04.{i}" for i in range(1, 4)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
-
-
-def by_gathering(mine, largest):
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    norm = torch.cat(parts).norm()
-    return mine * largest / norm if norm > largest else mine
 
 
 def root_and_layers(model, mesh):
@@ -44,8 +36,7 @@ def with_ranks_of_no_tokens(gradients, tokens):
 @pytest.mark.parametrize(
     "name, answer",
     [
-        ("04.2", by_gathering),
-        ("04.3", by_share),
+        ("04.2", by_share),
         ("04.1", root_and_layers),
     ],
 )
@@ -99,13 +90,9 @@ def test_what_autograd_refuses_is_said_in_the_chapters_words(backward, said):
 @pytest.mark.parametrize(
     "name, answer, said",
     [
-        ("04.2", lambda mine, largest: mine, "one process makes"),
-        ("04.2", judges_04.sum_of_norms, "one process makes"),
-        ("04.2", lambda mine, largest: mine.norm(), "shard of the clipped gradient"),
-        ("04.2", lambda mine, largest: None, "not answered yet"),
-        ("04.3", lambda gradients, tokens: sum(gradients) / len(gradients), "mean over all tokens"),
-        ("04.3", with_ranks_of_no_tokens, "0 times nan is nan"),
-        ("04.3", lambda gradients, tokens: None, "not answered yet"),
+        ("04.2", lambda gradients, tokens: sum(gradients) / len(gradients), "mean over all tokens"),
+        ("04.2", with_ranks_of_no_tokens, "0 times nan is nan"),
+        ("04.2", lambda gradients, tokens: None, "not answered yet"),
         ("04.1", judges_04.wrong_order, "none of the model's shards"),
         ("04.1", judges_04.one_unit, "a unit of its own"),
         ("04.1", judges_04.too_early, "lacks 3 of its parameters, model.embed_tokens.weight first"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vramlab import Recipe
-from vramlab_course.chapters.chapter_09 import HEAD, LIGHT_LAST, Way, idle_in_pipeline
+from vramlab_course.chapters.chapter_09 import Way, idle_in_pipeline, ways_of_eight
 from vramlab_course.figures.figures_09 import (
     SECONDS,
     bubble,
@@ -136,17 +136,18 @@ def test_what_a_pipeline_waits_is_the_bubble_and_what_the_stage_with_the_head_is
     layer = (shape.num_parameters - 2 * weights) / 32
     # Checkpointing repeats the layers' forward pass only: 8 operations a weight, and 6 in the head.
     head = 6 / 8 * weights
-    assert pytest.approx(head / layer, abs=1e-4) == HEAD
-    idle = idle_in_pipeline([4] * 8)
+    idle = ways_of_eight(shape, 1.0)["pipeline, 32 samples"].idle
     # The last stage takes 32 micro-batches one after the other, and the first reaches it by seven.
     longest = 32 * (4 * layer + head) + 7 * 4 * layer
-    assert 1 / (1 - idle) == pytest.approx(longest / (32 * (32 * layer + head) / 8), rel=1e-4)
+    assert 1 / (1 - idle) == pytest.approx(longest / (32 * (32 * layer + head) / 8))
     assert idle_in_pipeline([4] * 8, head=0) == pytest.approx(7 / (32 + 7))
     # No other number of layers in the last stage leaves less to wait for.
-    assert sum(LIGHT_LAST) == 32
+    in_layers = head / layer
+    light_last = (4, 4, 4, 4, 4, 5, 5, 2)
     lighter = ((4, 4, 4, 5, 5, 5, 5, 0), (4, 4, 4, 4, 5, 5, 5, 1), (4, 4, 4, 4, 4, 4, 5, 3))
-    best = idle_in_pipeline(LIGHT_LAST)
-    assert best < idle and all(best <= idle_in_pipeline(layers) for layers in lighter)
+    best = idle_in_pipeline(light_last, in_layers)
+    assert 1 / (1 - best) == pytest.approx(1.4, abs=0.02)
+    assert all(best <= idle_in_pipeline(layers, in_layers) for layers in lighter)
 
 
 def test_the_sums_of_megatrons_eight_cards_explain_half_of_what_its_clock_lost():

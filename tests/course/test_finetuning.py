@@ -10,7 +10,12 @@ import torch
 from vramlab.base.data import data_path
 from vramlab.base.errors import RecordError
 from vramlab_course import finetuning
-from vramlab_course.base_model import bits_per_byte, finetuning_texts, load_base_model
+from vramlab_course.base_model import (
+    base_model_path,
+    bits_per_byte,
+    finetuning_texts,
+    load_base_model,
+)
 from vramlab_course.finetuning import (
     adapted,
     batches,
@@ -186,7 +191,8 @@ def test_merged_numbers_are_the_trained_model_and_the_published_base_is_not():
 
 
 def test_the_record_of_merges_is_of_its_scripts_recipe():
-    script, record = script_of("merge_4bit"), finetuning.recorded_merges()
+    script = script_of("merge_4bit")
+    record = json.loads(base_model_path("merge_4bit.json").read_text(encoding="utf-8"))
     assert record["recipe"].startswith(f"{script.STEPS} steps")
     assert {len(seeds) for seeds in record["runs"].values()} == {script.SEEDS}
     # What is merged is the run of the other record.

@@ -42,8 +42,15 @@ def sizes(message: str) -> dict[str, float]:
     return {name: said[name] / GiB for name in names}
 
 
-def write_samples(path: str) -> None:
-    """Write the course's prose to `path`, one JSON object with its text a line."""
+def write_samples(path: str, characters: int = 0) -> None:
+    """Write the course's prose to `path`, one JSON object with its text a line.
+
+    With `characters`, all texts are joined and cut into samples of that many.
+    """
+    texts = finetuning_texts()
+    if characters:
+        prose = "".join(texts)
+        texts = [prose[i : i + characters] for i in range(0, len(prose), characters)]
     with open(path, "w") as file:
-        for text in finetuning_texts():
+        for text in texts:
             print(json.dumps({"text": text}), file=file)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from ..base_model import bits_per_byte, load_base_tokenizer
-from ..published import Run, timed_on
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
@@ -31,22 +31,28 @@ def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]
     return lines
 
 
-def bits_by_piece(model: nn.Module, pieces: Sequence[str]) -> Tensor:
-    """Bits per byte of each piece by itself."""
+def bits_by_piece(model: nn.Module, texts: Sequence[str], length: int = 600) -> Tensor:
+    """Bits per byte of each piece of `length` characters by itself.
+
+    The rest of a text is a piece if it is longer than half of that.
+    """
     tokenizer = load_base_tokenizer()
-    needs = [bits_per_byte(model, [p], stride=256, tokenizer=tokenizer) for p in pieces]
+    needs = []
+    for text in texts:
+        for at in range(0, len(text) - length // 2, length):
+            piece = [text[at : at + length]]
+            needs.append(bits_per_byte(model, piece, stride=256, tokenizer=tokenizer))
     return torch.tensor(needs)
 
 
-def paired_runs() -> list[tuple[Run, Run]]:
-    """Published runs on a T4 of a base in 16 bits, each with the same run of a base in NF4."""
-    pairs = []
-    for half, packed in itertools.permutations(timed_on("T4"), 2):
-        same = (half.as_run, half.made_with) == (packed.as_run, packed.made_with)
-        is_pair = packed.recipe.quantization and not half.recipe.quantization
-        if same and is_pair and packed.recipe.replace(quantization=None) == half.recipe:
-            pairs.append((half, packed))
-    return pairs
+def windows_of(text: str, name: str) -> Tensor:
+    """Tokens of `text` in eight windows or more of at most 1,024, each a batch of one."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    length = min(1024, ids.numel() // 8)
+    # The last window would be shorter, so it is left out.
+    windows = ids.unfold(1, length, length)
+    return windows.transpose(0, 1)
 
 
 def bits_a_token(model: nn.Module, windows: Tensor) -> Tensor:

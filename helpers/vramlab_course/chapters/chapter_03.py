@@ -5,7 +5,6 @@ For its claims there are also the bytes that autograd keeps, and steps that empt
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from math import ceil
 from typing import Any
 
 from vramlab.formulas.whole_run import predict_run
@@ -80,7 +79,7 @@ def large_parts(report: Report) -> list[tuple]:
     parts = {
         "the loss, in fp32": loss,
         "layers: inputs of norms, in fp32": norms,
-        "layers: results of silu": silu,
+        "layers: results of the activation function": silu,
     }
     rows: list[tuple] = [("alive at the peak", "tensors", "GiB in all")]
     rows.append(("1 weights", "", report.peak.parameters / GiB))
@@ -93,32 +92,19 @@ def large_parts(report: Report) -> list[tuple]:
     return rows
 
 
-def both_switches() -> list[tuple[str, float | str, float | str, str]]:
-    """Rows of a table: how many times as long recorded updates take with either of two switches.
-
-    That is with checkpointing, and in passes of one sample; "–" where no run was recorded. Last
-    stands what the passes were timed as.
-    """
-    gpt2 = Recipe("gpt2", 8, 512, "bf16-mixed")
+def passes_of_one() -> list[tuple[str, float | str]]:
+    """Rows of a table: how many times as long recorded updates take in passes of one sample."""
+    gpt2 = Recipe("gpt2", 8, 512, "fp32")
     bert = Recipe("bert-large", 4, 512, "fp32")
-    pieces = bert.replace(batch_size=1, gradient_accumulation_steps=4)
     large = Recipe(
         "llama-3.1-8b",
         4,
-        2048,
+        1024,
         "bf16-mixed",
         "adamw_torch_fused",
         dtype="bfloat16",
-    )
-    # What was recorded of a sample alone has other adapters, fewer tokens and no Liger.
-    short = large.replace(
-        seq_len=1024,
         lora=LoRA(r=16),
         gradient_checkpointing=True,
-    )
-    long = large.replace(
-        lora=LoRA(r=16, target_modules="all-linear"),
-        use_liger_kernel=True,
     )
     tiny = {}
     for run in published.timed_on("T4"):
@@ -126,15 +112,15 @@ def both_switches() -> list[tuple[str, float | str, float | str, str]]:
         is_sdpa = recipe.attn_implementation == "sdpa"
         if recipe.name == "tinyllama-1.1b" and recipe.quantization and is_sdpa:
             tiny[recipe.seq_len, recipe.batch_size] = run.seconds
-    in_pieces = _seconds(pieces) / _seconds(bert)
+    # Of these two only a sample alone was recorded.
     tinies = 8 * tiny[1024, 1] / tiny[1024, 8]
-    alone = "samples alone"
+    larges = 4 * _seconds(large.replace(batch_size=1)) / _seconds(large)
     return [
-        ("GPT-2, 8 × 512, bf16 mixed, H100", _checkpointed(gpt2), _one_by_one(gpt2), alone),
-        ("BERT-large, 4 × 512, fp32, H100", _checkpointed(bert), in_pieces, "a real run"),
-        ("8B, LoRA, 4 × 1,024, H200", "–", _one_by_one(short), alone),
-        ("8B, LoRA, Liger, 4 × 2,048, H200", _checkpointed(long), "–", "–"),
-        ("TinyLlama, LoRA, 8 × 1,024, T4", "–", tinies, alone),
+        ("recorded, all samples one by one", "times as long"),
+        ("GPT-2, 8 × 512 tokens, fp32, H100", _in_passes(gpt2)),
+        ("BERT-large, 4 × 512, fp32, H100", _in_passes(bert)),
+        ("8B, LoRA, 4 × 1,024, bf16, H200", larges),
+        ("TinyLlama, LoRA, 8 × 1,024, T4", tinies),
     ]
 
 
@@ -143,31 +129,25 @@ def _seconds(recipe: Recipe) -> float:
     return find_record(recipe).speed.median
 
 
-def _checkpointed(recipe: Recipe) -> float:
-    """How many times as long a recorded update takes with checkpointing."""
-    return _seconds(recipe.replace(gradient_checkpointing=True)) / _seconds(recipe)
-
-
-def _one_by_one(recipe: Recipe) -> float:
-    """How many times as long as its update a recorded one of a single sample takes for all."""
-    alone = recipe.replace(batch_size=1)
-    return recipe.batch_size * _seconds(alone) / _seconds(recipe)
+def _in_passes(recipe: Recipe) -> float:
+    """How many times as long a recorded update takes in passes of one sample."""
+    passes = recipe.replace(batch_size=1, gradient_accumulation_steps=recipe.batch_size)
+    return _seconds(passes) / _seconds(recipe)
 
 
 def epochs(recipe: Recipe, ways: dict[str, dict], lengths: Sequence[int], card: Gpu) -> list:
-    """Rows of a table: peaks, updates and predicted speed of an epoch in each of `ways`.
+    """Rows of a table: peaks and predicted speed of an epoch in each of `ways`.
 
     A way is a change of `recipe`. A run whose largest pass does not fit on `card` has no speed.
     """
-    rows: list = [("predicted", "typical pass, GiB", "largest, GiB", "updates", "tokens/s")]
+    rows: list = [("predicted", "typical pass, GiB", "largest pass, GiB", "tokens/s")]
     for name, change in ways.items():
         way = recipe.replace(**change)
         epoch = predict_run(way, lengths, gpu=card.name)
         largest = epoch.largest.peak.total
         fits = largest < card.total
         speed = round(useful_speed(way, lengths, card.name)) if fits else "dies"
-        updates = ceil(epoch.micro_batches / way.gradient_accumulation_steps)
-        rows.append((name, epoch.typical / GiB, largest / GiB, updates, speed))
+        rows.append((name, epoch.typical / GiB, largest / GiB, speed))
     return rows
 
 

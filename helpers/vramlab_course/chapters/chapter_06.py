@@ -1,9 +1,11 @@
 """Chapter 06: what a 4-bit model stores, and steps with a frozen base that were timed."""
 
+from collections.abc import Mapping
+from statistics import mean, stdev
+from typing import Any
+
 from vramlab import Recipe, Report
 from vramlab.measurement.records import load, measurements_folder
-
-from .. import published
 
 
 def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
@@ -22,21 +24,6 @@ def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
     return sorted(steps, key=lambda step: (step[0].batch_size, bool(step[0].quantization)))
 
 
-def qlora_on_t4(model: str) -> published.Run:
-    """Another project's timed run of QLoRA on a T4: one sample of 1,024 tokens, fused attention.
-
-    Raises LookupError if there is none of that model.
-    """
-    for run in published.timed_on("T4"):
-        asked = run.recipe
-        is_alike = (asked.name, asked.batch_size, asked.seq_len) == (model, 1, 1024)
-        is_fused = asked.attn_implementation == "sdpa"
-        is_four_bits = bool(asked.quantization) and asked.lora.r == 16
-        if is_alike and is_fused and is_four_bits:
-            return run
-    raise LookupError(f"no such run of {model} is stored")
-
-
 def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:
     """How many numbers of QLoRA's model are stored in 4 bits, in 16 bits, and as adapters.
 
@@ -48,3 +35,10 @@ def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:
     pairs = shape.lora_targets(recipe.lora.target_modules)
     adapters = sum(recipe.lora.r * (inputs + outputs) for _, inputs, outputs in pairs)
     return coded, shape.num_parameters - coded, adapters
+
+
+def seed_by_seed(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The mean difference of two of `recorded_quality`'s runs, ± its deviation over the seeds."""
+    pairs = zip(one["seeds"], other["seeds"], strict=True)
+    differences = [bits - bits_of_other for bits, bits_of_other in pairs]
+    return f"{mean(differences):+.4f} ± {stdev(differences):.4f} bits"

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 # Imported here, once, and not by each of the forked ranks: it takes a second.
@@ -29,31 +28,18 @@ VISITS = 2  # experts of each token
 TOKENS = 64  # of each rank in the mixture, and of the sample that the ring cuts
 # With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
 FORWARD = 2 / 8  # of a step's computing
-# Llama 3.1 8B's head has 128,256 × 4,096 weights, and computes as much as so many of its layers:
-# checkpointing repeats layers only, so each of its weights takes 6 operations where theirs take 8.
-HEAD = 1.8064
-# The layers of eight stages, so that the last one's are no longer the most.
-LIGHT_LAST = (4, 4, 4, 4, 4, 5, 5, 2)
-
-
-def receive(source: int) -> torch.Tensor:
-    """Return the activation, or its gradient, that a rank sends: one sample of 32 tokens.
-
-    It is a leaf: autograd stops there and leaves the gradient in its `grad`.
-    """
-    activation = torch.empty(1, 32, 256)
-    dist.recv(activation, source)
-    return activation.requires_grad_()
 
 
 class Stage(torch.nn.Module):
-    """This rank's layers of the base model, as one module.
+    """This rank's layers of the base model, as one module that reaches the stages next to it.
 
     The first rank takes tokens and embeds them, the last one has norm and head and gives logits.
     """
 
     def __init__(self, rank: int, world: int):
         super().__init__()
+        self.stages = range(world)
+        self.sending: list[Any] = []
         whole: LlamaForCausalLM = load_base_model()
         self.layers = whole.model
         count = len(self.layers.layers)  # stages may differ by one layer
@@ -70,8 +56,27 @@ class Stage(torch.nn.Module):
         passed = self.layers(inputs_embeds=self.embedding(x), use_cache=False)
         return self.head(passed.last_hidden_state)
 
+    def receive(self, source: int) -> torch.Tensor | None:
+        """Return the activation, or its gradient, that a stage sends: one sample of 32 tokens.
+
+        It is a leaf: autograd stops there and leaves the gradient in its `grad`. None: there is no
+        such stage, so the last one's loss starts the backward pass by itself.
+        """
+        if source not in self.stages:
+            return None
+        activation = torch.empty(1, 32, 256)
+        dist.recv(activation, source)
+        return activation.requires_grad_()
+
+    def send(self, numbers: torch.Tensor | None, target: int) -> None:
+        """Send to a stage, if there is one, without waiting for it to take them."""
+        if target in self.stages:
+            self.sending.append(dist.isend(numbers, target))
+
     def gradient(self) -> float:
-        """Return `gradient_of` of its first layer."""
+        """Wait until all is sent, and return `gradient_of` of its first layer."""
+        for each in self.sending:
+            each.wait()
         return gradient_of(self.layers.layers[0])
 
 
@@ -91,34 +96,6 @@ def base_model_alone() -> list[float]:
     ids = torch.arange(4 * 32).view(4, 32)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [gradient_of(layer) for layer in model.model.layers]
-
-
-class _Recorded(PipelineStage):
-    """A stage that keeps the order of its passes, as ("forward" or "backward", micro-batch)."""
-
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        self.passes: list[tuple[str, int]] = []
-
-    def forward_one_chunk(self, m: int, *given: Any, **named: Any) -> Any:
-        self.passes.append(("forward", m))
-        return super().forward_one_chunk(m, *given, **named)
-
-    def backward_one_chunk(self, m: int, *given: Any, **named: Any) -> Any:
-        self.passes.append(("backward", m))
-        return super().backward_one_chunk(m, *given, **named)
-
-
-def order_of_pytorch(rank: int, world: int) -> list[tuple[str, int]]:
-    """Return the order of PyTorch's `Schedule1F1B` for this rank, of four micro-batches."""
-    ids = torch.arange(4 * 32).view(4, 32)
-    stage = _Recorded(Stage(rank, world), rank, world, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
-    if rank == 0:
-        schedule.step(ids)  # the other ranks' input comes from the stage before
-    else:
-        schedule.step(target=ids)
-    return stage.passes
 
 
 class Layers(NamedTuple):
@@ -163,6 +140,15 @@ def run_layers(
 def whole_sample() -> torch.Tensor:
     """Return queries, keys and values of one sample: 3 × TOKENS × 16 numbers."""
     return torch.randn(3, TOKENS, 16, generator=torch.Generator().manual_seed(0))
+
+
+def pass_on(mine: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Send keys and values to the next rank, and return those of the rank before."""
+    theirs = torch.empty_like(mine)
+    sending = dist.isend(mine, (rank + 1) % world)
+    dist.recv(theirs, (rank - 1) % world)
+    sending.wait()
+    return theirs
 
 
 def attention(
@@ -311,7 +297,7 @@ class Way:
         return result
 
 
-def idle_in_pipeline(layers: Sequence[int], head: float = HEAD) -> float:
+def idle_in_pipeline(layers: Sequence[int], head: float) -> float:
     """Return the part of the time that one of eight stages waits, in the mean.
 
     All wait for the stage that computes most: it does 32 micro-batches, one after the other, and
@@ -333,14 +319,16 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     Samples have 2,048 tokens, and the run has checkpointing.
 
     Args:
-        shape: the model's.
+        shape: the model's. It has a multiple of eight layers, and a head with weights of its own.
         rate: operations per second.
     """
     head = shape.vocab_size * shape.hidden_size
     # An embedding is looked up and not multiplied. Layers: 2 forward, 2 again and 4 backward, and a
     # head is not repeated; without attention, since samples are short.
-    operations = 8 * (shape.num_parameters - 2 * head) + 6 * head
-    computing = operations * 2048 / rate  # a sample for each rank
+    in_layers = 8 * (shape.num_parameters - 2 * head)
+    in_head = 6 * head
+    computing = (in_layers + in_head) * 2048 / rate  # a sample for each rank
+    each = shape.num_layers // 8  # layers of a stage
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
     # Bytes, to gather the weights or to sum gradients, in 16 bits.
     shard = passed * 2 * shape.num_parameters
@@ -351,18 +339,18 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     gathers = (shard, 2 * shard)
     # Four times as many samples, as micro-batches: forward go activations, backward gradients.
     passed_on = (4 * activations,) * 2
+    idle = idle_in_pipeline([each] * 8, in_head / in_layers * shape.num_layers)
     return {
-        "FSDP, 1 a rank": Way(gathers, computing),
-        "FSDP, 4 a rank": Way(gathers, 4 * computing),
-        "tensor, 8 samples": Way((0, sums), computing, hides=False),
-        "pipeline, equal stages": Way(
-            passed_on,
-            4 * computing,
-            idle=idle_in_pipeline([4] * 8),
+        "FSDP, 1 sample a rank": Way(gathers, computing),
+        "FSDP, 4 samples a rank": Way(gathers, 4 * computing),
+        "tensor, 8 samples": Way(
+            (0, sums),
+            computing,
+            hides=False,
         ),
-        "pipeline, light last stage": Way(
+        "pipeline, 32 samples": Way(
             passed_on,
             4 * computing,
-            idle=idle_in_pipeline(LIGHT_LAST),
+            idle=idle,
         ),
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from vramlab.interfaces.plot import canvas
 
-from ..number_formats import FORMATS
+from ..number_formats import BF16, FP16, FP32
 
 SKY = "#56B4E9"
 PALE = "#CFE8F7"
@@ -15,29 +15,30 @@ INK = "#222222"
 
 
 def ranges():
-    """Draw how far each format reaches, from its smallest positive number to its largest.
+    """Draw how far three formats reach, from the smallest positive number to the largest.
 
     The label is its gap at 1.
     """
-    rows = [("format", "bits", "smallest", "largest", "gap at 1")]
-    for f in FORMATS:
+    formats = FP32, FP16, BF16
+    rows = [("format", "smallest", "largest", "gap at 1")]
+    for f in formats:
+        largest = f"{f.max:,.0f}" if f.max < 1e6 else f"{f.max:.1e}"
         rows.append(
             (
                 f.name,
-                f"1 + {f.exponent_bits} + {f.fraction_bits}",
-                f"{f.smallest:g}" if f.smallest > 0.01 else f"{f.smallest:.1e}",
-                f"{f.max:,.0f}" if f.max < 1e6 else f"{f.max:.1e}",
+                f"{f.smallest:.1e}",
+                largest,
                 f"1/{1 / f.epsilon:,.0f}",
             )
         )
     title = "Exponent bits buy range, fraction bits buy precision"
     spans = []
-    for name, _, low, high, apart in rows[1:]:
+    for name, low, high, apart in rows[1:]:
         spans.append(f"{name}: {low} to {high}, gaps of {apart}")
     said = f"Bars on a logarithmic axis. {'; '.join(spans)}."
     about = "derived: positive numbers of each format; the label is its gap at 1"
     with canvas(title, said, about, rows) as ax:
-        for row, f in enumerate(FORMATS):
+        for row, f in enumerate(formats):
             parts = (
                 (f.smallest, f.smallest_normal, PALE, "subnormal"),
                 (f.smallest_normal, f.max, SKY, "full precision"),
@@ -55,7 +56,7 @@ def ranges():
                     label=label,
                 )
             ax.annotate(
-                f" {rows[row + 1][4]}",
+                f" {rows[row + 1][-1]}",
                 (f.max, row),
                 (3, 0),
                 textcoords="offset points",
@@ -65,7 +66,7 @@ def ranges():
         ax.grid(visible=False)
         ax.set(xscale="log", xlim=(1e-46, 1e52), xlabel="number")
         ax.set_xticks([1e-40, 1e-30, 1e-20, 1e-10, 1, 1e10, 1e20, 1e30, 1e40])
-        ax.set_yticks(range(len(FORMATS)), [f.name for f in FORMATS])
+        ax.set_yticks(range(3), [f.name for f in formats])
         ax.invert_yaxis()
     return ax.figure
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -22,7 +21,7 @@ from .judges_07 import judged
 NUMBERS = 12  # weights of the blanks' tiny models
 # The Trainer makes units of embedding and head, and the chapter's simulation does not.
 SPARE_UNITS = (
-    " Four units would do, and these are {}: section 3's bytes will differ from its simulation's."
+    " Four units would do, and these are {}: your bytes will differ from section 3's text."
 )
 # What autograd says of a Function's backward, and what is meant.
 SAID_OF_BACKWARD = {
@@ -222,48 +221,6 @@ def units(answer: Callable) -> SimpleNamespace:
     )
 
 
-def _clips(answer: Callable) -> str | None:
-    """Whether `answer(mine, largest)` clips the norm of the whole gradient.
-
-    Each of two ranks has a shard of it.
-    """
-    # One to be clipped, one to be left, and one of which a rank has only zeros.
-    for whole, largest in (
-        ([3.0, 0.0, 0.0, 4.0], 1.0),
-        ([0.3, 0.1, 0.2, 0.1], 1.0),
-        ([6.0, 8.0, 0.0, 0.0], 2.0),
-    ):
-        gradient = torch.tensor(whole)
-        wanted = gradient * min(1.0, largest / gradient.norm().item())
-
-        def work(
-            rank: int,
-            world: int,
-            gradient=gradient,
-            largest=largest,
-        ) -> Any:
-            return answer(gradient.chunk(world)[rank].clone(), largest)
-
-        shards = on_ranks(work, seconds=20)
-        if any(one is None or one is ... for one in shards):
-            return None
-        are_shards = [isinstance(one, torch.Tensor) and one.shape == (2,) for one in shards]
-        if not all(are_shards):
-            return "Each rank's shard of the clipped gradient was expected."
-        joined = torch.cat(shards)
-        if not torch.allclose(joined, wanted, rtol=1e-3):
-            said = (
-                f"Shards {whole[:2]} and {whole[2:]}, clipped to {largest:g}, become "
-                f"{_numbers(joined)}"
-            )
-            return f"{said}; one process makes {_numbers(wanted)} of them."
-    return ""
-
-
-def _numbers(tensor: torch.Tensor) -> list[float]:
-    return [round(number, 3) for number in tensor.tolist()]
-
-
 def _learns(answer: Callable) -> str | None:
     """Whether `answer(model, mesh)` returns a sharded model and an optimizer for it.
 
@@ -347,21 +304,6 @@ def one_unit(model: torch.nn.Module, mesh: Any) -> tuple[torch.nn.Module, torch.
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def norm_of_all(mine: torch.Tensor, largest: float) -> torch.Tensor:
-    """The shard, clipped by the norm of the whole."""
-    squares = mine.square().sum()
-    dist.all_reduce(squares)
-    # No gradient grows: the factor is 1 at most.
-    return mine * (largest / squares.sqrt()).clamp(max=1)
-
-
-def sum_of_norms(mine: torch.Tensor, largest: float) -> torch.Tensor:
-    """Adds norms where squares have to be added."""
-    norm = mine.norm()
-    dist.all_reduce(norm)
-    return mine * (largest / norm).clamp(max=1)
-
-
 def _averaged(answer: Callable) -> str | None:
     torch.manual_seed(0)
     # The gradient of a mean over no tokens: 0 by cross_entropy, nan by a masked sum over its count.
@@ -391,10 +333,6 @@ def _averaged(answer: Callable) -> str | None:
     return ""
 
 
-clips_judged = judged(
-    _clips,
-    "a norm is a sum over all shards, so the ranks have to add up their squares.",
-)
 learns_judged = judged(
     _learns,
     "fully_shard gives the model other parameters, and the optimizer has to see those.",
