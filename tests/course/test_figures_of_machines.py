@@ -1,13 +1,11 @@
-"""What the drawings of chapters 00 and 11 show as tables: the peaks of both steps, and the ways
-from card to card.
-"""
+"""What the drawings of chapter 00 show as tables: the peaks of both steps, and their parts."""
 
 from types import SimpleNamespace
 
 import pytest
 from vramlab import GiB, Recipe, find_gpu, simulate
 from vramlab.report.report import Bytes
-from vramlab_course.figures import figures_00, figures_11
+from vramlab_course.figures import figures_00
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
@@ -46,26 +44,3 @@ def test_the_parts_at_the_peak_are_all_of_it():
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
     figure = figures_00.whole(parts, "a title", "about")
     assert figure.rows[-1][0] == "together" and len(figure.rows) == len(parts) + 2
-
-
-def test_the_stops_of_each_way_are_drawn_and_in_the_table():
-    ways = {
-        "direct": ("GPU 0", "GPU 1"),
-        "by a copy": ("GPU 0", "host bridge", "CPU's memory", "host bridge", "GPU 1"),
-    }
-    figure = figures_11.routes(ways, "a title")
-    assert figure.rows[1:] == [
-        ("direct", "GPU 0 → GPU 1"),
-        ("by a copy", "GPU 0 → host bridge → CPU's memory → host bridge → GPU 1"),
-    ]
-    texts = figure.axes[0].texts
-    # Each way from its last stop to its first; an arrow ends at the box drawn before it.
-    assert [text.get_text() for text in texts[:3]] == ["direct", "GPU 1", "GPU 0"]
-    arrows = [text.arrow_patch is not None for text in texts if hasattr(text, "arrow_patch")]
-    assert arrows == [False, True, False, True, True, True, True]
-
-
-def test_the_ends_of_a_run_are_in_the_table_and_read_out():
-    figure = figures_11.ends({"a copy": (114.4, 140.7)}, 131.44, "a title", "about")
-    assert figure.rows[1:] == [("a copy", "114–141"), ("measured", "131.4")]
-    assert figure.alt == "Seconds. a copy: 114–141; measured: 131.4"

@@ -4,24 +4,28 @@ The loader also runs with a /dev/shm of its own, as small as in a container. And
 recorded sensors.
 """
 
+import ctypes
+import multiprocessing
+import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from vramlab.hardware.nvml import Sensors, nvml_snapshot
 from vramlab.measurement.records import measurements_folder, read_records
 from vramlab.report.report import MiB
+
+from .chapter_04 import RankFailed, apart
 
 INTERFACES = Path("/proc/net/dev")  # Linux: bytes received, after each interface's name
 SHARED = Path("/dev/shm")  # where the workers of a data loader leave batches
 SETTLED = 1.0  # seconds without a change
-# Makes /dev/shm this process's own, so that no other sees how small it is.
-SMALL = "mount -t tmpfs -o size={mib}m tmpfs /dev/shm && exec {python} -m {module}"
+NO_MOUNTS = "this machine allows no mounts"
+APART = 0x10000000 | 0x00020000  # sched.h: CLONE_NEWUSER, CLONE_NEWNS
 
 
 def loopback_bytes() -> int | None:
@@ -49,24 +53,20 @@ def best_seconds(work: Callable[[], object], times: int = 3) -> float:
     return min(seconds[1:])
 
 
-class Pictures(Dataset):
-    """64 black pictures of 3 × 512 × 512 numbers in fp32: 3 MiB each."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= len(self):
-            raise IndexError(index)
-        return torch.zeros(3, 512, 512)
+def under_load(weights: torch.Tensor) -> Sensors:
+    """Return what NVML reads once the card of `weights` has computed for two seconds."""
+    end = time.perf_counter() + 2
+    while weights.is_cuda and time.perf_counter() < end:
+        best_seconds(lambda: weights @ weights, times=20)
+    return nvml_snapshot()
 
 
-def picture_loader() -> DataLoader:
-    """Return the loader of section 5: batches of 24 MiB, two workers, two batches ahead each."""
-    return DataLoader(Pictures(), batch_size=8, num_workers=2, prefetch_factor=2)
+def pixels(index: int) -> torch.Tensor:
+    """Return a picture of 3 × 512 × 512 whole numbers of 0 to 255, of a byte each."""
+    return torch.full((3, 512, 512), index, dtype=torch.uint8)
 
 
-def shared_mib(loader: DataLoader) -> float | None:
+def shared_mib(batches: Iterable) -> float | None:
     """Return the MiB of /dev/shm that a loader fills while the first batch is held.
 
     None where there is no /dev/shm.
@@ -74,60 +74,72 @@ def shared_mib(loader: DataLoader) -> float | None:
     if not SHARED.exists():
         return None
     before = shutil.disk_usage(SHARED).used
-    batches = iter(loader)
-    held = next(batches)
+    rest = iter(batches)
+    held = next(rest)
     found = -1
     # The workers go on until each is as far ahead as it may be.
     while (used := shutil.disk_usage(SHARED).used) != found:
         found = used
         time.sleep(SETTLED)
-    del held, batches  # ends the workers
+    del held, rest  # ends the workers
     return (found - before) / MiB
 
 
-def loader_in(mib: int) -> str:
-    """Return how the loader of section 5 ends where /dev/shm has `mib` MiB.
+def with_shared(mib: int, work: Callable[[], Any]) -> Any:
+    """Return what `work()` returns in a process whose /dev/shm has `mib` MiB, as in a container.
 
-    That takes a process with a mount of its own, which many containers do not allow.
+    Raises RankFailed where `work` fails, and where this machine does not allow such a process:
+    its text ends with NO_MOUNTS.
     """
-    if not shutil.which("unshare"):
-        return "not tried: this machine has no unshare"
-    script = SMALL.format(mib=mib, python=sys.executable, module=__name__)
-    run = subprocess.run(
-        ["unshare", "--mount", "--map-root-user", "sh", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    said = (run.stdout + run.stderr).strip().splitlines()
-    last = said[-1] if said else ""
-    if last.startswith(("unshare:", "mount:")):
-        return "not tried: this machine allows no mounts"
-    return last
+    ids = {"uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+
+    def inside() -> Any:
+        kernel = ctypes.CDLL(None)
+        # As its own user this process may mount, and no other sees what.
+        if kernel.unshare(APART):
+            raise OSError(NO_MOUNTS)
+        for name, text in {"setgroups": "deny", **ids}.items():
+            Path("/proc/self", name).write_text(text)
+        if kernel.mount(b"tmpfs", bytes(SHARED), b"tmpfs", 0, f"size={mib}m".encode()):
+            raise OSError(NO_MOUNTS)
+        try:
+            return work()
+        finally:
+            # Those of a loader that died would be waited for, ten seconds.
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+
+    return apart(inside)
+
+
+def ending(batches: Callable[[], Iterable], mib: int) -> str:
+    """Return in a line how `batches()` ends where /dev/shm has `mib` MiB."""
+
+    def count() -> str:
+        return f"all {sum(1 for _ in batches())} batches came"
+
+    try:
+        return with_shared(mib, count)
+    except RankFailed as error:
+        return str(error).splitlines()[-1]
 
 
 def recorded_sensors(gpu: str) -> list[tuple]:
     """Return a row for each run whose sensors were recorded on a card with `gpu` in its name.
 
-    They are the recipe's model, the medians of W and MHz, the highest °C, and what held the clock
-    back.
+    They are the recipe's model, tokens a second, the medians of W and MHz, the highest °C, and
+    what held the clock back.
     """
     rows = []
     for path in sorted(measurements_folder().glob("*.json")):
         for fact in read_records(path).facts.values():
             is_plain = not fact.asked.get("expandable")
             if fact.found.get("power") and is_plain and gpu in fact.environment["gpu"]:
+                recipe = fact.asked["recipe"]
+                tokens = recipe["batch_size"] * recipe["seq_len"]
+                speed = round(tokens / median(fact.found["seconds"]))
                 middle = [round(median(fact.found[name])) for name in ("power", "clock")]
                 hot = max(fact.found["temperature"])
                 reasons = ", ".join(fact.found["throttle"]) or "nothing"
-                rows.append((fact.asked["recipe"]["model"], *middle, hot, reasons))
-    return sorted(rows, key=lambda row: row[1])
-
-
-def main() -> None:
-    """Read all batches, and print how many they were."""
-    print(f"read {sum(1 for _ in picture_loader())} batches")
-
-
-if __name__ == "__main__":
-    main()
+                rows.append((recipe["model"], speed, *middle, hot, reasons))
+    return sorted(rows, key=lambda row: row[2])

@@ -32,9 +32,9 @@ def experiment(steps: int) -> dict[str, Any]:
     """Train `steps` steps with and as many without averaging gradients; return what this rank saw.
 
     Seconds are medians of steps. `sent_buckets`: bytes that DDP hands to the all-reduce in a step.
-    `parameters`: their number. `same`: whether all ranks hold equal weights at the end.
-    `link_gb_per_second`: 10**9 bytes that a rank sends in a second of an
-    all-reduce as large as the gradients, with nothing else going on. Needs torchrun's environment.
+    `parameters`: their number. `link_gb_per_second`: 10**9 bytes that a rank sends in a second of
+    an all-reduce as large as the gradients, with nothing else going on. Needs torchrun's
+    environment.
     """
     import torch
     import torch.distributed as dist
@@ -64,7 +64,6 @@ def experiment(steps: int) -> dict[str, Any]:
     buckets.clear()
     together = [step() for _ in range(steps)]
     sent = sum(buckets) // steps
-    same = weights_are_equal(ddp)
     # The same computing without the all-reduce: the difference is what the link costs.
     with ddp.no_sync():
         alone = [step() for _ in range(steps)]
@@ -80,7 +79,6 @@ def experiment(steps: int) -> dict[str, Any]:
         "alone_seconds": median(alone),
         # In a ring each of N ranks sends 2 (N - 1) / N times what is added up.
         "link_gb_per_second": 2 * (world - 1) / world * 4 * parameters / exchange / 1e9,
-        "same": same,
     }
     # Before the group: DDP as its last owner would join gloo's threads while it holds the GIL, for
     # which they may wait (torch 2.13; pytorch/pytorch issue 56297).
@@ -140,18 +138,6 @@ def all_reduce_seconds(buffer: Any, times: int) -> float:
         wait()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
-
-
-def weights_are_equal(ddp: Any) -> bool:
-    """Whether each parameter's sum is the same on all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    # In fp64, where adding up does not hide a difference of a few weights.
-    sums = torch.stack([p.detach().double().sum() for p in ddp.parameters()])
-    others = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, sums)
-    return all(torch.equal(other, sums) for other in others)
 
 
 def main() -> None:
