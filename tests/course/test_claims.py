@@ -273,7 +273,7 @@ def test_a_case_whose_library_is_not_installed_waits_for_it(monkeypatch):
 
 def test_only_what_a_gpu_has_to_say_waits(verdicts):
     waiting = [v for v in verdicts.values() if None in v.findings.values()]
-    assert {v.claim.experiment for v in waiting} == {"speeds", "trained"}
+    assert {v.claim.experiment for v in waiting} == {"speeds"}
     assert all(v.waits_for(case).startswith("a GPU") for v in waiting for case in v.missing)
 
 
