@@ -152,6 +152,18 @@ def test_the_small_print_of_section_4():
     assert round(need.high / GiB, 1) == 33.2
 
 
+def test_what_liger_saves_on_eight_cards():
+    """Nothing of one sample's peak, which is in the backward pass, and yet eight samples fit."""
+    eight = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")
+    eight = eight.replace(gradient_checkpointing=True, sharding=Sharding(3, 8))
+    fused = eight.replace(use_liger_kernel=True)
+    one = simulate(fused, "cuda")
+    assert one.peak_phase == "backward"
+    assert one.peak.total == pytest.approx(predict(eight).peak.total, rel=1e-4)
+    many = simulate(fused.replace(batch_size=8), gpu="RTX 4090", expandable_segments=True)
+    assert many.verdict == "safe"
+
+
 def test_what_does_not_shrink_on_1024_cards():
     """Section 4's guess: the head and its buffer, and no other unit."""
     llama = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")

@@ -1,7 +1,8 @@
 """Chapter 10's figures: what they are drawn from."""
 
 import pytest
-from vramlab import GiB, LoRA, Recipe, predict
+from vramlab import GiB, LoRA, Recipe, find_gpu, predict
+from vramlab.hardware.gpu import usable_memory
 from vramlab_course.figures.figures_10 import LENGTHS, growth, held
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
@@ -27,7 +28,7 @@ def test_a_bar_stacks_what_is_held_at_its_moment():
         "awake,\nsampling": {"model and optimizer": 3 * GiB, "KV cache": 2 * GiB},
         "awake,\ntraining": {"model and optimizer": 3 * GiB, "for a moment": 4 * GiB},
     }
-    figure = held(moments, "What is there", "counted")
+    figure = held(moments, "What is there", "counted", limit="RTX 4090")
     assert figure.rows == [
         ("GiB", "awake, sampling", "awake, training"),
         ("model and optimizer", "3.0", "3.0"),
@@ -39,3 +40,6 @@ def test_a_bar_stacks_what_is_held_at_its_moment():
     ]
     (ax,) = figure.axes
     assert [text.get_text() for text in ax.texts] == ["5.0", "7.0"]
+    (line,) = ax.lines
+    assert line.get_ydata()[0] == pytest.approx(usable_memory(find_gpu("RTX 4090")) / GiB)
+    assert line.get_ydata()[0] < ax.get_ylim()[1]

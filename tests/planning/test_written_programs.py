@@ -20,6 +20,8 @@ from vramlab import (
     Recipe,
     Rollouts,
     Sharding,
+    find_gpu,
+    predict,
     simulate,
     simulate_generation,
 )
@@ -207,6 +209,14 @@ def test_a_program_that_ran_on_a_card_took_what_was_said_of_it(run):
     said = simulate(Recipe(**run["recipe"]), gpu="H200", expandable_segments=True)
     assert abs(said.peak.total / GiB / run["peak_gib"] - 1) < 0.01
     assert run["peak_gib"] <= run["reserved_gib"] <= run["process_gib"] < RAN["held_to_gib"]
+
+
+def test_a_run_that_died_on_a_card_was_said_to_die():
+    """Chapter 00 shows its message, and says what was allocated then and what is predicted."""
+    died = RAN["died"]
+    assert " 119.80 GiB is allocated by PyTorch" in died["message"]
+    peak = predict(Recipe(**died["recipe"]), gpu="H200").peak.total
+    assert round(peak / GiB) == 260 and peak > find_gpu("H200").total
 
 
 @pytest.mark.slow  # chapter 10 quotes it beside what it simulates

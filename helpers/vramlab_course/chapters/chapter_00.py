@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 
 from vramlab import predict, step_time
+from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces.messages import read_message
 from vramlab.recipe.recipe import Recipe
@@ -11,16 +12,8 @@ from vramlab.report.report import GiB, text_table
 
 from ..base_model import finetuning_texts
 
-# The message of qwen3-0.6b, 128 samples of 512 tokens, fp16-mixed, adamw_torch_fused, on an NVIDIA
-# H200 that other programs used too (torch 2.11, driver 580.159.04).
-H200_DIED = (
-    "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 139.80 GiB "
-    "of which 378.75 MiB is free. Process 1559 has 1024.00 MiB memory in use. Process 1589 has "
-    "892.00 MiB memory in use. Process 1556 has 732.00 MiB memory in use. Process 1823 has 15.84 "
-    "GiB memory in use. Including non-PyTorch memory, this process has 120.98 GiB memory in use. "
-    "Of the allocated memory 119.80 GiB is allocated by PyTorch, and 518.47 MiB is reserved by "
-    "PyTorch but unallocated."
-)
+# The message of a run that died on a card which other programs used too.
+H200_DIED: str = json.loads(data_path("program_runs.json").read_text())["died"]["message"]
 
 
 def budget(ways: Mapping[str, Recipe], gpu: Gpu, expandable_segments: bool = True) -> str:

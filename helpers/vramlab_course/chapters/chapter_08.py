@@ -7,8 +7,7 @@ import os
 import runpy
 import sys
 import urllib.request
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -221,13 +220,26 @@ def typed_heads() -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
+def parts(head: str) -> tuple[str, str, str]:
+    """A head's parts: its parameter's type, its result's, and the head without both.
+
+    A missing type is "". What is no head of a function of one parameter has three empty parts.
+    """
+    function: Any
+    try:
+        (function,) = ast.parse(f"{head} ...").body
+        (parameter,) = function.args.args
+    except (SyntaxError, ValueError, AttributeError):
+        return "", "", ""
+    types = [each and ast.unparse(each) for each in (parameter.annotation, function.returns)]
+    parameter.annotation = function.returns = None
+    function.body = []
+    return types[0] or "", types[1] or "", ast.unparse(function)
+
+
 def untyped(head: str) -> str:
     """A head without its types."""
-    (function,) = _functions(f"{head} ...")
-    function.returns = None
-    (parameter,) = function.args.args
-    parameter.annotation = None
-    return ast.unparse(function)
+    return parts(head)[2]
 
 
 def chat(head: str) -> list[dict[str, str]]:
@@ -238,35 +250,10 @@ def chat(head: str) -> list[dict[str, str]]:
     ]
 
 
-def usual_types(heads: Iterable[str]) -> dict[str, str]:
-    """The type that a parameter of a name has most often in heads of one parameter."""
-    seen = Counter(map(_parameter, heads))
-    # the most frequent comes last, and stays
-    return dict(pair for pair, _ in reversed(seen.most_common()))
-
-
-def typed_by(types: Mapping[str, str], head: str) -> str:
-    """A head whose parameter has got the type of its name, or `str`, and its result `None`."""
-    name, _ = _parameter(head)
-    return head.replace("):", f": {types.get(name, 'str')}) -> None:")
-
-
 def is_right(head: str, asked: str) -> bool:
     """Whether a head is `asked` with both its types; it may be no code."""
-    try:
-        (function,) = _functions(f"{head} ...")
-        return bool(function.returns and _parameter(head)[1]) and untyped(head) == asked
-    except (SyntaxError, ValueError):
-        return False
-
-
-def has_type_of(head: str, true: str) -> bool:
-    """Whether the parameter of an answer has the type of a true head; the answer may be no code."""
-    try:
-        _, kind = _parameter(head)
-    except (SyntaxError, ValueError):
-        return False
-    return kind == _parameter(true)[1]
+    parameter, result, plain = parts(head)
+    return bool(parameter and result) and plain == asked
 
 
 def count_right(model: str, heads: list[str]) -> int:
@@ -276,42 +263,20 @@ def count_right(model: str, heads: list[str]) -> int:
     """
     from transformers import AutoModelForCausalLM
 
-    student = choose(model)
+    learner = choose(model)
     asked = [untyped(head) for head in heads]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    prompts = list(map(student.prompt, asked))
-    given = student.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    prompts = list(map(learner.prompt, asked))
+    given = learner.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
     made = loaded.generate(**given.to(device), max_new_tokens=40, do_sample=False)
     new = made[:, given["input_ids"].shape[1] :]
-    texts = student.tokenizer.batch_decode(new, skip_special_tokens=True)
-    return sum(map(is_right, map(student.head_in, texts, asked), asked))
-
-
-def _parameter(head: str) -> tuple[str, str]:
-    """The name and the type of a head's only parameter, "" where it has none."""
-    (function,) = _functions(f"{head} ...")
-    (parameter,) = function.args.args
-    _, _, kind = ast.unparse(parameter).partition(": ")
-    return parameter.arg, kind
-
-
-def _functions(text: str) -> Iterator[ast.FunctionDef]:
-    """The functions of a program that have one parameter, without `self` and without body."""
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        args = node.args
-        args.args = [each for each in args.args if each.arg not in ("self", "cls")]
-        others = args.posonlyargs or args.kwonlyargs or args.vararg or args.kwarg
-        if len(args.args) == 1 and not others:
-            node.body = []
-            node.decorator_list = []
-            yield node
+    texts = learner.tokenizer.batch_decode(new, skip_special_tokens=True)
+    return sum(map(is_right, map(learner.head_in, texts, asked), asked))
 
 
 @dataclass(frozen=True)
-class Student:
+class Learner:
     """The model that section 5 trains, the question to `plan`, and the form of samples and prompts.
 
     A chat model gets a whole head as a question. The base model goes on with a head's beginning.
@@ -371,21 +336,21 @@ class Student:
         return (heads or lines or [""])[0]
 
 
-def choose(model: str) -> Student:
+def choose(model: str) -> Learner:
     """The chat model where it can be had, and elsewhere the base model, at a length for a CPU."""
     if reachable(model):
-        return Student(model, True, {"seq_len": 256, "global_batch": 8}, "2e-4", 80)
+        return Learner(model, True, {"seq_len": 256, "global_batch": 8}, "2e-4", 80)
     # A card is named, as `plan` knows no CPU.
     wish = {"seq_len": 128, "global_batch": 4, "precisions": "fp32", "gpu": "RTX 4090"}
-    return Student(str(base_model_folder()), False, wish, "1e-2", 15)
+    return Learner(str(base_model_folder()), False, wish, "1e-2", 15)
 
 
-def foreseen(found: vramlab.Plan, student: Student, device: str) -> Report:
+def foreseen(found: vramlab.Plan, learner: Learner, device: str) -> Report:
     """The report of a plan's best recipe on the device that trains it.
 
     A plan for this very card has it; the base model's names another card.
     """
-    if student.is_chat and device != "cpu":
+    if learner.is_chat and device != "cpu":
         return found.best.report
     return vramlab.simulate(found.best.recipe, target=device)
 

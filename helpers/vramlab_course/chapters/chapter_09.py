@@ -1,13 +1,14 @@
 """What chapter 09's cells share.
 
 That is the base model's stages and layers, a small attention, a small mixture of experts, what
-sends their tensors between ranks, and each of them in one process, to compare with; and at the end
-how long each cut lets one of eight H100s wait.
+sends their tensors between ranks, a clock for a pipeline, and each of them in one process, to
+compare with; and at the end how long each cut lets one of eight cards wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from vramlab.report.report import GiB
 
 from ..base_model import load_base_model
 from ..collectives import Collectives
+from .chapter_04 import on_ranks
 
 HIDDEN = 32  # numbers of a token in the mixture
 VISITS = 2  # experts of each token
@@ -78,6 +80,28 @@ class Stage(torch.nn.Module):
         for each in self.sending:
             each.wait()
         return gradient_of(self.layers.layers[0])
+
+
+def clocked(order: Callable[[int, int, int], Any], stages: int, micro_batches: int) -> float:
+    """Return the part of the time that stages wait by the clock, each a process.
+
+    They follow `order` and send activations of the base model's size. In place of computing they
+    sleep: 0.05 s for a forward pass, and 0.1 s for a backward pass.
+    """
+
+    def whole(rank: int, world: int) -> float:
+        stage = Stage(rank, world)
+        dist.barrier()
+        start = perf_counter()
+        for kind, _ in order(rank, world, micro_batches):
+            step = 1 if kind == "forward" else -1
+            stage.receive(rank - step)
+            sleep(0.05 if kind == "forward" else 0.1)
+            stage.send(torch.zeros(1, 32, 256), rank + step)
+        dist.barrier()  # all have ended
+        return perf_counter() - start
+
+    return 1 - 0.15 * micro_batches / on_ranks(whole, stages)[0]
 
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -278,22 +302,22 @@ class Way:
 
     Attributes:
         sent: bytes that it sends in the forward pass, and in the backward pass.
-        computing: seconds that it computes in both.
-        hides: whether it can send while it computes.
+        computing: operations of both.
+        exposed: the part of the sending that it waits for, however much it computes meanwhile.
         idle: the part of the time that a pipeline's stage waits for another.
     """
 
     sent: tuple[float, float]
     computing: float
-    hides: bool = True
+    exposed: float = 0
     idle: float = 0
 
-    def times(self, bandwidth: float) -> float:
-        """Return how many times its computing a pass takes over a link of so many bytes/s."""
+    def times(self, rate: float, bandwidth: float) -> float:
+        """Return how many times its computing a pass takes, from operations/s and bytes/s."""
         result = 1 / (1 - self.idle)
         for sent, part in zip(self.sent, (FORWARD, 1 - FORWARD), strict=True):
-            hidden = part if self.hides else 0
-            result += max(0, sent / bandwidth / self.computing - hidden)
+            sending = sent / bandwidth * rate / self.computing
+            result += max(self.exposed * sending, sending - part)
         return result
 
 
@@ -313,21 +337,18 @@ def idle_in_pipeline(layers: Sequence[int], head: float) -> float:
     return 1 - computing / longest
 
 
-def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
+def ways_of_eight(shape: Any) -> dict[str, Way]:
     """Return how each way to cut a model keeps one of eight ranks waiting, by name.
 
-    Samples have 2,048 tokens, and the run has checkpointing.
-
-    Args:
-        shape: the model's. It has a multiple of eight layers, and a head with weights of its own.
-        rate: operations per second.
+    Samples have 2,048 tokens, and the run has checkpointing. The model has a multiple of eight
+    layers, and a head with weights of its own.
     """
     head = shape.vocab_size * shape.hidden_size
     # An embedding is looked up and not multiplied. Layers: 2 forward, 2 again and 4 backward, and a
     # head is not repeated; without attention, since samples are short.
     in_layers = 8 * (shape.num_parameters - 2 * head)
     in_head = 6 * head
-    computing = (in_layers + in_head) * 2048 / rate  # a sample for each rank
+    computing = (in_layers + in_head) * 2048  # a sample for each rank
     each = shape.num_layers // 8  # layers of a stage
     passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
     # Bytes, to gather the weights or to sum gradients, in 16 bits.
@@ -338,19 +359,17 @@ def ways_of_eight(shape: Any, rate: float) -> dict[str, Way]:
     sums = 5 * shape.num_layers * 2 * passed * activations
     gathers = (shard, 2 * shard)
     # Four times as many samples, as micro-batches: forward go activations, backward gradients.
+    # All stages wait while the first one travels through seven links, and the last one back.
     passed_on = (4 * activations,) * 2
     idle = idle_in_pipeline([each] * 8, in_head / in_layers * shape.num_layers)
     return {
-        "FSDP, 1 sample a rank": Way(gathers, computing),
-        "FSDP, 4 samples a rank": Way(gathers, 4 * computing),
-        "tensor, 8 samples": Way(
-            (0, sums),
-            computing,
-            hides=False,
-        ),
+        "FSDP, 8 samples, 1 a rank": Way(gathers, computing),
+        "FSDP, 32 samples, 4 a rank": Way(gathers, 4 * computing),
+        "tensor, 8 samples": Way((0, sums), computing, exposed=1),
         "pipeline, 32 samples": Way(
             passed_on,
             4 * computing,
+            exposed=7 / 32,
             idle=idle,
         ),
     }

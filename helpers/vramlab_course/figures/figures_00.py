@@ -27,21 +27,20 @@ def two_steps(
     It shows where the second exceeds `room` bytes.
     """
     figure, ax = style.start(title, about)
-    look = style.look(["optimizer_states"])["optimizer_states"]
+    base = style.look(["parameters", "optimizer_states"])
     rows = [("step", "states at its start, GiB", "peak, GiB")]
     for n, run in enumerate((first, second)):
         # Each step is one wide, however many events it has.
         count = len(run.timeline)
         x = [n + i / count for i in range(count)]
         total = [moment.bytes.total / GiB for moment in run.timeline]
-        held = [moment.bytes.optimizer_states / GiB for moment in run.timeline]
-        ax.fill_between(x, held, total, color="#C8C8C8", linewidth=0)
-        ax.fill_between(
-            x,
-            0,
-            held,
-            **look,
-        )
+        below = [0.0] * count
+        for part, look in base.items():
+            held = [getattr(moment.bytes, part) / GiB for moment in run.timeline]
+            above = [low + size for low, size in zip(below, held, strict=True)]
+            ax.fill_between(x, below, above, **look)
+            below = above
+        ax.fill_between(x, below, total, color="#C8C8C8", linewidth=0)
         top = max(total)
         ax.annotate(
             f"{top:.2f} GiB: the loss",
@@ -60,7 +59,7 @@ def two_steps(
         **NEAR,
         color=style.ALARM,
     )
-    # `x` and `total` are still the second step's.
+    # `x`, `total` and `held`, the states, are still the second step's.
     died = next(place for place, size in zip(x, total, strict=True) if size > limit)
     ax.plot(died, limit, "X", color=style.ALARM, markersize=10, zorder=5)
     ax.annotate(
@@ -74,8 +73,9 @@ def two_steps(
     )
     # The update is the bump between the hills: gradients are still there when the states come.
     words = {
-        f"AdamW's states: {held[0]:.1f} GiB": (1.5, held[0] / 2),
-        "parameters, activations, gradients": (0.47, 3),
+        f"parameters: {below[0] - held[0]:.1f} GiB": (1.5, (below[0] - held[0]) / 2),
+        f"AdamW's states: {held[0]:.1f} GiB": (1.5, below[0] - held[0] / 2),
+        "activations, gradients": (0.47, 4),
         "update": (0.98, 9.2),
     }
     for said, place in words.items():

@@ -73,9 +73,9 @@ def two_collectives(given: Numbers, reduced: Numbers, gathered: Numbers, title: 
     length = len(given[0])
     part = length // len(given)
     columns = {
-        "each hands in a row": given,
+        "each hands in a vector": given,
         "reduce-scatter: its part": reduced,
-        "all-gather: the whole row": gathered,
+        "all-gather: the whole vector": gathered,
     }
     for column, (head, ranks) in enumerate(columns.items()):
         left = column * (length + 1.2)

@@ -1,7 +1,6 @@
 """Drawings of chapter 08. Each function draws a figure and returns it."""
 
 import itertools
-import statistics
 from collections.abc import Mapping, Sequence
 
 from vramlab import Recipe
@@ -9,16 +8,11 @@ from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
 from ..chapters.chapter_07 import recorded_8b
-from ..step_times import CARDS, held_out
+from ..step_times import held_out
 
 # tokens/s; bytes at least, likely, at most; recipe
 Row = tuple[float, Sequence[float], Recipe]
 WIDEST = 32  # GiB: what a cloud shows
-# What a second run turns on, by the name of its field
-CHANGES = {
-    "checkpointing": "gradient_checkpointing",
-    "a base in 4 bits": "quantization",
-}
 
 
 def cloud(
@@ -89,43 +83,11 @@ def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
     eight = [recipe for recipe, _ in recorded_8b("H200")]
     by_card = {}
     for card in ("T4", "H200"):
-        steps = by_card.setdefault(f"{card}, held out", [])
+        steps = by_card.setdefault(card, [])
         for run, ratio in held_out(card):
             if card == "T4" or run.recipe in eight:
                 steps.append((run.recipe, run.seconds / ratio, run.seconds))
     return by_card
-
-
-def ratios() -> list[tuple[str | float, ...]]:
-    """How much longer timed runs took with a switch than without, recorded and estimated, a table.
-
-    The two runs of a pair differ in the switch alone. Each is estimated by a fit that has not seen
-    its model. The last columns count the pairs that the estimates meet within a fifth, and those
-    that the median of the recorded ratios does.
-    """
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CHANGES}
-    for card in CARDS:
-        runs = [(run, ratio, run.recipe.to_dict()) for run, ratio in held_out(card)]
-        for (one, mine, fields), (two, other, others) in itertools.permutations(runs, 2):
-            if one.recipe.name != two.recipe.name:
-                continue
-            keys = fields.keys() | others.keys()
-            differ = {key for key in keys if fields.get(key) != others.get(key)}
-            differ.discard("dtype")  # which a base in 4 bits leaves out
-            for name, field in CHANGES.items():
-                if differ == {field} and not getattr(one.recipe, field):
-                    took = two.seconds / one.seconds
-                    found[name].append((took, took * mine / other))
-    rows: list[tuple[str | float, ...]] = [
-        ("switched on", "pairs", "recorded", "estimated", "within a fifth", "by one factor")
-    ]
-    for name, pairs in found.items():
-        if pairs:
-            took, said = map(statistics.median, zip(*pairs, strict=True))
-            near = sum(abs(guess / ratio - 1) < 0.2 for ratio, guess in pairs)
-            by_one = sum(abs(took / ratio - 1) < 0.2 for ratio, _ in pairs)
-            rows.append((name, len(pairs), took, said, int(near), by_one))
-    return rows
 
 
 def _tokens(recipe: Recipe) -> int:

@@ -300,21 +300,21 @@ def pipeline(
 @style.styled()
 def ways_to_cut(
     ways: Mapping[str, Way],
-    links: Mapping[str, float],
+    links: Mapping[str, tuple[float, float]],
     title: str,
     about: str,
 ):
     """Return a figure of how many times its computing a step of each way takes.
 
-    `links` are bytes per second by name.
+    `links` are a card's operations per second and its link's bytes per second, by name.
     """
     figure, ax = style.start(title, about)
     greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)  # the slower the darker
     # Dots, since the axis has no zero for a bar to stand on.
     drawn = zip(links.items(), "os^D", greys, strict=False)
-    for number, ((name, bandwidth), marker, grey) in enumerate(drawn):
+    for number, ((name, link), marker, grey) in enumerate(drawn):
         offset = 0.84 * ((number + 0.5) / len(links) - 0.5)
-        dots = [(x + offset, way.times(bandwidth)) for x, way in enumerate(ways.values())]
+        dots = [(x + offset, way.times(*link)) for x, way in enumerate(ways.values())]
         ax.plot(
             *zip(*dots, strict=True),
             marker,
@@ -331,7 +331,7 @@ def ways_to_cut(
     ax.set_xticks(range(len(ways)), [name.replace(", ", ",\n") for name in ways])
     rows = [("a rank", "GB sent", *links)]
     for name, way in ways.items():
-        longer = (f"{_times(way.times(bandwidth))} ×" for bandwidth in links.values())
+        longer = (f"{_times(way.times(*link))} ×" for link in links.values())
         rows.append((name, f"{sum(way.sent) / 1e9:.1f}", *longer))
     return style.finish(figure, rows, f"Groups of dots. {title}. {about}.", say_rows=True)
 

@@ -20,8 +20,8 @@ LENGTHS = tuple(2**power for power in range(11, 18))  # tokens of a text
 
 
 @style.styled()
-def held(moments: Mapping[str, Mapping[str, float]], title: str, about: str):
-    """Return a figure of the bytes of each of HELD at some moments, a bar for a moment."""
+def held(moments: Mapping[str, Mapping[str, float]], title: str, about: str, limit: str):
+    """Return a figure of who holds what at some moments, a bar each, and a card's line."""
     figure, ax = style.start(title, about)
     tops = [0.0] * len(moments)
     rows = [("GiB", *(name.replace("\n", " ") for name in moments))]
@@ -34,8 +34,10 @@ def held(moments: Mapping[str, Mapping[str, float]], title: str, about: str):
     totals = [f"{top:.1f}" for top in tops]
     ax.bar_label(drawn, totals, padding=3, fontweight="bold", bbox=style.PATCH)
     rows.append(("total", *totals))
+    draw_limit(ax.axhline, limit, "GiB")
     ax.set(ylabel="GiB", ylim=(0, 1.12 * ax.dataLim.y1))
-    return style.finish(figure, rows, f"Stacked bars. {title}. {about}.", say_rows=True)
+    alt = f"Stacked bars. {title}. {about}. {_room(limit)}"
+    return style.finish(figure, rows, alt, say_rows=True)
 
 
 @style.styled()
@@ -66,6 +68,9 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
     ax.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
     sizes = [2**power for power in range(4, 11)]
     ax.set_yticks(sizes, [f"{size:,}" for size in sizes])
-    room = usable_memory(find_gpu(limit)) / GiB
-    alt = f"Lines over the length of a text. {title}. {about}. The card has {room:.1f} GiB. "
+    alt = f"Lines over the length of a text. {title}. {about}. {_room(limit)}"
     return style.finish(figure, rows, alt, say_rows=True)
+
+
+def _room(limit: str) -> str:
+    return f"The card has {usable_memory(find_gpu(limit)) / GiB:.1f} GiB. "

@@ -42,6 +42,8 @@ def _sizes(tracker: Callable[..., Any]) -> dict[str, int]:
         sizes["freed"] = seen.now()
         z = (x + 1) * (x + 2)
         del z, whole
+        values, places = x.sort()  # one operator makes two
+        del values, places
         x.view(-1)  # an operator that makes nothing
         sizes["left"] = seen.now()
         sizes["top"] = seen.top
