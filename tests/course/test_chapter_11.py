@@ -1,9 +1,11 @@
 """What chapter 11's cells share: the kernel's counter, what a loader fills, recorded sensors."""
 
+import inspect
 import shutil
 import socket
 
 import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from vramlab_course import published
 from vramlab_course.chapters import chapter_11
 from vramlab_course.chapters.chapter_04 import RankFailed
@@ -70,3 +72,13 @@ def test_the_t4s_step_in_section_4_is_as_published():
     )
     assert round(run.seconds, 3) == 3.725 and run.recipe.tokens == 1024
     assert run.recipe.lora and run.recipe.gradient_checkpointing
+
+
+def test_fsdp_of_one_process_copies_in_the_computing_stream():
+    """Section 3 adds fetching to computing. A PyTorch that overlaps the two ends that."""
+    _, rest = inspect.getsource(FSDPParamGroup.unshard).split("if world_size == 1:")
+    alone, several = rest.split("return\n", 1)
+    assert "copy" not in alone and "get_all_gather_streams" in several
+    _, rest = inspect.getsource(FSDPParamGroup.wait_for_unshard).split("if world_size == 1:")
+    alone, _ = rest.split("else:", 1)
+    assert "tensor.copy_(all_gather_input)" in alone and "stream" not in alone

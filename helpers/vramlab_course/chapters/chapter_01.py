@@ -1,8 +1,8 @@
 """Chapter 01: what a model writes and needs, and a network too deep for fp16."""
 
 import itertools
-import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +55,16 @@ def windows_of(text: str, name: str) -> Tensor:
     return windows.transpose(0, 1)
 
 
-def bits_a_token(model: nn.Module, windows: Tensor) -> Tensor:
-    """Bits that `model` needs for a token of each window."""
-    with torch.no_grad():
-        losses = [model(input_ids=each, labels=each).loss.item() for each in windows]
-    return torch.tensor(losses) / math.log(2)
+def milliseconds(function: Callable[..., object], *given: object, runs: int = 4) -> float:
+    """The shortest of `runs` runs of a function; the first one warms up."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        function(*given)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a call returns before its GPU has finished
+        times.append(time.perf_counter() - start)
+    return 1000 * min(times)
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
