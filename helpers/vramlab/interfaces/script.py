@@ -24,7 +24,7 @@ KINDS = {"Trainer": "transformers", "Seq2SeqTrainer": "transformers"} | {
     name: kind for kind, name in TRL.items()
 }
 COLLATORS = re.compile("|".join([*WORDS["collators"], "default_data_collator"]))
-# The variable that sets the allocator, and its name before torch 2.9
+# The variable that sets the allocator, and its name before torch 2.10
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 

@@ -31,7 +31,7 @@ def flow(inputs: int, outputs: int, r: int):
     with canvas(
         title,
         said,
-        f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r} · sides to scale",
+        f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r} · each direction to scale",
     ) as ax:
         words = (
             (0.5, 1, f"x\n{inputs:,}\na token"),
