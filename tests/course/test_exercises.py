@@ -8,6 +8,7 @@ import itertools
 import re
 from datetime import date
 from fractions import Fraction
+from unicodedata import numeric
 
 import nbformat
 import numpy as np
@@ -564,13 +565,18 @@ def test_a_chapter_begins_easy_and_ends_hard(number):
 
 
 @pytest.mark.parametrize("path", settings.chapters(), ids=lambda path: path.stem)
-def test_a_chapter_says_how_long_its_exercises_take(path):
-    """In the line of times at its top, to five minutes."""
+def test_a_chapter_says_how_long_it_takes(path):
+    """Its exercises in the line of times at its top, to five minutes; all in the README."""
     said = re.search(
-        r"\*\*Time:\*\* .* and (\d+) for the exercises?", path.read_text(encoding="utf-8")
+        r"\*\*Time:\*\* (\d+) minutes .* and (\d+) for the exercises?",
+        path.read_text(encoding="utf-8"),
     )
     minutes = sum(exercise.minutes for exercise in exercises.chapter(path.name[:2]).values())
-    assert said and abs(int(said[1]) - minutes) <= 3
+    assert said and abs(int(said[2]) - minutes) <= 3
+    readme = (settings.ROOT / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"\(notebooks/{path.name}\) \|.*\| (\d+)([¼½¾]?) \|", readme)
+    hours = int(row[0]) + (numeric(row[1]) if row[1] else 0)
+    assert abs(60 * hours - int(said[1]) - int(said[2])) <= 10
 
 
 @pytest.mark.parametrize("name", EVERY)
