@@ -152,6 +152,7 @@ def test_the_small_print_of_section_4():
     assert round(need.high / GiB, 1) == 33.2
 
 
+@pytest.mark.slow
 def test_what_liger_saves_on_eight_cards():
     """Nothing of one sample's peak, which is in the backward pass, and yet eight samples fit."""
     eight = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")

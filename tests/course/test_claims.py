@@ -180,6 +180,8 @@ DEAR = (
     "guide-fp32-accuracy",
     "article-compile-python",
     "guide-adafactor-slower",
+    "article-ddp-backward",
+    "guide-compile-memory",
 )
 
 

@@ -160,7 +160,7 @@ def test_the_small_print_says_what_the_other_cures_reserve():
     said = "They reserve {} %, {} % and {} % more than is allocated".format(*shares)
     assert said in "".join(cell["source"] for cell in chapter().cells)
     assert not any(runs[name]["frees"] for name in names)
-    least = f"a card with {runs['none']['least_room'] / GiB:.1f} GiB is enough (simulated)"
+    least = f"survives even with {runs['none']['least_room'] / GiB:.1f} GiB (simulated)"
     assert least in "".join(cell["source"] for cell in chapter().cells)
 
 

@@ -256,6 +256,7 @@ def test_a_stand_in_is_not_asked_what_depends_on_values(gpu, tmp_path, monkeypat
 # --- what happens in the middle
 
 
+@pytest.mark.slow
 def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypatch):
     """Real processes: one is killed, one runs out of memory, and one that is ready is used.
 

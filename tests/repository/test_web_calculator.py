@@ -531,6 +531,7 @@ def test_a_stage_wakes_its_engine_and_a_click_mends_it(page):
     assert loops.count() and "no: SFTTrainer has" in loops.first.text_content()
 
 
+@pytest.mark.slow
 def test_the_first_answer_stands_before_python_and_a_bar_says_how_far_it_is(page):
     fresh = page.context.new_page()
     fresh.set_default_timeout(PATIENCE)
@@ -585,6 +586,7 @@ def test_a_link_has_the_own_configuration_and_the_pinned_answer_in_it(page):
     page.get_by_role("button", name="Unpin A").click()
 
 
+@pytest.mark.slow
 def test_open_panels_follow_and_a_click_takes_what_they_offer(page):
     settle(page, "location.hash = 'model=qwen3-4b'")
     page.evaluate("calculator.querySelectorAll('details').forEach((part) => (part.open = true))")

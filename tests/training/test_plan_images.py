@@ -78,6 +78,7 @@ def test_too_few_tokens_for_text_are_said_with_what_to_ask(tokens, advised):
     assert said.endswith(advised) and ("leaves it out" in said) is bool(advised)
 
 
+@pytest.mark.slow
 def test_a_written_program_trains_on_images(tmp_path):
     """Its bytes and dtypes on a CPU are those that were simulated."""
     made = processor()

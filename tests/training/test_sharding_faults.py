@@ -69,7 +69,7 @@ def pids(folder: Path, count: int = 0) -> list[int]:
 # --- what works
 
 
-@pytest.mark.parametrize("world_size", params([2, 3, 5], [5]))
+@pytest.mark.parametrize("world_size", params([2, 3, 5], [2]))
 def test_every_rank_answers_in_order(launcher, world_size):
     """Any number, more than there are cores included."""
     answers = launcher.run("rank_faults:greet", {"word": "안녕"}, world_size)
