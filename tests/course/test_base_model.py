@@ -106,6 +106,7 @@ def test_the_card_says_what_is_there(model):
     )
 
 
+@pytest.mark.slow
 def test_the_card_says_how_good_it_is(model):
     card = json.loads((base_model_folder() / "card.json").read_text())
     texts = finetuning_texts("held_out")

@@ -560,6 +560,7 @@ def test_the_first_answer_stands_before_python_and_a_bar_says_how_far_it_is(page
     fresh.close()
 
 
+@pytest.mark.slow
 def test_a_link_has_the_own_configuration_and_the_pinned_answer_in_it(page):
     entry = json.loads((web_calculator.ROOT / "data" / "models" / "gpt2.json").read_text())
     config = entry["config"] | {"n_layer": 5}

@@ -388,6 +388,7 @@ def test_looking_for_unused_parameters_copies_outputs_below_the_peak(precision, 
     assert abs(looking.peak.total - blind.peak.total) < logits / 100
 
 
+@pytest.mark.slow
 def test_the_sharded_optimizer_is_loaded_before_anything_is_changed():
     """TorchScript compiles a module of it, and read functions that a simulation had replaced."""
     program = f"""
