@@ -55,16 +55,18 @@ def windows_of(text: str, name: str) -> Tensor:
     return windows.transpose(0, 1)
 
 
-def milliseconds(function: Callable[..., object], *given: object, runs: int = 4) -> float:
-    """The shortest of `runs` runs of a function; the first one warms up."""
-    times = []
-    for _ in range(runs):
+def best_seconds(work: Callable[[], object], times: int = 3) -> float:
+    """Return the fewest seconds that `work` takes; before it, one call to warm up."""
+    # Python does not wait for a GPU by itself.
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    seconds = []
+    for _ in range(times + 1):
+        wait()
         start = time.perf_counter()
-        function(*given)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a call returns before its GPU has finished
-        times.append(time.perf_counter() - start)
-    return 1000 * min(times)
+        work()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:

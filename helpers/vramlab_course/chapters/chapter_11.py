@@ -1,4 +1,4 @@
-"""What chapter 11's cells share: the kernel's count of sent bytes, a clock, and a data loader.
+"""What chapter 11's cells share: the kernel's count of sent bytes, and a data loader.
 
 The loader also runs with a /dev/shm of its own, as small as in a container. And there are a card's
 recorded sensors.
@@ -19,6 +19,7 @@ from vramlab.hardware.nvml import Sensors, nvml_snapshot
 from vramlab.measurement.records import measurements_folder, read_records
 from vramlab.report.report import MiB
 
+from .chapter_01 import best_seconds
 from .chapter_04 import RankFailed, apart
 
 INTERFACES = Path("/proc/net/dev")  # Linux: bytes received, after each interface's name
@@ -37,20 +38,6 @@ def loopback_bytes() -> int | None:
         if name.strip() == "lo":
             return int(counts.split()[0])
     return None
-
-
-def best_seconds(work: Callable[[], object], times: int = 3) -> float:
-    """Return the fewest seconds that `work` takes; before it, one call to warm up."""
-    # Python does not wait for a GPU by itself.
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    seconds = []
-    for _ in range(times + 1):
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
 
 
 def under_load(weights: torch.Tensor) -> Sensors:
