@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from error_figure import scatter_error
 from quick import params
 from readme_figure import scatter_error
 from tiny_models import config

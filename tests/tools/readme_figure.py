@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from error_figure import scatter_error
 from PIL import Image
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
 from vramlab.interfaces.measure_and_record import card_of
