@@ -12,7 +12,6 @@ import pytest
 import transformers
 from error_figure import scatter_error
 from quick import params
-from readme_figure import scatter_error
 from tiny_models import config
 from torch.nn import functional as F
 from transformers import masking_utils, modeling_utils

@@ -189,30 +189,12 @@ def mixture(ranks: int) -> Mixture:
     return Mixture(weights, tokens, shares, choice, order)
 
 
-def mixture_alone(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mixture's outputs and its weights' gradients, computed in one process."""
+def mixture_alone(ranks: int) -> torch.Tensor:
+    """Return the mixture's outputs, computed in one process."""
     layer = mixture(ranks)
-    weights = layer.weights.requires_grad_()
     # r: ranks, t: tokens, k: a token's experts, h and w: numbers before and after
-    chosen = weights[layer.choice]
-    outputs = torch.einsum("rth,rtkhw,rtk->rtw", layer.tokens, chosen, layer.shares)
-    outputs.square().sum().backward()
-    return outputs.detach(), weights.grad
-
-
-class _Travel(torch.autograd.Function):
-    """Rows to their ranks, and in the backward pass their gradients the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, leaving: list[int], arriving: list[int]):
-        ctx.way_back = arriving, leaving
-        there = rows.new_empty(sum(arriving), rows.shape[1])
-        dist.all_to_all_single(there, rows.contiguous(), arriving, leaving)
-        return there
-
-    @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor):
-        return _Travel.apply(slope, *ctx.way_back), None, None
+    chosen = layer.weights[layer.choice]
+    return torch.einsum("rth,rtkhw,rtk->rtw", layer.tokens, chosen, layer.shares)
 
 
 def travel(rows: torch.Tensor, leaving: list[int]) -> tuple[torch.Tensor, list[int]]:
@@ -225,7 +207,9 @@ def travel(rows: torch.Tensor, leaving: list[int]) -> tuple[torch.Tensor, list[i
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts)  # ranks tell each other how many rows to expect
     expected = arriving.tolist()
-    return _Travel.apply(rows, leaving, expected), expected
+    there = rows.new_empty(sum(expected), rows.shape[1])
+    dist.all_to_all_single(there, rows, expected, leaving)
+    return there, expected
 
 
 def lora_on_t4(sharding: Sharding | None) -> Any:

@@ -47,7 +47,7 @@ class Stage(torch.nn.Module):
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of the next tokens, in the last stage."""
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:])
 
 
 def main() -> None:
