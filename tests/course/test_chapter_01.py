@@ -2,30 +2,15 @@
 number.
 """
 
-import ast
 import math
 import time
 
-import nbformat
 import pytest
-import settings
 import torch
 from vramlab_course.base_model import load_base_model
 from vramlab_course.chapters.chapter_01 import best_seconds, continued
 from vramlab_course.number_formats import E2M1, E4M3FN
-from vramlab_course.quantizers import NF4, blockwise, fp8, mxfp4, nvfp4
-
-
-@pytest.fixture(scope="module")
-def nf4():
-    """The function of the notebook's cell that defines it."""
-    notebook = nbformat.read(next(settings.NOTEBOOKS.glob("01_*.ipynb")), as_version=4)
-    names = {"torch": torch, "NF4": NF4}
-    for cell in notebook.cells:
-        for statement in ast.parse(cell.source).body if cell.cell_type == "code" else ():
-            if getattr(statement, "name", "") in ("nearest", "in_levels", "nf4"):
-                exec(ast.unparse(statement), names)
-    return names["nf4"]
+from vramlab_course.quantizers import fp8, mxfp4, nvfp4, zero_point
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -72,14 +57,17 @@ def test_fp8_uses_its_whole_range(numbers):
     ).all()
 
 
-def test_nf4_is_that_of_bitsandbytes(nf4, numbers):
-    assert torch.allclose(nf4(numbers), blockwise(numbers, NF4, 64).dequantize())
+def test_a_zero_point_gives_sixteen_levels_from_least_to_largest_and_zero():
+    steps = torch.arange(-5.0, 11.0)
+    numbers = torch.cat([steps.repeat(4), 3 * steps.repeat(4)])
+    assert torch.allclose(zero_point(numbers), numbers)
+    assert torch.allclose(zero_point(numbers + 0.4 * (numbers == 2)), numbers)
 
 
 @pytest.mark.parametrize("way", [mxfp4, nvfp4, fp8])
-def test_zeros_come_back_as_zeros(nf4, way):
+def test_zeros_come_back_as_zeros(way):
     numbers = torch.zeros(4, 64)
-    assert not way(numbers).any() and not nf4(numbers).any()
+    assert not way(numbers).any() and not zero_point(numbers).any()
     numbers[1] = 1.0
     assert torch.equal(way(numbers), numbers)
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from vramlab import GiB, Recipe, Sharding, predict, simulate, step_time
+from vramlab import GiB, MiB, Recipe, Sharding, predict, simulate, step_time
 from vramlab_course.base_model import base_model_path, load_base_model
 from vramlab_course.chapters import chapter_04
 from vramlab_course.chapters.chapter_04 import (
@@ -16,7 +16,6 @@ from vramlab_course.chapters.chapter_04 import (
     apart,
     followed,
     on_ranks,
-    parts,
     reduce_scatter,
 )
 from vramlab_course.collectives import Collectives
@@ -94,8 +93,16 @@ def test_a_process_apart_has_no_group_and_leaves_none():
     assert not dist.is_initialized()
 
 
+def parts(report):
+    """MiB of weights, gradients, states, workspace and rest at the peak, without cuBLAS's own."""
+    peak = report.peak
+    cublas = report.phases["between_steps"].end.workspace  # no unit is whole then
+    known = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace - cublas]
+    return [part / MiB for part in (*known, peak.total - cublas - sum(known))]
+
+
 def test_the_step_that_is_followed_is_simulates_for_a_gpu():
-    """It leaves out what gloo needs, and the table what cuBLAS keeps."""
+    """It leaves out what gloo needs, and `parts` what cuBLAS keeps."""
     recipe = Recipe(base_model_path(), 2, 32, optim="adamw_torch_fused", loop="plain")
     model, batch = load_base_model(), torch.arange(128).reshape(4, 32)
 
@@ -132,13 +139,11 @@ def test_the_step_that_is_followed_is_simulates_for_a_gpu():
     assert deeper[3] == pytest.approx(simulated[3], abs=0.01)
 
 
-def test_the_small_print_of_section_5():
-    llama = Recipe("llama-3.1-8b", 1, 4096, "bf16-mixed", "adamw_torch_fused")
-    llama = llama.replace(gradient_checkpointing=True)
-    eight = step_time(llama.replace(sharding=Sharding(3, 8)), "RTX 4090")
-    rates = [eight.tokens_per_second, eight.tokens / eight.high, eight.tokens / eight.low]
-    assert [round(rate, -2) for rate in rates] == [5900, 2400, 12700]
-    assert round(step_time(llama, "H200").tokens_per_second, -2) == 5600
+def test_how_far_off_section_5_s_speeds_may_be():
+    one = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")
+    one = one.replace(gradient_checkpointing=True, use_liger_kernel=True)
+    eight = step_time(one.replace(sharding=Sharding(3, 8)), "RTX 4090")
+    assert round(max(eight.high / eight.seconds, eight.seconds / eight.low), 1) == 2.4
 
 
 def test_the_small_print_of_section_4():

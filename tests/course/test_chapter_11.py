@@ -58,8 +58,8 @@ def test_only_that_process_has_the_small_one():
 
 def test_recorded_sensors_are_of_one_card_by_watts():
     rows = chapter_11.recorded_sensors("H200")
-    assert [row[0] for row in rows] == ["gpt2", "llama-3.2-1b", "llama-3.1-8b"]
-    assert all(0 < watts <= 700 for _, _, watts, *_ in rows)
+    assert [row.model for row in rows] == ["gpt2", "llama-3.2-1b", "llama-3.1-8b"]
+    assert all(0 < row.watts <= 700 for row in rows)
     assert chapter_11.recorded_sensors("T4") == []
 
 

@@ -19,6 +19,7 @@ def test_the_flow_names_the_sizes_of_each_matrix():
     sizes = [size for box in figure.axes[0].patches for size in (box.get_width(), box.get_height())]
     wide, tall, *thin = sizes
     assert thin == pytest.approx([wide, tall * 8 / 512, wide * 8 / 1024, tall])
+    assert figure.axes[0].get_aspect() * tall / wide == pytest.approx(512 / 1024)
 
 
 def test_each_run_is_a_line_over_the_length():

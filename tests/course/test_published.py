@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from error_figure import scatter_error
 from quick import params
 from tiny_models import config
 from torch.nn import functional as F
@@ -23,7 +24,7 @@ from vramlab.planning.search_space import notes_on
 from vramlab.planning.step_time import step_time
 from vramlab.report.report import GiB
 from vramlab.simulation.as_run import AS_RUN, as_it_ran, of_release, simulate_as_run
-from vramlab_course.published import Run, results, runs, scatter_error
+from vramlab_course.published import Run, results, runs
 
 RUNS = runs()
 STORED = results()["runs"]

@@ -170,7 +170,7 @@ def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch
     exec(lines, names)
     said = {name for line in names["trainer"].state.log_history for name in line}
     assert {"eval_task_loss", "eval_keep_loss"} <= said
-    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out-0.0002")
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out-2e-4")
     moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
     assert len(moved) == 4 * 7 and all(moved)
     (after,) = (script for script in scripts("05") if "merge_and_unload" in script)

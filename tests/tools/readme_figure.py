@@ -9,12 +9,13 @@ the published peaks' simulations are those that `benchmarks/published_runs.py --
 
 from pathlib import Path
 
+from error_figure import scatter_error
 from PIL import Image
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
 from vramlab.interfaces.measure_and_record import card_of
 from vramlab.interfaces.plot.splits import shared_title
 from vramlab_course.chapters import cheat_sheet
-from vramlab_course.published import results, runs, scatter_error
+from vramlab_course.published import results, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "figures"
 RECIPE = Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-true")

@@ -409,6 +409,8 @@ def test_the_program_trains_saves_resumes_and_evaluates(name, base, tmp_path):
     assert differing_dtypes(seen, said) == {}
     if "packed" in name:  # rows of other programs differ in length
         assert_same_but_for_scalars(seen, said)
+    with pytest.raises(SystemExit, match=r"^out holds this run, finished after 4 steps: name"):
+        run_script(tmp_path, steps=STEPS[1:])
 
 
 # Names of models and files stand in a program's lines, so it has more room than our own code.
@@ -511,15 +513,16 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
 def test_a_column_that_is_missing_is_named(trainer, row, needed, base, tmp_path):
     written(base, tmp_path, method="lora", trainer=trainer)
     (tmp_path / "train.jsonl").write_text(json.dumps(row))
-    asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
     with pytest.raises(SystemExit, match=re.escape(needed)):
-        runpy.run_path(str(tmp_path / "train.py"))["read"](asked, None)
+        runpy.run_path(str(tmp_path / "train.py"))["read"](str(tmp_path / "train.jsonl"), None)
 
 
 def test_the_first_ctrl_c_saves_a_checkpoint_to_go_on_from(base, tmp_path, monkeypatch, capsys):
+    """And only the same run goes on from it; what must not be forgotten was evaluated before."""
     from transformers import Trainer
 
     written(base, tmp_path, method="lora")
+    (tmp_path / "keep.jsonl").write_text(json.dumps({"text": "while it is true"}))
     step = Trainer.training_step
 
     def interrupted(self, *args, **kwargs):
@@ -529,11 +532,17 @@ def test_the_first_ctrl_c_saves_a_checkpoint_to_go_on_from(base, tmp_path, monke
 
     monkeypatch.setattr(Trainer, "training_step", interrupted)
     with pytest.raises(SystemExit, match=r"^130$"):
-        run_script(tmp_path, steps=(4,))
+        run_script(tmp_path, "--keep", "keep.jsonl", steps=(4,))
     assert "stopped after step 2: the same command goes on" in capsys.readouterr().err
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").exists()
     assert not (tmp_path / "out" / "checkpoint-3").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    log = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
+    first = {row["step"] for row in log["log_history"] if "eval_keep_loss" in row}
+    assert 0 in first and any("eval_task_loss" in row for row in log["log_history"])
+    refused = r"^out holds a run with --learning-rate 0\.0002 and --seed 42\. Say that again to"
+    with pytest.raises(SystemExit, match=refused):
+        run_script(tmp_path, "--learning-rate", "1e-3", "--seed", "1", steps=(4,))
 
 
 def test_a_program_ends_with_answers_and_how_to_use_what_it_trained(base, tmp_path, capsys):
@@ -570,9 +579,9 @@ def labels_of(base, folder, template) -> tuple:
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": f"for each {role}"} for role in roles]
     (folder / "train.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 2))
-    asked = SimpleNamespace(data=str(folder / "train.jsonl"), seed=0)
+    path = str(folder / "train.jsonl")
     program = runpy.run_path(str(folder / "train.py"))
-    (row,) = program["samples"](asked, tokenizer, program["read"](asked, tokenizer))["train"]
+    row, _ = program["samples"](path, tokenizer, program["read"](path, tokenizer))
     return tokenizer, row
 
 
@@ -596,12 +605,11 @@ def test_samples_longer_than_a_row_are_joined_whole(base, tmp_path):
     tokenizer.chat_template = CHAT
     path = tmp_path / "train.jsonl"
     program = runpy.run_path(str(tmp_path / "train.py"))
-    parsed = SimpleNamespace(data=str(path), seed=0, model="base")
 
     def made_of(sample: dict) -> list[dict]:
         path.write_text("\n".join([json.dumps(sample)] * 2))
-        parts = program["samples"](parsed, tokenizer, program["read"](parsed, tokenizer))
-        return [row for part in parts.values() for row in part]
+        data = program["read"](str(path), tokenizer)
+        return list(program["samples"](str(path), tokenizer, data))
 
     text = " ".join(WORDS * recipe.seq_len)
     rows = made_of({"text": text})
@@ -620,15 +628,14 @@ def test_of_texts_all_counts_and_chats_need_a_template(base, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base)
-    asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0, model="base")
-    data = program["read"](asked, tokenizer)
-    row = program["samples"](asked, tokenizer, data)["train"][0]
+    path = str(tmp_path / "train.jsonl")
+    row = program["samples"](path, tokenizer, program["read"](path, tokenizer))[0]
     assert row["labels"] == row["input_ids"]
     tokenizer.chat_template = None
     with pytest.raises(SystemExit, match="has no chat template: take a model that has one"):
         labels_of_chat = {"messages": [{"role": "user", "content": "for each"}]}
         (tmp_path / "train.jsonl").write_text(json.dumps(labels_of_chat))
-        program["read"](asked, tokenizer)
+        program["read"](path, tokenizer)
 
 
 def test_the_program_trains_on_one_card_where_there_are_more(base, tmp_path, monkeypatch):

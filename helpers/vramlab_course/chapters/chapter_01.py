@@ -69,6 +69,12 @@ def best_seconds(work: Callable[[], object], times: int = 3) -> float:
     return min(seconds[1:])
 
 
+def error(way: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]) -> float:
+    """Root of the mean squared change in a matrix's standard deviations, averaged over matrices."""
+    errors = [(way(each) - each).square().mean().sqrt() / each.std() for each in matrices]
+    return sum(errors).item() / len(errors)
+
+
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
     """A network of `layers` hidden layers of 32 units, 256 points and their labels.
 

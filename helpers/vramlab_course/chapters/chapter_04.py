@@ -1,7 +1,7 @@
 """What chapter 04's cells share.
 
-That is ranks that run a function of the notebook, two collectives, a step that is followed, and a
-script that torchrun starts.
+That is ranks that run a function of the notebook, two collectives, a step that is followed or
+counted, and a script that torchrun starts.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,17 @@ import torch.distributed.run
 import torch.multiprocessing as mp
 from vramlab.base.errors import VramLabError
 from vramlab.recipe.recipe import Loop
-from vramlab.report.report import MiB, Report, text_table
+from vramlab.report.report import Report
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.engine import Training
 from vramlab.training.process_group import one_gloo_thread
 
+from ..collectives import Collectives
+
 ERROR = ".error"  # how the file is called in which a rank leaves its error
 STARTS = 3  # of a group that lost a connection
-PARTS = ("weights", "gradients", "states", "gathered units", "rest", "in all")  # of a peak
 # A rank that fails ends the others. torch announces that, above what the rank failed with.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
@@ -201,20 +202,19 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
     return sum(tensor.nbytes for tensor in [*parameters, *gradients, *states])
 
 
-def peaks_table(reports: Mapping[str, Report]) -> str:
-    """A table of what is in each report's peak, in MiB: a column for each report."""
-    columns = map(parts, reports.values())
-    return text_table([("MiB at the peak", *reports), *zip(PARTS, *columns, strict=True)])
+def sent_in_step(model: Any, samples: torch.Tensor, micro_batches: int) -> list[float]:
+    """Weights that a step gathers and gradients that it sends, each in Ψ.
 
-
-def parts(report: Report) -> list[float]:
-    """MiB of each of PARTS at a report's peak, without what cuBLAS keeps on a GPU."""
-    peak = report.peak
-    cublas = report.phases["between_steps"].end.workspace  # no unit is whole then
-    # the rest of the workspace is FSDP's whole weights, and what they travel in
-    known = [peak.parameters, peak.gradients, peak.optimizer_states, peak.workspace - cublas]
-    total = peak.total - cublas
-    return [part / MiB for part in (*known, total - sum(known), total)]
+    FSDP sends as in the Trainer: each unit is freed after its forward pass, and gradients are sent
+    after the last micro-batch alone.
+    """
+    psi = sum(p.numel() for p in model.parameters())
+    model.set_reshard_after_forward(True)  # frees embedding and head, too
+    with Collectives() as counting:
+        for number in range(micro_batches):
+            model.set_requires_gradient_sync(number == micro_batches - 1)
+            model(input_ids=samples, labels=samples, use_cache=False).loss.backward()
+    return [counting.seen[kind].bytes / 4 / psi for kind in ("all_gather", "reduce_scatter")]
 
 
 def torchrun(script: str, processes: int) -> str:

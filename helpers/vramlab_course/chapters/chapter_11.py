@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vramlab.hardware.nvml import Sensors, nvml_snapshot
@@ -111,12 +111,18 @@ def ending(batches: Callable[[], Iterable], mib: int) -> str:
         return str(error).splitlines()[-1]
 
 
-def recorded_sensors(gpu: str) -> list[tuple]:
-    """Return a row for each run whose sensors were recorded on a card with `gpu` in its name.
+class Reading(NamedTuple):
+    """What a recorded run's sensors said: medians of W and MHz, and what held the clock back."""
 
-    They are the recipe's model, tokens a second, the medians of W and MHz, the highest °C, and
-    what held the clock back.
-    """
+    model: str
+    speed: int  # tokens a second
+    watts: int
+    clock: int
+    held_by: str
+
+
+def recorded_sensors(gpu: str) -> list[Reading]:
+    """Return the sensors of each run that was recorded on a card with `gpu` in its name, by W."""
     rows = []
     for path in sorted(measurements_folder().glob("*.json")):
         for fact in read_records(path).facts.values():
@@ -125,8 +131,7 @@ def recorded_sensors(gpu: str) -> list[tuple]:
                 recipe = fact.asked["recipe"]
                 tokens = recipe["batch_size"] * recipe["seq_len"]
                 speed = round(tokens / median(fact.found["seconds"]))
-                middle = [round(median(fact.found[name])) for name in ("power", "clock")]
-                hot = max(fact.found["temperature"])
+                watts, clock = (round(median(fact.found[name])) for name in ("power", "clock"))
                 reasons = ", ".join(fact.found["throttle"]) or "nothing"
-                rows.append((recipe["model"], speed, *middle, hot, reasons))
-    return sorted(rows, key=lambda row: row[2])
+                rows.append(Reading(recipe["model"], speed, watts, clock, reasons))
+    return sorted(rows, key=lambda row: row.watts)

@@ -1,6 +1,5 @@
 """Drawings of chapter 01. Each function draws a figure and returns it."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from ..number_formats import BF16, FP16, FP32
 SKY = "#56B4E9"
 PALE = "#CFE8F7"
 BLUE = "#0072B2"
+GREY = "#BBBBBB"
 INK = "#222222"
 
 
@@ -32,10 +32,7 @@ def ranges():
             )
         )
     title = "Exponent bits buy range, fraction bits buy precision"
-    spans = []
-    for name, low, high, apart in rows[1:]:
-        spans.append(f"{name}: {low} to {high}, gaps of {apart}")
-    said = f"Bars on a logarithmic axis. {'; '.join(spans)}."
+    said = "Bars on a logarithmic axis: those of fp32 and bf16 end together, fp16's far earlier."
     about = "derived: positive numbers of each format; the label is its gap at 1"
     with canvas(title, said, about, rows) as ax:
         for row, f in enumerate(formats):
@@ -72,26 +69,15 @@ def ranges():
 
 
 def levels(ways: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, about: str):
-    """Draw by way the levels that numbers can come back as, and below them the numbers.
+    """Draw by way the levels that numbers can come back as, and the numbers below them.
 
-    An arrow leads from each number to its level; more than 20 numbers are a histogram.
+    An arrow leads from each number to its level.
     """
-    rows = [("way", "levels", "closest two")]
-    for name, (marks, _) in ways.items():
-        closest = min(high - low for low, high in itertools.pairwise(marks))
-        rows.append((name, str(len(marks)), f"{closest:.2f}"))
-    spans = [
-        f"{name}: {count} levels, the closest {apart} apart" for name, count, apart in rows[1:]
-    ]
-    said = f"Levels as strokes, and numbers as dots or bars below them. {'; '.join(spans)}."
+    said = "Strokes are levels, and an arrow leads from each number to the nearest."
+    rows = _spacings({name: marks for name, (marks, _) in ways.items()})
     with canvas(title, said, about, rows) as ax:
         for row, (marks, numbers) in enumerate(ways.values()):
             ax.plot(marks, [row - 0.12] * len(marks), "|", color=INK, markersize=22)
-            if len(numbers) > 20:
-                counts, edges = np.histogram(numbers, 80)
-                heights = -0.33 * counts / counts.max()  # the axis points down
-                ax.bar(edges[:-1], heights, np.diff(edges), row + 0.38, align="edge", color=BLUE)
-                continue
             ax.plot(numbers, [row + 0.25] * len(numbers), "o", color=BLUE)
             for number in numbers:
                 nearest = min(marks, key=lambda mark: abs(mark - number))
@@ -101,3 +87,37 @@ def levels(ways: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
         ax.set_ylim(len(ways) - 0.4, -0.6)
         ax.grid(visible=False)
     return ax.figure
+
+
+def density(ways: Mapping[str, Sequence[float]], numbers: Sequence[float], title: str, about: str):
+    """Draw the levels of two ways, from -1 to 1, and below them how often numbers lie where.
+
+    The bars are blue where the second way's levels are closer than the first's.
+    """
+    counts, edges = np.histogram(numbers, 80, (-1, 1))
+    gaps = []
+    for marks in ways.values():
+        # The two levels around the middle of each bar.
+        above = np.searchsorted(marks, (edges[1:] + edges[:-1]) / 2)
+        gaps.append(np.diff(marks)[above - 1])
+    colours = np.where(gaps[1] < gaps[0], BLUE, GREY)
+    names = list(ways)
+    below = f"weights, blue where\n{names[1]}'s are closer"
+    said = f"Two rows of strokes over a histogram, {below}."
+    with canvas(title, said, about, _spacings(ways)) as ax:
+        for row, marks in enumerate(ways.values()):
+            ax.plot(marks, [row] * len(marks), "|", color=INK, markersize=22)
+        # The axis points down.
+        ax.bar(edges[:-1], -1.6 * counts / counts.max(), 0.025, 3.2, align="edge", color=colours)
+        ax.set_yticks([0, 1, 2.6], [*names, below])
+        ax.set_ylim(3.2, -0.5)
+        ax.grid(visible=False)
+    return ax.figure
+
+
+def _spacings(ways: Mapping[str, Sequence[float]]) -> list[tuple[str, ...]]:
+    rows = [("way", "levels", "closest two", "widest two")]
+    for name, marks in ways.items():
+        apart = np.diff(marks)
+        rows.append((name, str(len(marks)), f"{apart.min():.2f}", f"{apart.max():.2f}"))
+    return rows

@@ -3,28 +3,22 @@
 from collections.abc import Sequence
 
 from vramlab import MiB, Report
-from vramlab.interfaces.plot import canvas, style
+from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import layers, split_of
 
 NEAR = 15  # allocation events on either side of the peak
 
-# What a layer keeps, in the order in which it makes it: the part, and what the tensor is.
-PARTS = ("norm 1", "attention", "norm 2", "feed-forward")
+# What a layer keeps, in the order in which it makes it: the part's colour, and its tensors.
 NORM = ("its input, fp32", "one number, fp32", "the input, normalized", "the result")
-KEPT = (
-    *((PARTS[0], what) for what in NORM),
-    (PARTS[1], "queries, rotated"),
-    (PARTS[1], "keys, rotated"),
-    (PARTS[1], "values"),
-    (PARTS[1], "a number a head, fp32"),
-    (PARTS[1], "the result"),
-    *((PARTS[2], what) for what in NORM),
-    (PARTS[3], "gate"),
-    (PARTS[3], "SiLU of the gate"),
-    (PARTS[3], "up"),
-    (PARTS[3], "SiLU × up"),
-)
-COLOURS = dict(zip(PARTS, ("#56B4E9", "#0072B2", "#56B4E9", "#D55E00"), strict=True))
+KEPT = {
+    "norm 1": ("#56B4E9", NORM),
+    "attention": (
+        "#0072B2",
+        ("queries, rotated", "keys, rotated", "values", "a number a head, fp32", "the result"),
+    ),
+    "norm 2": ("#56B4E9", NORM),
+    "feed-forward": ("#D55E00", ("gate", "SiLU of the gate", "up", "SiLU × up")),
+}
 
 
 def close_up(figure, report: Report):
@@ -43,47 +37,38 @@ def close_up(figure, report: Report):
     ax.tick_params(labelsize=8)
 
 
+@style.styled()
 def layer(sizes: Sequence[int], title: str, about: str):
     """Return a figure of a layer from top to bottom, with the bytes a token of each tensor kept.
 
     `sizes` are in the order in which the layer saves them, that of KEPT.
     """
+    figure, ax = style.start(title, about)
     rows = [("part", "tensor", "bytes a token")]
-    spans = []
-    for (part, what), size in zip(KEPT, sizes, strict=True):
-        rows.append((part, what, f"{size:,}"))
-        spans.append(f"{part}, {what}: {size:,}")
-    said = "; ".join(spans)
-    alt = f"A layer from top to bottom. {said}."
-    with canvas(title, alt, about, rows) as ax:
-        for y, ((part, _), size) in enumerate(zip(KEPT, sizes, strict=True)):
-            ax.barh(y, size, color=COLOURS[part])
-            ax.annotate(
-                f"{size:,}",
-                (size, y),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-        for part in PARTS:
-            at = [y for y, (own, _) in enumerate(KEPT) if own == part]
-            middle = sum(at) / len(at)
-            widest = max(sizes) * 1.22
-            whole = f"{part}\n{sum(sizes[y] for y in at):,}"
-            ax.text(widest, middle, whole, rotation=270, va="center", ha="center", fontsize=8)
-            if at[-1] + 1 < len(KEPT):
-                ax.axhline(at[-1] + 0.5, color=style.INK, linewidth=0.8)
-        ax.set_yticks(
-            range(len(KEPT)),
-            [what for _, what in KEPT],
+    for part, (colour, names) in KEPT.items():
+        start = len(rows) - 1
+        own = sizes[start : start + len(names)]
+        rows += [(part, name, f"{size:,}") for name, size in zip(names, own, strict=True)]
+        drawn = ax.barh(range(start, start + len(own)), own, color=colour)
+        ax.bar_label(drawn, fmt="{:,.0f}", padding=4, fontsize=8)
+        ax.text(
+            0.95,  # to the right of all bars
+            start + (len(own) - 1) / 2,
+            f"{part}\n{sum(own):,}",
+            rotation=270,
+            va="center",
+            ha="center",
+            transform=ax.get_yaxis_transform(),
             fontsize=8,
         )
-        ax.xaxis.set_major_formatter("{x:,.0f}")
-        ax.set(
-            xlabel="bytes for each token",
-            ylim=(len(KEPT) - 0.4, -0.6),
-            xlim=(0, widest * 1.05),
-        )
-        ax.grid(visible=False)
-    return ax.figure
+        ax.axhline(start - 0.5, color=style.INK, linewidth=0.8)
+    ax.set_yticks(range(len(sizes)), [row[1] for row in rows[1:]], fontsize=8)
+    ax.set(
+        xlabel="bytes for each token",
+        xticks=[],
+        ylim=(len(sizes) - 0.4, -0.45),
+        xlim=(0, 1.28 * max(sizes)),
+    )
+    ax.grid(visible=False)
+    said = "; ".join(f"{part}, {name}: {size}" for part, name, size in rows[1:])
+    return style.finish(figure, rows, f"A layer from top to bottom. {said}.")

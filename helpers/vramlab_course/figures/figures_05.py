@@ -10,7 +10,7 @@ from vramlab.interfaces.plot import canvas, style
 BLUE = "#0072B2"
 RED = "#D55E00"
 GREY = "#DDDDDD"
-SCALE, HEIGHT = 2.8, 1.5  # of the frozen matrix in the axes' units
+SCALE, HEIGHT = 2.8, 1.24  # of the frozen matrix in the axes' units
 FEED_FORWARD = "gate_proj, up_proj, down_proj"
 TARGETS = {
     "all-linear": "all linear",
@@ -31,7 +31,7 @@ def flow(inputs: int, outputs: int, r: int):
     with canvas(
         title,
         said,
-        f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r} · each direction to scale",
+        f"derived: one linear layer, {outputs:,} × {inputs:,}, rank {r} · to scale",
     ) as ax:
         words = (
             (0.5, 1, f"x\n{inputs:,}\na token"),
@@ -43,7 +43,7 @@ def flow(inputs: int, outputs: int, r: int):
         for x, y, text in words:
             ax.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.5)
         # Inputs run to the right and outputs down, all three matrices to scale.
-        ax.bar(5.1, HEIGHT, SCALE, 1.15, color=GREY, zorder=0)
+        ax.bar(5.1, HEIGHT, SCALE, 1.28, color=GREY, zorder=0)
         ax.bar(3.3, HEIGHT * r / outputs, SCALE, 0.25, color=BLUE, edgecolor=BLUE)
         ax.bar(6.9, HEIGHT, SCALE * r / inputs, -0.7, color=BLUE, edgecolor=BLUE)
         # From one box's edge to the next one's.
@@ -61,7 +61,8 @@ def flow(inputs: int, outputs: int, r: int):
         ax.text(5.75, 0.34, f"{r}", ha="center", color=BLUE, fontsize=11)
         ax.text(7.7, 0.85, "× α / r", ha="center", color=BLUE)
         ax.text(9.25, 1, "+", ha="center", va="center", fontsize=15)
-        ax.set(xlim=(-0.4, 11.7), ylim=(-0.8, 2.8))
+        aspect = SCALE / HEIGHT * outputs / inputs  # a square matrix is drawn square
+        ax.set(xlim=(-0.4, 11.7), ylim=(-0.8, 2.8), aspect=aspect)
         ax.axis("off")
     return ax.figure
 
