@@ -168,12 +168,11 @@ def printed(cell: nbformat.NotebookNode, rights: bool) -> list[str]:
     """What a cell prints, without figures of this run and the lines about blanks, which say
     `rights` or not.
     """
-    lines = "".join(output.get("text", "") for output in cell.get("outputs", [])).splitlines()
-    about = [line for line in lines if re.match(r"\d\d\.[A-Za-z_]\w*[: ]", line)]
-    assert all((": right" in line) == rights for line in about), about
-    return [
-        line for line in lines if line not in about and not line.startswith(("live: ", "machine: "))
-    ]
+    text = "".join(output.get("text", "") for output in cell.get("outputs", []))
+    about = re.compile(r"^\d\d\.[A-Za-z_]\w*[: ][^.]*.*?goes\s+on\s+with\s+.*?\.$", re.M | re.S)
+    assert all((": right" in said) == rights for said in about.findall(text)), about.findall(text)
+    lines = about.sub("", text).splitlines()
+    return [line for line in lines if line and not line.startswith(("live: ", "machine: "))]
 
 
 # The machinery, on a chapter of its own

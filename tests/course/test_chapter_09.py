@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from textwrap import indent
 
 import nbformat
 import pytest
@@ -16,15 +18,13 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from vramlab_course.base_model import base_model_folder
+from vramlab_course.chapters import cut, pipe
 from vramlab_course.chapters.chapter_04 import on_ranks
-from vramlab_course.chapters.chapter_09 import Stage, loss_of
+from vramlab_course.chapters.chapter_09 import Stage
 from vramlab_course.figures.figures_09 import stage_order
 
 CHAPTER = "09_more_than_data_parallel.ipynb"
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-ONE_RANK = [*TWO_RANKS[:-1], "1"]
-# In the printed script's place: counts the collectives of a step, too.
+# In the program's place: counts the collectives of a step, too.
 COUNTED = """    from vramlab_course.collectives import Collectives
 
     with Collectives() as counting:
@@ -35,19 +35,31 @@ COUNTED = """    from vramlab_course.collectives import Collectives
 """
 
 
-def printed_script(root, word: str) -> str:
-    """The chapter's Python block that has the word, for the course's base model."""
+def command(root, words: str) -> list[str]:
+    """The arguments of the torchrun that the chapter prints with these words."""
     cells = nbformat.read(root / "notebooks" / CHAPTER, as_version=4).cells
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    (block,) = [each for each in re.findall(r"```python\n(.*?)```", text, re.S) if word in each]
-    return re.sub(r'"Qwen/[^"]+"', repr(str(base_model_folder())), block)
+    (found,) = re.findall(rf"torchrun (.* -m vramlab_course.chapters.{words}.*)", text, re.M)
+    return found.split()
 
 
-def printed(script: str, path, ranks: list[str]) -> str:
+def changed(arguments: list[str], **options: str) -> list[str]:
+    """The arguments with other values of options, or with more of them."""
+    arguments = list(arguments)
+    for name, value in options.items():
+        option = f"--{name}"
+        if option in arguments:
+            at = arguments.index(option)
+            arguments[at + 1] = value
+        else:
+            arguments += [option, value]
+    return arguments
+
+
+def printed(arguments: list[str]) -> str:
     """What the ranks print."""
-    path.write_text(script)
     run = subprocess.run(
-        [sys.executable, *ranks, str(path)],
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -56,21 +68,24 @@ def printed(script: str, path, ranks: list[str]) -> str:
     return run.stdout
 
 
-def losses(script: str, path, ranks: list[str]) -> list[str]:
+def losses(arguments: list[str]) -> list[str]:
     """The losses that the ranks print."""
-    return re.findall(r"loss ([\d.]+)", printed(script, path, ranks))
+    return re.findall(r"loss ([\d.]+)", printed(arguments))
 
 
 @pytest.mark.slow
 def test_a_model_cut_by_transformers_trains_as_one_process_does(pytestconfig, tmp_path):
-    script = printed_script(pytestconfig.rootpath, "tp_plan")
-    step = "    loss = model(input_ids=ids, labels=ids).loss\n    loss.backward()\n"
+    arguments = command(pytestconfig.rootpath, "cut$")
+    script = Path(cut.__file__).read_text()
+    step = "        loss = model(input_ids=ids, labels=ids).loss\n        loss.backward()\n"
     assert step in script
-    text = printed(script.replace(step, COUNTED), tmp_path / "cut.py", TWO_RANKS)
-    alone = losses(script, tmp_path / "cut.py", ONE_RANK)
+    counted = tmp_path / "counted.py"
+    counted.write_text(script.replace(step, indent(COUNTED, "    ")))
+    text = printed([*arguments[: arguments.index("-m")], str(counted)])
+    alone = losses(changed(arguments, nproc_per_node="1"))
     assert len(alone) == 5 and len(set(alone)) == 5  # it learns
-    cut = re.findall(r"loss ([\d.]+)", text)
-    assert sorted(cut) == sorted(alone * 2)  # both ranks print, in any order
+    both = re.findall(r"loss ([\d.]+)", text)
+    assert sorted(both) == sorted(alone * 2)  # both ranks print, in any order
     # Four sums a layer, and two outside of the layers.
     found = re.findall(r"sums (\d+) in (\d+) layers", text)
     assert found and all(int(sums) == 4 * int(layers) + 2 for sums, layers in found)
@@ -78,22 +93,16 @@ def test_a_model_cut_by_transformers_trains_as_one_process_does(pytestconfig, tm
 
 @pytest.mark.slow
 def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pytestconfig, tmp_path):
-    script = printed_script(pytestconfig.rootpath, "tp_plan")
-    for line in printed_script(pytestconfig.rootpath, "ep_size").splitlines():
-        # The printed lines stand in place of those that begin alike.
-        begin = line.split("(")[0].split("=")[0]
-        script, replaced = re.subn(rf"^{re.escape(begin)}.*$", line, script, flags=re.M)
-        assert replaced == 1
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=32)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     experts = dict(num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=1000)
     folder = tmp_path / "mixture"
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder)
-    script = re.sub(r"^name = .*$", f"name = {str(folder)!r}", script, flags=re.M)
-    script = script.replace("fsdp_size=8, ep_size=8", "fsdp_size=2, ep_size=2")
-    script = script.replace("lr=1e-5", "lr=1e-3")  # a random model learns slowly
-    cut = losses(script, tmp_path / "experts.py", TWO_RANKS)
+    arguments = command(pytestconfig.rootpath, "cut --experts")
+    # A random model learns slowly.
+    options = dict(nproc_per_node="2", model=str(folder), lr="1e-3")
+    both = losses(changed(arguments, **options))
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -110,7 +119,7 @@ def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pyte
         optimizer.step()
         optimizer.zero_grad()
     assert len(set(alone)) == 10
-    assert sorted(cut) == sorted(alone)
+    assert sorted(both) == sorted(alone)
 
 
 @pytest.mark.slow
@@ -122,15 +131,15 @@ def test_the_printed_pipeline_trains_all_layers_of_a_stack_that_does_not_divide(
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     folder = tmp_path / "five_layers"
     model.save_pretrained(folder)
-    script = printed_script(pytestconfig.rootpath, "Schedule1F1B")
-    script, replaced = re.subn(r"^name = .*$", f"name = {str(folder)!r}", script, flags=re.M)
-    assert replaced == 1
-    script = script.replace("lr=1e-5", "lr=1e-3")  # a random model learns slowly
-    cut = losses(script, tmp_path / "pipe.py", TWO_RANKS)
+    # One rank holds three layers and the other two.
+    arguments = command(pytestconfig.rootpath, "pipe")
+    at = arguments.index("--layers")
+    arguments[at + 1 : at + 3] = ["3", "2"]
+    found = losses(changed(arguments, model=str(folder), lr="1e-3"))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(0)
-    ids = torch.randint(1000, (8, 256))
+    ids = torch.randint(1000, (4, 256))
     alone = []
     for _ in range(5):
         loss = model(input_ids=ids, labels=ids).loss
@@ -139,7 +148,7 @@ def test_the_printed_pipeline_trains_all_layers_of_a_stack_that_does_not_divide(
         optimizer.zero_grad()
         alone.append(f"{loss.item():.4f}")
     assert len(set(alone)) == 5
-    assert cut == alone
+    assert found == alone
 
 
 class Recorded(PipelineStage):
@@ -161,7 +170,7 @@ def test_pytorchs_schedule_has_the_order_that_the_reader_writes():
     def passes(rank, world):
         ids = torch.arange(4 * 32).view(4, 32)
         stage = Recorded(Stage(rank, world), rank, world, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
+        schedule = Schedule1F1B(stage, 4, loss_fn=pipe.loss_of)
         schedule.step(*([ids] if rank == 0 else []), target=ids)
         return stage.passes
 

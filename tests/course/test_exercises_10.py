@@ -9,15 +9,16 @@ import pytest
 import torch
 from tiny_models import config
 from transformers.models.llama.modeling_llama import LlamaMLP
-from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, simulate
+from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, simulate, simulate_generation
 from vramlab_course import blank, exercises
 from vramlab_course.chapters.chapter_10 import (
-    beside_vllm,
     cache_row,
     cached_by,
+    grpo_reports,
     holders,
     largest_made,
     of_width,
+    two_moments,
 )
 from vramlab_course.exercises import judge
 
@@ -106,15 +107,15 @@ def test_the_largest_tensor_that_a_call_makes_is_what_it_takes_in_memory():
     assert largest_made(lambda: x.repeat(3, 1)[:2]) == 4 * 3 * 32
 
 
-def test_a_cache_is_held_against_attention_and_transformers():
+def test_a_cache_is_held_against_transformers_own():
     right = blank.find("10.remember").own()
-    assert cache_row(right, 64) == ("64 tokens", True, 63 * 1024, 64 * 1024)
-    assert cache_row(right, None) == ("none", True, 256 * 1024, 256 * 1024)
+    assert cache_row(right, 64) == ("64 tokens", 63 * 1024, 64 * 1024)
+    assert cache_row(right, None) == ("none", 256 * 1024, 256 * 1024)
 
     def forgets(kept, new, window):
         return right(kept, new, 3)
 
-    assert cache_row(forgets, None)[1] is False
+    assert cache_row(forgets, None)[1] == 2 * 1024
 
 
 def test_the_bytes_of_a_width_are_those_of_activations_at_the_peak():
@@ -128,17 +129,42 @@ def test_the_bytes_of_a_width_are_those_of_activations_at_the_peak():
     assert of_width(SimpleNamespace(largest=largest), 14) == 300
 
 
+def test_the_loss_goes_backward_first():
+    sizes = [("forward", 9), ("backward", 3), ("backward", 7), ("backward", 2), ("backward", 8)]
+    timeline = []
+    for phase, total in sizes:
+        timeline.append(SimpleNamespace(phase=phase, bytes=SimpleNamespace(total=total)))
+    found = two_moments(SimpleNamespace(timeline=timeline))
+    assert found == {"scores": 8, "logits": 7}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cure", "scores", "logits"),
+    [
+        ({}, "41.4", "25.7"),
+        ({"attn_implementation": "sdpa_repeated"}, "6.8", "25.7"),
+        ({"trainer": "sft"}, "41.4", "5.3"),
+    ],
+)
+def test_each_cure_of_section_2_lowers_one_moment(cure, scores, logits):
+    lora = LoRA(r=16, target_modules="all-linear")
+    text = Recipe("qwen3-1.7b", 1, 12_288, "fp16-mixed", dtype="float16", lora=lora)
+    cured = text.replace(gradient_checkpointing=True, **cure)
+    moments = two_moments(simulate(cured, gpu="T4", expandable_segments=True))
+    assert [f"{size / GiB:.1f}" for size in moments.values()] == [scores, logits]
+
+
 @pytest.mark.slow
 def test_vllm_adds_its_share_and_holds_it_unless_it_sleeps():
     card = find_gpu("T4")
-    rollouts = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 32}
+    rollouts = {"use_vllm": True, "max_completion_length": 32}
     grpo = Recipe(config("qwen3"), 8, None, trainer="grpo", rollouts=rollouts)
-    alone = simulate(grpo, gpu=card)
+    alone, *both = grpo_reports(grpo, card, 0.5)
     own = alone.phases["backward"].peak
-    for sleeps in (False, True):
-        beside = beside_vllm(alone, grpo, card, 0.5, sleeps=sleeps)
+    for report, sleeps in zip(both, (False, True), strict=True):
         for phase, is_awake in (("generate", True), ("backward", not sleeps)):
-            split = beside.phases[phase].peak
+            split = report.phases[phase].peak
             held = holders(split, own.parameters)
             assert sum(held.values()) == split.total
             assert held["model and optimizer"] == own.parameters + own.optimizer_states
@@ -162,22 +188,45 @@ def test_section_4_says_what_offloading_takes_without_tiles_and_with_them():
     with patch.object(LlamaMLP, "forward", in_tiles):
         both = simulate(away, gpu="H100", expandable_segments=True)
     assert f"{both.peak.total / GiB:.1f}" == "39.2"
+    on_a_t4 = Recipe("qwen3-4b", 1, 12_800, "fp16-mixed", dtype="float16", lora=lora)
+    on_a_t4 = on_a_t4.replace(
+        optim="adamw_torch_fused",
+        gradient_checkpointing=True,
+        trainer="sft",
+        attn_implementation="sdpa_repeated",
+    )
+    for switched, said in ((False, "13.4"), (True, "11.5")):
+        tried = on_a_t4.replace(activation_offloading=switched)
+        report = simulate(tried, gpu="T4", expandable_segments=True)
+        assert f"{report.peak.total / GiB:.1f}" == said
 
 
 @pytest.mark.slow
 def test_section_3_finds_a_run_that_fits_only_asleep():
     """The verdict is of the whole card: vLLM's share is not added to what is usable."""
     lora = LoRA(r=16, target_modules="all-linear")
-    rollouts = {"prompt_length": 512, "max_completion_length": 4096}
-    rollouts |= {"use_vllm": True, "vllm_mode": "server"}
+    rollouts = {"prompt_length": 512, "max_completion_length": 4096, "use_vllm": True}
     options = {"optim": "adamw_torch_fused", "gradient_checkpointing": True, "lora": lora}
     options |= {"dtype": "bfloat16", "trainer": "grpo", "rollouts": rollouts}
     grpo = Recipe("qwen3-4b", 1, None, "bf16-mixed", **options)
     card = find_gpu("RTX 4090")
     for batch_size, peak, verdict in ((1, "23.1", "tight"), (4, "28.8", "does not fit")):
         tried = grpo.replace(batch_size=batch_size, gradient_accumulation_steps=8 // batch_size)
-        alone = simulate(tried, gpu=card)
-        awake = beside_vllm(alone, tried, card, 0.56)
-        asleep = beside_vllm(alone, tried, card, 0.56, sleeps=True)
+        _, awake, asleep = grpo_reports(tried, card, 0.56)
         assert (f"{awake.peak.total / GiB:.1f}", awake.verdict) == (peak, verdict)
         assert (f"{asleep.peak.total / GiB:.1f}", asleep.verdict) == ("21.3", "likely")
+
+
+@pytest.mark.slow  # the compiled step takes half a minute
+def test_section_5_says_what_compiling_saves_with_checkpointing():
+    gpt2 = Recipe("gpt2", 8, 512, "fp32", gradient_checkpointing=True, torch_compile=True)
+    assert f"{simulate(gpt2, gpu='H100').peak.total / GiB:.1f}" == "3.2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "said"), [(None, "6.4"), (2048, "2.8")])
+def test_section_1_says_what_the_program_takes(size, said):
+    recipe = Recipe("gemma-3-270m", 8, precision="fp32", attn_implementation="sdpa_repeated")
+    options = {"prompt": 8192, "new_tokens": 64, "prefill_chunk_size": size}
+    report = simulate_generation(recipe, gpu="T4", expandable_segments=True, **options)
+    assert f"{report.peak.total / GiB:.1f}" == said

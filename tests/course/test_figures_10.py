@@ -32,9 +32,7 @@ def test_a_bar_stacks_what_is_held_at_its_moment():
     assert figure.rows == [
         ("GiB", "awake, sampling", "awake, training"),
         ("model and optimizer", "3.0", "3.0"),
-        ("vLLM's weights", "0.0", "0.0"),
         ("KV cache", "2.0", "0.0"),
-        ("work memory", "0.0", "0.0"),
         ("for a moment", "0.0", "4.0"),
         ("total", "5.0", "7.0"),
     ]

@@ -234,3 +234,5 @@ def test_the_label_of_a_tier_stands_clear_of_the_line_of_its_card():
             (line < box.x0 or line > box.x1) and box.x1 <= right
             for line, box in zip(lines, boxes, strict=True)
         )
+        sides = [box.x1 < line for line, box in zip(lines, boxes, strict=True)]
+        assert sides == [True] * 4 + [False] * 2  # what fits is called so on its own side

@@ -409,6 +409,8 @@ def test_the_program_trains_saves_resumes_and_evaluates(name, base, tmp_path):
     assert differing_dtypes(seen, said) == {}
     if "packed" in name:  # rows of other programs differ in length
         assert_same_but_for_scalars(seen, said)
+    with pytest.raises(SystemExit, match=r"^out holds this run, finished after 4 steps: name"):
+        run_script(tmp_path, steps=STEPS[1:])
 
 
 # Names of models and files stand in a program's lines, so it has more room than our own code.

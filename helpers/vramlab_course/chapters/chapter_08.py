@@ -91,14 +91,13 @@ def recorded(plan: vramlab.Recipe) -> list[tuple[str | float, ...]]:
     In GiB. The T4's are fitcheck-llm's, a row of 1,024 tokens in a pass; the H200's is our own, of
     a plan.
     """
-    peaks = []
+    on_t4 = {}
     for each in published.runs():
         recipe = each.recipe
         # Its other runs, with fused attention, repeat the keys, which predict does not know.
-        is_plain = recipe.attn_implementation == "eager" and recipe.quantization
-        if each.gpu == "T4" and recipe.name in RECORDED_ON_T4 and is_plain:
-            peaks.append(("T4", recipe, each.allocated))
-    peaks.sort(key=lambda peak: peak[2])
+        if each.gpu == "T4" and recipe.attn_implementation == "eager" and recipe.quantization:
+            on_t4[recipe.name] = "T4", recipe, each.allocated
+    peaks = [on_t4[name] for name in RECORDED_ON_T4]
     peaks.append(("H200", plan, on_h200(plan).peak.total))
     rows: list[tuple[str | float, ...]] = [("card", "model", "predicted, GiB", "recorded, GiB")]
     for card, recipe, peak in peaks:
@@ -126,19 +125,15 @@ def run(program: Path, *options: str) -> Report:
     logging.set_verbosity_error()
     # datasets would fill the reader's own cache with files of a folder that is soon gone.
     os.environ["HF_DATASETS_CACHE"] = str(program.parent / "cache")
-    own = sys.argv, vramlab.WatchCallback
-    sys.argv = [str(program), *options, "--watch"]
-    vramlab.WatchCallback = Kept
+    arguments = patch.object(sys, "argv", [str(program), *options, "--watch"])
+    callback = patch.object(vramlab, "WatchCallback", Kept)
     # The program hides other GPUs by a variable, which comes too late where CUDA has begun here:
     # the Trainer would copy the model to all that it counts (`nn.DataParallel`).
     count = min(torch.cuda.device_count(), 1)
     one_gpu = patch.object(torch.cuda, "device_count", lambda: count)
-    try:
-        with capture_output(), patch.dict(os.environ), one_gpu:
-            # With its own globals, so that nothing of the notebook is seen by the program.
-            runpy.run_path(str(program), run_name="__main__")
-    finally:
-        sys.argv, vramlab.WatchCallback = own
+    with capture_output(), patch.dict(os.environ), one_gpu, arguments, callback:
+        # With its own globals, so that nothing of the notebook is seen by the program.
+        runpy.run_path(str(program), run_name="__main__")
     return seen[0].report
 
 
@@ -256,23 +251,24 @@ def is_right(head: str, asked: str) -> bool:
     return bool(parameter and result) and plain == asked
 
 
-def count_right(model: str, heads: list[str]) -> int:
-    """How many heads a chat model gives their types and leaves else as they are.
+def load(name: str) -> Any:
+    """A model on this machine's device, to be asked: by its name on the hub, or by its folder.
 
-    `model` is a name on the hub, or the folder of a model or of its adapter.
+    The folder may be that of an adapter.
     """
     from transformers import AutoModelForCausalLM
 
-    learner = choose(model)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")  # in evaluation mode
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def count_right(model: str, heads: list[str]) -> int:
+    """How many heads a chat model gives their types and leaves else as they are.
+
+    `model` is as for `load`.
+    """
     asked = [untyped(head) for head in heads]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    prompts = list(map(learner.prompt, asked))
-    given = learner.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
-    made = loaded.generate(**given.to(device), max_new_tokens=40, do_sample=False)
-    new = made[:, given["input_ids"].shape[1] :]
-    texts = learner.tokenizer.batch_decode(new, skip_special_tokens=True)
-    return sum(map(is_right, map(learner.head_in, texts, asked), asked))
+    return sum(map(is_right, choose(model).answers(load(model), asked), asked))
 
 
 @dataclass(frozen=True)
@@ -294,11 +290,6 @@ class Learner:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.name)
-
-    @property
-    def stop(self) -> dict[str, Any]:
-        """What `generate` needs to end with the head; a chat model ends by itself."""
-        return {} if self.is_chat else {"stop_strings": "\n", "tokenizer": self.tokenizer}
 
     def sample(self, head: str) -> dict[str, Any]:
         """A head with its types as a line of the data."""
@@ -327,6 +318,18 @@ class Learner:
             add_generation_prompt=True,
             enable_thinking=False,  # or Qwen3 would think aloud first
         )
+
+    def answers(self, model: Any, heads: list[str], told: str = "") -> list[str]:
+        """The head that the model makes of each head without types, after what it is `told`."""
+        prompts = [self.prompt(head, told) for head in heads]
+        given = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        given = given.to(model.device)
+        # a chat model ends by itself
+        stop = {} if self.is_chat else {"stop_strings": "\n", "tokenizer": self.tokenizer}
+        made = model.generate(**given, max_new_tokens=40, do_sample=False, **stop)
+        new = made[:, given["input_ids"].shape[1] :]
+        texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return list(map(self.head_in, texts, heads))
 
     def head_in(self, made: str, head: str) -> str:
         """The first head in what the model has made of `head`, or else its first line."""

@@ -1,7 +1,7 @@
 """What chapter 10's cells share.
 
 That is what a call makes, bytes of tensors and of a cache, a cache beside transformers' own, the
-bytes of one width at a peak, and who holds memory in GRPO.
+bytes of one width at a peak and of two moments, and who holds memory in GRPO.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vramlab import Recipe
+from vramlab import Recipe, simulate
 from vramlab.hardware.gpu import Gpu
 from vramlab.report.report import Bytes, Report
 from vramlab.simulation.colocated import colocated, with_vllm
@@ -54,34 +54,21 @@ def largest_made(call: Callable[[], Any]) -> int:
     return largest.bytes
 
 
-def cache_row(
-    remember: Callable[..., Any],
-    window: int | None,
-) -> tuple[str, bool, int, int]:
-    """Return how `remember` does on 256 tokens, one after another, with 4 heads.
+def cache_row(remember: Callable[..., Any], window: int | None) -> tuple[str, int, int]:
+    """Return the bytes that `remember` and transformers keep of 256 tokens, one after another.
 
-    That is a name, whether attention gives what it gives of all tokens at once, and the bytes that
-    `remember` and transformers' own cache keep.
+    They are the keys and the values of 4 heads; first stands the window's name.
     """
-    from torch.nn.functional import scaled_dot_product_attention as attention
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    queries = torch.randn(1, 4, 256, 32)
-    new = torch.randn(1, 8, 256, 32)  # keys, then values
     theirs = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
     kept = None
-    outputs = []
-    for number in range(256):
-        now = (slice(None), slice(None), slice(number, number + 1))
-        seen, kept = remember(kept, new[now][0], window)
-        outputs.append(attention(queries[now], *seen[None].chunk(2, 1)))
-        theirs.update(*new[now].chunk(2, 1))
-    # Each query sees its own token, those before it, and of these as many as the window has.
-    mask = torch.ones(256, 256, dtype=torch.bool).tril().triu(1 - (window or 256))
-    at_once = attention(queries, *new.chunk(2, 1), attn_mask=mask)
+    for _ in range(256):
+        new = torch.randn(1, 8, 1, 32)  # keys, then values
+        _, kept = remember(kept, new[0], window)
+        theirs.update(*new.chunk(2, 1))
     name = f"{window} tokens" if window else "none"
-    same = torch.allclose(torch.cat(outputs, 2), at_once, atol=1e-5)
-    return name, same, nbytes([kept]), nbytes([theirs.keys, theirs.values])
+    return name, nbytes([kept]), nbytes([theirs.keys, theirs.values])
 
 
 def of_width(report: Report, width: int) -> int:
@@ -91,6 +78,13 @@ def of_width(report: Report, width: int) -> int:
         if group.category == "activations" and group.shape[-1] == width:
             total += group.count * group.size
     return total
+
+
+def two_moments(report: Report) -> dict[str, int]:
+    """Return the bytes of the layers' highest moment in the backward pass, and of the loss's."""
+    backward = [moment.bytes.total for moment in report.timeline if moment.phase == "backward"]
+    # The loss goes backward first, and the timeline's first two points there are its own.
+    return {"scores": max(backward[2:]), "logits": max(backward[:2])}
 
 
 def holders(split: Bytes, own: int) -> dict[str, int]:
@@ -107,22 +101,21 @@ def holders(split: Bytes, own: int) -> dict[str, int]:
     return named | {"work memory": split.total - sum(named.values())}
 
 
-def beside_vllm(
-    alone: Report, recipe: Recipe, card: Gpu, share: float, *, sleeps: bool = False
-) -> Report:
-    """Return the report of `recipe` with vLLM on its card, which takes `share` of it.
+def grpo_reports(recipe: Recipe, card: Gpu, share: float) -> list[Report]:
+    """Return the reports of `recipe` alone, and with vLLM awake and asleep in training.
 
-    `alone` is the report with vLLM on another card. `simulate` says the same where the card has
-    room for both.
+    vLLM takes `share` of the card. `simulate` says the same where the card has room for both.
     """
     assert recipe.rollouts
-    rollouts = replace(
-        recipe.rollouts,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=share,
-        vllm_enable_sleep_mode=sleeps,
-    )
-    vllm = colocated(recipe.replace(rollouts=rollouts), card)
-    assert vllm
-    # `simulate` takes the share from the card first, and `with_vllm` adds it again.
-    return replace(with_vllm(alone, vllm), usable=alone.usable)
+    elsewhere = replace(recipe.rollouts, vllm_mode="server")
+    alone = simulate(recipe.replace(rollouts=elsewhere), gpu=card)
+    reports = [alone]
+    for sleeps in (False, True):
+        rollouts = replace(
+            recipe.rollouts, vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=sleeps
+        )
+        vllm = colocated(recipe.replace(rollouts=rollouts), card)
+        assert vllm
+        # `simulate` takes the share from the card first, and `with_vllm` adds it again.
+        reports.append(replace(with_vllm(alone, vllm), usable=alone.usable))
+    return reports

@@ -8,7 +8,7 @@ from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB
 
 from ..chapters.chapter_07 import recorded_8b
-from ..step_times import held_out
+from ..step_times import Timed, held_out
 
 # tokens/s; bytes at least, likely, at most; recipe
 Row = tuple[float, Sequence[float], Recipe]
@@ -31,12 +31,12 @@ def cloud(
     shown = [point for point in points if point[0] <= WIDEST]
     sizes, speeds = zip(*shown, strict=True)
     said = [f"{name}, {row[1][1] / GiB:.1f} GiB" for name, row in marked.items()]
+    card = f"the card: {usable / GiB:.1f} GiB"
     alt = (
         f"{len(shown)} recipes as dots, speed over likely memory, and a line along the fastest at "
-        f"each size. Marked: {'; '.join(said)}. The card's line stands at {usable / GiB:.1f} GiB."
+        f"each size. Marked: {'; '.join(said)}. A line at {card}."
     )
-    beyond = len(points) - len(shown)
-    subtitle = f"{subtitle} · {beyond} of {len(points)} need more than {WIDEST} GiB"
+    subtitle += f" · {len(points) - len(shown)} of {len(points)} need more than {WIDEST} GiB"
     with canvas(title, alt, subtitle) as ax:
         ax.scatter(
             sizes,
@@ -46,64 +46,70 @@ def cloud(
             linewidths=0,
             label="a recipe",
         )
-        colour = style.LINES[0][0]
         best = list(itertools.accumulate(speeds, max))
         ax.step(
             sizes,
             best,
             where="post",
-            color=colour,
             label="the fastest up to this size",
         )
         for name, row in marked.items():
             place = row[1][1] / GiB, row[0]
             ax.plot(*place, "o", color=style.INK)
-            look = {"ha": "center", "bbox": style.PATCH}
             up = 10 if row[0] in best else -20  # a label on the line would hide it
-            ax.annotate(name, place, (0, up), textcoords="offset points", **look)
-        label = f"the card: {usable / GiB:.1f} GiB"
+            ax.annotate(
+                name,
+                place,
+                (0, up),
+                textcoords="offset points",
+                ha="center",
+                bbox=style.PATCH,
+            )
         ax.axvline(
             usable / GiB,
             color=style.ALARM,
             linestyle=":",
             linewidth=2,
-            label=label,
+            label=card,
         )
-        ax.set(xlabel="likely memory of the process, GiB", ylabel="tokens/s, estimated")
-        ax.set(xlim=(sizes[0] - 3, WIDEST), ylim=(0, 1.25 * best[-1]))
+        ax.set(
+            xlabel="likely memory of the process, GiB",
+            ylabel="tokens/s, estimated",
+            xlim=(sizes[0] - 3, WIDEST),
+            ylim=(0, 1.25 * best[-1]),
+        )
     return ax.figure
 
 
-def timed() -> dict[str, list[tuple[Recipe, float, float]]]:
-    """By card: recipe, estimated and measured seconds of a step.
+def timed() -> dict[str, list[tuple[Timed, float]]]:
+    """By card: runs, and how many times as long as estimated each took.
 
     The T4's are published ones by others, the H200's the course's records of the 8B. All are
     estimated by a fit to their card's runs of other models.
     """
     eight = [recipe for recipe, _ in recorded_8b("H200")]
-    by_card = {}
-    for card in ("T4", "H200"):
-        steps = by_card.setdefault(card, [])
-        for run, ratio in held_out(card):
-            if card == "T4" or run.recipe in eight:
-                steps.append((run.recipe, run.seconds / ratio, run.seconds))
-    return by_card
+    of_eight = [pair for pair in held_out("H200") if pair[0].recipe in eight]
+    return {"T4": list(held_out("T4")), "H200": of_eight}
 
 
-def _tokens(recipe: Recipe) -> int:
-    """The tokens of an update."""
-    return recipe.batch_size * recipe.gradient_accumulation_steps * recipe.seq_len
-
-
-def two_plans(steps: Sequence[tuple[Recipe, float, float]]) -> list[tuple[str | float, ...]]:
-    """Tokens/s of the 8B's two plans among `timed` steps, estimated and recorded, as a table.
-
-    Of LoRA's four passes of an update its record has one.
-    """
-    rows: list[tuple[str | float, ...]] = [("H200, tokens/s", "estimated", "recorded")]
-    for recipe, estimated, took in steps:
-        is_lora = not recipe.quantization and recipe.gradient_checkpointing
-        if recipe.use_liger_kernel and (recipe.quantization or is_lora):
-            tokens = _tokens(recipe)
-            rows.append(("lora" if is_lora else "qlora", tokens / estimated, tokens / took))
-    return rows
+def errors(by_card: Mapping[str, Sequence[tuple[Timed, float]]], title: str):
+    """Draw `timed` runs by how many times as long as estimated they took, the two plans filled."""
+    about = "a dot: a step's recorded seconds over its estimated ones"
+    with canvas(title, f"{title}. In lines by card and method, {about}.", about) as ax:
+        ax.axvspan(0.8, 1.2, color=style.FAINT, label="within a fifth of the estimate")
+        ax.axvline(1, color=style.INK)
+        for card, runs in by_card.items():
+            # QLoRA's first: a line of the figure stands where its first dot comes
+            for run, ratio in sorted(runs, key=lambda pair: not pair[0].recipe.quantization):
+                recipe = run.recipe
+                method, line = ("QLoRA", 0) if recipe.quantization else ("LoRA", 1)
+                colour, marker, _ = style.LINES[line]
+                place = ratio, f"{card}, {method}"
+                # of LoRA's two runs with Liger's kernels the plan is that with checkpointing
+                is_plan = recipe.use_liger_kernel and (line == 0 or recipe.gradient_checkpointing)
+                ax.plot(*place, marker, color=colour, fillstyle="full" if is_plan else "none")
+                if is_plan:
+                    ax.annotate("its plan", place, (0, 10), textcoords="offset points")
+        ax.margins(y=0.15)
+        ax.invert_yaxis()
+    return ax.figure

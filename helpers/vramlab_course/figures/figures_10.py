@@ -1,4 +1,4 @@
-"""Drawings of chapter 10: who is on the card in a step of GRPO, how a run grows with its text."""
+"""Drawings of chapter 10: what is there at some moments, how a run grows with its text."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,10 @@ from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import draw_limit
 from vramlab.report.report import GiB
 
-# Who is on the card in a step of GRPO, and the category whose look each has.
+# What is on the card at a moment, and the category whose look each has.
 HELD = {
+    "scores": "gradients",
+    "logits": "activations",
     "model and optimizer": "parameters",
     "vLLM's weights": "workspace",
     "KV cache": "kv_cache",
@@ -27,6 +29,8 @@ def held(moments: Mapping[str, Mapping[str, float]], title: str, about: str, lim
     rows = [("GiB", *(name.replace("\n", " ") for name in moments))]
     for name, category in HELD.items():
         sizes = [split.get(name, 0) / GiB for split in moments.values()]
+        if not any(sizes):
+            continue
         look = style.look([category])[category]
         drawn = ax.bar([*moments], sizes, 0.7, tops, label=name, **look)
         tops = [*map(sum, zip(tops, sizes, strict=True))]

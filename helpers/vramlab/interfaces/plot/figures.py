@@ -151,8 +151,16 @@ def fits(
         zip(intervals.items(), cards, rooms, tiers, strict=True)
     ):
         fill, hatch = style.TIER_LOOK.get(tier, style.NO_TIER_LOOK)
-        bar = {"color": fill, "hatch": hatch, "edgecolor": style.INK, "linewidth": 0}
-        ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, **bar)
+        ax.barh(
+            y,
+            (need.high - need.low) / size,
+            0.45,
+            need.low / size,
+            color=fill,
+            hatch=hatch,
+            edgecolor=style.INK,
+            linewidth=0,
+        )
         ax.plot(need.value / size, y, "o", color=style.INK, markersize=5)
         draw_limit(
             lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look),
@@ -160,20 +168,19 @@ def fits(
             unit,
             dashes[card.name],
         )
-        # Words that would stand across the card's line begin behind it.
-        clear = room if need.high <= room <= need.high + widths[y] * right else need.high
-        look = {
-            "color": style.INK if tier in TIERS else style.ALARM,
-            "va": "center",
-            "bbox": style.PATCH,
-        }
+        # Words that would stand across the card's line stand before the bar, on the same side.
+        crosses = need.high <= room <= need.high + widths[y] * right
+        end, side, shift = (need.low, "right", -5) if crosses else (need.high, "left", 5)
         ax.annotate(
             said[y],
-            (clear / size, y),
-            (5, 0),
+            (end / size, y),
+            (shift, 0),
             textcoords="offset points",
             gid="tier",
-            **look,
+            color=style.INK if tier in TIERS else style.ALARM,
+            ha=side,
+            va="center",
+            bbox=style.PATCH,
         )
         bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, room)]
         rows.append((" ".join(name.split()), *bounds[:3], f"{card.name}: {bounds[3]}", tier))
