@@ -8,8 +8,6 @@ from vramlab import GiB, Recipe, measure, predict
 from vramlab.hardware.gpu import Gpu
 from vramlab.report.report import text_table
 
-from ..figures.figures_00 import OTHERS, parts_at_peak
-
 
 def predicted_and_recorded(cases: Mapping[str, Recipe], card: Gpu) -> str:
     """A table of the peak that is predicted for a card, and of what the course's H200 did."""
@@ -18,17 +16,8 @@ def predicted_and_recorded(cases: Mapping[str, Recipe], card: Gpu) -> str:
         said = predict(recipe, gpu=card).peak
         seen = measure(recipe, recorded=True)
         sizes = said.parameters / GiB, said.total / GiB, seen.peak.total / GiB
-        rows.append((name, *sizes, seen.speed.tokens_per_second))
-    return text_table(rows, (".2f", ".2f", ".2f", ",.0f"))
-
-
-def peak_in_parts(recipe: Recipe, card: Gpu) -> dict[str, int]:
-    """`parts_at_peak` and their sum, with the copies of adapters' inputs in one part."""
-    parts = parts_at_peak(recipe, card)
-    # It counts such copies as attention, and those that adapters share as norms.
-    parts["attention, norms, adapters' inputs"] = parts.pop("attention") + parts.pop(OTHERS)
-    parts["sum"] = sum(parts.values())
-    return parts
+        rows.append((name, *sizes, round(seen.speed.tokens_per_second)))
+    return text_table(rows, ".2f")
 
 
 def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:
