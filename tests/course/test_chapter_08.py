@@ -242,7 +242,7 @@ def test_recorded_peaks_are_as_predicted():
     _, name, said, seen = rows[3]
     assert name == "llama-3.1-8b"
     text = NOTEBOOK.read_text(encoding="utf-8")
-    assert f"Its tensors took {seen:.2f} GiB, and {said:.2f} were predicted" in text
+    assert f"our very plan: {seen:.2f} GiB, and {said:.2f} were predicted" in text
     speed = chapter_08.on_h200(best).speed
     assert f"two updates, of {speed.low:.1f} and {speed.high:.1f} s" in text
     with pytest.raises(LookupError, match="no record"):
@@ -284,7 +284,7 @@ def test_the_text_says_how_many_steps_were_near_their_estimate():
     runs = figures_08.timed()["T4"]
     near = sum(abs(ratio - 1) < 0.2 for _, ratio in runs)
     text = NOTEBOOK.read_text(encoding="utf-8")
-    assert f"**{near} of {len(runs)} steps on a T4 came within a fifth" in text
+    assert f"**{near} of {len(runs)} steps on a T4 lie in the grey, within a fifth" in text
     assert len({run.recipe.name for run, _ in runs}) == 10 and "of ten models" in text
 
 
