@@ -1,7 +1,5 @@
 """How the GPUs of a machine are connected (`nvidia-smi topo -m`).
 
-And how many bytes a training step sends.
-
     print(read_topology())  # or parse_topology(text) of a matrix that somebody sent you
 
 Bandwidths are bytes a second in one direction. Datasheets of NVLink add both directions: theirs are
@@ -89,10 +87,6 @@ class Topology:
         """The GPUs."""
         return [name for name in self.devices if re.fullmatch(r"GPU\d+", name)]
 
-    def nvlinks(self, a: str, b: str) -> int:
-        """NVLinks between two devices, 0 without."""
-        return _links(self.codes[a, b])
-
     def __str__(self) -> str:
         """Each kind of path between GPUs, how many pairs have it, and what it means."""
         codes = [self.codes[pair] for pair in combinations(self.gpus, 2)]
@@ -174,17 +168,3 @@ def read_topology() -> Topology:
             f"nvidia-smi topo -m fails: {(run.stderr or run.stdout).strip().splitlines()[:1]}."
         )
     return parse_topology(run.stdout)
-
-
-def bytes_sent(method: str, size: int, world_size: int) -> float:
-    """Bytes that each of `world_size` GPUs sends in a step, by a ring (Patarasuk and Yuan 2009).
-
-    Args:
-        method: one of ROUNDS.
-        size: bytes of the gradients.
-    """
-    if method not in ROUNDS or world_size < 1:
-        raise TopologyError(
-            f"{method!r} on {world_size} GPUs is not known: methods are {', '.join(ROUNDS)}."
-        )
-    return ROUNDS[method] * (world_size - 1) / world_size * size

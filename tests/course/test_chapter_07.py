@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from vramlab.report.report import GiB
 from vramlab_course.chapters import chapter_07
 
@@ -13,7 +14,8 @@ def test_a_loop_that_waits_says_so_without_its_first_batch(monkeypatch, capsys):
     clock = iter([0, 2, 3, 5, 6, 16, 17])  # three batches arrive after 2, 2 and 10 s
     monkeypatch.setattr(chapter_07, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     seen = []
-    chapter_07.tried("slow", torch.zeros(16, 30), lambda batches: seen.extend(batches))
+    loader = DataLoader(torch.zeros(16, 30), batch_size=4)
+    chapter_07.tried("slow", loader, lambda batches: seen.extend(batches))
     assert [tuple(batch.shape) for batch in seen] == [(4, 30)] * 3
     found = re.search(r"slow +waits +(\d+) ms a batch \((\d+) to (\d+) in 3", _line(capsys))
     assert found.groups() == ("2000", "2000", "10000")
@@ -23,8 +25,7 @@ def _line(capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_operators_are_ranked_by_their_own_time_and_labels_are_left_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_operators_are_ranked_by_their_own_time_and_labels_are_left_out():
     took = {"aten::mm": 3000, "aten::sort": 6000, "forward": 90_000, "aten::add": 1000}
     rows = [
         SimpleNamespace(key=name, count=2, self_cpu_time_total=time) for name, time in took.items()
@@ -37,15 +38,18 @@ def test_operators_are_ranked_by_their_own_time_and_labels_are_left_out(monkeypa
 
 
 def test_the_recorded_runs_are_those_that_the_text_tells_of():
-    runs = {name: (recipe, seconds) for name, _, recipe, seconds in chapter_07.recorded_lora()}
-    assert [name.partition(", 4 × 2,048")[2] for name in list(runs)[1:-1]] == [
-        ", Liger",
-        "",
-        ", Liger, checkpointing",
-    ]
-    assert {recipe.tokens for recipe, _ in runs.values()} == {2048, 8192, 4096}
-    kept, checkpointed = runs["H200, 8B, 4 × 2,048, Liger"], list(runs.values())[3]
-    assert kept[1] / checkpointed[1] == pytest.approx(0.70, abs=0.01)  # 43 and 30 % MFU
+    runs = chapter_07.recorded_lora()
+    names = [name.removeprefix("H200, 8B, ").removesuffix(", checkpointing") for name, *_ in runs]
+    one, four = ("LoRA, 1 × 1,024", "QLoRA, 1 × 1,024"), ("LoRA, 4 × 1,024", "QLoRA, 4 × 1,024")
+    assert names[:-1] == [*one, *four, *["LoRA, 4 × 2,048, Liger"] * 2]
+    plain, packed, plain_four, packed_four, kept, again = [1e3 * run[3] for run in runs[:-1]]
+    assert round(packed - plain) == 97
+    assert round(packed_four) - round(plain_four) == 15
+    assert kept / again == pytest.approx(0.70, abs=0.01)  # 43 and 30 % MFU
+    assert [run[2].gradient_checkpointing for run in runs] == [True] * 4 + [False, True, True]
+    # None stands for PEFT's choice for a Llama, q and v.
+    assert [run[2].lora.target_modules for run in runs[:-1]] == [None] * 4 + ["all-linear"] * 2
+    assert {run[2].lora.r for run in runs[:-1]} == {16}
     t4 = chapter_07.recorded_on_t4().recipe
     assert (t4.batch_size, t4.seq_len, t4.gradient_checkpointing) == (4, 1024, True)
 

@@ -26,7 +26,7 @@ def test_the_kernel_counts_what_this_machine_sends_to_itself():
 
 
 def test_without_a_counter_or_shared_memory_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(chapter_11, "INTERFACES", tmp_path / "none")
+    monkeypatch.setattr(chapter_11, "RECEIVED", tmp_path / "none")
     monkeypatch.setattr(chapter_11, "SHARED", tmp_path / "none")
     assert chapter_11.loopback_bytes() is None
     assert chapter_11.shared_mib([]) is None

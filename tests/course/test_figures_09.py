@@ -87,13 +87,14 @@ def test_the_map_gives_each_card_its_half_of_what_is_cut():
 
 
 def test_the_ring_shows_each_rank_the_keys_before_its_queries_and_no_later_ones():
-    rows = ring("A ring", ranks=3).rows
+    rows = ring("A ring").rows
     assert [row[1] for row in rows[1:]] == [
         "keys 0",
+        "keys 3, not looked at",
         "keys 2, not looked at",
         "keys 1, not looked at",
     ]
-    assert sorted(row[3] for row in rows[1:]) == ["keys 0", "keys 1", "keys 2"]
+    assert sorted(row[4] for row in rows[1:]) == ["keys 0", "keys 1", "keys 2", "keys 3"]
 
 
 def test_the_cut_matrices_are_half_on_each_rank():

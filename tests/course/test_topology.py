@@ -6,7 +6,8 @@ import pytest
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.links import pcie_bandwidth
 from vramlab_course import topology
-from vramlab_course.topology import NVLINK, TopologyError, bytes_sent, parse_topology
+from vramlab_course.collectives import ring_share
+from vramlab_course.topology import NVLINK, ROUNDS, TopologyError, parse_topology
 
 E_NVLINK = """\
         GPU0    GPU1    CPU Affinity    NUMA Affinity
@@ -83,12 +84,12 @@ def nvswitch() -> str:
     return "\n".join(lines) + "\n" + LEGEND
 
 
-@pytest.mark.parametrize("text, code, links", [(E_NVLINK, "NV2", 2), (E_PCIE, "PHB", 0)])
+@pytest.mark.parametrize("text, code", [(E_NVLINK, "NV2"), (E_PCIE, "PHB")])
 @pytest.mark.parametrize("after", ["", LEGEND])
-def test_source_e(text, code, links, after):
+def test_source_e(text, code, after):
     found = parse_topology(text + after)
     assert found.gpus == ["GPU0", "GPU1"] and found.codes["GPU0", "GPU1"] == code
-    assert found.nvlinks("GPU1", "GPU0") == links
+    assert found.codes["GPU1", "GPU0"] == code
 
 
 def test_what_is_printed_explains_the_path():
@@ -100,12 +101,13 @@ def test_what_is_printed_explains_the_path():
 def test_eight_gpus_behind_nvswitch_with_network_cards():
     found = parse_topology(nvswitch())
     assert len(found.gpus) == 8 and found.devices[8:] == ("NIC0", "NIC1")
-    assert found.nvlinks("GPU0", "GPU7") == 18
+    assert found.codes["GPU0", "GPU7"] == "NV18"
 
 
 def test_a_mesh_has_slow_pairs():
     found = parse_topology(V100_MESH + LEGEND)
-    assert sum(found.nvlinks("GPU0", other) for other in found.gpus) == NVLINK["V100"][1]
+    codes = [found.codes["GPU0", other] for other in found.gpus]
+    assert sum(int(code[2:]) for code in codes if code.startswith("NV")) == NVLINK["V100"][1]
     assert [line.split()[:2] for line in str(found).splitlines()[2:]] == [
         ["NV2", "8"],
         ["NV1", "8"],
@@ -170,7 +172,7 @@ def test_the_machine_is_asked(tmp_path, monkeypatch, script, said):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     if said is None:
-        assert topology.read_topology().nvlinks("GPU0", "GPU1") == 2
+        assert topology.read_topology().codes["GPU0", "GPU1"] == "NV2"
     else:
         with pytest.raises(TopologyError, match=said):
             topology.read_topology()
@@ -199,13 +201,7 @@ def ring(size: int, world_size: int, rounds: int) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_bytes_sent_are_those_of_a_ring(world_size):
-    assert set(ring(8000, world_size, 2)) == {bytes_sent("DDP", 8000, world_size)}
-    assert set(ring(8000, world_size, 3)) == {bytes_sent("ZeRO-3", 8000, world_size)}
-    assert bytes_sent("ZeRO-1", 8000, world_size) == bytes_sent("ZeRO-2", 8000, world_size)
-
-
-def test_bytes_sent_refuses_what_it_does_not_know():
-    for method, world_size in (("DP", 2), ("DDP", 0)):
-        with pytest.raises(TopologyError, match="not known"):
-            bytes_sent(method, 1, world_size)
+def test_an_all_reduce_sends_two_rounds_of_a_ring(world_size):
+    assert set(ring(8000, world_size, ROUNDS["DDP"])) == {
+        8000 * ring_share("all_reduce", world_size)
+    }

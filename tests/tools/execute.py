@@ -2,6 +2,8 @@
 
 As a script, re-runs notebooks in place (`make notebooks`): a notebook that fails stays as it was,
 and the rest go on.
+
+It loads without the package, as `try_colab.py` runs a notebook whose first cell installs that.
 """
 
 import argparse
@@ -24,8 +26,6 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from vramlab.__main__ import end
-from vramlab.hardware.nvml import nvml_snapshot
 
 CELL_TIMEOUT = 1800  # seconds; a GPU chapter may train for minutes in one cell
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -196,6 +196,8 @@ def failures(runs: list[Run]) -> list[str]:
 
 
 def main() -> int:
+    from vramlab.hardware.nvml import nvml_snapshot
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "notebooks", nargs="*", type=settings.notebook_path, help="all when none is named"
@@ -229,6 +231,8 @@ def exit_with(program: Callable[[], int]) -> None:
     try:
         sys.exit(program())
     except KeyboardInterrupt:
+        from vramlab.__main__ import end
+
         print("\nStopped.", file=sys.stderr)
         end(
             130

@@ -73,13 +73,16 @@ def large_parts(report: Report) -> list[tuple]:
     """Rows of a table: what is alive at a Llama's peak, by what makes it, in GiB."""
     large = [one for one in report.largest if one.category != "parameters"]
     # Only logits are as wide as the vocabulary; what a layer keeps says which layer.
-    loss = [one for one in large if ".layers." not in one.where and one.count == 1][:3]
-    norms = [one for one in large if one.where.endswith("_layernorm")][:1]
-    silu = [one for one in large if one.where.endswith("mlp.act_fn")]
     parts = {
-        "the loss, in fp32": loss,
-        "layers: inputs of norms, in fp32": norms,
-        "layers: results of the activation function": silu,
+        "the loss, in fp32": [
+            one for one in large if ".layers." not in one.where and one.count == 1
+        ][:3],
+        "layers: inputs of norms, in fp32": [
+            one for one in large if one.where.endswith("_layernorm")
+        ][:1],
+        "layers: results of the activation function": [
+            one for one in large if one.where.endswith("mlp.act_fn")
+        ],
     }
     rows: list[tuple] = [("alive at the peak", "tensors", "GiB in all")]
     rows.append(("1 weights", "", report.peak.parameters / GiB))
@@ -92,10 +95,19 @@ def large_parts(report: Report) -> list[tuple]:
     return rows
 
 
+def switched(ladder: Sequence, card: Gpu) -> list:
+    """Rows of a table: a run each, as simulated for `card`, and as recorded on an H200."""
+    rows: list = [("the 8B", "simulated, GiB", "on an RTX 4090", "on an H200, GiB", "tokens/s")]
+    for name, recipe, report in ladder:
+        seen = find_record(recipe)
+        speed = round(seen.speed.tokens_per_second) if seen.speed else "–"
+        grade = report.process_with(True).verdict(card.total)  # with expandable segments
+        rows.append((name, report.peak.total / GiB, grade, seen.peak.total / GiB, speed))
+    return rows
+
+
 def passes_of_one() -> list[tuple[str, float | str]]:
     """Rows of a table: how many times as long recorded updates take in passes of one sample."""
-    gpt2 = Recipe("gpt2", 8, 512, "fp32")
-    bert = Recipe("bert-large", 4, 512, "fp32")
     large = Recipe(
         "llama-3.1-8b",
         4,
@@ -112,27 +124,14 @@ def passes_of_one() -> list[tuple[str, float | str]]:
         is_sdpa = recipe.attn_implementation == "sdpa"
         if recipe.name == "tinyllama-1.1b" and recipe.quantization and is_sdpa:
             tiny[recipe.seq_len, recipe.batch_size] = run.seconds
-    # Of these two only a sample alone was recorded.
-    tinies = 8 * tiny[1024, 1] / tiny[1024, 8]
-    larges = 4 * _seconds(large.replace(batch_size=1)) / _seconds(large)
+    # Of both only a sample alone was recorded.
+    alone = find_record(large.replace(batch_size=1)).speed
+    larges = 4 * alone.median / find_record(large).speed.median
     return [
         ("recorded, all samples one by one", "times as long"),
-        ("GPT-2, 8 × 512 tokens, fp32, H100", _in_passes(gpt2)),
-        ("BERT-large, 4 × 512, fp32, H100", _in_passes(bert)),
         ("8B, LoRA, 4 × 1,024, bf16, H200", larges),
-        ("TinyLlama, LoRA, 8 × 1,024, T4", tinies),
+        ("TinyLlama, LoRA, 8 × 1,024, T4", 8 * tiny[1024, 1] / tiny[1024, 8]),
     ]
-
-
-def _seconds(recipe: Recipe) -> float:
-    """Of a recorded update, the median."""
-    return find_record(recipe).speed.median
-
-
-def _in_passes(recipe: Recipe) -> float:
-    """How many times as long a recorded update takes in passes of one sample."""
-    passes = recipe.replace(batch_size=1, gradient_accumulation_steps=recipe.batch_size)
-    return _seconds(passes) / _seconds(recipe)
 
 
 def epochs(recipe: Recipe, ways: dict[str, dict], lengths: Sequence[int], card: Gpu) -> list:
@@ -168,13 +167,11 @@ def steps(plain: Report, teeth: Report, title: str, about: str) -> Any:
     """
     runs = {"plain": plain, "checkpointed": teeth}
     rows = [("run", "peak, MiB")]
+    alt = f"What is alive over one step, a line each. {title}."
     for name, report in runs.items():
         rows.append((name, f"{report.peak.total / MiB:.0f}"))
-    alt = (
-        f"What is alive over one step, a line each. {title}. "
-        f"{'; '.join(': '.join(row) for row in rows)}. "
-        f"The teeth are named loss and layer 4 to layer 1."
-    )
+        alt += " {}: {} MiB.".format(*rows[-1])
+    alt += " The teeth are named loss and layer 4 to layer 1."
     with plot.canvas(title, alt, about, rows) as ax:
         for (name, peak), report, line in zip(rows[1:], runs.values(), ("-", "--"), strict=True):
             # while the model is built there are fewer parameters: that is no part of the step

@@ -5,7 +5,6 @@ These go through the allocator of a card of 24 GB.
 
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from statistics import median
@@ -28,7 +27,7 @@ from vramlab_course.live import live
 if TYPE_CHECKING:
     import torch
     from torch.profiler import profile
-    from torch.utils.data import Dataset
+    from torch.utils.data import DataLoader
 
 WHOLE = Recipe(
     "llama-3.1-8b",
@@ -51,30 +50,16 @@ _DRAWN = [128 * round(_RNG.lognormvariate(5.9, 0.6) / 128) for _ in range(24)]
 LENGTHS = [min(1024, max(128, length)) for length in _DRAWN]
 
 
-def tried(
-    name: str,
-    samples: "Dataset",
-    train: Callable[[list[Any]], None],
-    workers: int = 0,
-) -> None:
-    """Print how long a loop over `samples` waits for a batch of four: median, least and most.
+def tried(name: str, batches: "DataLoader[Any]", train: Callable[[list[Any]], None]) -> None:
+    """Print how long a loop over `batches` waits for one: median, least and most.
 
     The first batch is left out: while it comes, the workers start. What training takes is left out
     too: it differs from run to run by more than it is about.
     """
     import torch
-    from torch.utils.data import DataLoader
 
-    # More workers than cores are no mistake where a worker only waits.
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    batches = DataLoader(
-        samples,
-        batch_size=4,
-        num_workers=workers,
-        pin_memory=torch.cuda.is_available(),
-        # A forked process sees the classes that a notebook defines.
-        multiprocessing_context="fork" if workers else None,
-    )
+    if batches.num_workers:  # a forked process sees the classes that a notebook defines
+        batches.multiprocessing_context = "fork"
     coming = iter(batches)
     next(coming)
     waited = []
@@ -91,15 +76,11 @@ def tried(
 
 
 def top_operators(profiler: "profile", count: int = 5) -> str:
-    """A table of the operators that took most time themselves, without those that they called."""
-    import torch
-
-    # On a GPU an operator's time is that of its kernels.
-    device = "device" if torch.cuda.is_available() else "cpu"
+    """A table of the operators that took most of the CPU themselves, without those they called."""
     took = []
     for row in profiler.key_averages():
         if row.key.startswith("aten::"):
-            took.append((getattr(row, f"self_{device}_time_total") / 1e3, row.count, row.key))
+            took.append((row.self_cpu_time_total / 1e3, row.count, row.key))
     took.sort(reverse=True)
     everything = sum(milliseconds for milliseconds, _, _ in took)
     rows = [("operator", "calls", "ms", "of all, %")]
@@ -164,19 +145,22 @@ def recorded_8b(name: str) -> list[tuple[Recipe, float]]:
 
 
 def recorded_lora() -> list[tuple[str, str, Recipe, float]]:
-    """Recorded runs of LoRA on a base in 16 bits: name, card, recipe and seconds of a step.
+    """Recorded runs of LoRA and QLoRA: name, card, recipe and seconds of a step.
 
-    They are the course's run on an H200 by its switches, and another project's on a T4.
+    On an H200 they are pairs: one and four samples with and without 4-bit weights, and fused
+    kernels with and without checkpointing. The last is another project's, on a T4.
     """
     runs = []
     for recipe, seconds in recorded_8b("H200"):
-        if recipe.seq_len == 2048 and not recipe.quantization:
-            name = f"H200, 8B, {recipe.batch_size} × 2,048"
+        fused = recipe.use_liger_kernel and recipe.batch_size == 4
+        if recipe.seq_len == 1024 or fused:
+            kind = "QLoRA" if recipe.quantization else "LoRA"
+            name = f"H200, 8B, {kind}, {recipe.batch_size} × {recipe.seq_len:,}"
             name += ", Liger" * recipe.use_liger_kernel
             name += ", checkpointing" * recipe.gradient_checkpointing
             runs.append((name, "H200", recipe, seconds))
     run = recorded_on_t4()
-    runs.append(("T4, 1.7B, 4 × 1,024, checkpointing", "T4", run.recipe, run.seconds))
+    runs.append(("T4, 1.7B, LoRA, 4 × 1,024, checkpointing", "T4", run.recipe, run.seconds))
     return runs
 
 

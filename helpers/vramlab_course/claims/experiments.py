@@ -28,7 +28,7 @@ from vramlab.simulation.simulate import simulate
 
 from vramlab_course.base_model import base_model_path
 from vramlab_course.number_formats import FORMATS
-from vramlab_course.topology import NVLINK, bytes_sent
+from vramlab_course.topology import NVLINK, ROUNDS
 
 from ..chapters import chapter_03, chapter_07
 from .expressions import Facts, evaluate, stored
@@ -412,7 +412,7 @@ def two_ranks(
         names[name] = wrapped(wrapping)
     names["paper"] = {
         # Relative to DDP's, so that the model's size cancels.
-        f"stage{n}": bytes_sent(f"ZeRO-{n}", 1, 2) / bytes_sent("DDP", 1, 2)
+        f"stage{n}": ROUNDS[f"ZeRO-{n}"] / ROUNDS["DDP"]
         for n in (1, 2, 3)
     }
     if not ways and not wrappings:

@@ -1,6 +1,6 @@
 """Drawings of chapter 09: where a model and its batch can be cut, and how long each cut waits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -133,35 +133,54 @@ def tensor_cut(title: str):
 
 
 @style.styled()
-def ring(title: str, ranks: int = 4):
-    """Return a figure of whose keys each rank has in each step; pale: keys of later tokens."""
-    about = "queries stay; keys and values go one rank to the right in every step, and from the "
-    about += "last to the first · white: later tokens, which are not looked at"
+def handed_on(
+    title: str,
+    about: str,
+    heads: list[str],
+    pieces: Sequence[str],
+    steps: Mapping[str, str],
+    later: bool = True,
+):
+    """Return a figure of a ring: in each step every rank hands its piece to the rank on its right.
+
+    `heads` name the ranks; `steps` has what is added to the words of pieces in a step. Without
+    `later` the pieces of later ranks are white.
+    """
     figure, ax = style.start(title, about)
-    rows = [("step", *(f"rank {rank}" for rank in range(ranks)))]
-    for step in range(ranks):
-        line = [str(step)]
-        for rank in range(ranks):
-            source = (rank - step) % ranks
-            looked_at = source <= rank
+    rows = [("in", *heads)]
+    for step, (name, more) in enumerate(steps.items()):
+        line = [name]
+        for rank in range(len(heads)):
+            source = (rank - step) % len(heads)
+            looked_at = later or source <= rank
             look = _rank_look(source) if looked_at else {"facecolor": "white", **THIN}
             _box(ax, (rank, -step), (0.8, 0.72), **look)
-            words = f"keys {source}"
+            words = pieces[source] + more
             ax.text(rank + 0.4, 0.36 - step, words, ha="center", va="center", bbox=style.PATCH)
             line.append(words if looked_at else f"{words}, not looked at")
-            if step + 1 < ranks and rank + 1 < ranks:
+            if step + 1 < len(steps) and rank + 1 < len(heads):
                 tip = {"arrowstyle": "->", "color": style.INK}
                 ax.annotate("", (rank + 1.1, -step - 0.25), (rank + 0.75, -step), arrowprops=tip)
         rows.append(tuple(line))
     _bare(ax)
-    heads = [f"rank {rank}:\nqueries {rank}" for rank in range(ranks)]
-    ax.set_xticks([rank + 0.4 for rank in range(ranks)], heads)
-    ax.set_yticks([0.36 - step for step in range(ranks)], [f"step {step}" for step in range(ranks)])
+    ax.set_xticks([rank + 0.4 for rank in range(len(heads))], heads)
+    ax.set_yticks([0.36 - step for step in range(len(steps))], steps)
     ax.tick_params(length=0)
     ax.xaxis.tick_top()
-    ax.set(xlim=(-0.1, ranks), ylim=(0.8 - ranks, 0.9))
-    figure.set_figheight(3.4)
+    ax.set(xlim=(-0.1, len(heads)), ylim=(0.8 - len(steps), 0.9))
+    figure.set_figheight(1.2 + 0.55 * len(steps))
     return style.finish(figure, rows, f"A grid of steps and ranks. {title}.", say_rows=True)
+
+
+def ring(title: str):
+    """Return a figure of whose keys each of four ranks has in each step; white: of later tokens."""
+    about = "queries stay; keys and values go one rank to the right in every step, and from the "
+    about += "last to the first · white: later tokens, which are not looked at"
+    ranks = range(4)
+    heads = [f"rank {rank}:\nqueries {rank}" for rank in ranks]
+    keys = [f"keys {rank}" for rank in ranks]
+    steps = {f"step {step}": "" for step in ranks}
+    return handed_on(title, about, heads, keys, steps, later=False)
 
 
 def stage_order(
@@ -325,7 +344,7 @@ def ways_to_cut(
         for x, more in dots:
             ax.text(x, 1.13 * more, _times(more), ha="center", fontsize=8.5)
     marks = [2**power for power in range(7)]
-    ax.set(yscale="log", ylabel="a step takes", ylim=(0.8, 80))
+    ax.set(yscale="log", ylabel="step time (1 × = its computing alone)", ylim=(0.8, 80))
     ax.set_yticks(marks, [f"{mark} ×" for mark in marks])
     ax.minorticks_off()
     ax.set_xticks(range(len(ways)), [name.replace(", ", ",\n") for name in ways])
