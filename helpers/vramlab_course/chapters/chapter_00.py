@@ -22,7 +22,14 @@ def three_ways(model: str, gpu: Gpu, seq_len: int) -> dict[str, Recipe]:
     precision, dtype = "fp16-mixed", "float16"
     if gpu.supports("bf16"):
         precision, dtype = "bf16-mixed", "bfloat16"
-    full = Recipe(model, 1, seq_len, precision, "adamw_torch_fused", gradient_checkpointing=True)
+    full = Recipe(
+        model,
+        batch_size=1,
+        seq_len=seq_len,
+        precision=precision,
+        optim="adamw_torch_fused",
+        gradient_checkpointing=True,
+    )
     lora = full.replace(lora=LoRA(r=16), dtype=dtype)
     in_4_bits = lora.replace(quantization=Quantization())
     return {"all weights": full, "LoRA": lora, "LoRA on 4 bits": in_4_bits}

@@ -15,7 +15,13 @@ COMES_AND_GOES = {"facecolor": "#C8C8C8", "linewidth": 0}
 
 
 @style.styled()
-def two_steps(first: Report, second: Report, room: int, title: str, about: str):
+def two_steps(
+    first: Report,
+    second: Report,
+    room: int,
+    title: str,
+    about: str,
+):
     """Return a figure of what is alive in two steps, one after the other.
 
     It shows where the second exceeds `room` bytes.
@@ -36,15 +42,28 @@ def two_steps(first: Report, second: Report, room: int, title: str, about: str):
         ax.fill_between(x, parameters, **looks["parameters"])
         top = max(total)
         place = (x[total.index(top)] + 0.03, top - 0.5)
-        ax.annotate(f"{top:.2f} GiB: the loss", place, fontweight="bold")
+        ax.annotate(
+            f"{top:.2f} GiB: the loss",
+            place,
+            fontweight="bold",
+        )
         states = f"{base[0] - parameters[0]:.2f}"
         rows.append((str(n + 1), states, f"{top:.2f}"))
     limit = room / GiB
     ax.axhline(limit, color=style.ALARM, linestyle="--")
-    ax.annotate(f"a T4's {limit:.2f} GiB", (0.01, limit + 0.3), color=style.ALARM)
+    ax.annotate(
+        f"a T4's {limit:.2f} GiB",
+        (0.01, limit + 0.3),
+        color=style.ALARM,
+    )
     # `x` and `total` are still the second step's.
     died = next(place for place, size in zip(x, total, strict=True) if size > limit)
-    ax.annotate("dies here", (died - 0.03, limit + 0.3), ha="right", color=style.ALARM)
+    ax.annotate(
+        "dies here",
+        (died - 0.03, limit + 0.3),
+        ha="right",
+        color=style.ALARM,
+    )
     ax.plot(died, limit, "X", color=style.ALARM, markersize=10)
     # The update is the bump between the hills: gradients are still there when the states come.
     words = {
@@ -109,7 +128,8 @@ def whole(parts: Mapping[str, int], title: str, about: str):
     looks = style.look([*STAYS.values()])
     rows = [("part", "GiB")]
     for name, size in parts.items():
-        bar = ax.barh(name, size / GiB, **looks.get(STAYS.get(name), COMES_AND_GOES))
+        look = looks.get(STAYS.get(name), COMES_AND_GOES)
+        bar = ax.barh(name, size / GiB, **look)
         rows.append((name, f"{size / GiB:.2f}"))
         ax.bar_label(bar, [rows[-1][1]], padding=4)
     total = sum(parts.values())
@@ -117,7 +137,13 @@ def whole(parts: Mapping[str, int], title: str, about: str):
     # In the free room of the figure, beside each group's shortest bar.
     for group, size, y in (("stays", stays, 1), ("comes and goes", total - stays, 6)):
         said = f"{group}: {size / GiB:.2f} GiB"
-        ax.annotate(said, (5, y), ha="right", va="center", fontweight="bold")
+        ax.annotate(
+            said,
+            (5, y),
+            ha="right",
+            va="center",
+            fontweight="bold",
+        )
     rows.append(("together", f"{total / GiB:.2f}"))
     ax.set(xlabel="GiB", xlim=(0, 5.4))
     ax.invert_yaxis()
