@@ -15,10 +15,11 @@ import vramlab
 from vramlab import GiB, MiB, Recipe, step_time
 from vramlab.base.data import data_path
 from vramlab.interfaces.messages import read_message
+from vramlab.measurement.records import find_record
 from vramlab.report.report import text_table
 from vramlab_course import blank
 from vramlab_course.chapters import chapter_08
-from vramlab_course.chapters.chapter_06 import recorded_8b
+from vramlab_course.chapters.chapter_07 import recorded_8b
 from vramlab_course.chapters.chapter_08 import (
     chat,
     choose,
@@ -234,7 +235,7 @@ def test_recipes_are_in_the_cloud():
 
 def test_recorded_peaks_are_as_predicted():
     """Section 1's table of large models. Its text reads the row of our plan aloud."""
-    steps = [recipe for recipe, _ in recorded_8b("nvidia-h200") if recipe.use_liger_kernel]
+    steps = [recipe for recipe, _ in recorded_8b("H200") if recipe.use_liger_kernel]
     (best,) = [recipe for recipe in steps if recipe.quantization]
     rows = chapter_08.recorded(best)[1:]
     assert [row[0] for row in rows] == ["T4", "T4", "T4", "H200"]
@@ -243,10 +244,8 @@ def test_recorded_peaks_are_as_predicted():
     assert name == "llama-3.1-8b"
     text = NOTEBOOK.read_text(encoding="utf-8")
     assert f"our very plan: {seen:.2f} GiB, and {said:.2f} were predicted" in text
-    speed = chapter_08.on_h200(best).speed
+    speed = find_record(best, "H200").speed
     assert f"two updates, of {speed.low:.1f} and {speed.high:.1f} s" in text
-    with pytest.raises(LookupError, match="no record"):
-        chapter_08.on_h200(best.replace(batch_size=2))
 
 
 def test_a_program_that_ran_on_a_card_is_the_shortest_ways():

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from vramlab import predict, step_time
+from vramlab import LoRA, Quantization, predict, step_time
 from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces.messages import read_message
@@ -12,8 +12,27 @@ from vramlab.report.report import GiB, text_table
 
 from ..base_model import finetuning_texts
 
-# The message of a run that died on a card which other programs used too.
-H200_DIED: str = json.loads(data_path("program_runs.json").read_text())["died"]["message"]
+# A run that died on a card which other programs used too: its "message", and "then" the lines of
+# the same samples in pieces, which fitted.
+H200: dict = json.loads(data_path("program_runs.json").read_text())["died"]
+
+
+def three_ways(model: str, gpu: Gpu, seq_len: int) -> dict[str, Recipe]:
+    """Return recipes of one sample: all weights, LoRA, and LoRA on weights of 4 bits."""
+    precision, dtype = "fp16-mixed", "float16"
+    if gpu.supports("bf16"):
+        precision, dtype = "bf16-mixed", "bfloat16"
+    full = Recipe(
+        model,
+        batch_size=1,
+        seq_len=seq_len,
+        precision=precision,
+        optim="adamw_torch_fused",
+        gradient_checkpointing=True,
+    )
+    lora = full.replace(lora=LoRA(r=16), dtype=dtype)
+    in_4_bits = lora.replace(quantization=Quantization())
+    return {"all weights": full, "LoRA": lora, "LoRA on 4 bits": in_4_bits}
 
 
 def budget(ways: Mapping[str, Recipe], gpu: Gpu, expandable_segments: bool = True) -> str:

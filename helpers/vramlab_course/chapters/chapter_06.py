@@ -1,27 +1,23 @@
-"""Chapter 06: what a 4-bit model stores, and steps with a frozen base that were timed."""
+"""Chapter 06: what a 4-bit model stores, and its steps' peaks and speeds as tables."""
 
 from collections.abc import Mapping
 from statistics import mean, stdev
 from typing import Any
 
-from vramlab import Recipe, Report
-from vramlab.measurement.records import load, measurements_folder
+from vramlab import GiB, Recipe, measure, predict
+from vramlab.hardware.gpu import Gpu
+from vramlab.report.report import text_table
 
 
-def recorded_8b(name: str) -> list[tuple[Recipe, Report]]:
-    """Each step of Llama 3.1 8B with adapters that was recorded on a card, "nvidia-h200".
-
-    The fewest samples come first, and of equals the 16-bit base.
-    """
-    steps = []
-    for path in sorted(measurements_folder().glob(f"{name}-*.json")):
-        for report in load(path).values():
-            recipe = Recipe(**report.recipe)
-            # No layers were left out where `num_layers` is None.
-            whole = recipe.name == "llama-3.1-8b" and recipe.num_layers is None
-            if whole and recipe.lora and report.speed:
-                steps.append((recipe, report))
-    return sorted(steps, key=lambda step: (step[0].batch_size, bool(step[0].quantization)))
+def predicted_and_recorded(cases: Mapping[str, Recipe], card: Gpu) -> str:
+    """A table of the peak that is predicted for a card, and of what the course's H200 did."""
+    rows: list[tuple] = [("GiB", "parameters", "predicted peak", "recorded peak", "tokens/s")]
+    for name, recipe in cases.items():
+        said = predict(recipe, gpu=card).peak
+        seen = measure(recipe, recorded=True)
+        sizes = said.parameters / GiB, said.total / GiB, seen.peak.total / GiB
+        rows.append((name, *sizes, round(seen.speed.tokens_per_second)))
+    return text_table(rows, ".2f")
 
 
 def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:
@@ -30,8 +26,8 @@ def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:
     bitsandbytes quantizes the linear layers but the output head.
     """
     shape = recipe.shape
-    linear = {w.name: w.size for w in shape.weights() if w.kind == "linear"}
-    coded = sum(linear.values()) - linear[f"{shape.head}.weight"]
+    head = f"{shape.head}.weight"
+    coded = sum(w.size for w in shape.weights() if w.kind == "linear" and w.name != head)
     pairs = shape.lora_targets(recipe.lora.target_modules)
     adapters = sum(recipe.lora.r * (inputs + outputs) for _, inputs, outputs in pairs)
     return coded, shape.num_parameters - coded, adapters

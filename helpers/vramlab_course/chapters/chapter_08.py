@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,11 +18,11 @@ from unittest.mock import patch
 import torch
 import vramlab
 from vramlab.base.data import data_path
+from vramlab.measurement.records import find_record
 from vramlab.report.report import Bytes, GiB, MiB, Report
 
 from .. import published
 from ..base_model import base_model_folder
-from .chapter_06 import recorded_8b
 from .small_card import Card
 
 HUB = "https://huggingface.co"
@@ -76,15 +76,6 @@ def starts(plan: vramlab.Plan) -> list[vramlab.Recipe]:
     return recipes
 
 
-@cache  # the records are long
-def on_h200(recipe: vramlab.Recipe) -> Report:
-    """Our record of a recipe of the 8B on an H200. Raises LookupError if there is none."""
-    for ran, report in recorded_8b("nvidia-h200"):
-        if ran == recipe:
-            return report
-    raise LookupError(f"no record of {recipe}")
-
-
 def recorded(plan: vramlab.Recipe) -> list[tuple[str | float, ...]]:
     """Peaks of QLoRA on real cards, as `predict` says them and as they were recorded, as a table.
 
@@ -98,7 +89,7 @@ def recorded(plan: vramlab.Recipe) -> list[tuple[str | float, ...]]:
         if each.gpu == "T4" and recipe.attn_implementation == "eager" and recipe.quantization:
             on_t4[recipe.name] = "T4", recipe, each.allocated
     peaks = [on_t4[name] for name in RECORDED_ON_T4]
-    peaks.append(("H200", plan, on_h200(plan).peak.total))
+    peaks.append(("H200", plan, find_record(plan, "H200").peak.total))
     rows: list[tuple[str | float, ...]] = [("card", "model", "predicted, GiB", "recorded, GiB")]
     for card, recipe, peak in peaks:
         said = vramlab.predict(recipe, gpu=card).peak.total

@@ -6,12 +6,12 @@ A second one shows what is alive at its peak.
 from collections.abc import Mapping
 
 from vramlab.hardware.gpu import Gpu
-from vramlab.interfaces.plot import canvas, style
+from vramlab.interfaces.plot import style
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, Report, TensorGroup
 from vramlab.simulation.simulate import trace
 
-NEAR = {"textcoords": "offset points"}
+COMES_AND_GOES = {"facecolor": "#C8C8C8", "linewidth": 0}
 
 
 @style.styled()
@@ -27,70 +27,56 @@ def two_steps(
     It shows where the second exceeds `room` bytes.
     """
     figure, ax = style.start(title, about)
-    base = style.look(["parameters", "optimizer_states"])
+    looks = style.look(["parameters", "optimizer_states"])
     rows = [("step", "states at its start, GiB", "peak, GiB")]
     for n, run in enumerate((first, second)):
+        alive = [moment.bytes for moment in run.timeline]
         # Each step is one wide, however many events it has.
-        count = len(run.timeline)
-        x = [n + i / count for i in range(count)]
-        total = [moment.bytes.total / GiB for moment in run.timeline]
-        below = [0.0] * count
-        for part, look in base.items():
-            held = [getattr(moment.bytes, part) / GiB for moment in run.timeline]
-            above = [low + size for low, size in zip(below, held, strict=True)]
-            ax.fill_between(x, below, above, **look)
-            below = above
-        ax.fill_between(x, below, total, color="#C8C8C8", linewidth=0)
+        x = [n + i / len(alive) for i in range(len(alive))]
+        total = [held.total / GiB for held in alive]
+        parameters = [held.parameters / GiB for held in alive]
+        base = [(held.parameters + held.optimizer_states) / GiB for held in alive]
+        # Each is drawn from 0 over the one before.
+        ax.fill_between(x, total, **COMES_AND_GOES)
+        ax.fill_between(x, base, **looks["optimizer_states"])
+        ax.fill_between(x, parameters, **looks["parameters"])
         top = max(total)
+        place = (x[total.index(top)] + 0.03, top - 0.5)
         ax.annotate(
             f"{top:.2f} GiB: the loss",
-            (x[total.index(top)], top),
-            (7, -9),
-            **NEAR,
+            place,
             fontweight="bold",
         )
-        rows.append((str(n + 1), f"{held[0]:.2f}", f"{top:.2f}"))
+        states = f"{base[0] - parameters[0]:.2f}"
+        rows.append((str(n + 1), states, f"{top:.2f}"))
     limit = room / GiB
     ax.axhline(limit, color=style.ALARM, linestyle="--")
     ax.annotate(
         f"a T4's {limit:.2f} GiB",
-        (0.01, limit),
-        (0, 5),
-        **NEAR,
+        (0.01, limit + 0.3),
         color=style.ALARM,
     )
-    # `x`, `total` and `held`, the states, are still the second step's.
+    # `x` and `total` are still the second step's.
     died = next(place for place, size in zip(x, total, strict=True) if size > limit)
-    ax.plot(died, limit, "X", color=style.ALARM, markersize=10, zorder=5)
     ax.annotate(
         "dies here",
-        (died, limit),
-        (-9, 6),
-        **NEAR,
+        (died - 0.03, limit + 0.3),
         ha="right",
         color=style.ALARM,
-        fontweight="bold",
     )
+    ax.plot(died, limit, "X", color=style.ALARM, markersize=10)
     # The update is the bump between the hills: gradients are still there when the states come.
     words = {
-        f"parameters: {below[0] - held[0]:.1f} GiB": (1.5, (below[0] - held[0]) / 2),
-        f"AdamW's states: {held[0]:.1f} GiB": (1.5, below[0] - held[0] / 2),
+        f"parameters: {parameters[0]:.1f} GiB": (1.5, parameters[0] / 2),
+        f"AdamW's states: {states} GiB": (1.5, (parameters[0] + base[0]) / 2),
         "activations, gradients": (0.47, 4),
         "update": (0.98, 9.2),
     }
     for said, place in words.items():
         ax.annotate(said, place, ha="center", bbox=style.PATCH)
-    ax.set(
-        xlim=(0, 2.02),
-        ylim=(0, 20),
-        ylabel="GiB",
-        xlabel="allocations and releases, in their order",
-    )
+    ax.set(xlim=(0, 2.02), ylim=(0, 20), ylabel="GiB")
     ax.set_xticks([0.5, 1.5], ["step 1", "step 2"])
-    alt = (
-        f"{title}. Two hills, one for each step; the second stands on the states and crosses "
-        f"the card's line."
-    )
+    alt = f"{title}. Two hills; the second stands on the states and crosses the card's line."
     return style.finish(figure, rows, alt, say_rows=True)
 
 
@@ -101,7 +87,7 @@ STAYS = {"parameters": "parameters", "optimizer states": "optimizer_states"}
 def parts_at_peak(recipe: Recipe, card: Gpu) -> dict[str, int]:
     """Bytes of everything that is alive at the peak of the second step, by where it comes from.
 
-    Simulated, for a model whose layers have `self_attn` and `mlp`. The largest part comes first.
+    Simulated, for a model whose layers have `self_attn` and `mlp`. What stays comes first.
     """
     history = trace(recipe, card=card)
     # The highest moment from the last step's beginning on.
@@ -113,7 +99,7 @@ def parts_at_peak(recipe: Recipe, card: Gpu) -> dict[str, int]:
         parts[part] = parts.get(part, 0) + group.count * group.size
     # what is no tensor: cuBLAS' second workspace, and the rounding of each storage to 512 bytes
     parts[OTHERS] += history.split(top).total - sum(parts.values())
-    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+    return dict(sorted(parts.items(), key=lambda item: (item[0] not in STAYS, -item[1])))
 
 
 def _part(group: TensorGroup, vocabulary: int) -> str:
@@ -135,47 +121,31 @@ def _part(group: TensorGroup, vocabulary: int) -> str:
     return OTHERS
 
 
+@style.styled()
 def whole(parts: Mapping[str, int], title: str, about: str):
-    """Return a figure of all parts as bars, the largest on top, with their sum in the table."""
-    total = sum(parts.values())
-    rows = [("part", "GiB", "share")]
-    sized = {}
-    words = []
+    """Return a figure of all parts as bars: what stays, and below it what comes and goes."""
+    figure, ax = style.start(title, about)
+    looks = style.look([*STAYS.values()])
+    rows = [("part", "GiB")]
     for name, size in parts.items():
-        sized[name] = f"{size / GiB:.2f}"
-        rows.append((name, sized[name], f"{size / total:.0%}"))
-        words.append(f"{name}: {sized[name]} GiB")
-    rows.append(("together", f"{total / GiB:.2f}", "100%"))
-    alt = f"Bars. {title}. {'; '.join(words)}."
-    looks = style.look([*STAYS.values(), "activations"])
-    named = set()
-    with canvas(title, alt, about, rows) as ax:
-        for y, (name, size) in enumerate(parts.items()):
-            category = STAYS.get(name, "activations")
-            # The first bar of a category names it in the legend.
-            label = "" if category in named else "activations and temporaries"
-            if name in STAYS:
-                label = name
-            named.add(category)
-            ax.barh(
-                y,
-                size / GiB,
-                label=label,
-                **looks[category],
-            )
-            ax.annotate(
-                sized[name],
-                (size / GiB, y),
-                (4, 0),
-                **NEAR,
-                va="center",
-            )
-        widest = max(parts.values()) / GiB
-        ax.set(
-            xlabel="GiB",
-            ylim=(len(parts) - 0.5, -0.5),
-            xlim=(0, 1.12 * widest),
+        look = looks.get(STAYS.get(name), COMES_AND_GOES)
+        bar = ax.barh(name, size / GiB, **look)
+        rows.append((name, f"{size / GiB:.2f}"))
+        ax.bar_label(bar, [rows[-1][1]], padding=4)
+    total = sum(parts.values())
+    stays = sum(parts[name] for name in STAYS)
+    # In the free room of the figure, beside each group's shortest bar.
+    for group, size, y in (("stays", stays, 1), ("comes and goes", total - stays, 6)):
+        said = f"{group}: {size / GiB:.2f} GiB"
+        ax.annotate(
+            said,
+            (5, y),
+            ha="right",
+            va="center",
+            fontweight="bold",
         )
-        ax.set_yticks(range(len(parts)), list(parts))
-        ax.grid(axis="y", visible=False)
-    return ax.figure
+    rows.append(("together", f"{total / GiB:.2f}"))
+    ax.set(xlabel="GiB", xlim=(0, 5.4))
+    ax.invert_yaxis()
+    ax.grid(False)
+    return style.finish(figure, rows, f"Bars. {title}.", say_rows=True)

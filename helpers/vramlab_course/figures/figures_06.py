@@ -1,9 +1,12 @@
-"""Drawings of chapter 06. Each function draws a figure and returns it."""
+"""Drawings of chapter 06, and the parts of a peak."""
 
 from collections.abc import Mapping, Sequence
 
-from vramlab import MiB, Report
+from vramlab import MiB, Recipe, Report
+from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces.plot import canvas, style
+
+from .figures_00 import OTHERS, parts_at_peak
 
 
 def one_block(weights: Sequence[float], levels: Sequence[float]):
@@ -40,3 +43,12 @@ def steps(reports: Mapping[str, Report], weights: float, title: str, about: str)
         ax.axhline(weights, ls="--", color=style.INK, label="the weights in fp32")
         ax.set(xlabel="allocations in order; ●: backward begins", ylabel="MiB", ylim=(0, None))
     return ax.figure
+
+
+def peak_in_parts(recipe: Recipe, card: Gpu) -> dict[str, int]:
+    """`parts_at_peak` and their sum, with the copies of adapters' inputs in one part."""
+    parts = parts_at_peak(recipe, card)
+    # It counts such copies as attention, and those that adapters share as norms.
+    parts["attention, norms, adapters' inputs"] = parts.pop("attention") + parts.pop(OTHERS)
+    parts["sum"] = sum(parts.values())
+    return parts

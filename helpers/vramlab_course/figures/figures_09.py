@@ -344,7 +344,7 @@ def ways_to_cut(
         for x, more in dots:
             ax.text(x, 1.13 * more, _times(more), ha="center", fontsize=8.5)
     marks = [2**power for power in range(7)]
-    ax.set(yscale="log", ylabel="a step takes", ylim=(0.8, 80))
+    ax.set(yscale="log", ylabel="step time (1 × = its computing alone)", ylim=(0.8, 80))
     ax.set_yticks(marks, [f"{mark} ×" for mark in marks])
     ax.minorticks_off()
     ax.set_xticks(range(len(ways)), [name.replace(", ", ",\n") for name in ways])
