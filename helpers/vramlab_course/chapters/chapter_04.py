@@ -205,8 +205,8 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
 def sent_in_step(model: Any, samples: torch.Tensor, micro_batches: int) -> list[float]:
     """Weights that a step gathers and gradients that it sends, each in Ψ.
 
-    FSDP sends as in the Trainer: each unit is freed after its forward pass, and gradients are sent
-    after the last micro-batch alone.
+    Every unit is freed after its forward pass, where the Trainer keeps the last one. As in the
+    Trainer, gradients are sent after the last micro-batch alone.
     """
     psi = sum(p.numel() for p in model.parameters())
     model.set_reshard_after_forward(True)  # frees embedding and head, too
