@@ -82,12 +82,13 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
     loop keeps (loss and batch, some KiB) is left out.
     """
     from vramlab.simulation.fakes import fake_world
-    from vramlab.simulation.simulate import make_tracker
+    from vramlab.simulation.simulate import load_libraries, make_tracker
     from vramlab.tracking.tracked import run_tracked
     from vramlab.training.training import build, make_batch
 
     distinct = list(dict.fromkeys(lengths))
     todo = [distinct[0], *distinct]  # the first step makes the optimizer's states
+    load_libraries(recipe)  # or a GPU's kernels are not taken for TRL's loss
     with fake_world("cuda", None) as (_, kernels):
         # Fake tensors are on the CPU, with the kernels and the rounding of CUDA.
         training = build(recipe.replace(seq_len=todo[0]), "cpu", target="cuda")
