@@ -28,7 +28,7 @@ def saved():
 
 
 def test_each_tensor_has_its_name_and_only_those_called_so_are_fp32(saved):
-    kept = [(part, what) for part, (_, names) in figures_02.KEPT.items() for what in names]
+    kept = [(part, what) for part, names in figures_02.KEPT.items() for what in names]
     assert len(saved) == len(kept)
     for tensor, (part, what) in zip(saved, kept, strict=True):
         wide = 704 if part == "feed-forward" else 256
@@ -42,7 +42,14 @@ def test_each_tensor_has_its_name_and_only_those_called_so_are_fp32(saved):
 
 def test_the_figure_shows_each_size():
     figure = figures_02.layer(range(100, 117), "a title", "about")
-    assert figure.rows[1] == ("norm 1", "its input, fp32", "100")
-    assert figure.rows[-1] == ("feed-forward", "SiLU × up", "116")
-    with pytest.raises(ValueError, match="zip"):
+    assert figure.rows[1:3] == [("norm 1: together 406", ""), ("its input, fp32", "100")]
+    assert figure.rows[-1] == ("SiLU × up", "116")
+    with pytest.raises(StopIteration):
         figures_02.layer(range(16), "a title", "about")
+
+
+def test_the_highest_bar_of_each_group_is_orange():
+    figure = figures_02.bars({"a": {"x": 3, "y": 1}, "b": {"x": 1, "y": 2}}, "a title", "about")
+    orange = [patch.get_facecolor() for patch in figure.axes[0].patches]
+    assert orange[0] == orange[3] != orange[1] == orange[2]
+    assert "b: ; x: 1.0; y: 2.0." in figure.alt

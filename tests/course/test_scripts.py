@@ -156,20 +156,14 @@ def test_the_lines_of_chapter_05_train_and_save_an_adapter(tmp_path, monkeypatch
         '"meta-llama/Llama-3.1-8B"': repr(str(base_model_folder())),
         "bf16=True": "use_cpu=True, bf16=True",
         "max_length=2048": "max_length=32",
+        "num_train_epochs=1": "max_steps=1",
     }
     for old, new in here.items():
         assert old in lines
         lines = lines.replace(old, new)
     text = json.dumps({"text": "def number():\n    return 1\n"})
-    for name in ("train.jsonl", "keep.jsonl"):
-        Path(name).write_text(f"{text}\n{text}\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    monkeypatch.setenv("STEPS", "1")
-    names = {}
-    exec(lines, names)
-    said = {name for line in names["trainer"].state.log_history for name in line}
-    assert {"eval_task_loss", "eval_keep_loss"} <= said
+    Path("train.jsonl").write_text(f"{text}\n{text}\n")
+    exec(lines, {})
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out-2e-4")
     moved = [p.any().item() for name, p in saved.named_parameters() if "lora_B" in name]
     assert len(moved) == 4 * 7 and all(moved)

@@ -1,74 +1,84 @@
-"""Chapter 02's pictures: a step's peak from close by, and what a Llama layer keeps."""
+"""Chapter 02's pictures: a peak from close by, what a Llama layer keeps, and four moments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from operator import add
 
-from vramlab import MiB, Report
+from vramlab import Report
 from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import layers, split_of
 
 NEAR = 15  # allocation events on either side of the peak
 
-# What a layer keeps, in the order in which it makes it: the part's colour, and its tensors.
+# What a layer keeps, in the order in which it makes it: the tensors of each part.
 NORM = ("its input, fp32", "one number, fp32", "the input, normalized", "the result")
 KEPT = {
-    "norm 1": ("#56B4E9", NORM),
+    "norm 1": NORM,
     "attention": (
-        "#0072B2",
-        ("queries, rotated", "keys, rotated", "values", "a number a head, fp32", "the result"),
+        "queries, rotated",
+        "keys, rotated",
+        "values",
+        "a number a head, fp32",
+        "the result",
     ),
-    "norm 2": ("#56B4E9", NORM),
-    "feed-forward": ("#D55E00", ("gate", "SiLU of the gate", "up", "SiLU × up")),
+    "norm 2": NORM,
+    "feed-forward": ("gate", "SiLU of the gate", "up", "SiLU × up"),
 }
+COLOURS = ("#56B4E9", "#0072B2", "#56B4E9", "#D55E00")  # of the four parts
 
 
 def close_up(figure, report: Report):
     """Add the events around the peak to a figure of `report`'s timeline in MiB, as an inset."""
     high = max(report.timeline, key=lambda moment: moment.bytes.total)
     near = [moment for moment in report.timeline if abs(moment.index - high.index) < NEAR]
-    x = [moment.index for moment in near]
+    x = range(len(near))
     ax = figure.axes[0].inset_axes((0.66, 0.42, 0.33, 0.36))
     base = [0.0] * len(x)
     for heights, look in layers([split_of(moment.bytes) for moment in near], "MiB"):
-        above = [low + height for low, height in zip(base, heights, strict=True)]
+        above = list(map(add, base, heights))
         ax.fill_between(x, base, above, step="post", **look)
         base = above
-    ax.set(xlim=(x[0], x[-1]), ylim=(160, high.bytes.total / MiB + 10), xticks=[])
+    ax.set(ylim=(160, None), xticks=[])
+    ax.margins(0)
     ax.set_title("the peak from close by", fontsize=9)
-    ax.tick_params(labelsize=8)
 
 
-@style.styled()
 def layer(sizes: Sequence[int], title: str, about: str):
     """Return a figure of a layer from top to bottom, with the bytes a token of each tensor kept.
 
     `sizes` are in the order in which the layer saves them, that of KEPT.
     """
+    left = iter(sizes)
+    parts = {}
+    for part, names in KEPT.items():
+        own = {name: next(left) for name in names}
+        parts[f"{part}: together {sum(own.values()):,}"] = own
+    return bars(parts, title, about, "{:,.0f}", COLOURS)
+
+
+@style.styled()
+def bars(groups: Mapping[str, Mapping], title: str, about: str, form="{:.1f}", colours=()):
+    """Return a figure of bars in named groups from top to bottom: their names, and sizes.
+
+    Without `colours` of the groups the highest bar of each is orange.
+    """
     figure, ax = style.start(title, about)
-    rows = [("part", "tensor", "bytes a token")]
-    for part, (colour, names) in KEPT.items():
-        start = len(rows) - 1
-        own = sizes[start : start + len(names)]
-        rows += [(part, name, f"{size:,}") for name, size in zip(names, own, strict=True)]
-        drawn = ax.barh(range(start, start + len(own)), own, color=colour)
-        ax.bar_label(drawn, fmt="{:,.0f}", padding=4, fontsize=8)
-        ax.text(
-            0.95,  # to the right of all bars
-            start + (len(own) - 1) / 2,
-            f"{part}\n{sum(own):,}",
-            rotation=270,
-            va="center",
-            ha="center",
-            transform=ax.get_yaxis_transform(),
-            fontsize=8,
-        )
-        ax.axhline(start - 0.5, color=style.INK, linewidth=0.8)
-    ax.set_yticks(range(len(sizes)), [row[1] for row in rows[1:]], fontsize=8)
-    ax.set(
-        xlabel="bytes for each token",
-        xticks=[],
-        ylim=(len(sizes) - 0.4, -0.45),
-        xlim=(0, 1.28 * max(sizes)),
-    )
+    figure.set_figheight(6)
+    rows = [("bars", "")]
+    ticks = []
+    for name, colour in zip_longest(groups, colours):
+        ax.text(0, len(ticks), f" {name}", va="center", fontsize=9, fontweight="bold")
+        ticks.append("")
+        rows.append((name, ""))
+        for what, size in groups[name].items():
+            usual = "#D55E00" if size == max(groups[name].values()) else "#56B4E9"
+            drawn = ax.barh(len(ticks), size, color=colour or usual)
+            ax.bar_label(drawn, fmt=form, padding=3, fontsize=8)
+            ticks.append(what)
+            rows.append((what, form.format(size)))
+    ax.set_yticks(range(len(ticks)), ticks, fontsize=8)
+    ax.tick_params(length=0)
+    ax.set(xticks=[], ylim=(len(ticks) - 0.4, -0.6))
+    ax.margins(x=0.12)
     ax.grid(visible=False)
-    said = "; ".join(f"{part}, {name}: {size}" for part, name, size in rows[1:])
-    return style.finish(figure, rows, f"A layer from top to bottom. {said}.")
+    return style.finish(figure, rows, f"{title}.", say_rows=True)
