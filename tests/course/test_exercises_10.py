@@ -217,12 +217,6 @@ def test_section_3_finds_a_run_that_fits_only_asleep():
         assert (f"{asleep.peak.total / GiB:.1f}", asleep.verdict) == ("21.3", "likely")
 
 
-@pytest.mark.slow  # the compiled step takes half a minute
-def test_section_5_says_what_compiling_saves_with_checkpointing():
-    gpt2 = Recipe("gpt2", 8, 512, "fp32", gradient_checkpointing=True, torch_compile=True)
-    assert f"{simulate(gpt2, gpu='H100').peak.total / GiB:.1f}" == "3.2"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "said"), [(None, "6.4"), (2048, "2.8")])
 def test_section_1_says_what_the_program_takes(size, said):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 from vramlab.formulas.whole_run import predict_run
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces import plot
 from vramlab.measurement.records import find_record
 from vramlab.planning.step_time import step_time
-from vramlab.recipe.options import LoRA
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, MiB, Report
 
@@ -97,7 +97,14 @@ def large_parts(report: Report) -> list[tuple]:
 
 def switched(ladder: Sequence, card: Gpu) -> list:
     """Rows of a table: a run each, as simulated for `card`, and as recorded on an H200."""
-    rows: list = [("the 8B", "simulated, GiB", "on an RTX 4090", "on an H200, GiB", "tokens/s")]
+    heads = (
+        "the 8B",
+        "simulated, GiB",
+        "fits an RTX 4090?",
+        "measured on an H200",
+        "tokens/s there",
+    )
+    rows: list = [heads]
     for name, recipe, report in ladder:
         seen = find_record(recipe)
         speed = round(seen.speed.tokens_per_second) if seen.speed else "–"
@@ -106,32 +113,16 @@ def switched(ladder: Sequence, card: Gpu) -> list:
     return rows
 
 
-def passes_of_one() -> list[tuple[str, float | str]]:
-    """Rows of a table: how many times as long recorded updates take in passes of one sample."""
-    large = Recipe(
-        "llama-3.1-8b",
-        4,
-        1024,
-        "bf16-mixed",
-        "adamw_torch_fused",
-        dtype="bfloat16",
-        lora=LoRA(r=16),
-        gradient_checkpointing=True,
-    )
-    tiny = {}
+def passes_of_one() -> float:
+    """How many times as long TinyLlama takes on a T4 for 8 × 1,024 tokens, one by one."""
+    seconds = {}
     for run in published.timed_on("T4"):
         recipe = run.recipe
         is_sdpa = recipe.attn_implementation == "sdpa"
         if recipe.name == "tinyllama-1.1b" and recipe.quantization and is_sdpa:
-            tiny[recipe.seq_len, recipe.batch_size] = run.seconds
-    # Of both only a sample alone was recorded.
-    alone = find_record(large.replace(batch_size=1)).speed
-    larges = 4 * alone.median / find_record(large).speed.median
-    return [
-        ("recorded, all samples one by one", "times as long"),
-        ("8B, LoRA, 4 × 1,024, bf16, H200", larges),
-        ("TinyLlama, LoRA, 8 × 1,024, T4", 8 * tiny[1024, 1] / tiny[1024, 8]),
-    ]
+            seconds[recipe.batch_size] = run.seconds
+    # Only a sample alone was timed.
+    return 8 * seconds[1] / seconds[8]
 
 
 def epochs(recipe: Recipe, ways: dict[str, dict], lengths: Sequence[int], card: Gpu) -> list:
@@ -160,39 +151,36 @@ def useful_speed(recipe: Recipe, lengths: Sequence[int], gpu: str) -> float:
     return sum(some) / seconds
 
 
-def steps(plain: Report, teeth: Report, title: str, about: str) -> Any:
-    """Return a figure of what is alive over one step, without checkpointing and with it.
+def steps(plain: Report, teeth: Report, fused: Report, title: str, about: str) -> Any:
+    """Return a figure of what is alive over one step: plain, checkpointed, with a fused loss, too.
 
-    Both lines are equally wide, whatever their number of events.
+    All lines are equally wide, whatever their number of events.
     """
-    runs = {"plain": plain, "checkpointed": teeth}
-    rows = [("run", "peak, MiB")]
+    runs = {"plain": plain, "checkpointed": teeth, "checkpointed, fused loss": fused}
+    rows = [(name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items()]
     alt = f"What is alive over one step, a line each. {title}."
-    for name, report in runs.items():
-        rows.append((name, f"{report.peak.total / MiB:.0f}"))
-        alt += " {}: {} MiB.".format(*rows[-1])
-    alt += " The teeth are named loss and layer 4 to layer 1."
-    with plot.canvas(title, alt, about, rows) as ax:
-        for (name, peak), report, line in zip(rows[1:], runs.values(), ("-", "--"), strict=True):
-            # while the model is built there are fewer parameters: that is no part of the step
-            moments = [m for m in report.timeline if m.bytes.parameters == report.peak.parameters]
-            # Checkpointing has more events than a plain step; as shares of a step both lines end
-            # at 1.
-            x = [i / len(moments) for i in range(len(moments))]
-            sizes = [m.bytes.total / MiB for m in moments]
-            (drawn,) = ax.plot(x, sizes, line, label=f"{name}: {peak} MiB")
-        tops = _tops(sizes)
+    for row in rows:
+        alt += " {}: {} MiB.".format(*row)
+    alt += " The teeth are named loss and layer 4 to layer 1; a fused loss has none."
+    with plot.canvas(title, alt, about, [("run", "peak, MiB"), *rows]) as ax:
+        sizes = [_sizes(report) for report in runs.values()]
+        x = [np.linspace(0, 1, len(line)) for line in sizes]
+        tops = _tops(sizes[1])
+        # A fused loss has more events, so the layers' teeth are put in line.
+        ours = x[2][_tops(sizes[2])[-4:]]
+        x[2] = np.interp(x[2], [0, *ours, 1], [0, *x[1][tops[-4:]], 1])
+        for row, across, up, style in zip(rows, x, sizes, ("-", "--", ":"), strict=True):
+            ax.plot(across, up, style, label="{}: {} MiB".format(*row))
         labels = ["loss", *(f"layer {layer}" for layer in range(len(tops) - 1, 0, -1))]
         for top, label in zip(tops, labels, strict=True):
             # At the bottom, where there is no other line.
             ax.annotate(
                 label,
-                (x[top], sizes[top]),
-                (x[top], 3),
+                (x[1][top], sizes[1][top]),
+                (x[1][top], 3),
                 ha="center",
                 va="bottom",
-                color=drawn.get_color(),
-                arrowprops={"arrowstyle": "-", "color": drawn.get_color(), "linewidth": 0.6},
+                arrowprops={"arrowstyle": "-", "linewidth": 0.6},
             )
         ax.set(
             ylabel="MiB alive",
@@ -204,16 +192,20 @@ def steps(plain: Report, teeth: Report, title: str, about: str) -> Any:
     return ax.figure
 
 
+def _sizes(report: Report) -> list[float]:
+    """MiB alive at each moment of a step."""
+    total = report.peak.parameters
+    # while the model is built there are fewer parameters: that is no part of the step
+    return [m.bytes.total / MiB for m in report.timeline if m.bytes.parameters == total]
+
+
 def _tops(sizes: Sequence[float]) -> list[int]:
     """Where each tooth is highest, those that reach 85 % of the highest."""
     high = 0.85 * max(sizes)
     tops: list[int] = []
-    is_up = False
     for index, size in enumerate(sizes):
-        if size >= high and not is_up:
+        # A tooth has notches, so a top is the highest of 40 events.
+        near = range(max(0, index - 20), min(index + 21, len(sizes)))
+        if size >= high and index == max(near, key=sizes.__getitem__):
             tops.append(index)
-        elif size >= high and size > sizes[tops[-1]]:
-            tops[-1] = index
-        # A tooth has notches, so it ends only well below.
-        is_up = size >= high or (is_up and size > 0.7 * high)
     return tops

@@ -29,11 +29,8 @@ def cached_by(answer: Any) -> list[torch.Tensor]:
 
 def nbytes(tensors: Any) -> int:
     """Return the bytes of the storages of some tensors, each counted once."""
-    storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class _Largest(MadeTensors):

@@ -15,13 +15,12 @@ def one_block(weights: Sequence[float], levels: Sequence[float]):
     title = "A weight becomes the number of the nearest level"
     with canvas(title, f"Arrows from weights to levels. {title}.", "derived: one block") as ax:
         for code, level in enumerate(levels):
-            ax.plot([scale * level] * 2, [-0.1, 0.1], color=style.INK, linewidth=4)
+            ax.vlines(scale * level, -0.1, 0.1, color=style.INK, linewidth=4)
             ax.text(scale * level, -0.5, f"code {code}\n{level:g} × {scale:g}", ha="center")
         for weight in weights:
-            distances = {abs(weight - scale * level): scale * level for level in levels}
-            end = distances[min(distances)]
+            end = scale * min(levels, key=lambda level: abs(weight - scale * level))
             ax.annotate("", (end, 0.12), (weight, 0.97), arrowprops={"arrowstyle": "-|>"})
-            ax.plot(weight, 1, "o", markersize=8)
+            ax.plot(weight, 1, "o")
             ax.text(weight, 1.12, f"{weight:g}", ha="center")
         ax.set(xlabel="weight", ylim=(-0.75, 1.4), yticks=[])
         ax.margins(x=0.1)
@@ -50,5 +49,6 @@ def peak_in_parts(recipe: Recipe, card: Gpu) -> dict[str, int]:
     parts = parts_at_peak(recipe, card)
     # It counts such copies as attention, and those that adapters share as norms.
     parts["attention, norms, adapters' inputs"] = parts.pop("attention") + parts.pop(OTHERS)
+    parts["the loss, optimizer states"] = parts.pop("the loss") + parts.pop("optimizer states")
     parts["sum"] = sum(parts.values())
     return parts

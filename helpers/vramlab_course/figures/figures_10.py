@@ -12,6 +12,7 @@ from vramlab.report.report import GiB
 HELD = {
     "scores": "gradients",
     "logits": "activations",
+    "kept": "parameters",
     "model and optimizer": "parameters",
     "vLLM's weights": "workspace",
     "KV cache": "kv_cache",
