@@ -275,8 +275,8 @@ def test_two_plans_were_estimated_and_recorded_on_a_card():
     assert qlora > lora and lora_ran > qlora_ran
     assert qlora / lora < time.high / time.seconds
     text = NOTEBOOK.read_text(encoding="utf-8")
-    assert f"by {qlora:,.0f} to {lora:,.0f} tokens/s" in text
-    assert f"by {lora_ran:,.0f} to {qlora_ran:,.0f}." in text
+    assert f"with {qlora:,.0f} tokens/s against {lora:,.0f}." in text
+    assert f"with {lora_ran:,.0f} against {qlora_ran:,.0f}." in text
 
 
 def test_the_text_says_how_many_steps_were_near_their_estimate():
