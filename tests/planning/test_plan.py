@@ -581,6 +581,7 @@ def test_what_offloads_has_alternatives_of_its_own_and_is_no_simpler_with_more_h
     assert not any("8-bit" in other.switch for other in others)
 
 
+@pytest.mark.slow  # a process of its own, which forks
 def test_answers_simulated_side_by_side_are_the_same():
     done = subprocess.run(
         [sys.executable, "-c", SIDE_BY_SIDE], capture_output=True, text=True, check=True

@@ -448,7 +448,7 @@ def visit(page, states: list[dict]) -> None:
         same(found, state)
 
 
-@pytest.mark.parametrize("many", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_browser_says_the_same_bytes_for_drawn_recipes(page, many):
     visit(page, draws(many, 2))
 
