@@ -438,7 +438,8 @@ def base_that_never_ends(folder: Path) -> tuple[str, str]:
     return str(folder), prompt
 
 
-@pytest.mark.parametrize("method", params(["full", "lora"], ["lora"]))
+@pytest.mark.slow  # the fast tests of real cycles run the same trainer
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_plan_writes_a_program_that_samples(method, tmp_path):
     folder, prompt = base_that_never_ends(tmp_path / "model")
     found = plan(
