@@ -10,8 +10,9 @@ from vramlab.report.report import GiB
 
 # What is on the card at a moment, and the category whose look each has.
 HELD = {
-    "scores": "gradients",
-    "logits": "activations",
+    "weights and inputs": "parameters",
+    "a layer, backward": "gradients",
+    "the loss, backward": "activations",
     "kept": "parameters",
     "model and optimizer": "parameters",
     "vLLM's weights": "workspace",
@@ -58,15 +59,9 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
         for length in LENGTHS:
             report = predict(recipe.replace(seq_len=length), gpu=limit)
             peaks.append(report.peak.total / GiB)
-        ax.plot(
-            LENGTHS,
-            peaks,
-            color=colour,
-            marker=mark,
-            linestyle=dash,
-            label=name,
-        )
+        ax.plot(LENGTHS, peaks, color=colour, marker=mark, linestyle=dash, label=name)
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
+        ax.text(LENGTHS[-1], peaks[-1], f"  {peaks[-1]:,.0f}")
     draw_limit(ax.axhline, limit, "GiB")
     ax.set(xlabel="tokens of a text", ylabel="peak, GiB", xscale="log", yscale="log")
     ax.minorticks_off()
