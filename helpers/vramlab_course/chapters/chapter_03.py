@@ -13,7 +13,7 @@ from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces import plot
 from vramlab.measurement.records import find_record
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.report import GiB, MiB, Report, text_table
+from vramlab.report.report import GiB, Report, text_table
 
 from vramlab_course import published
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
