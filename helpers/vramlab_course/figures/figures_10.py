@@ -59,7 +59,14 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
         for length in LENGTHS:
             report = predict(recipe.replace(seq_len=length), gpu=limit)
             peaks.append(report.peak.total / GiB)
-        ax.plot(LENGTHS, peaks, color=colour, marker=mark, linestyle=dash, label=name)
+        ax.plot(
+            LENGTHS,
+            peaks,
+            color=colour,
+            marker=mark,
+            linestyle=dash,
+            label=name,
+        )
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
         ax.text(LENGTHS[-1], peaks[-1], f"  {peaks[-1]:,.0f}")
     draw_limit(ax.axhline, limit, "GiB")
