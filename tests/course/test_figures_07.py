@@ -144,6 +144,7 @@ def test_the_message_of_the_run_that_dies_is_the_stored_one():
     said = f"Tried to allocate {asked}. … {free} is free. … {allocated} is allocated by PyTorch, "
     assert f"{said}and {idle} is reserved by PyTorch but unallocated." in text
     assert f"{unused} were not in use" in text
+    assert f"{idle} were free in segments that had to stay, and {free[:-4]} on the card" in text
     assert small["expandable segments"]["reserved"] < small["room"]
 
 
