@@ -1,8 +1,9 @@
-"""Chapter 04's pictures: a world of ranks, two collectives, a layer that is gathered."""
+"""Chapter 04's pictures: a world of ranks, two collectives, a layer that is gathered, and when."""
 
 import pytest
 from vramlab_course.figures.figures_04 import (
     gather_use_free,
+    gathers_in_time,
     two_collectives,
     who_holds_what,
 )
@@ -53,3 +54,18 @@ def test_a_layer_is_whole_in_two_columns_and_a_shard_in_all():
         (5, -1),
     ]
     assert "layer 3 shard, sent gather, then reduce-scatter" in figure.alt
+
+
+def test_a_layer_waits_for_its_gather_which_starts_with_the_layer_before():
+    figure = gathers_in_time(3, (1, 3, 4), "A title")
+    # computing and gathering by turns
+    starts = [[box.get_x() for box in boxes] for boxes in figure.axes[0].containers]
+    assert starts == [
+        [3, 6, 9, 12],
+        [0, 3, 6, 9],
+        [3, 6, 9, 12],
+        [0, 3, 6, 9],
+        [3, 7, 11, 15],
+        [0, 3, 7, 11],
+    ]
+    assert "4: layers compute from, ms [3, 7, 11, 15]" in figure.alt

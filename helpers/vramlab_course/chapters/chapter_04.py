@@ -1,7 +1,6 @@
 """What chapter 04's cells share.
 
-That is ranks that run a function of the notebook, two collectives, a step that is followed or
-counted, and a script that torchrun starts.
+That is ranks that run a function of the notebook, two collectives, and a step that is followed.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
@@ -10,7 +9,6 @@ threads), hence `apart` for a simulation.
 
 import gc
 import logging
-import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -20,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.run
 import torch.multiprocessing as mp
 from vramlab.base.errors import VramLabError
 from vramlab.recipe.recipe import Loop
@@ -30,8 +27,6 @@ from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.engine import Training
 from vramlab.training.process_group import one_gloo_thread
-
-from ..collectives import Collectives
 
 ERROR = ".error"  # how the file is called in which a rank leaves its error
 STARTS = 3  # of a group that lost a connection
@@ -200,38 +195,3 @@ def held(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -
     gradients = [p.grad for p in parameters if p.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
     return sum(tensor.nbytes for tensor in [*parameters, *gradients, *states])
-
-
-def sent_in_step(model: Any, samples: torch.Tensor, micro_batches: int) -> list[float]:
-    """Weights that a step gathers and gradients that it sends, each in Ψ.
-
-    Every unit is freed after its forward pass, where the Trainer keeps the last one. As in the
-    Trainer, gradients are sent after the last micro-batch alone.
-    """
-    psi = sum(p.numel() for p in model.parameters())
-    model.set_reshard_after_forward(True)  # frees embedding and head, too
-    with Collectives() as counting:
-        for number in range(micro_batches):
-            model.set_requires_gradient_sync(number == micro_batches - 1)
-            model(input_ids=samples, labels=samples, use_cache=False).loss.backward()
-    return [counting.seen[kind].bytes / 4 / psi for kind in ("all_gather", "reduce_scatter")]
-
-
-def torchrun(script: str, processes: int) -> str:
-    """What a program with this text prints, started by torchrun in so many processes on CPUs."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "train.py"
-        path.write_text(script)
-        printed = Path(folder) / "printed"
-        run = ["--standalone", f"--nproc_per_node={processes}", str(path)]
-        # a fork has torch loaded, which a torchrun of its own would need two seconds for
-        apart(lambda: _torchrun(run, printed))
-        return printed.read_text().strip()
-
-
-def _torchrun(run: list[str], printed: Path) -> None:
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    # what torchrun starts prints where this process does
-    with printed.open("w") as file:
-        os.dup2(file.fileno(), 1)
-    torch.distributed.run.main(run)

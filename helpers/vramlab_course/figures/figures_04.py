@@ -1,4 +1,4 @@
-"""Drawings of chapter 04: which rank holds what and when, and two collectives."""
+"""Drawings of chapter 04: who holds what and when, two collectives, and gathers in time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -133,4 +133,29 @@ def gather_use_free(layers: int, title: str):
     ax.set(xlim=(-0.1, len(moments)), ylim=(-len(labels) - 0.1, 0.8))
     _bare(ax)
     figure.set_figheight(0.9 + len(labels) / 2)
+    return style.finish(figure, rows, f"Boxes in time. {title}.", say_rows=True)
+
+
+@style.styled()
+def gathers_in_time(gather: int, samples: Sequence[int], title: str):
+    """Return a figure of four layers' forward passes, one for each number of samples on a card.
+
+    A layer computes 1 ms for each sample. Meanwhile the next is gathered, which takes `gather` ms.
+    """
+    figure, ax = style.start(title, "derived: the forward pass of layers 1 to 4")
+    rows = [("samples on a card", "layers compute from, ms")]
+    for count in samples:
+        pace = max(gather, count)  # from one layer's begin to the next one's
+        begins = [gather + pace * layer for layer in range(4)]
+        gathers = [0, *begins[:3]]  # each when the layer before begins
+        rows.append((f"{count}", f"{begins}"))
+        for lane, width, lefts in (("computes", count, begins), ("gathers", gather, gathers)):
+            name = [f"{count} on a card: {lane}"] * 4
+            look = {"facecolor": (style.LINES[lane == "computes"][0], 0.35), **THIN}
+            boxes = ax.barh(name, width, 0.7, lefts, **look)
+            ax.bar_label(boxes, "1234", label_type="center", fontsize=8.5)
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    ax.set(xlabel="ms", xticks=range(0, 20, 5))
+    figure.set_figheight(2.9)
     return style.finish(figure, rows, f"Boxes in time. {title}.", say_rows=True)
