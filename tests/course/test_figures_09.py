@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vramlab import Recipe, find_gpu
-from vramlab_course.chapters.chapter_09 import Way, idle_in_pipeline, ways_of_eight
+from vramlab_course.chapters.chapter_09 import Ways
 from vramlab_course.figures.figures_09 import (
     SECONDS,
     bubble,
@@ -22,7 +21,6 @@ from vramlab_course.figures.figures_09 import (
     ways_to_cut,
 )
 
-LAYERS = [5, 4, 4, 4, 4, 4, 4, 3]  # of the drawn pipeline's stages
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 STAGES, MICRO = st.integers(1, 6), st.integers(1, 12)
 
@@ -120,88 +118,16 @@ def test_the_timeline_follows_the_order_that_it_is_given():
     assert pipeline(4, 8, own=slow).rows[2][3] == "1"
 
 
-def test_a_way_waits_for_what_each_pass_does_not_hide():
-    way = Way(sent=(30e9, 60e9), computing=4e12)
-    # A quarter of the computing is forward: one second hides 30 GB, and three hide 60.
-    assert way.times(1e12, 30e9) == 1
-    assert way.times(1e12, 20e9) == 1 + 0.5 / 4  # only the forward pass waits
-    assert way.times(1e12, 10e9) == way.times(2e12, 20e9) == 1 + (2 + 3) / 4
-    bare = Way(sent=(30e9, 60e9), computing=4e12, exposed=1)
-    assert bare.times(1e12, 30e9) == 1 + 3 / 4
-    idle = Way(sent=(0, 0), computing=2e12, idle=0.5)
-    assert idle.times(1e12, 1) == 2
-
-
-def times_of_1f1b(layers, rate, bandwidth):
-    """How many times its computing a step of Llama 3.1 8B takes, pass by pass, with its sends."""
-    shape = Recipe("llama-3.1-8b").shape
-    way = ways_of_eight(shape)["pipeline, 32 samples"]
-    weights = 128_256 * 4096
-    head = 6 / 8 * weights * 32 / (shape.num_parameters - 2 * weights)  # in layers
-    stages = [*layers[:-1], layers[-1] + head]
-    unit = way.computing / rate / 4 / sum(stages)  # of a layer and a micro-batch: 32 by 8 ranks
-    seconds = {"forward": 0.25 * unit, "backward": 0.75 * unit}
-    sending = way.sent[0] / 32 / bandwidth
-    queues = [list(stage_order("1f1b", stage, 8, 32)) for stage in range(8)]
-    free = [0.0] * 8
-    ends = {}
-    while any(queues):
-        for stage, queue in enumerate(queues):
-            if not queue:
-                continue
-            kind, m = queue[0]
-            before = stage - 1 if kind == "forward" else stage + 1
-            arrives = 0.0
-            if 0 <= before < 8:
-                if (before, kind, m) not in ends:
-                    continue
-                arrives = ends[before, kind, m] + sending
-            free[stage] = max(free[stage], arrives) + seconds[kind] * stages[stage]
-            ends[stage, kind, m] = free[stage]
-            queue.pop(0)
-    return max(free) / (4 * unit * sum(stages))
-
-
-def test_the_figures_pipeline_waits_as_long_as_one_that_is_followed_pass_by_pass():
-    card = find_gpu("H100 PCIe")
-    rate = 0.4 * card.flops("bf16")
-    way = ways_of_eight(Recipe("llama-3.1-8b").shape)["pipeline, 32 samples"]
-    for bandwidth in (450e9, 63e9, 25e9 / 8):
-        found = times_of_1f1b(LAYERS, rate, bandwidth)
-        estimated = way.times(rate, bandwidth)
-        assert estimated == pytest.approx(found, abs=0.05)
-        assert f"{estimated:.1f}" == f"{found:.1f}"  # what the picture says
-
-
-def test_what_a_pipeline_waits_is_the_bubble_and_what_its_longest_stage_is_longer():
-    shape = Recipe("llama-3.1-8b").shape
-    weights = 128_256 * 4096
-    layer = (shape.num_parameters - 2 * weights) / 32
-    # Checkpointing repeats the layers' forward pass only: 8 operations a weight, and 6 in the head.
-    head = 6 / 8 * weights
-    idle = ways_of_eight(shape)["pipeline, 32 samples"].idle
-    # The first stage takes 32 micro-batches one after the other, and one passes the other seven.
-    assert max(LAYERS) * layer > LAYERS[-1] * layer + head
-    longest = 32 * 5 * layer + 27 * layer + head
-    assert 1 / (1 - idle) == pytest.approx(longest / (32 * (32 * layer + head) / 8))
-    assert idle_in_pipeline([4] * 8, head=0) == pytest.approx(7 / (32 + 7))
-
-
 def test_the_picture_of_the_ways_draws_what_its_table_says():
-    ways = {
-        "whole, 1 sample": Way((0, 30e9), 4e12 / 3),
-        "cut": Way((2e9, 2e9), 2e12, 1),
-    }
-    links = {"fast": (1e12, 30e9), "slow": (1e12, 10e9)}
-    figure = ways_to_cut(ways, links, "Ways", "made up")
-    assert figure.rows[1:] == [
-        ("whole, 1 sample", "30.0", "1.0 ×", "2.5 ×"),
-        ("cut", "4.0", "1.1 ×", "1.2 ×"),
+    ways = Ways(token=1.72 / 2048, link=3.4e9)
+    figure = ways_to_cut(ways, "Ways", "made up")
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == [*(row[0] for row in figure.rows[1:]), "LoRA: published", "QLoRA: published"]
+    drawn = [
+        [f"{y:.2f}" for x, y in line.get_xydata() if round(x) in (2048, 8192, 32_768)]
+        for line in figure.axes[0].lines[:5]
     ]
-    (ax,) = figure.axes
-    heights = [round(height, 3) for dots in ax.lines for height in dots.get_ydata()]
-    assert heights == [1, 1.067, 2.5, 1.2] and ax.get_yscale() == "log"
-    assert [text.get_text() for text in ax.texts] == ["1.0", "1.1", "2.5", "1.2"]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["over fast", "over slow"]
-    assert "whole, 1 sample" in figure.alt
+    assert [[f"{more} ×" for more in line] for line in drawn] == [
+        list(row[1:]) for row in figure.rows[1:]
+    ]
+    assert "LoRA: published 1.37 × with 12,288" in figure.alt

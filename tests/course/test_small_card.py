@@ -1,4 +1,4 @@
-"""The card that chapter 03 makes of this machine's memory."""
+"""The card that chapter 08 makes of this machine's memory."""
 
 import pytest
 import torch

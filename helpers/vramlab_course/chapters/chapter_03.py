@@ -1,25 +1,24 @@
-"""Chapter 03: what is alive at a peak, a figure of several steps, recorded runs, and epochs.
+"""Chapter 03: what is alive at a peak, figures, and recorded runs.
 
 For its claims there are also the bytes that autograd keeps, and steps that empty the cache.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
-from vramlab.formulas.whole_run import predict_run
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces import plot
 from vramlab.measurement.records import find_record
-from vramlab.planning.step_time import step_time
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.report import GiB, MiB, Report
+from vramlab.report.report import GiB, Report, text_table
 
 from vramlab_course import published
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 
+STYLES = ("-", "--", ":")
 LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
 
 
@@ -95,22 +94,25 @@ def large_parts(report: Report) -> list[tuple]:
     return rows
 
 
-def switched(ladder: Sequence, card: Gpu) -> list:
-    """Rows of a table: a run each, as simulated for `card`, and as recorded on an H200."""
-    heads = (
-        "the 8B",
-        "simulated, GiB",
-        "fits an RTX 4090?",
-        "measured on an H200",
-        "tokens/s there",
-    )
+def fits(reports: Mapping[str, Report], card: Gpu) -> str:
+    """Table of a peak each, and whether it fits on `card` with expandable segments."""
+    heads = ("the 8B", "simulated, GiB", f"fits an {card.name}?")
     rows: list = [heads]
-    for name, recipe, report in ladder:
+    for name, report in reports.items():
+        grade = report.process_with(True).verdict(card.total)
+        rows.append((name, report.peak.total / GiB, grade))
+    return text_table(rows, form=".1f")
+
+
+def recorded(runs: Mapping[str, Recipe]) -> str:
+    """Table of the peaks and speeds that an H200 had."""
+    heads = ("the 8B, measured on an H200", "peak, GiB", "tokens/s")
+    rows: list = [heads]
+    for name, recipe in runs.items():
         seen = find_record(recipe)
-        speed = round(seen.speed.tokens_per_second) if seen.speed else "–"
-        grade = report.process_with(True).verdict(card.total)  # with expandable segments
-        rows.append((name, report.peak.total / GiB, grade, seen.peak.total / GiB, speed))
-    return rows
+        speed = round(seen.speed.tokens_per_second)
+        rows.append((name, seen.peak.total / GiB, speed))
+    return text_table(rows, form=".1f")
 
 
 def passes_of_one() -> float:
@@ -125,66 +127,54 @@ def passes_of_one() -> float:
     return 8 * seconds[1] / seconds[8]
 
 
-def epochs(recipe: Recipe, ways: dict[str, dict], lengths: Sequence[int], card: Gpu) -> list:
-    """Rows of a table: peaks and predicted speed of an epoch in each of `ways`.
+def steps(
+    runs: Mapping[str, Report],
+    unit: int,
+    title: str,
+    about: str,
+    card: Gpu | None = None,
+) -> Any:
+    """Return a figure of what is alive over one step of each run, in GiB or MiB as `unit` says.
 
-    A way is a change of `recipe`. A run whose largest pass does not fit on `card` has no speed.
+    Forward and backward are equally wide in all of them. The last run is filled.
     """
-    rows: list = [("predicted", "typical pass, GiB", "largest pass, GiB", "tokens/s")]
-    for name, change in ways.items():
-        way = recipe.replace(**change)
-        epoch = predict_run(way, lengths, gpu=card.name)
-        largest = epoch.largest.peak.total
-        fits = largest < card.total
-        speed = round(useful_speed(way, lengths, card.name)) if fits else "dies"
-        rows.append((name, epoch.typical / GiB, largest / GiB, speed))
-    return rows
-
-
-def useful_speed(recipe: Recipe, lengths: Sequence[int], gpu: str) -> float:
-    """Predicted tokens a second: of a packed row, or of samples of `lengths`, one a pass."""
-    if recipe.packing:
-        return step_time(recipe, gpu).tokens_per_second
-    alone = recipe.replace(batch_size=1, gradient_accumulation_steps=1)
-    some = sorted(lengths)[12::25]  # one of each 25, as an estimate takes 14 ms
-    seconds = sum(step_time(alone.replace(seq_len=length), gpu).seconds for length in some)
-    return sum(some) / seconds
-
-
-def steps(plain: Report, teeth: Report, fused: Report, title: str, about: str) -> Any:
-    """Return a figure of what is alive over one step: plain, checkpointed, with a fused loss, too.
-
-    All lines are equally wide, whatever their number of events.
-    """
-    runs = {"plain": plain, "checkpointed": teeth, "checkpointed, fused loss": fused}
-    rows = [(name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items()]
-    alt = f"What is alive over one step, a line each. {title}."
-    for row in rows:
-        alt += " {}: {} MiB.".format(*row)
-    alt += " The teeth are named loss and layer 4 to layer 1; a fused loss has none."
-    with plot.canvas(title, alt, about, [("run", "peak, MiB"), *rows]) as ax:
-        sizes = [_sizes(report) for report in runs.values()]
-        x = [np.linspace(0, 1, len(line)) for line in sizes]
-        tops = _tops(sizes[1])
-        # A fused loss has more events, so the layers' teeth are put in line.
-        ours = x[2][_tops(sizes[2])[-4:]]
-        x[2] = np.interp(x[2], [0, *ours, 1], [0, *x[1][tops[-4:]], 1])
-        for row, across, up, style in zip(rows, x, sizes, ("-", "--", ":"), strict=True):
-            ax.plot(across, up, style, label="{}: {} MiB".format(*row))
-        labels = ["loss", *(f"layer {layer}" for layer in range(len(tops) - 1, 0, -1))]
-        for top, label in zip(tops, labels, strict=True):
-            # At the bottom, where there is no other line.
+    name_of = "GiB" if unit == GiB else "MiB"
+    rows = [(name, f"{report.peak.total / unit:.1f}") for name, report in runs.items()]
+    peaks = ", ".join(map(" ".join, rows))
+    alt = f"What is alive over one step. {title}. {name_of} at the peak: {peaks}."
+    with plot.canvas(title, alt, about, [("run", f"peak, {name_of}"), *rows]) as ax:
+        for row, report, style in zip(rows, runs.values(), STYLES, strict=False):
+            # while the model is built there are fewer parameters: that is no part of the step
+            total = report.peak.parameters
+            step = [m for m in report.timeline if m.bytes.parameters == total]
+            half = [m.phase for m in step].index("backward")
+            forward = np.linspace(0, 0.35, half)
+            backward = np.linspace(0.35, 1, len(step) - half)
+            x = [*forward, *backward]
+            sizes = [m.bytes.total / unit for m in step]
+            label = " ".join((*row, name_of))
+            (line,) = ax.plot(x, sizes, style, label=label)
+        ax.fill_between(x, sizes, color=line.get_color(), alpha=0.2)
+        if card:
+            room = card.total / unit
+            label = f"{card.name}: {room:.1f}"
+            ax.axhline(room, color="#B00020", label=label)
+        names = {
+            0.15: "forward",
+            0.35: "loss",
+            0.65: "backward, layer by layer",
+        }
+        for across, name in names.items():
             ax.annotate(
-                label,
-                (x[1][top], sizes[1][top]),
-                (x[1][top], 3),
+                name,
+                (across, 0),
+                (0, 4),
+                textcoords="offset points",
                 ha="center",
-                va="bottom",
-                arrowprops={"arrowstyle": "-", "linewidth": 0.6},
             )
         ax.set(
-            ylabel="MiB alive",
-            xlabel="one step, from its first allocation to its last release",
+            ylabel=f"{name_of} alive",
+            xlabel="one step",
             xlim=(0, 1),
             ylim=0,
             xticks=[],
@@ -192,20 +182,47 @@ def steps(plain: Report, teeth: Report, fused: Report, title: str, about: str) -
     return ax.figure
 
 
-def _sizes(report: Report) -> list[float]:
-    """MiB alive at each moment of a step."""
-    total = report.peak.parameters
-    # while the model is built there are fewer parameters: that is no part of the step
-    return [m.bytes.total / MiB for m in report.timeline if m.bytes.parameters == total]
+def pairings(samples: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to deal `samples` into pairs; the first pairs neighbours."""
+    if not samples:
+        yield []
+        return
+    first, *others = samples
+    for second in others:
+        rest = [one for one in others if one != second]
+        for pairs in pairings(rest):
+            yield [[first, second], *pairs]
 
 
-def _tops(sizes: Sequence[float]) -> list[int]:
-    """Where each tooth is highest, those that reach 85 % of the highest."""
-    high = 0.85 * max(sizes)
-    tops: list[int] = []
-    for index, size in enumerate(sizes):
-        # A tooth has notches, so a top is the highest of 40 events.
-        near = range(max(0, index - 20), min(index + 21, len(sizes)))
-        if size >= high and index == max(near, key=sizes.__getitem__):
-            tops.append(index)
-    return tops
+def pairings_off(off: list[float], title: str, about: str) -> Any:
+    """Return a histogram of how many % each of `pairings` is off.
+
+    The first is named, and the one that is 0.
+    """
+    edges = range(0, 65, 5)
+    counts = np.histogram(off, edges)[0]
+    rows = [(f"{edge}–{edge + 5}", f"{count}") for edge, count in zip(edges, counts, strict=False)]
+    said = ", ".join(map(" %: ".join, rows))
+    alt = f"A histogram. {title}. {said}."
+    with plot.canvas(title, alt, about, [("gradients off by, %", "pairings"), *rows]) as ax:
+        middles = [edge + 2.5 for edge in edges[:-1]]
+        ax.bar(middles, counts, width=4.6)
+        notes = {
+            "as many labels\nin each pair": (0, (9, 13)),
+            "in order\nof length": (int(off[0] // 5), (65, 15)),
+        }
+        for name, (bar, where) in notes.items():
+            ax.annotate(
+                name,
+                (middles[bar], counts[bar]),
+                where,
+                arrowprops={"arrowstyle": "->"},
+                ha="center",
+            )
+        ax.set(
+            xlabel="gradients off by, %",
+            ylabel="ways to deal the samples",
+            xlim=(0, 71),
+            yticks=range(0, 21, 5),
+        )
+    return ax.figure

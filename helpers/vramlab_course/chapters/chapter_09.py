@@ -2,12 +2,14 @@
 
 That is the base model's stages and layers, a small attention, a small mixture of experts, what
 sends their tensors between ranks, and each of them in one process, to compare with; and at the end
-how long each cut lets one of eight cards wait.
+what Answer.AI published of two cards (`data/elsewhere/answer_ai.json`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
+from functools import cache
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 # Imported here, once, and not by each of the forked ranks: it takes a second.
 from transformers import LlamaForCausalLM
 from vramlab import LoRA, Recipe, Sharding, predict
+from vramlab.base.data import data_path
 from vramlab.report.report import GiB
 
 from ..base_model import load_base_model
@@ -27,8 +30,9 @@ from . import pipe
 HIDDEN = 32  # numbers of a token in the mixture
 VISITS = 2  # experts of each token
 TOKENS = 64  # of each rank in the mixture, and of the sample that the ring cuts
-# With checkpointing a weight takes 8 operations a token: 2 forward, 2 again and 4 backward.
-FORWARD = 2 / 8  # of a step's computing
+# What FSDP gathers of Llama-2 7B in a pass: the layers. In 16 bits, or in 4.
+LAYERS = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+BYTES = {"lora": 2, "qlora": 0.5}
 
 
 class Stage(pipe.Stage):
@@ -92,12 +96,10 @@ class Layers(NamedTuple):
 def run_layers(
     cut: Mapping[str, ParallelStyle] | None = None,
     world: int = 1,
-    prepare: Callable[..., None] | None = None,
 ) -> Layers:
     """Run the base model's layers forward and backward on two samples of 64 tokens.
 
     `cut` says how each layer is cut over `world` ranks; without it this rank has all of it.
-    `prepare` is called with each layer that is cut, and with the mesh of the ranks.
     """
     model = load_base_model().model
     x = model.embed_tokens(torch.arange(2 * 64).view(2, 64)).detach()
@@ -106,8 +108,6 @@ def run_layers(
         mesh = init_device_mesh("cpu", (world,))
         for layer in model.layers:
             parallelize_module(layer, mesh, dict(cut))
-            if prepare:
-                prepare(layer, mesh)
     with Collectives() as counting:
         for layer in model.layers:
             x = layer(x, position_embeddings=positions)
@@ -235,83 +235,82 @@ def row_of(name: str, report: Any) -> tuple:
     return (name, *(size / GiB for size in sizes), report.verdict)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How one way of cutting a run keeps a rank waiting, in a pass.
+@cache
+def published() -> dict[tuple, dict[str, Any]]:
+    """Return the published runs of Llama-2 7B with 2,048 tokens and nothing on the host.
+
+    By card, method, sharding and samples a pass.
+    """
+    runs = json.loads(data_path("elsewhere", "answer_ai.json").read_text("utf-8"))["runs"]
+    return {
+        (run["gpu"], run["method"], run["sharding"], run["batch_size"]): run
+        for run in runs
+        if run["model"] == "llama-2-7b" and run["tokens"] == 2048 and not run["offload"]
+    }
+
+
+class Step(NamedTuple):
+    """One optimizer step of a published run: tokens of a rank, seconds, and those of computing."""
+
+    tokens: int
+    seconds: float
+    computing: float
+
+    @property
+    def waiting(self) -> float:
+        """Seconds that FSDP takes longer."""
+        return self.seconds - self.computing
+
+
+def seconds_of_step(run: Mapping[str, Any]) -> float:
+    """Return the seconds of one step of two ranks; a batch that is not full is left out."""
+    batch = run["batch_size"]
+    return run["seconds"] / ceil((1024 - 1024 % batch) / 2 / batch)
+
+
+def fsdp_step(gpu: str, method: str, batch: int) -> Step:
+    """Return a step under FSDP. Computing takes as long a sample as without it, under DDP."""
+    whole = seconds_of_step(published()[gpu, method, "fsdp", batch])
+    uncut = {"lora": 4, "qlora": 8}[method]  # samples a pass
+    alone = seconds_of_step(published()[gpu, method, "ddp", uncut]) / uncut
+    return Step(2048 * batch, whole, alone * batch)
+
+
+def gathered(method: str) -> float:
+    """Return the bytes that each of two ranks gets in a pass over Llama-2 7B's layers."""
+    return LAYERS * BYTES[method] / 2
+
+
+class Ways(NamedTuple):
+    """How many times its computing a step of two ranks takes, for the tokens of a rank.
 
     Attributes:
-        sent: bytes that it sends in the forward pass, and in the backward pass.
-        computing: operations of both.
-        exposed: the part of the sending that it waits for, however much it computes meanwhile.
-        idle: the part of the time that a pipeline's stage waits for another.
+        token: seconds of computing a token, in samples of 2,048.
+        link: bytes per second.
     """
 
-    sent: tuple[float, float]
-    computing: float
-    exposed: float = 0
-    idle: float = 0
+    token: float
+    link: float
 
-    def times(self, rate: float, bandwidth: float) -> float:
-        """Return how many times its computing a pass takes, from operations/s and bytes/s."""
-        result = 1 / (1 - self.idle)
-        for sent, part in zip(self.sent, (FORWARD, 1 - FORWARD), strict=True):
-            sending = sent / bandwidth * rate / self.computing
-            result += max(self.exposed * sending, sending - part)
-        return result
+    def unhidden(self, tokens: float, method: str = "lora") -> float:
+        """Return it for FSDP that gathers for both passes while nothing is computed."""
+        return 1 + 2 * gathered(method) / self.link / (tokens * self.token)
 
+    def hidden(self, tokens: float) -> float:
+        """Return it for FSDP of LoRA that sends and computes at the same time."""
+        sending = (self.unhidden(tokens) - 1) / 2
+        # With LoRA and checkpointing 2 of 6 operations are of the forward pass.
+        return max(1 / 3, sending) + max(2 / 3, sending)
 
-def idle_in_pipeline(layers: Sequence[int], head: float) -> float:
-    """Return the part of the time that one of eight stages waits, in the mean.
+    def tensor(self, tokens: float) -> float:
+        """Return it for tensor parallel, whose sums wait: five a layer with checkpointing."""
+        # An all-reduce of two ranks sends as much as it adds up; the ranks share all tokens.
+        sums = 5 * 32 * 2 * tokens * 2 * 4096
+        return 1 + sums / self.link / (tokens * self.token)
 
-    All wait for the stage that computes most: it does 32 micro-batches, one after the other, and
-    one of them also passes all other stages. That is exact if the last stage computes most. If the
-    first one does, some of it overlaps, and the time is up to 3 % shorter.
+    def pipeline(self, tokens: float) -> float:
+        """Return it for two stages with as many micro-batches of one sample as there are samples.
 
-    Args:
-        layers: how many each stage has.
-        head: to how many layers the last stage's head amounts. An embedding computes nothing.
-    """
-    stages = [*layers[:-1], layers[-1] + head]
-    longest = 31 * max(stages) + sum(stages)
-    computing = 4 * sum(stages)  # of a stage in the mean, with 32 micro-batches for eight
-    return 1 - computing / longest
-
-
-def ways_of_eight(shape: Any) -> dict[str, Way]:
-    """Return how each way to cut a model keeps one of eight ranks waiting, by name.
-
-    Samples have 2,048 tokens, and the run has checkpointing. The model has a multiple of eight
-    layers, and a head with weights of its own.
-    """
-    head = shape.vocab_size * shape.hidden_size
-    # An embedding is looked up and not multiplied. Layers: 2 forward, 2 again and 4 backward, and a
-    # head is not repeated; without attention, since samples are short.
-    in_layers = 8 * (shape.num_parameters - 2 * head)
-    in_head = 6 * head
-    computing = (in_layers + in_head) * 2048  # a sample for each rank
-    each = shape.num_layers // 8
-    # One layer more on the first stage than on others, and one fewer on the last, for its head.
-    layers = [each + 1, *6 * [each], each - 1]
-    passed = 7 / 8  # of a tensor, by a ring of eight ranks; a sum passes it twice
-    # Bytes, to gather the weights or to sum gradients, in 16 bits.
-    shard = passed * 2 * shape.num_parameters
-    activations = 2 * 8 * 2048 * shape.hidden_size
-    # The paper's two forward and two backward, and the first of the repeated forward pass: torch
-    # ends the repetition where nothing more is needed, which is before the second.
-    sums = 5 * shape.num_layers * 2 * passed * activations
-    gathers = (shard, 2 * shard)
-    # Four times as many samples, as micro-batches: forward go activations, backward gradients.
-    # All stages wait while the first one travels through seven links, and the last one back.
-    passed_on = (4 * activations,) * 2
-    idle = idle_in_pipeline(layers, in_head / in_layers * shape.num_layers)
-    return {
-        "FSDP, 8 samples, 1 a rank": Way(gathers, computing),
-        "FSDP, 32 samples, 4 a rank": Way(gathers, 4 * computing),
-        "tensor, 8 samples": Way((0, sums), computing, exposed=1),
-        "pipeline, 32 samples": Way(
-            passed_on,
-            4 * computing,
-            exposed=7 / 32,
-            idle=idle,
-        ),
-    }
+        The ranks share all tokens; a sample's activations take 17 MB, so sending is left out.
+        """
+        return 1 + 2048 / (2 * tokens)

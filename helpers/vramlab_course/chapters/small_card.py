@@ -1,4 +1,4 @@
-"""A card of any size for chapter 03, made of this machine's memory."""
+"""A card of any size for chapter 08, made of this machine's memory."""
 
 import weakref
 from typing import Any

@@ -7,11 +7,12 @@ from typing import Any
 
 from vramlab.interfaces.plot import style
 
-from ..chapters.chapter_09 import Way
+from ..chapters.chapter_09 import Ways, fsdp_step, gathered
 
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
 THIN = {"edgecolor": "#888888", "linewidth": 0.6}
+SHOWN = (2048, 8192, 32_768)  # tokens, in the table of the ways to cut
 SHARED = "#DDDDDD"  # what all ranks have
 HATCHES = ("", "///", "...", "xxx")  # of ranks 0 to 3, for grey print
 # The map's cuts between two cards: what each card holds of model and batch, and what travels.
@@ -317,44 +318,39 @@ def pipeline(
 
 
 @style.styled()
-def ways_to_cut(
-    ways: Mapping[str, Way],
-    links: Mapping[str, tuple[float, float]],
-    title: str,
-    about: str,
-):
-    """Return a figure of how many times its computing a step of each way takes.
+def ways_to_cut(ways: Ways, title: str, about: str):
+    """Return a figure of how many times its computing a step takes, over the tokens of a rank.
 
-    `links` are a card's operations per second and its link's bytes per second, by name.
+    Dots are Answer.AI's runs on two RTX 3090.
     """
     figure, ax = style.start(title, about)
-    greys = ("#E2E2E2", "#B5B5B5", "#777777", style.INK)  # the slower the darker
-    # Dots, since the axis has no zero for a bar to stand on.
-    drawn = zip(links.items(), "os^D", greys, strict=False)
-    for number, ((name, link), marker, grey) in enumerate(drawn):
-        offset = 0.84 * ((number + 0.5) / len(links) - 0.5)
-        dots = [(x + offset, way.times(*link)) for x, way in enumerate(ways.values())]
-        ax.plot(
-            *zip(*dots, strict=True),
-            marker,
-            color=grey,
-            markeredgecolor=style.INK,
-            label=f"over {name}",
-        )
-        for x, more in dots:
-            ax.text(x, 1.13 * more, _times(more), ha="center", fontsize=8.5)
-    marks = [2**power for power in range(7)]
-    ax.set(yscale="log", ylabel="step time (1 × = its computing alone)", ylim=(0.8, 80))
-    ax.set_yticks(marks, [f"{mark} ×" for mark in marks])
+    tokens = [1024 * 2 ** (eighth / 8) for eighth in range(49)]
+    lines = {
+        "FSDP, LoRA, nothing hidden": (ways.unhidden, "-"),
+        "FSDP, LoRA, best case": (ways.hidden, "--"),
+        "FSDP, QLoRA, nothing hidden": (partial(ways.unhidden, method="qlora"), "-"),
+        "tensor": (ways.tensor, "-."),
+        "pipeline": (ways.pipeline, ":"),
+    }
+    colours = [*(colour for colour, *_ in style.LINES), "#777777"]
+    rows = [("a step takes", *(f"{each:,} tokens a rank" for each in SHOWN))]
+    for (name, (line, look)), colour in zip(lines.items(), colours, strict=True):
+        ax.plot(tokens, [line(each) for each in tokens], look, color=colour, label=name)
+        rows.append((name, *(f"{line(each):.2f} ×" for each in SHOWN)))
+    said = []
+    for method, marker, batches in (("LoRA", "o", (1, 4, 6)), ("QLoRA", "s", (1, 4, 10))):
+        steps = [fsdp_step("RTX 3090", method.lower(), batch) for batch in batches]
+        dots = [(each.tokens, each.seconds / each.computing) for each in steps]
+        name = f"{method}: published"
+        ax.plot(*zip(*dots, strict=True), marker, color=style.INK, label=name)
+        said += [f"{name} {more:.2f} × with {at:,}" for at, more in dots]
+    # Forward is a third of the computing, and hides its gathering last.
+    enough = 3 * gathered("lora") / ways.link / ways.token
+    ax.text(enough, 0.9, f"↑ {enough:,.0f} tokens", fontsize=8.5)
+    ax.set(xscale="log", ylim=(0.85, 4), ylabel="step time (1 × = its computing alone)")
+    ax.set_xlabel("tokens of a rank in one pass")
+    marks = [2**power for power in range(10, 17)]
+    ax.set_xticks(marks, [f"{mark:,}" for mark in marks])
     ax.minorticks_off()
-    ax.set_xticks(range(len(ways)), [name.replace(", ", ",\n") for name in ways])
-    rows = [("a rank", "GB sent", *links)]
-    for name, way in ways.items():
-        longer = (f"{_times(way.times(*link))} ×" for link in links.values())
-        rows.append((name, f"{sum(way.sent) / 1e9:.1f}", *longer))
-    return style.finish(figure, rows, f"Groups of dots. {title}. {about}.", say_rows=True)
-
-
-def _times(more: float) -> str:
-    """Write a factor with two digits."""
-    return f"{more:.1f}" if more < 9.95 else f"{more:.0f}"
+    alt = f"Lines and dots. {title}. {about}. {', '.join(said)}."
+    return style.finish(figure, rows, alt, say_rows=True)
