@@ -9,15 +9,15 @@ from vramlab_course.chapters.chapter_05 import published
 
 RUNS = published()
 PROBLEMS = 1319  # of GSM8K's test
-# Simulated over published. The longest batch was fitted to LoRA r=32 alone. All weights peak in
-# the update, where the order of lengths, which is not simulated, decides how the cache is split.
-WITHIN = {"all weights": 0.03}
+# Simulated over published. The longest batch was fitted to LoRA r=32 alone; what remains is not
+# explained.
+WITHIN = {"all weights": 0.0235}
 
 
 @pytest.mark.parametrize("run", params(RUNS[:-1], [RUNS[1]]), ids=lambda run: run.name)
 def test_the_published_reserve_is_the_simulated_one(run):
     reserved = simulate(run.recipe, gpu="L40S").reserved
-    assert abs(reserved.value / run.memory_max_bytes - 1) < WITHIN.get(run.name, 0.0105)
+    assert abs(reserved.value / run.memory_max_bytes - 1) < WITHIN.get(run.name, 0.011)
     assert reserved.low <= run.memory_max_bytes <= reserved.high
 
 
