@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 
 from vramlab import LoRA, Quantization, explain, predict, step_time
@@ -12,7 +13,6 @@ from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, text_table
 
 from ..base_model import finetuning_texts
-from ..exercises import wrapped
 
 # A run that died on a card which other programs used too: its "message", and "then" the lines of
 # the same samples in pieces, which fitted.
@@ -69,7 +69,7 @@ def diagnosis(message: str, recipe: Recipe, gpu: str) -> str:
     left_out = re.compile(r"predicted|why there|does not fit|  \d+ × ")
     details = re.compile(r" \(.*\)|, (the same|another) training")
     short = [details.sub("", line) for line in lines if not left_out.match(line)]
-    return wrapped("\n".join(short))
+    return "\n".join(textwrap.fill(line, 88) for line in short)
 
 
 def write_samples(path: str, characters: int = 0) -> None:
