@@ -2,7 +2,7 @@
 
     python benchmarks/many_lengths.py     # writes data/many_lengths.json
 
-Simulated: two minutes on one core. The reader's own allocator follows two of the layers.
+Simulated: ten minutes on one core. The reader's own allocator follows two of the layers.
 """
 
 import json
@@ -29,6 +29,16 @@ CURES = {
     "first step at 1,024": ("transformers", "warm-up", Allocator),
 }
 
+# Here the allocator's setting decides: a batch of SAMPLES on a card of 16 GB.
+SMALL_CARD = "RTX 4060 Ti 16GB"
+SAMPLES = 5
+
+
+def room_on(name: str) -> int:
+    """Bytes that a card has for PyTorch: without CUDA's context."""
+    card = find_gpu(name)
+    return card.total - context_on(card).value
+
 
 def step_by_step(run: Followed) -> dict[str, list[int]]:
     """In each step the most bytes allocated, and the bytes reserved at its end."""
@@ -36,8 +46,8 @@ def step_by_step(run: Followed) -> dict[str, list[int]]:
     return {"allocated": allocated, "reserved": run.between[1:]}
 
 
-def least_room(requests: Requests, allocated: int) -> int:
-    """The fewest bytes, in tenths of a GiB, in which the default allocator gets through LENGTHS.
+def least_room(requests: Requests, kind: type[Allocator], allocated: int) -> int:
+    """The fewest bytes, in tenths of a GiB, in which an allocator gets through LENGTHS.
 
     `allocated` are the bytes that it allocates at most.
     """
@@ -46,7 +56,7 @@ def least_room(requests: Requests, allocated: int) -> int:
         tenths += 1
         limit = tenths * GiB // 10
         try:
-            follow(requests, LENGTHS, Allocator(limit=limit))
+            follow(requests, LENGTHS, kind(limit=limit))
         except AllocatorError:
             continue
         return limit
@@ -57,8 +67,7 @@ def whole_runs() -> dict[str, dict[str, Any]]:
 
     Of the run without a cure also each step.
     """
-    card = find_gpu(CARD)
-    room = card.total - context_on(card).value
+    room = room_on(CARD)
     requests = {}
     for trainer in ("transformers", "sft"):
         recipe = WHOLE.replace(trainer=trainer)
@@ -73,13 +82,38 @@ def whole_runs() -> dict[str, dict[str, Any]]:
         if free.peak_reserved > room:
             limited = follow(requests[trainer], lengths, kind(limit=room))
             runs[name]["frees"] = sum(limited.given_back)
-            runs[name]["least_room"] = least_room(requests[trainer], free.peak_allocated)
+        if cure == "none":
+            runs[name]["least_room"] = least_room(requests[trainer], kind, free.peak_allocated)
     return runs
+
+
+def on_small_card() -> dict[str, Any]:
+    """The bytes with which SAMPLES die on SMALL_CARD by default, and with which they live."""
+    room = room_on(SMALL_CARD)
+    requests = requests_of(WHOLE.replace(batch_size=SAMPLES), sorted({*LENGTHS}))
+    found: dict[str, Any] = {"gpu": SMALL_CARD, "batch_size": SAMPLES, "room": room}
+    try:
+        follow(requests, LENGTHS, Allocator(limit=room))
+    except AllocatorError as error:
+        found["asked"] = error.needed - error.reserved
+        found["allocated"] = error.allocated
+        found["reserved"] = error.reserved
+    grown = follow(requests, LENGTHS, ExpandableAllocator(limit=room))
+    found["expandable segments"] = {
+        "allocated": grown.peak_allocated,
+        "reserved": grown.peak_reserved,
+    }
+    return found
 
 
 def main() -> None:
     """Store the runs, with the recipe and the lengths that they are of."""
-    found = {"recipe": WHOLE.to_dict(), "lengths": LENGTHS, "runs": whole_runs()}
+    found = {
+        "recipe": WHOLE.to_dict(),
+        "lengths": LENGTHS,
+        "runs": whole_runs(),
+        "small_card": on_small_card(),
+    }
     text = json.dumps(found, indent=1) + "\n"
     data_path("many_lengths.json").write_text(text, encoding="utf-8")
     print(text)

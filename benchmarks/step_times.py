@@ -13,6 +13,7 @@ To see what a fit is worth on a model that it has not seen, it is repeated witho
 turn. Runs that differ in one switch say what an estimate of that switch is worth.
 """
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -22,7 +23,6 @@ from vramlab_course.step_times import (
     elsewhere,
     fit,
     held_out,
-    in_pairs,
     in_use,
     ratios,
     spread,
@@ -52,6 +52,26 @@ def summary(found: Sequence[float]) -> str:
         f"{off[-1]:.0%} at worst; "
         f"nine tenths measured {least:.2f} to {most:.2f} times the estimate"
     )
+
+
+def in_pairs(card: str, switch: Sequence[str]) -> list[tuple[float, float]]:
+    """(measured, estimated) ratio of the seconds of runs that differ in the fields `switch` alone.
+
+    The estimates are by the rates in use.
+    """
+    alike: dict[str, dict[str, tuple[float, float]]] = {}
+    found = chosen(card)
+    for run, ratio in zip(found, ratios(found, in_use(card)), strict=True):
+        fields = {name: str(value) for name, value in run.recipe.to_dict().items()}
+        turned = str([fields.pop(name, "") for name in switch])
+        alike.setdefault(str(fields), {})[turned] = (run.seconds, run.seconds / ratio)
+    pairs = []
+    for group in alike.values():
+        # In the order of the words, so that a switch is turned the same way in each.
+        steps = [group[turned] for turned in sorted(group)]
+        for (took, said), (its, other) in itertools.combinations(steps, 2):
+            pairs.append((its / took, other / said))
+    return pairs
 
 
 def about_pairs(card: str, switch: str) -> str:

@@ -5,8 +5,6 @@
     exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or
                                         # False, never raises
     exercises.hint("02.1")              # the first hint; called again, the second
-    exercises.certificate("02", "Ada")  # once all of the chapter's checks have passed in this
-                                        # session
 
 The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is
 written.
@@ -16,7 +14,6 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from typing import Any
 
@@ -120,8 +117,6 @@ def check(name: str, answer: Any = None) -> bool:
     """
     feedback = judge(find(name), answer)
     print(wrapped(f"{name}: {feedback}"))
-    if feedback.right:
-        SESSION.passed.add(name)
     return feedback.right
 
 
@@ -134,31 +129,6 @@ def hint(name: str) -> None:
     else:
         where = f"notebooks/solutions, chapter {name.split('.')[0]}"
         print(wrapped(f"{name}: those were both hints. The solution is in {where}."))
-
-
-def certificate(number: str, name: str) -> bool:
-    """Print a certificate of chapter `number` for `name`.
-
-    Where checks have not passed in this session, print which.
-
-    It is made and stays here: nothing is sent anywhere. Returns whether all have passed.
-    """
-    asked = list(chapter(number))
-    missing = [each for each in asked if each not in SESSION.passed]
-    if missing:
-        print(
-            wrapped(
-                f"Chapter {number}: of {len(asked)} checks these have not passed in this "
-                f"session: {', '.join(missing)}."
-            )
-        )
-        return False
-    words = (
-        f"{name}\nhas passed all {len(asked)} checks of chapter {number}: "
-        f"{', '.join(asked)}\n{date.today().isoformat()}"
-    )
-    print(_boxed(" VRAM Lab · certificate ", words))
-    return True
 
 
 def judge(exercise: Exercise, answer: Any) -> Feedback:

@@ -11,10 +11,9 @@ from typing import Any
 
 @dataclass
 class Session:
-    """Hints that were given, exercises that were passed, and guesses that were asked for."""
+    """Hints that were given, and guesses that were asked for."""
 
     hints: Counter[str] = field(default_factory=Counter)
-    passed: set[str] = field(default_factory=set)
     guesses: dict[str, Any] = field(default_factory=dict)  # by question: a cell is run again
 
     def next_hint(self, name: str) -> int:

@@ -230,26 +230,6 @@ def spread(found: Sequence[float]) -> tuple[float, float]:
     return ordered[out], ordered[-1 - out]
 
 
-def in_pairs(card: str, switch: Sequence[str]) -> list[tuple[float, float]]:
-    """(measured, estimated) ratio of the seconds of runs that differ in the fields `switch` alone.
-
-    The estimates are by the rates in use.
-    """
-    alike: dict[str, dict[str, tuple[float, float]]] = {}
-    found = chosen(card)
-    for run, ratio in zip(found, ratios(found, in_use(card)), strict=True):
-        fields = {name: str(value) for name, value in run.recipe.to_dict().items()}
-        turned = str([fields.pop(name, "") for name in switch])
-        alike.setdefault(str(fields), {})[turned] = (run.seconds, run.seconds / ratio)
-    pairs = []
-    for group in alike.values():
-        # In the order of the words, so that a switch is turned the same way in each.
-        steps = [group[turned] for turned in sorted(group)]
-        for (took, said), (its, other) in itertools.combinations(steps, 2):
-            pairs.append((its / took, other / said))
-    return pairs
-
-
 def elsewhere() -> list[float]:
     """`ratios` of each of `UNLIKE`'s runs by the constants of the other, as of an unseen card."""
     one, other = UNLIKE

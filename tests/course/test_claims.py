@@ -17,7 +17,7 @@ from vramlab.base.errors import MissingExtra, RecordError
 from vramlab.measurement import records
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, Interval, MiB, Speed
-from vramlab_course.chapters import chapter_03, chapter_07
+from vramlab_course.chapters import chapter_03, chapter_07, fsdp_units
 from vramlab_course.claims import (
     Claim,
     ClaimError,
@@ -190,9 +190,9 @@ own_requests = chapter_03.requests
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small(no_records):
+def small(no_records, launcher):
     """Without records, with the allocator's runs on smaller models, whose lengths fill a smaller
-    card.
+    card, and ranks of fewer layers, started from the process that other tests' ranks are.
     """
     with pytest.MonkeyPatch.context() as patch:
         recipe = Recipe("pythia-70m", batch_size=8, seq_len=1024, num_layers=1)
@@ -215,6 +215,8 @@ def small(no_records):
         )
         for cached in (chapter_03.replayed, experiments.witness):
             cached.cache_clear()
+        patch.setattr(runs, "_launcher", lambda: launcher)
+        patch.setattr(fsdp_units, "LAYERS", 20)
         yield
     for cached in (chapter_03.replayed, experiments.witness):
         cached.cache_clear()

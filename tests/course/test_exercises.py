@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import itertools
 import re
-from datetime import date
 from fractions import Fraction
 from unicodedata import numeric
 
@@ -329,22 +328,6 @@ def test_check_prints_and_returns(chapter, capsys):
         "99.1: You left out the gradients.",
         *["99.1: not answered yet"] * 3,
     ]
-
-
-def test_a_certificate_waits_for_all_checks_of_the_chapter(chapter, capsys):
-    assert exercises.check("99.1", 16 * PARAMETERS) and not exercises.check("99.2", without_scores)
-    capsys.readouterr()
-    assert not exercises.certificate("99", "Ada")
-    assert (
-        capsys.readouterr().out
-        == "Chapter 99: of 2 checks these have not passed in this session: 99.2.\n"
-    )
-    assert exercises.check("99.2", reference)
-    capsys.readouterr()
-    assert exercises.certificate("99", "Ada")
-    said = capsys.readouterr().out
-    assert "│ Ada " in said and "has passed all 2 checks of chapter 99: 99.1, 99.2" in said
-    assert date.today().isoformat() in said
 
 
 def test_hints_come_one_by_one_for_each_exercise(chapter, capsys):

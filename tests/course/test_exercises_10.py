@@ -9,25 +9,27 @@ import pytest
 import torch
 from tiny_models import config
 from transformers.models.llama.modeling_llama import LlamaMLP
-from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, simulate, simulate_generation
+from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, simulate, step_time
 from vramlab_course import blank, exercises
+from vramlab_course.base_model import load_base_model
 from vramlab_course.chapters.chapter_10 import (
     cache_row,
     cached_by,
     grpo_reports,
     holders,
     largest_made,
-    of_width,
+    trained_on_a_t4,
     two_moments,
+    written,
 )
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("10")
-BARE = Recipe("qwen3-4b", 1, 8192, "fp16-mixed", lora=LoRA(r=16, target_modules="all-linear"))
+BARE = Recipe("qwen3-1.7b", 16, 512, "fp16-mixed", lora=LoRA(r=16, target_modules="all-linear"))
 BARE = BARE.replace(dtype="float16")
 KEPT = BARE.replace(gradient_checkpointing=True)  # without section 2's cures
 REPEATED = KEPT.replace(attn_implementation="sdpa_repeated")
-CURED = REPEATED.replace(trainer="sft")
+CURED = KEPT.replace(trainer="sft")
 FOUR_BITS = Quantization("nf4", prepare=False)
 
 
@@ -39,12 +41,13 @@ def test_there_is_one_with_two_hints():
 @pytest.mark.parametrize(
     "answer, said",
     [
-        (KEPT, "8.000 GiB activations"),
+        (KEPT, "4.637 GiB activations"),
         (REPEATED, "4.637 GiB activations"),
-        (KEPT.replace(trainer="sft"), "by softmax"),
+        (REPEATED.replace(trainer="sft"), "one switch more"),
         (REPEATED.replace(use_liger_kernel=True), "as old as a T4"),
-        (CURED.replace(batch_size=2), "sees 2 texts"),
-        (CURED.replace(gradient_checkpointing=False), "Each of the 36"),
+        (CURED.replace(batch_size=2), "yours is 2 × 1"),
+        (CURED.replace(gradient_checkpointing=False), "Each of the 28"),
+        (CURED.replace(optim="adamw_8bit"), "optimizer stays"),
         (REPEATED.replace(dtype=None, quantization=FOUR_BITS), "stay in fp16"),
     ],
 )
@@ -109,8 +112,8 @@ def test_the_largest_tensor_that_a_call_makes_is_what_it_takes_in_memory():
 
 def test_a_cache_is_held_against_transformers_own():
     right = blank.find("10.remember").own()
-    assert cache_row(right, 64) == ("64 tokens", 63 * 1024, 64 * 1024)
-    assert cache_row(right, None) == ("none", 256 * 1024, 256 * 1024)
+    assert cache_row(right, 64) == ("64", 63 * 1024, 64 * 1024)
+    assert cache_row(right, None) == ("None", 256 * 1024, 256 * 1024)
 
     def forgets(kept, new, window):
         return right(kept, new, 3)
@@ -118,15 +121,43 @@ def test_a_cache_is_held_against_transformers_own():
     assert cache_row(forgets, None)[1] == 2 * 1024
 
 
-def test_the_bytes_of_a_width_are_those_of_activations_at_the_peak():
-    names = ("category", "shape", "count", "size")
-    groups = [
-        ("activations", (1, 8, 14), 3, 100),
-        ("activations", (1, 8, 4), 5, 40),
-        ("parameters", (4, 14), 1, 7),
-    ]
-    largest = [SimpleNamespace(**dict(zip(names, group, strict=True))) for group in groups]
-    assert of_width(SimpleNamespace(largest=largest), 14) == 300
+def test_the_tokens_that_a_model_reads_are_counted():
+    model = load_base_model()
+    how = {"max_new_tokens": 3, "min_new_tokens": 3, "inputs": torch.tensor([[5, 6, 7, 8]])}
+    assert [written(model, **how, use_cache=cached)[1] for cached in (False, True)] == [15, 6]
+
+
+@pytest.mark.slow
+def test_section_4_says_how_wide_numbers_are_held_at_the_peak():
+    lora = LoRA(r=16, target_modules="all-linear")
+    fused = Recipe("llama-3.1-8b", 1, 131_072, "bf16-mixed", dtype="bfloat16", lora=lora)
+    fused = fused.replace(optim="adamw_torch_fused", gradient_checkpointing=True, trainer="sft")
+    report = simulate(fused, gpu="H100", expandable_segments=True)
+    sizes = []
+    for group in report.largest:
+        if group.category == "activations" and group.shape[-1] == 14_336:
+            sizes += [group.size / GiB] * group.count
+    assert sorted(sizes) == [3.5] * 5 + [7]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [128, 256])
+def test_a_published_run_on_a_t4_lies_between_what_is_simulated(prompt):
+    run = trained_on_a_t4()
+    recipe = Recipe(**run["recipe"]).replace(seq_len=prompt + 256)
+    found = simulate(recipe, gpu="T4").reserved.value / GiB
+    assert found == pytest.approx(run["simulated"][str(prompt)], abs=5e-4)
+
+
+def test_what_is_stored_of_a_t4_brackets_the_published_peak():
+    run = trained_on_a_t4()
+    short, long = run["simulated"].values()
+    published = run["published"]
+    assert short < published["reserved_peak_gib"] < long
+    # On an A100 a step is 33 s, by a table of one digit, and training 2 s of it.
+    plain = Recipe(**run["recipe"]).replace(trainer="transformers", precision="fp16-mixed")
+    of_a100 = published["in_its_table"]["A100 40GB"]["steps_per_second"]
+    assert f"{1 / of_a100:.0f}" == "33" and f"{step_time(plain, 'A100 40GB').seconds:.0f}" == "2"
 
 
 def test_the_loss_goes_backward_first():
@@ -135,24 +166,24 @@ def test_the_loss_goes_backward_first():
     for phase, total in sizes:
         timeline.append(SimpleNamespace(phase=phase, bytes=SimpleNamespace(total=total)))
     found = two_moments(SimpleNamespace(timeline=timeline))
-    assert found == {"scores": 8, "logits": 7}
+    assert found == {"a layer, backward": 8, "the loss, backward": 7}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cure", "scores", "logits"),
+    ("cure", "layer", "loss"),
     [
         ({}, "41.4", "25.7"),
         ({"attn_implementation": "sdpa_repeated"}, "6.8", "25.7"),
         ({"trainer": "sft"}, "41.4", "5.3"),
     ],
 )
-def test_each_cure_of_section_2_lowers_one_moment(cure, scores, logits):
+def test_each_cure_of_section_2_lowers_one_moment(cure, layer, loss):
     lora = LoRA(r=16, target_modules="all-linear")
     text = Recipe("qwen3-1.7b", 1, 12_288, "fp16-mixed", dtype="float16", lora=lora)
     cured = text.replace(gradient_checkpointing=True, **cure)
     moments = two_moments(simulate(cured, gpu="T4", expandable_segments=True))
-    assert [f"{size / GiB:.1f}" for size in moments.values()] == [scores, logits]
+    assert [f"{size / GiB:.1f}" for size in moments.values()] == [layer, loss]
 
 
 @pytest.mark.slow
@@ -215,12 +246,3 @@ def test_section_3_finds_a_run_that_fits_only_asleep():
         _, awake, asleep = grpo_reports(tried, card, 0.56)
         assert (f"{awake.peak.total / GiB:.1f}", awake.verdict) == (peak, verdict)
         assert (f"{asleep.peak.total / GiB:.1f}", asleep.verdict) == ("21.3", "likely")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "said"), [(None, "6.4"), (2048, "2.8")])
-def test_section_1_says_what_the_program_takes(size, said):
-    recipe = Recipe("gemma-3-270m", 8, precision="fp32", attn_implementation="sdpa_repeated")
-    options = {"prompt": 8192, "new_tokens": 64, "prefill_chunk_size": size}
-    report = simulate_generation(recipe, gpu="T4", expandable_segments=True, **options)
-    assert f"{report.peak.total / GiB:.1f}" == said

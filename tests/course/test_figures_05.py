@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from vramlab import GiB
+from vramlab_course.chapters.chapter_05 import published
 from vramlab_course.figures import figures_05
 from vramlab_course.finetuning import recorded_sweep
 
@@ -22,20 +22,20 @@ def test_the_flow_names_the_sizes_of_each_matrix():
     assert figure.axes[0].get_aspect() * tall / wide == pytest.approx(512 / 1024)
 
 
-def test_each_run_is_a_line_over_the_length():
-    predicted = {
-        "all": {2048: GiB, 4096: 2 * GiB, 32768: 8 * GiB},
-        "LoRA": {2048: 0, 4096: GiB, 32768: 7 * GiB},
-    }
-    figure = figures_05.over_length(predicted, "A title", "about")
-    lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
-    assert lines == [[(2048, 1), (4096, 2), (32768, 8)], [(2048, 0), (4096, 1), (32768, 7)]]
-    assert figure.rows[2] == ("LoRA", "0.0", "1.0", "7.0")
+def test_each_published_run_is_a_point_beside_the_band():
+    figure = figures_05.solved(published(), 3.8, "A title", "about")
+    ax = figure.axes[0]
+    points = [tuple(line.get_xydata()[0]) for line in ax.lines]
+    assert points == [(run.solved, y) for y, run in enumerate(published())]
+    (band,) = ax.patches
+    assert band.get_x() + band.get_width() / 2 == pytest.approx(points[0][0])
+    assert band.get_width() == pytest.approx(2 * 3.8)
+    assert figure.rows[2] == ("LoRA r=32", "20.8", "47.8")
 
 
 def test_every_seed_is_a_point_of_what_was_forgotten_and_learned():
     sweep = recorded_sweep()
-    figure = figures_05.tradeoff(sweep, "A title")
+    figure = figures_05.tradeoff(sweep, "A title", sweep.lower)
     lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
     shown = [run for run in [*sweep.runs, *sweep.lower] if run.r is None or "," not in run.targets]
     for run in [*shown, sweep.run(8, "q_proj, v_proj")]:
@@ -45,6 +45,8 @@ def test_every_seed_is_a_point_of_what_was_forgotten_and_learned():
         points = [(a - base["programs"], base["documentation"] - b) for a, b in seeds]
         assert points in lines
     assert len(figure.rows) == 1 + len(shown) + 1
+    # Arrows are drawn to what is asked for alone.
+    assert len(figures_05.tradeoff(sweep, "A title").rows) == len(figure.rows) - 3
 
 
 def test_the_chapter_s_differences_hold_with_every_seed():

@@ -3,7 +3,6 @@
 import json
 import re
 from functools import cache
-from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -25,82 +24,43 @@ def chapter():
 WAIT = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
-def event(name, start, end, device="CPU"):
-    times = SimpleNamespace(start=1e6 * start, elapsed_us=lambda: 1e6 * (end - start))
-    return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=device))
-
-
-def seen(*events):
-    """The trace of events (name, start, end), or those with their device; the last waiting finds no
-    batch.
-    """
-    last = max(end for _, _, end, *_ in events)
-    given = [*events, (WAIT, last, last + 0.5)]
-    return figures_07.traced(SimpleNamespace(events=lambda: [event(*one) for one in given]))
-
-
-def test_waiting_is_what_pytorch_labels_and_the_last_has_no_batch():
-    found = seen(
-        (WAIT, 1, 4),
-        ("tokenize", 1.5, 3.5),
-        ("forward", 4, 5),
-        ("aten::mm", 4, 5),
-        ("forward", 4, 5, "CUDA"),
-        ("update", 5, 7),
-    )
-    assert found.labels == {
-        "waiting for data": [(1, 3)],
-        "forward": [(4, 1)],
-        "backward": [],
-        "update": [(5, 2)],
-        "tokenize": [(1.5, 2)],
-    }
-    assert (found.seconds, found.share("waiting for data"), found.total("update")) == (6, 0.5, 2)
-
-
-def test_operators_that_overlap_are_one_span_and_kernels_have_a_row():
-    kernels = [("gemm", 4.2, 4.4, "CUDA"), ("gemm", 4.4, 4.5, "CUDA")]
-    found = seen(
-        (WAIT, 1, 4), ("aten::linear", 4, 5), ("aten::mm", 4.1, 4.9), ("aten::add", 6, 7), *kernels
-    )
-    assert found.lanes["operators"] == [(4, 1), (6, 1)]
-    assert found.lanes["GPU kernels"] == [pytest.approx((4.2, 0.3))]
-    figure = figures_07.trace(found, "title", "about")
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
-        "labels",
-        "operators",
-        "GPU kernels",
-    ]
-    assert "100%" in table(figure)
-
-
-def test_a_trainers_trace_has_pytorchs_labels_and_a_gpus_waits(tmp_path):
+def test_a_trace_has_pytorchs_labels_merged_and_a_gpus_waits(tmp_path):
     def span(name, start, length, cat="cpu_op"):
         return {"ph": "X", "name": name, "cat": cat, "ts": 1e3 * start, "dur": 1e3 * length}
 
     events = [
         {"ph": "M", "name": "process_name"},
         {"ph": "X", "name": "without a category", "ts": 0, "dur": 1e6},
-        span(WAIT, 0, 3, "user_annotation"),
-        span("aten::linear", 3, 2),
-        span("aten::mm", 4, 1),  # runs within the operator above
-        span("autograd::engine::evaluate_function: MmBackward0", 5, 2),
-        span("cudaStreamSynchronize", 7, 1, "cuda_runtime"),
-        span("Optimizer.step#AdamW.step", 8, 2, "user_annotation"),
-        span("Optimizer.step#AdamW.step", 8, 9, "gpu_user_annotation"),
-        span("gemm", 4, 4, "kernel"),
+        span(WAIT, 1, 3, "user_annotation"),
+        span("tokenize", 1.5, 2, "user_annotation"),
+        span("aten::linear", 4, 2),
+        span("aten::mm", 5, 1),  # runs within the operator above
+        span("autograd::engine::evaluate_function: MmBackward0", 6, 2),
+        span("cudaStreamSynchronize", 8, 1, "cuda_runtime"),
+        span("Optimizer.step#AdamW.step", 9, 2, "user_annotation"),
+        span("Optimizer.step#AdamW.step", 9, 9, "gpu_user_annotation"),
+        span("gemm", 5, 4, "kernel"),
     ]
     path = tmp_path / "trace_0.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    figure = figures_07.trainer_trace(path, "title", "about")
-    assert figure.rows[1:] == [
+    figure = figures_07.trace(figures_07.Trace(path), "title", "about")
+    kernels = ("GPU kernels", "4.0", "40%")
+    loop = [
         ("enumerate(DataLoader)", "3.0", "30%"),
+        ("tokenize", "2.0", "20%"),
         ("aten::", "2.0", "20%"),
+    ]
+    assert figure.rows[1:] == [
+        *loop,
         ("autograd::engine", "2.0", "20%"),
         ("Optimizer.step", "2.0", "20%"),
         ("cudaStreamSynchronize", "1.0", "10%"),
-        ("GPU kernels", "4.0", "40%"),
+        kernels,
     ]
+    of_the_loop = figures_07.Trace(path, figures_07.LOOP)
+    assert list(of_the_loop.rows) == [*(name for name, *_ in loop), "GPU kernels"]
+    assert of_the_loop.rows["aten::"] == [(4, 2)]
+    assert of_the_loop.share("enumerate(DataLoader)") == pytest.approx(3 / 8)
 
 
 def test_histories_stand_in_a_row_with_a_dot_at_each_batch():
@@ -153,15 +113,39 @@ def test_the_six_requests_of_the_chapter_are_what_its_allocator_does():
     assert [line[-len(drawn) :] for line, drawn in zip(told, lines, strict=True)] == lines
 
 
-def test_the_small_print_says_what_the_other_cures_reserve():
-    runs = json.loads(data_path("many_lengths.json").read_text())["runs"]
+def test_the_text_says_what_the_cures_reserve_and_need():
+    stored = json.loads(data_path("many_lengths.json").read_text())
+    runs = stored["runs"]
     names = ("all padded to 1,024", "buckets 256, 512, 1,024", "first step at 1,024")
     shares = [round(100 * (runs[name]["reserved"] / runs[name]["allocated"] - 1)) for name in names]
-    said = "They reserve {} %, {} % and {} % more than is allocated".format(*shares)
-    assert said in "".join(cell["source"] for cell in chapter().cells)
+    text = "".join(cell["source"] for cell in chapter().cells)
+    assert "They reserve {} %, {} % and {} % more than is allocated".format(*shares) in text
     assert not any(runs[name]["frees"] for name in names)
-    least = f"survives even with {runs['none']['least_room'] / GiB:.1f} GiB (simulated)"
-    assert least in "".join(cell["source"] for cell in chapter().cells)
+    needs = {name: run["least_room"] / GiB for name, run in runs.items() if "least_room" in run}
+    none, grown, loss = needs["none"], needs["expandable segments"], needs["SFTTrainer's loss"]
+    assert f"By default it needs {none:.1f} GiB" in text
+    reserved = [runs[name]["reserved"] / GiB for name in ("none", "expandable segments")]
+    saved = f"expandable segments save {none - grown:.1f} GiB, not {reserved[0] - reserved[1]:.1f}"
+    assert saved in text and f"The loss saves {none - loss:.1f} GiB" in text
+    assert f"Step 15 gives back {runs['none']['frees']} segments" in text
+
+
+def test_the_message_of_the_run_that_dies_is_the_stored_one():
+    """By default the logits find no room, though more is free; a segment that grows has it."""
+    small = json.loads(data_path("many_lengths.json").read_text())["small_card"]
+    assert small["batch_size"] == 5 and small["asked"] == 5 * 1024 * 128_256 * 4 + MiB
+    free = small["room"] - small["reserved"]
+    idle = small["reserved"] - small["allocated"]
+    asked, free, allocated, idle, unused = (
+        f"{size / GiB:.2f} GiB"
+        for size in (small["asked"], free, small["allocated"], idle, free + idle)
+    )
+    text = " ".join("".join(cell["source"] for cell in chapter().cells).split())
+    said = f"Tried to allocate {asked}. … {free} is free. … {allocated} is allocated by PyTorch, "
+    assert f"{said}and {idle} is reserved by PyTorch but unallocated." in text
+    assert f"{unused} were not in use" in text
+    assert f"{idle} were free in segments that had to stay, and {free[:-4]} on the card" in text
+    assert small["expandable segments"]["reserved"] < small["room"]
 
 
 def test_a_climb_names_the_tokens_of_its_step():

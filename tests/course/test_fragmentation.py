@@ -72,7 +72,10 @@ def test_the_stored_runs_are_of_chapter_07_s_recipe_and_lengths():
     assert found["lengths"] == chapter_07.LENGTHS
 
 
-@pytest.mark.slow  # all layers: two minutes
-def test_the_stored_runs_are_what_the_whole_8b_does_now():
+@pytest.mark.slow  # all layers: ten minutes
+@pytest.mark.parametrize(
+    ("part", "made"), [("runs", "whole_runs"), ("small_card", "on_small_card")]
+)
+def test_the_stored_runs_are_what_the_whole_8b_does_now(part, made):
     script = Path(__file__).parents[2] / "benchmarks" / "many_lengths.py"
-    assert runpy.run_path(str(script))["whole_runs"]() == stored()["runs"]
+    assert runpy.run_path(str(script))[made]() == stored()[part]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -13,6 +12,7 @@ import pytest
 import settings
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from vramlab_course import look
 from vramlab_course.base_model import base_model_folder, load_base_model
 
 
@@ -28,7 +28,6 @@ def scripts(number: str) -> Iterator[str]:
 
 
 def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monkeypatch, capsys):
-    (cell,) = (cell for cell in notebook_of("07").cells if "(TrainerCallback)" in cell.source)
     calls = []
     held = {"allocated_bytes.all.current": 2**29, "allocated_bytes.all.peak": 2**30}
     held |= {"reserved_bytes.all.peak": 2**31, "num_alloc_retries": 3}
@@ -38,19 +37,16 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     )
     monkeypatch.setattr(torch.cuda, "memory", memory)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: held)
-    monkeypatch.chdir(tmp_path)
-    names = {"torch": torch, "time": time}
-    exec(cell.source, names)
-    names["on_gpu"] = True
+    monkeypatch.setattr(look, "ON_GPU", True)
+    out = tmp_path / "out"
     folder = str(base_model_folder())
     rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 15
-    arguments = TrainingArguments(
-        tmp_path / "out", per_device_train_batch_size=1, max_steps=15, use_cpu=True
-    )
+    arguments = TrainingArguments(out, per_device_train_batch_size=1, max_steps=15, use_cpu=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    Trainer(model, arguments, train_dataset=rows, callbacks=[names["Look"](4)]).train()
-    assert calls == [{"max_entries": 1_000_000}, "memory_0.pickle", {"enabled": None}]
-    trace = (tmp_path / "trace_0.json").read_text()
+    Trainer(model, arguments, train_dataset=rows, callbacks=[look.Look(4)]).train()
+    made = [{"max_entries": 1_000_000}, out / "memory_0.pickle", {"enabled": None}]
+    assert calls == made
+    trace = (out / "trace_0.json").read_text()
     assert len(re.findall(r'"name": "enumerate\(DataLoader\)[^"]*"', trace)) == 2  # of both steps
     printed = capsys.readouterr().out
     # A peak is the run's in both: reserved never comes down, so the other may not either.
@@ -62,21 +58,21 @@ def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monk
     assert tokens == pytest.approx(float(speed[0].replace(",", "")), rel=0.02, abs=0.6)
     assert len(re.findall(r"ms in +\d+ of ", printed)) == 5  # operators
     # Now a run that dies in its first step. The chapter's lines around it write what there is.
-    (tmp_path / "trace_0.json").unlink()
+    (out / "trace_0.json").unlink()
     calls.clear()
     arguments.max_steps = 1
-    look = names["Look"](4)
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[look, Dies()])
+    callback = look.Look(4)
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[callback, Dies()])
     (lines,) = re.findall(
         r"^ *(try:\n.*?look\.write.*?)$",
         next(cell.source for cell in notebook_of("07").cells if "callbacks=[look]" in cell.source),
         re.DOTALL | re.MULTILINE,
     )
     with pytest.raises(torch.OutOfMemoryError):
-        exec(dedent(lines), {"trainer": trainer, "look": look})
-    look.write(arguments)  # a second time, which is nothing
-    assert calls == [{"max_entries": 1_000_000}, "memory_0.pickle", {"enabled": None}]
-    assert (tmp_path / "trace_0.json").exists()
+        exec(dedent(lines), {"trainer": trainer, "look": callback})
+    callback.write(arguments)  # a second time, which is nothing
+    assert calls == made
+    assert (out / "trace_0.json").exists()
 
 
 class Dies(TrainerCallback):
@@ -85,13 +81,13 @@ class Dies(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "began"), [(0, 1, 0), (0, 3, 1), (15, 20, 18), (500, 600, 511)]
+    ("first", "last", "after", "began"),
+    [(0, 1, 11, 0), (0, 3, 11, 1), (15, 20, 11, 18), (500, 600, 11, 511), (0, 50, 40, 40)],
 )
 def test_the_callback_of_chapter_07_records_resumed_and_short_runs(
-    first, last, began, monkeypatch, capsys
+    first, last, after, began, monkeypatch, tmp_path
 ):
-    (cell,) = (cell for cell in notebook_of("07").cells if "(TrainerCallback)" in cell.source)
-    started, files = [], []
+    started, files, lines = [], [], []
     profiler = SimpleNamespace(
         start=lambda: started.append(state.global_step),
         stop=lambda: None,
@@ -99,21 +95,27 @@ def test_the_callback_of_chapter_07_records_resumed_and_short_runs(
         key_averages=list,
     )
     monkeypatch.setattr(torch.profiler, "profile", lambda **options: profiler)
-    clock = SimpleNamespace(perf_counter=lambda: state.global_step / 4)
-    names = {"torch": torch, "time": clock}
-    exec(cell.source, names)
-    look, arguments = names["Look"](4, weights=5e11), SimpleNamespace(process_index=1)
+    # The two recorded steps take four times as long.
+    clock = {first: 0.0}
+    for step in range(first, last):
+        clock[step + 1] = clock[step] + (1 if began <= step < began + 2 else 0.25)
+    monkeypatch.setattr(
+        look, "time", SimpleNamespace(perf_counter=lambda: clock[state.global_step])
+    )
+    callback = look.Look(4, after=after, weights=5e11, say=lines.append)
+    arguments = SimpleNamespace(process_index=1, output_dir=tmp_path)
     model = SimpleNamespace(num_parameters=lambda: 0)  # as under ZeRO-3
     state = SimpleNamespace(global_step=first, max_steps=last)
-    look.on_train_begin(arguments, state, None)
+    callback.on_train_begin(arguments, state, None)
     while state.global_step < last:
         state.global_step += 1
-        look.on_step_end(arguments, state, None, model)
-    look.on_train_end(arguments, state, None)
-    assert files == ["trace_1.json"] and started == [began]
-    # A step takes 0.25 s, also where fewer than ten were done since the start.
-    said = "rank 1: 0.25 s a step, 16 tokens/s, 48 TFLOP/s"
-    assert capsys.readouterr().out.splitlines() == [said] * (last // 10 - first // 10)
+        callback.on_step_end(arguments, state, None, model)
+    callback.on_train_end(arguments, state, None)
+    assert files == [str(tmp_path / "trace_1.json")] and started == [began]
+    # A step takes 0.25 s, also where fewer than ten were done since the start or the profiler.
+    assert len(lines) == last // 10 - first // 10
+    if last != began + 2:
+        assert {*lines} <= {"rank 1: 0.25 s a step, 16 tokens/s, 48 TFLOP/s"}
 
 
 @pytest.mark.slow  # imports TRL

@@ -141,11 +141,6 @@ def test_fp32_peak_is_cores_times_clock(name, cores, mhz):
     assert find_gpu(name).peak["fp32"] == pytest.approx(2 * cores * mhz * 1e6, rel=0.01)
 
 
-def test_ridge_is_operations_per_byte():
-    assert find_gpu("A100 80GB").ridge("bf16-mixed") == pytest.approx(312e12 / 2039e9)
-    assert find_gpu("T4").ridge("bf16-mixed") is None
-
-
 def test_t4_has_no_bf16_and_the_sentence_says_what_to_do():
     t4 = find_gpu("T4")
     assert [p for p in PRECISIONS if t4.supports(p)] == ["fp32", "fp16-mixed", "fp16-true"]
@@ -247,7 +242,7 @@ def test_current_device_that_nobody_knows(monkeypatch):
     fake_cuda(monkeypatch, "NVIDIA Future 9000", 64 * GiB, 13, 0)
     gpu = current_device().gpu
     assert isinstance(gpu, Gpu) and gpu.total == 64 * GiB and gpu.supports("fp8")
-    assert gpu.flops("bf16-true") is None and gpu.ridge("fp32") is None and gpu.bandwidth is None
+    assert gpu.flops("bf16-true") is None and gpu.bandwidth is None
     assert "64.00 GiB" in str(gpu)
 
 

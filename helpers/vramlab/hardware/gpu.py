@@ -107,16 +107,6 @@ class Gpu:
         """
         return self.peak.get(_format(precision))
 
-    def ridge(self, precision: str) -> float | None:
-        """Return the roofline's ridge point in operations per byte (Williams et al. 2009).
-
-        Below it, memory is the limit.
-        """
-        flops = self.flops(precision)
-        if not flops or not self.bandwidth:
-            return None
-        return flops / self.bandwidth
-
     def supports(self, precision: str) -> bool:
         """Tell whether the card computes in `precision` without emulation.
 

@@ -5,7 +5,7 @@ These go through the allocator of a card of 24 GB.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,9 @@ from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
-from vramlab.measurement.records import measurements_folder, read_records
 from vramlab.planning.step_time import timed_records
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
-from vramlab.report.report import GiB, MiB, text_table
+from vramlab.report.report import MiB
 
 from vramlab_course import published
 from vramlab_course.expandable import ExpandableAllocator
@@ -26,7 +25,6 @@ from vramlab_course.live import live
 
 if TYPE_CHECKING:
     import torch
-    from torch.profiler import profile
     from torch.utils.data import DataLoader
 
 WHOLE = Recipe(
@@ -40,6 +38,14 @@ WHOLE = Recipe(
     quantization=Quantization("nf4", double=True, prepare=False),
 )
 RECIPE = WHOLE.replace(num_layers=2)  # what is simulated: the head and its logits are whole
+# Of a Trainer: it neither logs nor saves, and does not warn where there is no GPU.
+QUIET = {
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
 BUCKETS = (256, 512, 1024)
 CARD = "RTX 4090"
 
@@ -50,8 +56,22 @@ _DRAWN = [128 * round(_RNG.lognormvariate(5.9, 0.6) / 128) for _ in range(24)]
 LENGTHS = [min(1024, max(128, length)) for length in _DRAWN]
 
 
+def milliseconds(work: Callable[[], Any]) -> float:
+    """The shortest of five times that `work` takes."""
+    import torch
+
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # Python does not wait for a GPU by itself
+        took.append(1e3 * (time.perf_counter() - start))
+    return min(took)
+
+
 def tried(name: str, batches: "DataLoader[Any]", train: Callable[[list[Any]], None]) -> None:
-    """Print how long a loop over `batches` waits for one: median, least and most.
+    """Print how long a loop over `batches` waits for one: the median.
 
     The first batch is left out: while it comes, the workers start. What training takes is left out
     too: it differs from run to run by more than it is about.
@@ -71,22 +91,15 @@ def tried(name: str, batches: "DataLoader[Any]", train: Callable[[list[Any]], No
             torch.cuda.synchronize()  # Python does not wait for a GPU by itself
         waited.append(1e3 * (ready - before))
         before = time.perf_counter()
-    span = f"{min(waited):.0f} to {max(waited):.0f} in {len(waited)} batches"
-    live(f"{name:<26}waits {median(waited):4.0f} ms a batch ({span})")
+    live(f"{name:<26}waits {median(waited):4.0f} ms a batch (median of {len(waited)})")
 
 
-def top_operators(profiler: "profile", count: int = 5) -> str:
-    """A table of the operators that took most of the CPU themselves, without those they called."""
-    took = []
-    for row in profiler.key_averages():
-        if row.key.startswith("aten::"):
-            took.append((row.self_cpu_time_total / 1e3, row.count, row.key))
-    took.sort(reverse=True)
-    everything = sum(milliseconds for milliseconds, _, _ in took)
-    rows = [("operator", "calls", "ms", "of all, %")]
-    for milliseconds, calls, name in took[:count]:
-        rows.append((name[:32], calls, milliseconds, 100 * milliseconds / everything))
-    return text_table(rows, form=("", ".0f", ".0f"))
+def collate(rows: "list[torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """The batch that a Trainer wants, of samples that are tokens."""
+    import torch
+
+    tokens = torch.stack(rows)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def room() -> int:
@@ -173,30 +186,6 @@ def recorded_on_t4() -> published.Run:
         if asked.lora and is_alike and is_plain:
             return run
     raise LookupError("no such run is stored")
-
-
-def recorded_segments() -> dict[str, dict[str, Any]]:
-    """Peaks in bytes of the same steps of Llama 3.2 1B on an H200, by the allocator's setting."""
-    found = {}
-    for path in sorted(measurements_folder().glob("nvidia-h200-*.json")):
-        for fact in read_records(path).facts.values():
-            if fact.kind == "steps" and fact.asked["recipe"]["model"] == "llama-3.2-1b":
-                name = "expandable segments" if fact.asked["expandable"] else "none"
-                found[name] = fact.found
-    return found
-
-
-def overhead(run: Mapping[str, Any]) -> float:
-    """How much more is reserved than allocated at their peaks, in percent."""
-    return 100 * (run["reserved"] / run["allocated"] - 1)
-
-
-def overhead_table(title: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table of runs' peaks, a row for each cure."""
-    rows = [(title, "allocated, GiB", "reserved, GiB", "more, %")]
-    for name, run in runs.items():
-        rows.append((name, run["allocated"] / GiB, run["reserved"] / GiB, overhead(run)))
-    return text_table(rows, form=(".2f", ".2f", ".0f"))
 
 
 def storages(values: Any) -> "set[torch.UntypedStorage]":

@@ -31,6 +31,7 @@ DECIDING = {
     "QUANTIZATION =": "def options",
     "        # What decides": "        per_device_eval",
 }
+Rows = list[tuple[str | float, ...]]  # of a table
 RECORDED_ON_T4 = (
     "llama-3.2-3b",
     "Mistral-7B-Instruct-v0.3",
@@ -68,7 +69,7 @@ def evaluations(folder: Path) -> list[float]:
 
 def starts(plan: vramlab.Plan) -> list[vramlab.Recipe]:
     """LoRA next to a base in 16 bits, in 4, and in 4 with its constants quantized too."""
-    lora = next(choice.recipe for choice in plan.choices if choice.method == "lora")
+    lora = plan.choices[-1].recipe
     recipes = [lora]
     for double in (False, True):
         base = vramlab.Quantization("nf4", double=double, prepare=False)
@@ -76,24 +77,35 @@ def starts(plan: vramlab.Plan) -> list[vramlab.Recipe]:
     return recipes
 
 
-def recorded(plan: vramlab.Recipe) -> list[tuple[str | float, ...]]:
+def recorded(plan: vramlab.Recipe) -> Rows:
     """Peaks of QLoRA on real cards, as `predict` says them and as they were recorded, as a table.
 
     In GiB. The T4's are fitcheck-llm's, a row of 1,024 tokens in a pass; the H200's is our own, of
     a plan.
     """
-    on_t4 = {}
+    peaks = []
     for each in published.runs():
         recipe = each.recipe
         # Its other runs, with fused attention, repeat the keys, which predict does not know.
-        if each.gpu == "T4" and recipe.attn_implementation == "eager" and recipe.quantization:
-            on_t4[recipe.name] = "T4", recipe, each.allocated
-    peaks = [on_t4[name] for name in RECORDED_ON_T4]
+        is_eager = recipe.attn_implementation == "eager" and recipe.quantization
+        if each.gpu == "T4" and is_eager and recipe.name in RECORDED_ON_T4:
+            peaks.append(("T4", recipe, each.allocated))
     peaks.append(("H200", plan, find_record(plan, "H200").peak.total))
-    rows: list[tuple[str | float, ...]] = [("card", "model", "predicted, GiB", "recorded, GiB")]
+    rows: Rows = [("card", "model", "predicted, GiB", "recorded, GiB")]
     for card, recipe, peak in peaks:
         said = vramlab.predict(recipe, gpu=card).peak.total
         rows.append((card, recipe.name, said / GiB, peak / GiB))
+    return rows
+
+
+def by_trl() -> Rows:
+    """Two QLoRA runs' reserved peaks, as `predict` says and TRL's authors published, as a table."""
+    stored = json.loads(data_path("elsewhere/trl_sft.json").read_text(encoding="utf-8"))
+    rows: Rows = [("card", "model", "reserved, predicted", "published, GiB")]
+    for run in stored["runs"]:
+        recipe = vramlab.Recipe(**run["recipe"])
+        said = vramlab.predict(recipe, gpu=run["gpu"]).reserved
+        rows.append((run["gpu"], recipe.name, str(said), run["published"]["reserved_peak_gib"]))
     return rows
 
 
@@ -337,16 +349,6 @@ def choose(model: str) -> Learner:
     # A card is named, as `plan` knows no CPU.
     wish = {"seq_len": 128, "global_batch": 4, "precisions": "fp32", "gpu": "RTX 4090"}
     return Learner(str(base_model_folder()), False, wish, "1e-2", 15)
-
-
-def foreseen(found: vramlab.Plan, learner: Learner, device: str) -> Report:
-    """The report of a plan's best recipe on the device that trains it.
-
-    A plan for this very card has it; the base model's names another card.
-    """
-    if learner.is_chat and device != "cpu":
-        return found.best.report
-    return vramlab.simulate(found.best.recipe, target=device)
 
 
 def reachable(model: str) -> bool:

@@ -1,20 +1,36 @@
 """What chapter 10's cells share.
 
-That is what a call makes, bytes of tensors and of a cache, a cache beside transformers' own, the
-bytes of one width at a peak and of two moments, and who holds memory in GRPO.
+That is what a call reads or makes, bytes of tensors and of a cache, a cache beside transformers'
+own, the bytes of two moments, who holds memory in GRPO, and what others published of it on a T4.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vramlab import Recipe, simulate
+from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Gpu
 from vramlab.report.report import Bytes, Report
 from vramlab.simulation.colocated import colocated, with_vllm
 
 from ..made_tensors import MadeTensors
+
+
+def written(model: Any, **how: Any) -> tuple[Any, int]:
+    """Return what `generate` answers, and how many tokens the model read for it."""
+    read = []
+    first = model.get_input_embeddings()
+    with first.register_forward_hook(lambda layer, given, made: read.append(given[0].numel())):
+        return model.generate(**how), sum(read)
+
+
+def trained_on_a_t4() -> Any:
+    """Return GRPO's run in `data/elsewhere/trl_t4.json`: what was published, and a recipe."""
+    stored = data_path("elsewhere", "trl_t4.json").read_text(encoding="utf-8")
+    return json.loads(stored)["runs"]["grpo"]
 
 
 def cached_by(answer: Any) -> list[torch.Tensor]:
@@ -54,7 +70,7 @@ def largest_made(call: Callable[[], Any]) -> int:
 def cache_row(remember: Callable[..., Any], window: int | None) -> tuple[str, int, int]:
     """Return the bytes that `remember` and transformers keep of 256 tokens, one after another.
 
-    They are the keys and the values of 4 heads; first stands the window's name.
+    They are the keys and the values of 4 heads; first stands the window.
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -64,24 +80,14 @@ def cache_row(remember: Callable[..., Any], window: int | None) -> tuple[str, in
         new = torch.randn(1, 8, 1, 32)  # keys, then values
         _, kept = remember(kept, new[0], window)
         theirs.update(*new.chunk(2, 1))
-    name = f"{window} tokens" if window else "none"
-    return name, nbytes([kept]), nbytes([theirs.keys, theirs.values])
-
-
-def of_width(report: Report, width: int) -> int:
-    """Return the bytes of activations at a report's peak whose rows have `width` numbers."""
-    total = 0
-    for group in report.largest:
-        if group.category == "activations" and group.shape[-1] == width:
-            total += group.count * group.size
-    return total
+    return str(window), nbytes([kept]), nbytes([theirs.keys, theirs.values])
 
 
 def two_moments(report: Report) -> dict[str, int]:
     """Return the bytes of the layers' highest moment in the backward pass, and of the loss's."""
     backward = [moment.bytes.total for moment in report.timeline if moment.phase == "backward"]
     # The loss goes backward first, and the timeline's first two points there are its own.
-    return {"scores": max(backward[2:]), "logits": max(backward[:2])}
+    return {"a layer, backward": max(backward[2:]), "the loss, backward": max(backward[:2])}
 
 
 def holders(split: Bytes, own: int) -> dict[str, int]:

@@ -1,45 +1,133 @@
-"""What chapter 11's cells share: the kernel's count of sent bytes, and a data loader.
+"""What chapter 11's cells share: bytes between two cards, the bus, sensors, and a data loader.
 
-The loader also runs with a /dev/shm of its own, as small as in a container. And there are a card's
-recorded sensors.
+Some are of this machine, some recorded, and some published (`data/elsewhere/answer_ai.json`). The
+loader also runs with a /dev/shm of its own, as small as in a container.
 """
 
 import ctypes
+import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from vramlab.hardware.nvml import Sensors, nvml_snapshot
+from vramlab import Recipe
+from vramlab.base.data import data_path
 from vramlab.measurement.records import measurements_folder, read_records
 from vramlab.report.report import MiB
 
 from .chapter_01 import best_seconds
 from .chapter_04 import RankFailed, apart
 
-RECEIVED = Path("/sys/class/net/lo/statistics/rx_bytes")  # Linux: bytes to itself
 SHARED = Path("/dev/shm")  # where the workers of a data loader leave batches
 SETTLED = 1.0  # seconds without a change
 NO_MOUNTS = "this machine allows no mounts"
 APART = 0x10000000 | 0x00020000  # sched.h: CLONE_NEWUSER, CLONE_NEWNS
+TOKENS = 2048  # of a micro-batch, and of a published sample
+ADAPTERS = 6_815_744  # LoRA of rank 16 on two matrices in each layer of Llama 3.1 8B
+TEST = "-m torch.distributed.run --standalone --nproc_per_node 2 -m "
+TEST += "vramlab_course.chapters.two_ranks"
 
 
-def loopback_bytes() -> int | None:
-    """Return the bytes that this machine has sent to itself; None where no kernel counts them."""
-    return int(RECEIVED.read_text()) if RECEIVED.exists() else None
+def two_cards(
+    speed: float,
+    rate: float,
+    ring_bytes: Callable[[float, int], float],
+) -> list[tuple]:
+    """Return rows: ms of one card and of two for two micro-batches, and how much faster two are.
+
+    `speed`: operations a second; `rate`: bytes a second between the cards.
+    """
+    small = Recipe("qwen3-0.6b").shape.num_parameters
+    big = Recipe("llama-3.1-8b").shape.num_parameters
+    rows: list[tuple] = [
+        (
+            "two micro-batches",
+            "one card, ms",
+            "two, hiding nothing, ms",
+            "speed-up",
+            "DDP's at best",
+        )
+    ]
+    for name, weights, trained, times in (
+        ("0.6B in fp32", small, small, 1),
+        ("fp32, an exchange for 8", small, small, 8),
+        ("8B by LoRA", big + ADAPTERS, ADAPTERS, 1),
+    ):
+        forward = TOKENS * 2 * weights / speed
+        backward = TOKENS * 2 * (weights + trained) / speed  # 4 operations for a trained weight
+        sending = ring_bytes(4 * trained, 2) / rate
+        one = 2 * (forward + backward)
+        two = one / 2 + sending / times
+        best = one / 2 + max(0, sending - backward) / times  # the backward pass hides the rest
+        rows.append((name, 1000 * one, 1000 * two, one / two, one / best))
+    return rows
 
 
-def under_load(weights: torch.Tensor) -> Sensors:
-    """Return what NVML reads once the card of `weights` has computed for two seconds."""
-    end = time.perf_counter() + 2
-    while weights.is_cuda and time.perf_counter() < end:
-        best_seconds(lambda: weights @ weights, times=20)
-    return nvml_snapshot()
+def published(**wanted: Any) -> list[dict[str, Any]]:
+    """Return Answer.AI's runs with these fields; `step` is the seconds of one step."""
+    stored = json.loads(data_path("elsewhere", "answer_ai.json").read_text("utf-8"))
+    found = []
+    for run in stored["runs"]:
+        samples = run["batch_size"]
+        steps = ceil((1024 - 1024 % samples) / run["ranks"] / samples)
+        if run | wanted == run:
+            found.append(run | {"step": run["seconds"] / steps})
+    return found
+
+
+def published_step(
+    gpu: str,
+    method: str,
+    samples: int,
+    offload: str | None = None,
+) -> tuple[float, float]:
+    """Return the seconds of Llama-2 7B's step under FSDP on two cards, and those of computing.
+
+    Computing takes as long a sample as under DDP, which sends hardly anything.
+    """
+    same = {
+        "gpu": gpu,
+        "model": "llama-2-7b",
+        "method": method,
+        "tokens": TOKENS,
+    }
+    (whole,) = published(**same, sharding="ddp")
+    (cut,) = published(
+        **same,
+        sharding="fsdp",
+        batch_size=samples,
+        offload=offload,
+    )
+    of_a_sample = whole["step"] / whole["batch_size"]
+    return cut["step"], samples * of_a_sample
+
+
+def two_gpus() -> dict[str, Any] | None:
+    """Return what `two_ranks` finds on this machine's GPUs; None with fewer than two."""
+    if torch.cuda.device_count() < 2:
+        return None
+    said = subprocess.check_output([sys.executable, *TEST.split()], text=True)
+    return json.loads(said.splitlines()[-1])
+
+
+def bus_and_speed() -> tuple[float, float] | None:
+    """Return bytes a second to this GPU from RAM, and its operations a second; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    weights = torch.randn(4096, 4096, dtype=torch.float16).pin_memory()
+    here = torch.empty_like(weights, device="cuda")
+    bus = weights.nbytes / best_seconds(lambda: here.copy_(weights), times=10)
+    batch = torch.randn(8192, 4096, device="cuda", dtype=torch.float16)
+    return bus, 2 * weights.numel() * len(batch) / best_seconds(lambda: batch @ here)
 
 
 def pixels(index: int) -> torch.Tensor:

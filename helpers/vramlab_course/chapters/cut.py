@@ -17,7 +17,10 @@ from vramlab_course.base_model import base_model_folder
 
 
 def share(layer: Any) -> None:
-    """Let a block's matrices share their input, as in the chapter. Norms stand before blocks."""
+    """Let a block's matrices share their input, so that its gradient is summed once.
+
+    Norms stand before blocks.
+    """
     mesh = layer.self_attn.o_proj.weight.device_mesh
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         norm.register_forward_hook(lambda norm, given, y: DTensor.from_local(y, mesh))

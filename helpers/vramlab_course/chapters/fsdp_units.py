@@ -15,8 +15,8 @@ WIDTH = 256
 ROWS = 8
 
 
-def hundred(wrapping: str) -> dict[str, Any]:
-    """Train LAYERS linear layers of WIDTH × WIDTH by FSDP, on a CPU rank by torchrun's environment.
+def hundred(wrapping: str, layers: int = LAYERS) -> dict[str, Any]:
+    """Train linear layers of WIDTH × WIDTH by FSDP, on a CPU rank by torchrun's environment.
 
     They are in fp32, the optimizer is AdamW. For `launch`.
 
@@ -27,7 +27,7 @@ def hundred(wrapping: str) -> dict[str, Any]:
 
     # Entered before torch builds anything: it makes the process group that FSDP shards over.
     with real_rank("cpu") as rank:
-        return _steady_step(_hundred_layers(wrapping, rank))
+        return _steady_step(_built(wrapping, layers, rank))
 
 
 def _steady_step(training: "Training") -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _steady_step(training: "Training") -> dict[str, Any]:
     }
 
 
-def _hundred_layers(wrapping: str, rank: int) -> "Training":
+def _built(wrapping: str, layers: int, rank: int) -> "Training":
     import torch
     from torch import nn
     from vramlab.recipe.recipe import Loop
@@ -57,8 +57,8 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     from vramlab.training.engines.fsdp import Unit, shard
 
     torch.manual_seed(0)
-    # Equal layers without biases, so that a unit is a hundredth of the whole.
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    # Equal layers without biases, so that a unit is a known part of the whole.
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     for layer in model:
         nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
     if wrapping != "no sharding":

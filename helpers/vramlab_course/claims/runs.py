@@ -368,7 +368,7 @@ def wrapped(wrapping: str) -> dict[str, Any]:
     What is gathered at a time is in units of the parameters' bytes, the peak in units of all that
     an unsharded step holds of weights, gradients and AdamW's states.
     """
-    found = _on_two_ranks("hundred", wrapping=wrapping)
+    found = _on_two_ranks("hundred", wrapping=wrapping, layers=fsdp_units.LAYERS)
     # Bytes of all weights in fp32.
     whole = fsdp_units.LAYERS * fsdp_units.WIDTH**2 * 4
     # Weights, gradients and AdamW's two states are four times the weights.

@@ -1,8 +1,7 @@
 """Drawings of chapter 05. Each function draws a figure and returns it."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 from vramlab import GiB
 from vramlab.interfaces.plot import canvas, style
@@ -67,38 +66,24 @@ def flow(inputs: int, outputs: int, r: int):
     return ax.figure
 
 
-def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: str):
-    """Draw peaks in bytes over the length, a line for each run."""
-    lengths = [*next(iter(predicted.values()))]
-    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
-    for name, peaks in predicted.items():
-        rows.append((name, *(f"{size / GiB:.1f}" for size in peaks.values())))
-    said = (
-        f"Lines that rise with the length. {title}. "
-        + "; ".join(", ".join(row) for row in rows)
-        + "."
-    )
-    with canvas(title, said, about, rows) as ax:
-        for peaks, (colour, mark, dash) in zip(predicted.values(), style.LINES, strict=False):
-            sizes = [size / GiB for size in peaks.values()]
-            ax.plot([*peaks], sizes, dash, color=colour, marker=mark)
-        ax.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-        ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
-        _name_the_ends(ax, predicted)
+def solved(runs: Sequence[SimpleNamespace], sure: float, title: str, about: str):
+    """Draw the per cent that each run solved, and a band of `sure` around the first one's."""
+    rows = [("run", "GiB", "solved, %")]
+    for run in runs:
+        rows.append((run.name, f"{run.memory_max_bytes / GiB:.1f}", f"{run.solved:.1f}"))
+    said = "; ".join(", ".join(row) for row in rows)
+    middle = runs[0].solved
+    with canvas(
+        title, f"Points, to the right what was solved. {title}. {said}.", about, rows
+    ) as ax:
+        ax.axvspan(middle - sure, middle + sure, color=GREY, zorder=0)
+        for y, run in enumerate(runs):
+            ax.plot(run.solved, y, "o", color=BLUE if run.lora else RED, markersize=9)
+            ax.annotate(rows[y + 1][2], (run.solved, y), (8, -3), textcoords="offset points")
+        ax.set_yticks(range(len(runs)), [f"{name}, {size} GiB" for name, size, _ in rows[1:]])
+        ax.invert_yaxis()
+        ax.set(xlabel="problems solved, %", xlim=(38, 54))
     return ax.figure
-
-
-def _name_the_ends(ax: Any, lines: Mapping[str, Mapping[int, int]]) -> None:
-    """Write each line's name at its right end, names of neighbours apart from each other."""
-    start, end = ax.get_xlim()
-    ax.set_xlim(start, end + 0.42 * (end - start))
-    below, least = float("-inf"), 0.045 * ax.get_ylim()[1]
-    for (name, peaks), (colour, *_) in sorted(
-        zip(lines.items(), style.LINES, strict=False), key=lambda each: max(each[0][1].values())
-    ):
-        last = max(peaks)
-        below = max(peaks[last] / GiB, below + least)
-        ax.annotate(name, (last, below), (8, -3), textcoords="offset points", color=colour)
 
 
 def label(run: SimpleNamespace) -> str:
@@ -106,15 +91,15 @@ def label(run: SimpleNamespace) -> str:
     return f"{TARGETS[run.targets]}, r={run.r}" if run.r else "all weights"
 
 
-def tradeoff(sweep: SimpleNamespace, title: str):
+def tradeoff(sweep: SimpleNamespace, title: str, lower: Sequence[SimpleNamespace] = ()):
     """Draw what `finetuning.recorded_sweep` holds: what was learned over what was forgotten.
 
     That is bits per byte gained on unseen prose over those lost on programs: a large dot for each
-    setting, a small one for each of its seeds, and an arrow to the same setting at a lower rate.
-    The feed-forward layers alone are left out.
+    setting, a small one for each of its seeds, and an arrow to the same setting in `lower`, at a
+    lower rate. The feed-forward layers alone are left out.
     """
     shown = [run for run in sweep.runs if run.targets != FEED_FORWARD]
-    slower = [run for run in sweep.lower if run.targets != FEED_FORWARD]
+    slower = [run for run in lower if run.targets != FEED_FORWARD]
     rows = [("bits per byte", "rate", "learned", "forgot")]
     for run in [*shown, *slower]:
         forgot, learned = gains(sweep, run)

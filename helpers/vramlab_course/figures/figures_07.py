@@ -5,7 +5,6 @@ They show traces of a loop, a memory history, and where reserved memory climbs.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,82 +13,57 @@ from vramlab.interfaces.plot import canvas, style
 from vramlab.report.report import GiB, MiB
 
 if TYPE_CHECKING:
-    from torch.profiler import profile
-
     from ..memory_history import Snapshot
 
-# Labels of a loop and their colours; PyTorch itself labels the first, under another name.
-WAITING = "waiting for data"
-TOKENIZING = "tokenize"  # a label within the waiting
 BLUE = "#0072B2"
 RED = "#D55E00"
 GREEN = "#009E73"
 GREY = "#999999"
-COLOURS = {WAITING: GREY, "forward": BLUE, "backward": RED, "update": GREEN}
-OPERATORS = "operators"
 KERNELS = "GPU kernels"
-# How the names begin that PyTorch gives to the parts of a loop without labels of its own.
-LOADING = "enumerate(DataLoader)"
-PYTORCH_LABELS = {
-    LOADING: GREY,
+# How the names of a trace's rows begin: PyTorch's own for waiting, the labels of the chapter's
+# loop, all operators, and PyTorch's own for the parts of a Trainer's steps.
+COLOURS = {
+    "enumerate(DataLoader)": GREY,
+    "tokenize": "#56B4E9",
+    "forward": BLUE,
+    "backward": RED,
+    "update": GREEN,
     "aten::": style.INK,
     "autograd::engine": RED,
     "Optimizer.step": GREEN,
     "cudaStreamSynchronize": "#CC79A7",
 }
+LOOP = tuple(COLOURS)[:6]
 Span = tuple[float, float]
 
 
-@dataclass(frozen=True)
 class Trace:
-    """What a profiler saw: (start, length) in seconds.
+    """What a profiler's file says: spans (start, length) in ms of each of `labels` that is there.
 
-    Attributes:
-        labels: each passage through a label, by label.
-        lanes: when any operator ran on the host, and any kernel on the GPU, overlaps merged.
+    Spans of a row that overlap are merged. On a GPU the last row has its kernels.
     """
 
-    labels: Mapping[str, list[Span]]
-    lanes: Mapping[str, list[Span]]
-
-    @property
-    def seconds(self) -> float:
-        """From the first label's start to the last one's end."""
-        spans = [span for found in self.labels.values() for span in found]
-        return max(start + length for start, length in spans) - self.start
-
-    @property
-    def start(self) -> float:
-        """When the first label began."""
-        return min(start for found in self.labels.values() for start, _ in found)
+    def __init__(self, path: str | Path, labels: Sequence[str] = tuple(COLOURS)):
+        found: dict[str, list[Span]] = {label: [] for label in (*labels, KERNELS)}
+        for event in json.loads(Path(path).read_text())["traceEvents"]:
+            kind = event.get("cat")
+            if event["ph"] != "X" or kind == "gpu_user_annotation":  # no span, or a label again
+                continue
+            name = KERNELS if kind == "kernel" else event["name"]
+            for label in found:
+                if name.startswith(label):
+                    found[label].append((event["ts"] / 1e3, event["dur"] / 1e3))
+        self.rows = {label: merged(spans) for label, spans in found.items() if spans}
+        self.start = min(spans[0][0] for spans in self.rows.values())
+        self.length = max(sum(spans[-1]) for spans in self.rows.values()) - self.start
 
     def total(self, label: str) -> float:
-        """The seconds that a label covers."""
-        return sum(length for _, length in self.labels[label])
+        """The milliseconds that a row covers."""
+        return sum(length for _, length in self.rows[label])
 
     def share(self, label: str) -> float:
-        """The part of the time that a label covers."""
-        return self.total(label) / self.seconds
-
-
-def traced(profiler: "profile") -> Trace:
-    """What `profiler` saw of a loop over a DataLoader whose parts are labelled as in COLOURS."""
-    labels: dict[str, list[Span]] = {label: [] for label in (*COLOURS, TOKENIZING)}
-    lanes: dict[str, list[Span]] = {OPERATORS: [], KERNELS: []}
-    for event in profiler.events():
-        # The DataLoader's label ends with a # and its class.
-        name = event.name.replace(LOADING, WAITING).split("#")[0]
-        span = (event.time_range.start / 1e6, event.time_range.elapsed_us() / 1e6)
-        on_host = event.device_type.name == "CPU"
-        if name in labels:  # a GPU's side has the labels again
-            if on_host:
-                labels[name].append(span)
-        elif not on_host:
-            lanes[KERNELS].append(span)
-        elif name.startswith("aten::"):
-            lanes[OPERATORS].append(span)
-    labels[WAITING].pop()  # the last finds no batch
-    return Trace(labels, {name: merged(spans) for name, spans in lanes.items() if spans})
+        """The part of the time that a row covers."""
+        return self.total(label) / self.length
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
@@ -107,66 +81,16 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def trace(seen: Trace, title: str, subtitle: str):
-    """Return a figure of a trace: the loop's labels in a row, and under it what ran meanwhile."""
-    rows = [("label", "seconds", "share")]
-    lanes = ["labels", *seen.lanes]
-    alt = (
-        f"Rows over time: {', '.join(lanes)}. Where the labels say {WAITING}, the rows below "
-        f"are nearly empty."
-    )
-    with canvas(title, alt, subtitle, rows) as ax:
-        for label, colour in COLOURS.items():
-            bars = [(start - seen.start, length) for start, length in seen.labels[label]]
-            ax.broken_barh(bars, (-0.3, 0.6), facecolor=colour, label=label)
-            seconds = sum(length for _, length in bars)
-            rows.append((label, f"{seconds:.2f}", f"{seen.share(label):.0%}"))
-        for y, spans in enumerate(seen.lanes.values(), 1):
-            bars = [(start - seen.start, length) for start, length in spans]
-            ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=style.INK)
-        ax.set(
-            xlabel="seconds",
-            xlim=(0, seen.seconds),
-            ylim=(len(lanes) - 0.5, -0.6),
-        )
-        ax.set_yticks(range(len(lanes)), lanes)
-        ax.grid(False)
-    return ax.figure
-
-
-def trainer_trace(path: Path, title: str, subtitle: str):
-    """Return a figure of a trace file of a `Trainer`, a row for each of PYTORCH_LABELS found.
-
-    On a GPU the last row has its kernels.
-    """
-    events = json.loads(path.read_text())["traceEvents"]
-    lanes: dict[str, list[Span]] = {}
-    for event in events:
-        kind = event.get("cat")
-        if event["ph"] != "X" or kind == "gpu_user_annotation":  # no span, or a label again
-            continue
-        span = (event["ts"] / 1e3, event["dur"] / 1e3)
-        if kind == "kernel":
-            lanes.setdefault(KERNELS, []).append(span)
-        for label in PYTORCH_LABELS:
-            if event["name"].startswith(label):
-                lanes.setdefault(label, []).append(span)
-    shown = [label for label in (*PYTORCH_LABELS, KERNELS) if label in lanes]
-    start = min(begin for spans in lanes.values() for begin, _ in spans)
-    end = max(sum(span) for spans in lanes.values() for span in spans)
+    """Return a figure of a trace, row by row."""
     rows = [("label", "ms", "share")]
+    shown = list(seen.rows)
     alt = f"{title}. Rows over time: {', '.join(shown)}."
     with canvas(title, alt, subtitle, rows) as ax:
         for y, label in enumerate(shown):
-            spans = merged(lanes[label])
-            bars = [(begin - start, length) for begin, length in spans]
-            ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=PYTORCH_LABELS.get(label, style.INK))
-            covered = sum(length for _, length in spans)
-            rows.append((label, f"{covered:.1f}", f"{covered / (end - start):.0%}"))
-        ax.set(
-            xlabel="milliseconds",
-            xlim=(0, end - start),
-            ylim=(len(shown) - 0.5, -0.6),
-        )
+            bars = [(start - seen.start, length) for start, length in seen.rows[label]]
+            ax.broken_barh(bars, (y - 0.3, 0.6), facecolor=COLOURS.get(label, style.INK))
+            rows.append((label, f"{seen.total(label):.1f}", f"{seen.share(label):.0%}"))
+        ax.set(xlabel="milliseconds", xlim=(0, seen.length), ylim=(len(shown) - 0.5, -0.6))
         ax.set_yticks(range(len(shown)), shown)
         ax.grid(False)
     return ax.figure

@@ -95,7 +95,9 @@ def timed() -> dict[str, list[tuple[Timed, float]]]:
 def errors(by_card: Mapping[str, Sequence[tuple[Timed, float]]], title: str):
     """Draw `timed` runs by how many times as long as estimated they took, the two plans filled."""
     about = "a dot: a step's recorded seconds over its estimated ones"
-    with canvas(title, f"{title}. In lines by card and method, {about}.", about) as ax:
+    cards = " and ".join(by_card)
+    alt = f"{title}. In lines by card and method, {about}."
+    with canvas(title, alt, f"{cards} · {about}") as ax:
         ax.axvspan(0.8, 1.2, color=style.FAINT, label="within a fifth of the estimate")
         ax.axvline(1, color=style.INK)
         for card, runs in by_card.items():
@@ -109,7 +111,7 @@ def errors(by_card: Mapping[str, Sequence[tuple[Timed, float]]], title: str):
                 is_plan = recipe.use_liger_kernel and (line == 0 or recipe.gradient_checkpointing)
                 ax.plot(*place, marker, color=colour, fillstyle="full" if is_plan else "none")
                 if is_plan:
-                    ax.annotate("its plan", place, (0, 10), textcoords="offset points")
+                    ax.annotate("our plan", place, (0, 10), textcoords="offset points")
         ax.margins(y=0.15)
         ax.invert_yaxis()
     return ax.figure

@@ -10,8 +10,9 @@ from vramlab.report.report import GiB
 
 # What is on the card at a moment, and the category whose look each has.
 HELD = {
-    "scores": "gradients",
-    "logits": "activations",
+    "weights and inputs": "parameters",
+    "a layer, backward": "gradients",
+    "the loss, backward": "activations",
     "kept": "parameters",
     "model and optimizer": "parameters",
     "vLLM's weights": "workspace",
@@ -67,6 +68,7 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
             label=name,
         )
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
+        ax.text(LENGTHS[-1], peaks[-1], f"  {peaks[-1]:,.0f}")
     draw_limit(ax.axhline, limit, "GiB")
     ax.set(xlabel="tokens of a text", ylabel="peak, GiB", xscale="log", yscale="log")
     ax.minorticks_off()
