@@ -55,7 +55,6 @@ def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: s
             sizes = [size / GiB for size in peaks.values()]
             rows.append((name, *(f"{size:.1f}" for size in sizes)))
             ax.plot(lengths, sizes, dash, color=colour, marker=mark, label=name)
-        ax.legend()
         ax.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
         ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
     return ax.figure
