@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from operator import add
 
-from vramlab import Report
+from vramlab import MiB, Report
 from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import layers, split_of
+from vramlab.report.report import text_table
 
 NEAR = 15  # allocation events on either side of the peak
 
@@ -41,6 +42,14 @@ def close_up(figure, report: Report):
     ax.set(ylim=(160, None), xticks=[])
     ax.margins(0)
     ax.set_title("the peak from close by", fontsize=9)
+
+
+def peak_table(report: Report) -> str:
+    """Return what each category has at the peak, in MiB."""
+    rows = [(f"at the peak, in {report.peak_phase}", "MiB")]
+    for name in ("parameters", "gradients", "optimizer_states", "activations", "temporaries"):
+        rows.append((name, getattr(report.peak, name) / MiB))
+    return text_table(rows, form=".1f")
 
 
 def layer(sizes: Sequence[int], title: str, about: str):
