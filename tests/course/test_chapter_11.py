@@ -60,6 +60,16 @@ def test_the_published_link_is_found_twice(chapter):
             link = byte * layers / (step - computing) / 1e9
             # The fast one hides in the noise: a percent of its step moves it by as much.
             assert round(link, 1) == 3.4 if card == "RTX 3090" else 9 < link < 25
+    # The small print's other runs.
+    others = []
+    for run in chapter_11.published(gpu="RTX 3090", model="llama-2-7b", sharding="fsdp"):
+        _, alone = chapter_11.published_step("RTX 3090", run["method"], 4)
+        computing = alone / 4 * run["batch_size"] * run["tokens"] / 2048
+        sent = layers * {"lora": 2, "qlora": 0.5}[run["method"]] / 1e9
+        others.append(round(sent / (run["step"] - computing), 1))
+        if (run["method"], run["tokens"]) == ("lora", 512):
+            assert f"{run['step']:.1f} and {sent / run['step']:.1f}" == "5.1 and 2.6"
+    assert len(others) == 8 and (min(others), max(others)) == (1.9, 3.4)
     assert _limiter_utils._FreeEventQueue()._max_num_inflight_all_gathers == 2
 
 

@@ -14,7 +14,6 @@ from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
-from vramlab.measurement.records import measurements_folder, read_records
 from vramlab.planning.step_time import timed_records
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
 from vramlab.report.report import MiB
@@ -187,17 +186,6 @@ def recorded_on_t4() -> published.Run:
         if asked.lora and is_alike and is_plain:
             return run
     raise LookupError("no such run is stored")
-
-
-def recorded_segments() -> dict[str, dict[str, Any]]:
-    """Peaks in bytes of the same steps of Llama 3.2 1B on an H200, by the allocator's setting."""
-    found = {}
-    for path in sorted(measurements_folder().glob("nvidia-h200-*.json")):
-        for fact in read_records(path).facts.values():
-            if fact.kind == "steps" and fact.asked["recipe"]["model"] == "llama-3.2-1b":
-                name = "expandable segments" if fact.asked["expandable"] else "none"
-                found[name] = fact.found
-    return found
 
 
 def storages(values: Any) -> "set[torch.UntypedStorage]":
