@@ -31,7 +31,7 @@ def test_each_run_is_a_line_over_the_length():
     figure = figures_05.over_length(predicted, "A title", "about")
     lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
     assert lines == [[(2048, 1), (4096, 2), (32768, 8)], [(2048, 0), (4096, 1), (32768, 7)]]
-    assert figure.rows[2] == ("LoRA", "0.0", "1.0", "7.0")
+    assert figure.rows[2] == ("LoRA", 0, 1, 7)
 
 
 def test_each_published_run_is_a_point_beside_the_band():

@@ -71,11 +71,10 @@ def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: s
     lengths = [*next(iter(predicted.values()))]
     rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
     with canvas(title, f"Lines that rise with the length. {title}.", about, rows) as ax:
-        lines = zip(predicted.items(), style.LINES, strict=False)
-        for (name, peaks), (colour, mark, dash) in lines:
+        for name, peaks in predicted.items():
             sizes = [size / GiB for size in peaks.values()]
-            rows.append((name, *(f"{size:.1f}" for size in sizes)))
-            ax.plot(lengths, sizes, dash, color=colour, marker=mark, label=name)
+            rows.append((name, *sizes))
+            ax.plot(lengths, sizes, marker="o", label=name)
         ax.set(xlabel="tokens", ylabel="peak, GiB", xticks=lengths, ylim=(0, None))
     return ax.figure
 
