@@ -66,9 +66,9 @@ def sizes(message: str) -> dict[str, float]:
 def diagnosis(message: str, recipe: Recipe, gpu: str) -> str:
     """Return what `vramlab explain` says, shortened: no list of tensors, no seconds."""
     lines = explain(message, recipe, gpu).lines
-    left_out = re.compile(r"predicted|why there|does not fit|  \d+ × ")
-    details = re.compile(r" \(.*\)|, (the same|another) training")
-    short = [details.sub("", line) for line in lines if not left_out.match(line)]
+    left_out = r"predicted|why there|does not fit|  \d+ × "
+    details = r" \(.*\)|, (the same|another) training"
+    short = [re.sub(details, "", line) for line in lines if not re.match(left_out, line)]
     return "\n".join(textwrap.fill(line, 88) for line in short)
 
 

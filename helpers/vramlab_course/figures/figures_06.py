@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from vramlab import MiB, Report
+from vramlab import GiB, MiB, Report
 from vramlab.interfaces.plot import canvas, style
 
 
@@ -40,4 +40,21 @@ def steps(reports: Mapping[str, Report], weights: float, title: str, about: str)
             ax.plot(places, sizes, label=name, marker="o", markevery=[turn])
         ax.axhline(weights, ls="--", color=style.INK, label="the weights in fp32")
         ax.set(xlabel="forward ● backward", xticks=[], ylabel="MiB", ylim=(0, None))
+    return ax.figure
+
+
+def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: str):
+    """Draw peaks in bytes over the length in tokens, a line for each run."""
+    lengths = [*next(iter(predicted.values()))]
+    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
+    said = f"Lines that rise with the length. {title}."
+    with canvas(title, said, about, rows) as ax:
+        for (name, peaks), (colour, mark, dash) in zip(
+            predicted.items(), style.LINES, strict=False
+        ):
+            sizes = [size / GiB for size in peaks.values()]
+            rows.append((name, *(f"{size:.1f}" for size in sizes)))
+            ax.plot(lengths, sizes, dash, color=colour, marker=mark, label=name)
+        ax.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+        ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
     return ax.figure
