@@ -80,12 +80,20 @@ def bars(groups: Mapping[str, Mapping], title: str, about: str, labels=("",), fo
         for what, sizes in group.items():
             left = 0
             for size, label, colour in zip(sizes, labels, COLOURS, strict=False):
-                drawn = ax.barh(len(rows), size, left=left, color=colour, label=label)
+                drawn = ax.barh(
+                    len(rows),
+                    size,
+                    left=left,
+                    color=colour,
+                    label=label,
+                )
                 left += size
             said = form.format(left)
             ax.bar_label(drawn, [said], padding=3, fontsize=8)
             rows.append((what, said))
-    ax.set_yticks(range(len(rows)), [what if said else "" for what, said in rows], fontsize=8)
+    # A group's name stands within the axes.
+    names = [what if said else "" for what, said in rows]
+    ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.tick_params(length=0)
     ax.set(xticks=[], ylim=(len(rows) - 0.4, 0.4))
     ax.margins(x=0.12)
