@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from vramlab import GiB
 from vramlab_course.chapters.chapter_05 import published
 from vramlab_course.figures import figures_05
 from vramlab_course.finetuning import recorded_sweep
@@ -21,17 +20,6 @@ def test_the_flow_names_the_sizes_of_each_matrix():
     wide, tall, *thin = sizes
     assert thin == pytest.approx([wide, tall * 8 / 512, wide * 8 / 1024, tall])
     assert figure.axes[0].get_aspect() * tall / wide == pytest.approx(512 / 1024)
-
-
-def test_each_run_is_a_line_over_the_length():
-    predicted = {
-        "all": {2048: GiB, 4096: 2 * GiB, 32768: 8 * GiB},
-        "LoRA": {2048: 0, 4096: GiB, 32768: 7 * GiB},
-    }
-    figure = figures_05.over_length(predicted, "A title", "about")
-    lines = [[*map(tuple, line.get_xydata())] for line in figure.axes[0].lines]
-    assert lines == [[(2048, 1), (4096, 2), (32768, 8)], [(2048, 0), (4096, 1), (32768, 7)]]
-    assert figure.rows[2] == ("LoRA", 0, 1, 7)
 
 
 def test_each_published_run_is_a_point_beside_the_band():

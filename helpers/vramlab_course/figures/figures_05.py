@@ -1,6 +1,6 @@
 """Drawings of chapter 05. Each function draws a figure and returns it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from vramlab import GiB
@@ -63,19 +63,6 @@ def flow(inputs: int, outputs: int, r: int):
         aspect = SCALE / HEIGHT * outputs / inputs  # a square matrix is drawn square
         ax.set(xlim=(-0.4, 11.7), ylim=(-0.8, 2.8), aspect=aspect)
         ax.axis("off")
-    return ax.figure
-
-
-def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: str):
-    """Draw peaks in bytes over the length, a line for each run."""
-    lengths = [*next(iter(predicted.values()))]
-    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
-    with canvas(title, f"Lines that rise with the length. {title}.", about, rows) as ax:
-        for name, peaks in predicted.items():
-            sizes = [size / GiB for size in peaks.values()]
-            rows.append((name, *sizes))
-            ax.plot(lengths, sizes, marker="o", label=name)
-        ax.set(xlabel="tokens", ylabel="peak, GiB", xticks=lengths, ylim=(0, None))
     return ax.figure
 
 
