@@ -67,14 +67,31 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         gc.unfreeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> None:
+def set_aside() -> None:
     """A simulation and a measurement collect first.
 
     What is loaded by now is set aside, so that this takes no time.
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    set_aside()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown() -> Generator:
+    """After a test that left many objects, which are mostly libraries', the next need not visit
+    them.
+    """
+    try:
+        return (yield)
+    finally:
+        newest, *older = gc.get_count()
+        if newest > 5000 or any(older):
+            set_aside()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,7 +32,7 @@ def allocations(
     """Of each storage that `function(*args)` and its backward pass make: bytes, operator, bytes
     alive after its birth.
     """
-    tracker = FakeTracker("cpu", keep_storage) if fake else Tracker("cpu")
+    tracker = FakeTracker(keep_storage) if fake else Tracker("cpu")
     tracker.claim_given(tensors_in([args, kwargs or {}]))
     if isinstance(function, torch.nn.Module):
         tracker.claim_given([*function.parameters(), *function.buffers()])

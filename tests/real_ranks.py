@@ -24,6 +24,7 @@ from vramlab.simulation.simulate import trace
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
+from vramlab.training.engines import deepspeed
 from vramlab.training.training import build
 from vramlab_course import training_on_rank
 from vramlab_course.collectives import Collectives
@@ -82,9 +83,11 @@ def when_asked(
 
 
 def preload(recipes: dict[str, Recipe], **others: Any) -> None:
-    """Import once what the ranks need."""
+    """Import once what the ranks need, DeepSpeed itself too; TRL would start a thread."""
     for recipe in recipes.values():
         preload_rank(recipe)
+        if recipe.sharding and recipe.sharding.engine == "deepspeed":
+            deepspeed.library()
 
 
 def work(

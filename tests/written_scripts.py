@@ -147,7 +147,7 @@ def _watch(step: int) -> Any:
             storages = [
                 storage for seen in getattr(wrapped, "seen_buckets", ()) if (storage := seen())
             ]
-            watched.tracker.claim_storages(storages, "workspace", "buckets")
+            watched.tracker.claim_buckets(storages)
 
     return Kept(step)
 

@@ -5,6 +5,7 @@ import re
 
 import nbformat
 import pytest
+from transformers import LlamaConfig
 from vramlab import LoRA, Quantization, Recipe, Sharding, simulate
 from vramlab.base.data import data_path
 from vramlab.recipe.options import Loop
@@ -91,12 +92,15 @@ def test_what_was_simulated_reaches_what_was_published():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "run", SIMULATED, ids=lambda run: f"{run['method']} {run['sharding']} {run['batch_size']}"
+    "run",
+    SIMULATED,
+    ids=lambda run: f"{run['model']} {run['method']} {run['sharding']} {run['batch_size']}",
 )
 def test_the_stored_simulation_is_made_again(run):
     lora = STORED["recipe"]["lora"]
+    sizes = STORED["models"].get(run["model"])
     recipe = Recipe(
-        run["model"],
+        LlamaConfig(**sizes) if sizes else run["model"],
         run["batch_size"],
         run["tokens"],
         STORED["recipe"]["precision"],
@@ -105,7 +109,9 @@ def test_the_stored_simulation_is_made_again(run):
         quantization=Quantization(double=True, prepare=False) if run["method"] == "qlora" else None,
         gradient_checkpointing=True,
         attn_implementation="sdpa",
-        sharding=Sharding(3 if run["sharding"] == "fsdp" else 0, 2, run["sharding"]),
+        sharding=Sharding(
+            3 if run["sharding"] == "fsdp" else 0, 2, run["sharding"], run["offload"]
+        ),
         loop=Loop("script", keep_outputs="step", outputs_to_fp32=False, max_grad_norm=None),
     )
     report = simulate(recipe, gpu="RTX 3090")

@@ -4,6 +4,7 @@ followed to the byte.
 
 import gc
 import json
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vramlab_course.chapters.chapter_04 import (
     followed,
     on_ranks,
     reduce_scatter,
+    seconds_of,
 )
 from vramlab_course.collectives import Collectives
 from vramlab_course.judges import judges_04
@@ -82,8 +84,6 @@ def test_a_rank_that_nobody_answers_does_not_wait_for_ever():
         if rank == 0:
             all_gather(torch.ones(1))
         else:
-            import time
-
             time.sleep(30)
 
     with pytest.raises(RankFailed, match="Timed out"):
@@ -93,6 +93,18 @@ def test_a_rank_that_nobody_answers_does_not_wait_for_ever():
 def test_a_process_apart_has_no_group_and_leaves_none():
     assert apart(dist.is_initialized) is False
     assert not dist.is_initialized()
+
+
+def test_steps_that_are_timed_take_turns_and_one_slow_turn_does_not_count():
+    turns = []
+
+    def late():
+        turns.append("late")
+        time.sleep(0.3 if len(turns) < 3 else 0)
+
+    first, second = seconds_of(late, lambda: turns.append("other"))
+    assert turns == ["late", "other"] * 5
+    assert first < 0.3 and second < 0.3
 
 
 def parts(report):

@@ -44,5 +44,11 @@ def test_the_parts_at_the_peak_are_all_of_it():
     stays, rest = list(parts.values())[:2], list(parts.values())[2:]
     assert list(parts)[:2] == ["optimizer states", "parameters"]
     assert stays + rest == sorted(stays, reverse=True) + sorted(rest, reverse=True)
-    figure = figures_00.whole(parts, "a title", "about")
-    assert figure.rows[-1][0] == "together" and len(figure.rows) == len(parts) + 2
+
+
+def test_each_peak_is_a_bar_of_its_parts():
+    peaks = {"all": Bytes(GiB, 2 * GiB, activations=3 * GiB), "LoRA": Bytes(GiB)}
+    figure = figures_00.stacked(peaks, 5 * GiB, "a title", "about")
+    assert figure.rows[1:] == [("all", "6.0"), ("LoRA", "1.0")]
+    ends = [bar.get_x() + bar.get_width() for bar in figure.axes[0].patches]
+    assert ends == [1, 1, 3, 6, 1, 1, 1, 1]  # parameters, states, gradients, and the rest

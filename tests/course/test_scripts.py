@@ -1,7 +1,6 @@
 """The scripts that chapters print whole: they train, and say what the chapter says of them."""
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,9 @@ import nbformat
 import pytest
 import settings
 import torch
-from bitsandbytes.nn import Linear4bit
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from vramlab import plan
 from vramlab_course import look
-from vramlab_course.base_model import base_model_folder, load_base_model, load_base_tokenizer
-from vramlab_course.finetuning import adapted
+from vramlab_course.base_model import base_model_folder, load_base_model
 
 
 def notebook_of(number: str) -> nbformat.NotebookNode:
@@ -29,32 +25,6 @@ def scripts(number: str) -> Iterator[str]:
     for cell in notebook_of(number).cells:
         if cell.cell_type == "markdown":
             yield from re.findall(r"```python\n(.*?)```", cell.source, re.DOTALL)
-
-
-def test_the_lines_of_chapter_06_load_what_its_program_saves(tmp_path, monkeypatch):
-    """The program is `plan`'s, and tests/planning trains with it."""
-    base = str(base_model_folder())
-    asked = {"seq_len": 128, "global_batch": 4, "method": "qlora", "confirm": False}
-    plan(base, "T4", **asked).write(tmp_path / "train_qlora.py")
-    model = adapted(load_base_model(), r=16)
-    for name, part in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.constant_(part, 0.01)
-    model.peft_config["default"].base_model_name_or_path = base
-    model.save_pretrained(tmp_path / "out")
-    load_base_tokenizer().save_pretrained(tmp_path / "out")
-    (lines,) = (script for script in scripts("06") if "QUANTIZATION" in script)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # the program sets its card
-    names = {}
-    # A CPU multiplies no fp16 codes.
-    exec(lines.replace("dtype = QUANTIZATION.bnb_4bit_compute_dtype", "dtype = torch.float32"),
-         {"torch": torch}, names)  # fmt: skip
-    layers = [module for module in names["model"].modules() if isinstance(module, Linear4bit)]
-    assert len(layers) == 4 * 7 and all(each.weight.dtype == torch.uint8 for each in layers)
-    adapters = [part for name, part in names["model"].named_parameters() if "lora_B" in name]
-    assert len(adapters) == len(layers) and all((part == 0.01).all() for part in adapters)
 
 
 def test_the_callback_of_chapter_07_leaves_a_trace_and_a_snapshot(tmp_path, monkeypatch, capsys):

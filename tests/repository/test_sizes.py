@@ -13,7 +13,7 @@ HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
     "vramlab": 312_750,
-    "vramlab_course": 79_600,
+    "vramlab_course": 80_000,
 }
 PACKAGES = {
     "interfaces",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import reprlib
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -38,15 +39,14 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
 
     Raises ReportError, which names the place by `where`.
     """
-    origin = get_origin(kind)
-    inner = get_args(kind)
+    origin, inner, has_fields = _parts_of(kind)
     if kind is Any or (value is None and NoneType in inner):
         return value
     if origin is UnionType:  # a number or an object, or None
         objects = [each for each in inner if dataclasses.is_dataclass(each)]
         is_object = isinstance(value, dict) and objects
         return decode(objects[0] if is_object else inner[0], value, where)
-    if dataclasses.is_dataclass(kind):
+    if has_fields:
         return _decode_fields(kind, _typed(value, dict, where), where)
     if origin is dict:
         decoded = {}
@@ -73,7 +73,7 @@ def _decode_fields(
     where: str,
 ) -> Any:
     """Return a dataclass of the JSON object with its `fields`; `Bytes` may say their sum."""
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    types, required = _fields_of(kind)
     extra = {"total"} if _has_sum(kind) else set()
     # A field that nobody knows may be a slip in the name of one that matters.
     unknown = sorted(fields.keys() - types.keys() - extra)
@@ -89,10 +89,7 @@ def _decode_fields(
             f"{where}.{name}".lstrip("."),
         )
     total = values.pop("total", None)
-    missing = []
-    for field in dataclasses.fields(kind):
-        if _is_required(field) and field.name not in values:
-            missing.append(field.name)
+    missing = [name for name in required if name not in values]
     if missing:
         raise ReportError(f"{where or 'A report'} lacks {', '.join(missing)}.")
     made = kind(**values)
@@ -103,9 +100,22 @@ def _decode_fields(
     return made
 
 
-def _is_required(field: dataclasses.Field) -> bool:
-    missing = dataclasses.MISSING
-    return field.default is missing and field.default_factory is missing
+@cache
+def _parts_of(kind: Any) -> tuple[Any, tuple, bool]:
+    """Return what a type is of, such as dict, its arguments, and whether it is a dataclass."""
+    return get_origin(kind), get_args(kind), dataclasses.is_dataclass(kind)
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the types of a dataclass's fields by name, and the names of those without a default.
+
+    A card's records are a hundred thousand objects of a few kinds.
+    """
+    fields = dataclasses.fields(kind)
+    # Without a default both are MISSING.
+    required = [field.name for field in fields if field.default is field.default_factory]
+    return {field.name: field.type for field in fields}, required
 
 
 def _typed(value: Any, kind: type, where: str) -> Any:

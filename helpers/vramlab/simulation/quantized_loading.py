@@ -159,7 +159,7 @@ def _load(
     from transformers import core_model_loading as loader
 
     models.make_code_table()
-    tracker = FakeTracker("cpu")
+    tracker = FakeTracker()
     tracker.round_to = UNIT if target == "cuda" else 1
     model = models.meta_model(base)
     tied = model.all_tied_weights_keys

@@ -444,7 +444,7 @@ def make_tracker(
     kernels: CudaKernels | None,
 ) -> FakeTracker:
     """Return a tracker for fake tensors that knows rounding and scratch of CUDA's `kernels`."""
-    tracker = FakeTracker("cpu", keep_storage)
+    tracker = FakeTracker(keep_storage)
     if training.device.index is not None:  # another is the host's
         tracker.only_device = training.device
     if kernels:

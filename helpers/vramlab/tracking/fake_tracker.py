@@ -58,12 +58,8 @@ class FakeTracker(Tracker):
     # torch.compile compiles inside (`simulation/compiled.py`)
     ignore_compile_internals = staticmethod(lambda: True)
 
-    def __init__(
-        self,
-        device: str = "cpu",
-        keep_storage: Callable[..., None] | None = None,
-    ) -> None:
-        super().__init__(device)
+    def __init__(self, keep_storage: Callable[..., None] | None = None) -> None:
+        super().__init__("cpu")
         self.keep_storage = keep_storage
         self.values: KnownValues | None = None
 

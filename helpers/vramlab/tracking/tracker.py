@@ -170,16 +170,12 @@ class Tracker(RunningModules, EventLog, of_torch.TorchDispatchMode):
                 storage.category = category or implied
                 self.given.append(storage)
 
-    def claim_storages(
-        self,
-        storages: Iterable[torch.UntypedStorage],
-        category: str,
-        where: str,
-    ) -> None:
-        """Log storages that no tensor is known of."""
+    def claim_buckets(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Log DDP's buckets, storages that no tensor is known of."""
         for handle in storages:
             size = handle.nbytes()
-            self._log_birth(handle, Storage(self._round(size), size, category, "given", where))
+            bucket = Storage(self._round(size), size, "workspace", "given", "buckets")
+            self._log_birth(handle, bucket)
 
     def is_on_host(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Tell whether there are any `tensors`, and all are marked as the host's."""

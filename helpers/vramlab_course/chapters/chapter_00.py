@@ -1,9 +1,11 @@
 """Chapter 00: what recipes take of a card, and what an out-of-memory message says."""
 
 import json
+import re
+import textwrap
 from collections.abc import Mapping
 
-from vramlab import LoRA, Quantization, predict, step_time
+from vramlab import LoRA, Quantization, explain, predict, step_time
 from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces.messages import read_message
@@ -59,6 +61,15 @@ def sizes(message: str) -> dict[str, float]:
     said["cached"] = said.get("unallocated", 0)
     names = ["asked", "total", "free", "process", "allocated", "cached"]
     return {name: said[name] / GiB for name in names}
+
+
+def diagnosis(message: str, recipe: Recipe, gpu: str) -> str:
+    """Return what `vramlab explain` says, shortened: no list of tensors, no seconds."""
+    lines = explain(message, recipe, gpu).lines
+    left_out = r"predicted|why there|does not fit|  \d+ × "
+    details = r" \(.*\)|, (the same|another) training"
+    short = [re.sub(details, "", line) for line in lines if not re.match(left_out, line)]
+    return "\n".join(textwrap.fill(line, 88) for line in short)
 
 
 def write_samples(path: str, characters: int = 0) -> None:

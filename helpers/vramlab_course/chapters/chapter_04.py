@@ -1,6 +1,7 @@
 """What chapter 04's cells share.
 
-That is ranks that run a function of the notebook, two collectives, and a step that is followed.
+That is ranks that run a function of the notebook, two collectives, and a step that is followed or
+timed.
 
 Ranks are forked, so that they may run functions which a reader has just written. Where there is a
 GPU, a process that ran a backward pass cannot fork such ranks any more (autograd has started
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -161,6 +163,15 @@ def all_gather(part: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.contiguous())
     return torch.cat(parts)
+
+
+def seconds_of(*steps: Callable) -> torch.Tensor:
+    """The median seconds of each step, over five turns.
+
+    They take turns because other work on the machine then slows all of them.
+    """
+    turns = [[timeit(step, number=1) for step in steps] for _ in range(5)]
+    return torch.tensor(turns).median(0).values
 
 
 def followed(

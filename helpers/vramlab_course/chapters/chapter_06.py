@@ -1,12 +1,20 @@
-"""Chapter 06: what a 4-bit model stores, and its steps' peaks and speeds as tables."""
+"""Chapter 06: peaks and speeds of 4-bit models as tables, and what they take on a T4."""
 
+import re
 from collections.abc import Mapping
-from statistics import mean, stdev
 from typing import Any
 
-from vramlab import GiB, Recipe, measure, predict
+from vramlab import GiB, Recipe, Report, measure, predict, simulate
 from vramlab.hardware.gpu import Gpu
 from vramlab.report.report import text_table
+
+# What the cast changes at a peak, by how a report's groups of tensors read.
+CHANGES = {
+    "MLPs: gate, up, activation": r"by (add|silu) in .*mlp",
+    "head's bf16 copy": r"bfloat16 .* by _to_copy in .*lm_head",
+    # Adapters share the product that ends a norm or an MLP, or each copies its input.
+    "adapters' inputs": r"by mul in .*(norm|mlp)|×\d+×\d+\] by _to_copy in .*lora_A",
+}
 
 
 def predicted_and_recorded(cases: Mapping[str, Recipe], card: Gpu) -> str:
@@ -20,21 +28,26 @@ def predicted_and_recorded(cases: Mapping[str, Recipe], card: Gpu) -> str:
     return text_table(rows, ".2f")
 
 
-def stored_numbers(recipe: Recipe) -> tuple[int, int, int]:
-    """How many numbers of QLoRA's model are stored in 4 bits, in 16 bits, and as adapters.
+def peak_in_parts(reports: Mapping[str, Report], unit: int, heading: str) -> str:
+    """A table of what the cast changes at each report's peak, and of all else."""
+    rows: dict[str, list] = {}
+    for report in reports.values():
+        parts = {"parameters": report.peak.parameters}
+        for part, pattern in CHANGES.items():
+            groups = [each for each in report.largest if re.search(pattern, str(each))]
+            parts[part] = sum(each.count * each.size for each in groups)
+        parts["all else"] = report.peak.total - sum(parts.values())
+        for part, size in {**parts, "sum": report.peak.total}.items():
+            rows.setdefault(part, [part]).append(size / unit)
+    return text_table([(heading, *reports), *rows.values()], ".2f")
 
-    bitsandbytes quantizes the linear layers but the output head.
-    """
-    shape = recipe.shape
-    head = f"{shape.head}.weight"
-    coded = sum(w.size for w in shape.weights() if w.kind == "linear" and w.name != head)
-    pairs = shape.lora_targets(recipe.lora.target_modules)
-    adapters = sum(recipe.lora.r * (inputs + outputs) for _, inputs, outputs in pairs)
-    return coded, shape.num_parameters - coded, adapters
 
-
-def seed_by_seed(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The mean difference of two of `recorded_quality`'s runs, ± its deviation over the seeds."""
-    pairs = zip(one["seeds"], other["seeds"], strict=True)
-    differences = [bits - bits_of_other for bits, bits_of_other in pairs]
-    return f"{mean(differences):+.4f} ± {stdev(differences):.4f} bits"
+def t4_needs(recipe: Recipe, bases: Mapping[str, Any], card: Gpu) -> dict[str, Any]:
+    """What a process takes by simulation with each base, at two lengths."""
+    needs = {}
+    for tokens in (2048, 4096):
+        for name, base in bases.items():
+            run = recipe.replace(seq_len=tokens, quantization=base)
+            seen = simulate(run, gpu=card, expandable_segments=True)
+            needs[f"{name}, {tokens:,} tokens"] = seen.process
+    return needs

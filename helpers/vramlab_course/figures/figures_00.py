@@ -1,6 +1,6 @@
 """Chapter 00's pictures: why a run that passed its first step dies in the second.
 
-A second one shows what is alive at its peak.
+Another shows what of a peak stays and what comes and goes.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces.plot import style
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.report import GiB, Report, TensorGroup
+from vramlab.report.report import Bytes, GiB, Report, TensorGroup
 from vramlab.simulation.simulate import trace
 
 COMES_AND_GOES = {"facecolor": "#C8C8C8", "linewidth": 0}
@@ -42,29 +42,16 @@ def two_steps(
         ax.fill_between(x, parameters, **looks["parameters"])
         top = max(total)
         place = (x[total.index(top)] + 0.03, top - 0.5)
-        ax.annotate(
-            f"{top:.2f} GiB: the loss",
-            place,
-            fontweight="bold",
-        )
+        ax.annotate(f"{top:.2f} GiB: the loss", place, fontweight="bold")
         states = f"{base[0] - parameters[0]:.2f}"
         rows.append((str(n + 1), states, f"{top:.2f}"))
     limit = room / GiB
     ax.axhline(limit, color=style.ALARM, linestyle="--")
-    ax.annotate(
-        f"a T4's {limit:.2f} GiB",
-        (0.01, limit + 0.3),
-        color=style.ALARM,
-    )
     # `x` and `total` are still the second step's.
     died = next(place for place, size in zip(x, total, strict=True) if size > limit)
-    ax.annotate(
-        "dies here",
-        (died - 0.03, limit + 0.3),
-        ha="right",
-        color=style.ALARM,
-    )
     ax.plot(died, limit, "X", color=style.ALARM, markersize=10)
+    for said, place in {f"a T4's {limit:.2f} GiB": 0.01, "dies here": died - 0.28}.items():
+        ax.annotate(said, (place, limit + 0.3), color=style.ALARM)
     # The update is the bump between the hills: gradients are still there when the states come.
     words = {
         f"parameters: {parameters[0]:.1f} GiB": (1.5, parameters[0] / 2),
@@ -122,30 +109,23 @@ def _part(group: TensorGroup, vocabulary: int) -> str:
 
 
 @style.styled()
-def whole(parts: Mapping[str, int], title: str, about: str):
-    """Return a figure of all parts as bars: what stays, and below it what comes and goes."""
+def stacked(peaks: Mapping[str, Bytes], room: int, title: str, about: str):
+    """Return a figure of each peak as a bar of its parts, with a line at `room` bytes."""
     figure, ax = style.start(title, about)
-    looks = style.look([*STAYS.values()])
-    rows = [("part", "GiB")]
-    for name, size in parts.items():
-        look = looks.get(STAYS.get(name), COMES_AND_GOES)
-        bar = ax.barh(name, size / GiB, **look)
-        rows.append((name, f"{size / GiB:.2f}"))
-        ax.bar_label(bar, [rows[-1][1]], padding=4)
-    total = sum(parts.values())
-    stays = sum(parts[name] for name in STAYS)
-    # In the free room of the figure, beside each group's shortest bar.
-    for group, size, y in (("stays", stays, 1), ("comes and goes", total - stays, 6)):
-        said = f"{group}: {size / GiB:.2f} GiB"
-        ax.annotate(
-            said,
-            (5, y),
-            ha="right",
-            va="center",
-            fontweight="bold",
-        )
-    rows.append(("together", f"{total / GiB:.2f}"))
-    ax.set(xlabel="GiB", xlim=(0, 5.4))
+    looks = style.look(["parameters", "optimizer_states", "gradients"])
+    rows = [("peak", "GiB")]
+    for name, peak in peaks.items():
+        end = 0.0
+        for kind, look in looks.items():
+            size = getattr(peak, kind) / GiB
+            ax.barh(name, size, left=end, label=kind.replace("_", " "), **look)
+            end += size
+        total = peak.total / GiB
+        rest = ax.barh(name, total - end, left=end, label="comes and goes", **COMES_AND_GOES)
+        rows.append((name, f"{total:.1f}"))
+        ax.bar_label(rest, [rows[-1][1]], padding=4)
+    ax.axvline(room / GiB, color=style.ALARM, linestyle="--", label="room for tensors")
+    ax.set(xlabel="GiB", xlim=(0, 20))
     ax.invert_yaxis()
     ax.grid(False)
     return style.finish(figure, rows, f"Bars. {title}.", say_rows=True)

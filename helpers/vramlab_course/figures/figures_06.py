@@ -1,12 +1,10 @@
-"""Drawings of chapter 06, and the parts of a peak."""
+"""Drawings of chapter 06."""
 
 from collections.abc import Mapping, Sequence
 
-from vramlab import MiB, Recipe, Report
-from vramlab.hardware.gpu import Gpu
+import numpy as np
+from vramlab import GiB, MiB, Report
 from vramlab.interfaces.plot import canvas, style
-
-from .figures_00 import OTHERS, parts_at_peak
 
 
 def one_block(weights: Sequence[float], levels: Sequence[float]):
@@ -28,7 +26,7 @@ def one_block(weights: Sequence[float], levels: Sequence[float]):
 
 
 def steps(reports: Mapping[str, Report], weights: float, title: str, about: str):
-    """Draw MiB over the allocations of a step: a line for each report, dashed the `weights`."""
+    """Draw MiB over a step, its phases equally wide: a line each, dashed the `weights`."""
     rows = [("MiB", "highest in forward", "at its end", "highest in backward")]
     alt = f"Lines over one step. {title}."
     with canvas(title, alt, about, rows) as ax:
@@ -38,17 +36,25 @@ def steps(reports: Mapping[str, Report], weights: float, title: str, about: str)
             rows.append((name, *(moment.total / MiB for moment in moments)))
             sizes = [moment.bytes.total / MiB for moment in report.timeline]
             turn = sum(moment.phase == "forward" for moment in report.timeline)
-            ax.plot(sizes, label=name, marker="o", markevery=[turn])
+            places = np.interp(range(len(sizes)), (0, turn, len(sizes) - 1), (0, 1, 2))
+            ax.plot(places, sizes, label=name, marker="o", markevery=[turn])
         ax.axhline(weights, ls="--", color=style.INK, label="the weights in fp32")
-        ax.set(xlabel="allocations in order; ●: backward begins", ylabel="MiB", ylim=(0, None))
+        ax.set(xlabel="forward ● backward", xticks=[], ylabel="MiB", ylim=(0, None))
     return ax.figure
 
 
-def peak_in_parts(recipe: Recipe, card: Gpu) -> dict[str, int]:
-    """`parts_at_peak` and their sum, with the copies of adapters' inputs in one part."""
-    parts = parts_at_peak(recipe, card)
-    # It counts such copies as attention, and those that adapters share as norms.
-    parts["attention, norms, adapters' inputs"] = parts.pop("attention") + parts.pop(OTHERS)
-    parts["the loss, optimizer states"] = parts.pop("the loss") + parts.pop("optimizer states")
-    parts["sum"] = sum(parts.values())
-    return parts
+def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: str):
+    """Draw peaks in bytes over the length in tokens, a line for each run."""
+    lengths = [*next(iter(predicted.values()))]
+    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
+    said = f"Lines that rise with the length. {title}."
+    with canvas(title, said, about, rows) as ax:
+        for (name, peaks), (colour, mark, dash) in zip(
+            predicted.items(), style.LINES, strict=False
+        ):
+            sizes = [size / GiB for size in peaks.values()]
+            rows.append((name, *(f"{size:.1f}" for size in sizes)))
+            ax.plot(lengths, sizes, dash, color=colour, marker=mark, label=name)
+        ax.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+        ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
+    return ax.figure

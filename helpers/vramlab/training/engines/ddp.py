@@ -73,7 +73,7 @@ class DDP(ShardedEngine):
     @contextlib.contextmanager
     def follow(self, training: Training, tracker: Any) -> Iterator[None]:
         """Name the buckets, and those that the second step's forward pass makes anew."""
-        tracker.claim_storages(self._live_buckets(), "workspace", "buckets")
+        tracker.claim_buckets(self._live_buckets())
         yield
         for handle in self._live_buckets():
             storage = tracker.live.get(address_of(handle))
