@@ -140,19 +140,6 @@ def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
 NF4 = normal_float()
 
 
-def zero_point(numbers: Tensor, block_size: int = 64) -> Tensor:
-    """`numbers` as 16 even levels from a block's least to its largest number give them back.
-
-    A code stands for zero, which has to lie within a block's numbers.
-    """
-    blocks = numbers.reshape(-1, block_size)
-    low, high = blocks.aminmax(dim=1)
-    gaps = (high - low).clamp(min=1e-30) / 15
-    zeros = (-low / gaps).round().int()
-    found = torch.fake_quantize_per_channel_affine(blocks, gaps, zeros, 0, 0, 15)
-    return found.reshape(numbers.shape)
-
-
 def mxfp4(numbers: Tensor, block_size: int = 32) -> Tensor:
     """`numbers` as MXFP4 gives them back: fp4, and a power of two for each block.
 

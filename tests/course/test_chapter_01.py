@@ -2,15 +2,17 @@
 number.
 """
 
+import gc
 import math
 import time
+import weakref
 
 import pytest
 import torch
 from vramlab_course.base_model import load_base_model
-from vramlab_course.chapters.chapter_01 import best_seconds, continued
+from vramlab_course.chapters.chapter_01 import best_seconds, continued, size_and_bits
 from vramlab_course.number_formats import E2M1, E4M3FN
-from vramlab_course.quantizers import fp8, mxfp4, nvfp4, zero_point
+from vramlab_course.quantizers import fp8, mxfp4, nvfp4
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -57,17 +59,10 @@ def test_fp8_uses_its_whole_range(numbers):
     ).all()
 
 
-def test_a_zero_point_gives_sixteen_levels_from_least_to_largest_and_zero():
-    steps = torch.arange(-5.0, 11.0)
-    numbers = torch.cat([steps.repeat(4), 3 * steps.repeat(4)])
-    assert torch.allclose(zero_point(numbers), numbers)
-    assert torch.allclose(zero_point(numbers + 0.4 * (numbers == 2)), numbers)
-
-
 @pytest.mark.parametrize("way", [mxfp4, nvfp4, fp8])
 def test_zeros_come_back_as_zeros(way):
     numbers = torch.zeros(4, 64)
-    assert not way(numbers).any() and not zero_point(numbers).any()
+    assert not way(numbers).any()
     numbers[1] = 1.0
     assert torch.equal(way(numbers), numbers)
 
@@ -82,3 +77,21 @@ def test_a_beginning_is_continued_by_the_likeliest_tokens():
 def test_of_several_runs_the_shortest_counts():
     pauses = iter([0.02, 0.002, 0.02])
     assert 2 <= 1e3 * best_seconds(lambda: time.sleep(next(pauses)), times=2) < 20
+
+
+def test_a_model_is_measured_window_by_window_and_freed():
+    made = []
+
+    def load(config):
+        model = load_base_model()
+        model.get_memory_footprint = lambda: config
+        made.append(weakref.ref(model))
+        return model
+
+    windows = torch.arange(60).reshape(3, 1, 20)
+    size, bits = size_and_bits(load, 5, windows)
+    assert size == 5 and bits.shape == (3,)
+    loss = load_base_model()(input_ids=windows[1], labels=windows[1]).loss.item()
+    assert bits[1].item() == pytest.approx(loss / math.log(2))
+    gc.collect()
+    assert made[0]() is None

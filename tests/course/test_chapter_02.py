@@ -1,8 +1,10 @@
-"""What chapter 02's picture calls the tensors that a layer keeps, against what autograd saves."""
+"""Chapter 02: the tensors that a layer keeps, against what autograd saves, and the page's rows."""
 
 import pytest
 import torch
+from vramlab import GiB, Recipe
 from vramlab_course.base_model import load_base_model
+from vramlab_course.chapters.chapter_02 import given, parts
 from vramlab_course.figures import figures_02
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
@@ -48,8 +50,33 @@ def test_the_figure_shows_each_size():
         figures_02.layer(range(16), "a title", "about")
 
 
-def test_the_highest_bar_of_each_group_is_orange():
-    figure = figures_02.bars({"a": {"x": 3, "y": 1}, "b": {"x": 1, "y": 2}}, "a title", "about")
-    orange = [patch.get_facecolor() for patch in figure.axes[0].patches]
-    assert orange[0] == orange[3] != orange[1] == orange[2]
-    assert "b: ; x: 1.0; y: 2.0." in figure.alt
+def test_a_bar_is_a_stack_of_its_sizes():
+    groups = {"a": {"x": (3, 1)}, "b": {"y": (0, 2)}}
+    figure = figures_02.bars(groups, "a title", "about", ("below", "above"))
+    below, above = figure.axes[0].patches[:2]
+    assert (below.get_x(), below.get_width(), above.get_x(), above.get_width()) == (0, 3, 3, 1)
+    assert "b: ; y: 2.0." in figure.alt
+
+
+def recipe_1b(**options):
+    return Recipe("llama-3.2-1b", 4, 1024, "bf16-mixed", "adamw_torch").replace(**options)
+
+
+def test_fp32_weights_add_copies_to_the_page():
+    plain, mixed = (given(recipe_1b(dtype=d), lambda s, e: 7) for d in ("bfloat16", None))
+    assert plain.copies == 0
+    assert mixed.copies == plain.weights == mixed.weights / 2 == mixed.gradients / 2
+    layers, width = 16, 2048
+    assert mixed.layers - plain.layers == layers * 10 * width
+    kept = given(recipe_1b(gradient_checkpointing=True), lambda s, e: 7)
+    assert kept.layers == layers * 4 * width
+
+
+def test_the_parts_of_a_moment_are_what_it_adds():
+    recipe = recipe_1b(dtype="bfloat16")
+    page = given(recipe, lambda s, e: 7)
+    added = [page.tokens * (page.layers + 5), 0, page.gradients + 6, 2 * page.gradients]
+    found = parts(recipe, lambda s, e: 7, added)
+    assert [*found] == ["1 loss", "3 end of backward", "4 update"]
+    assert found["1 loss"] == (4096 * page.layers / GiB, 4096 * 5 / GiB)
+    assert found["4 update"] == (page.gradients / GiB, page.gradients / GiB)

@@ -165,6 +165,8 @@ QWEN3_MOE = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 
+FLINT = QWEN3_MOE | {"model_type": "flint", "mlp_only_layers": [0]}
+
 
 @pytest.mark.parametrize(
     "family", ["llama", "opt", "qwen3_moe"]
@@ -226,6 +228,20 @@ def test_t5_keeps_one_matrix_in_fp32_under_fp16():
         if "DenseReluDense" in name
     }
     assert dtypes == {"wi": torch.float16, "wo": torch.float32}
+
+
+def test_what_stays_in_fp32_is_what_from_pretrained_leaves_so(tmp_path):
+    """A pattern in `_keep_in_fp32_modules_strict` may have dots: Flint's `gate.weight`."""
+    import transformers
+
+    ours = build_model(Recipe(FLINT, seq_len=8, precision="bf16-true"))
+    ours.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found, expected = (
+        {name: p.dtype for name, p in model.named_parameters()} for model in (ours, theirs)
+    )
+    assert found == expected
+    assert found["model.layers.1.mlp.gate.weight"] == torch.float32
 
 
 def test_an_error_of_transformers_is_one_sentence():

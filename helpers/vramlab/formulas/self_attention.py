@@ -15,7 +15,7 @@ Modules = dict[str, str]  # role in a layer to the module's name
 
 # The transformers from which a cache has values in their own dtype (`DynamicLayer.update`). Until
 # then it had them in that of the keys, which autocast leaves in fp32 where they are rotated.
-VALUES_OF_THEIR_OWN = (5, 24)
+VALUES_OF_THEIR_OWN = [5, 24]
 
 
 class SelfAttention:
@@ -228,5 +228,4 @@ def _values_of_their_own() -> bool:
     release = installed("transformers")
     if release is None:
         return False
-    major, minor = release.split(".")[:2]
-    return (int(major), int(minor)) >= VALUES_OF_THEIR_OWN
+    return [int(part) for part in release.split(".")[:2]] >= VALUES_OF_THEIR_OWN

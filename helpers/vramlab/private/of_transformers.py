@@ -64,12 +64,12 @@ def undivided_kinds(model: Any) -> tuple[str, ...]:
 
 
 def kept_in_fp32(model: Any) -> list[str]:
-    """Return parts of names of modules that are in fp32 where the model is in fp16."""
+    """Return patterns of names of weights that are in fp32 where the model is in fp16."""
     return list(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
 def always_kept_in_fp32(model: Any) -> list[str]:
-    """Return parts of names of modules that are in fp32 in any model of half precision."""
+    """Return patterns of names of weights that are in fp32 in any model of half precision."""
     return list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 

@@ -8,6 +8,7 @@ a checkpoint; fake under `FakeTensorMode`.
 import contextlib
 import dataclasses
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -125,11 +126,11 @@ def meta_model(recipe: Recipe) -> Model:
         return model
     # transformers keeps these modules in fp32 whatever dtype is asked for, the second list for fp16
     # alone.
-    kept = set(of_transformers.always_kept_in_fp32(model))
+    kept = of_transformers.always_kept_in_fp32(model)
     if dtype == torch.float16:  # T5's `wo`
-        kept |= set(of_transformers.kept_in_fp32(model))
+        kept += of_transformers.kept_in_fp32(model)
     for name, parameter in model.named_parameters():
-        if kept.intersection(name.split(".")):
+        if any(re.search(part, name) for part in kept):
             parameter.data = parameter.data.float()
     return model
 

@@ -1,14 +1,20 @@
 """Chapter 01: what a model writes and needs, and a network too deep for fp16."""
 
+import gc
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from transformers.utils import logging
+from vramlab import GiB, Quantization, Recipe, measure
 
 from ..base_model import bits_per_byte, load_base_tokenizer
+from ..published import timed_on
 
 
 def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
@@ -53,6 +59,38 @@ def windows_of(text: str, name: str) -> Tensor:
     # The last window would be shorter, so it is left out.
     windows = ids.unfold(1, length, length)
     return windows.transpose(0, 1)
+
+
+def size_and_bits(
+    load: Callable[[object], Any], config: object, windows: Tensor
+) -> tuple[int, Tensor]:
+    """Bytes of the weights that `load` gives for `config`, and bits a token of each window.
+
+    The bytes are without NF4's scales, 3 % of them.
+    """
+    logging.disable_progress_bar()
+    # What an earlier call loaded leaves the card, or both are there at once.
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = load(config)
+    with torch.no_grad():
+        losses = [model(input_ids=each, labels=each).loss.item() for each in windows]
+    return model.get_memory_footprint(), torch.tensor(losses) / math.log(2)
+
+
+def updates(run: Recipe, packed: Quantization) -> list[tuple]:
+    """GiB allocated and seconds of an update in 16 bits and `packed`: H200, and a 7B on a T4."""
+    rows = []
+    for batch in (1, 4):
+        whole = run.replace(batch_size=batch, precision="bf16-mixed", dtype="bfloat16")
+        kinds = whole, whole.replace(quantization=packed)
+        seen = [measure(kind, recorded=True) for kind in kinds]
+        sizes = [each.peak.total / GiB for each in seen]
+        name = f"H200, 8B, {batch} × 1,024 tokens"
+        rows.append((name, *sizes, *(each.speed.median for each in seen)))
+    t4 = next(run for run in timed_on("T4") if run.recipe.model == "qwen2.5-7b")
+    rows.append(("T4, 7B, prepared, 1 × 1,024", "too large", t4.allocated / GiB, "", t4.seconds))
+    return rows
 
 
 def best_seconds(work: Callable[[], object], times: int = 3) -> float:

@@ -1,8 +1,10 @@
-"""Chapter 02: the rows that its page of a Llama's peak reads from a recipe."""
+"""Chapter 02: what its page of a Llama's peak reads from a recipe, and what it adds up to."""
 
 from types import SimpleNamespace
 
-from vramlab import Recipe
+from vramlab import GiB, Recipe
+
+MOMENTS = ("1 loss", "2 last layer again", "3 end of backward", "4 update")
 
 
 def given(recipe: Recipe, layer_bytes) -> SimpleNamespace:
@@ -12,14 +14,19 @@ def given(recipe: Recipe, layer_bytes) -> SimpleNamespace:
     """
     s = recipe.shape
     e = 4 if recipe.precision == "fp32" else 2
-    weights = e * s.num_parameters
+    # bf16=True leaves weights in fp32, if they are loaded so.
+    stored = 4 if recipe.precision == "bf16-mixed" and not recipe.dtype else e
+    weights = stored * s.num_parameters
     gradients = 0 if recipe.lora else weights
     in_pieces = recipe.trainer == "sft" or recipe.use_liger_kernel
-    each = e * s.hidden_size if recipe.gradient_checkpointing else layer_bytes(s, e)
+    each = stored * s.hidden_size
+    if not recipe.gradient_checkpointing:
+        each = layer_bytes(s, e) + 5 * (stored - e) * s.hidden_size  # norms give out fp32
     return SimpleNamespace(
         e=e,
         tokens=recipe.batch_size * recipe.seq_len,
         weights=weights,
+        copies=(stored - e) * s.num_parameters,
         gradients=gradients,
         # An embedding that is also the head adds its two gradients into a third.
         tied=2 * e * s.vocab_size * s.hidden_size if s.tied and gradients else 0,
@@ -27,3 +34,15 @@ def given(recipe: Recipe, layer_bytes) -> SimpleNamespace:
         layers=s.num_layers * each,
         logits=0 if in_pieces else 12 * s.vocab_size,
     )
+
+
+def parts(recipe: Recipe, layer_bytes, added) -> dict:
+    """Return for each moment at which something is `added` what that is, in GiB."""
+    page = given(recipe, layer_bytes)
+    layers = page.tokens * page.layers
+    base = [layers, layers, page.gradients, page.gradients]
+    return {
+        moment: (below / GiB, (more - below) / GiB)
+        for moment, below, more in zip(MOMENTS, base, added, strict=True)
+        if more
+    }

@@ -1,12 +1,12 @@
 """Chapter 02's pictures: a peak from close by, what a Llama layer keeps, and four moments."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from operator import add
 
-from vramlab import Report
+from vramlab import MiB, Report
 from vramlab.interfaces.plot import style
 from vramlab.interfaces.plot.splits import layers, split_of
+from vramlab.report.report import text_table
 
 NEAR = 15  # allocation events on either side of the peak
 
@@ -24,11 +24,12 @@ KEPT = {
     "norm 2": NORM,
     "feed-forward": ("gate", "SiLU of the gate", "up", "SiLU × up"),
 }
-COLOURS = ("#56B4E9", "#0072B2", "#56B4E9", "#D55E00")  # of the four parts
+COLOURS = ("#56B4E9", "#D55E00")  # of a bar's parts
 
 
 def close_up(figure, report: Report):
     """Add the events around the peak to a figure of `report`'s timeline in MiB, as an inset."""
+    figure.axes[0].set_xlabel("allocations and releases of the step, in their order")
     high = max(report.timeline, key=lambda moment: moment.bytes.total)
     near = [moment for moment in report.timeline if abs(moment.index - high.index) < NEAR]
     x = range(len(near))
@@ -43,6 +44,14 @@ def close_up(figure, report: Report):
     ax.set_title("the peak from close by", fontsize=9)
 
 
+def peak_table(report: Report) -> str:
+    """Return what each category has at the peak, in MiB."""
+    rows = [(f"at the peak, in {report.peak_phase}", "MiB")]
+    for name in ("parameters", "gradients", "optimizer_states", "activations", "temporaries"):
+        rows.append((name, getattr(report.peak, name) / MiB))
+    return text_table(rows, form=".1f")
+
+
 def layer(sizes: Sequence[int], title: str, about: str):
     """Return a figure of a layer from top to bottom, with the bytes a token of each tensor kept.
 
@@ -51,34 +60,42 @@ def layer(sizes: Sequence[int], title: str, about: str):
     left = iter(sizes)
     parts = {}
     for part, names in KEPT.items():
-        own = {name: next(left) for name in names}
-        parts[f"{part}: together {sum(own.values()):,}"] = own
-    return bars(parts, title, about, "{:,.0f}", COLOURS)
+        own = {name: (next(left),) for name in names}
+        parts[f"{part}: together {sum(map(sum, own.values())):,}"] = own
+    return bars(parts, title, about, form="{:,.0f}")
 
 
 @style.styled()
-def bars(groups: Mapping[str, Mapping], title: str, about: str, form="{:.1f}", colours=()):
+def bars(groups: Mapping[str, Mapping], title: str, about: str, labels=("",), form="{:.1f}"):
     """Return a figure of bars in named groups from top to bottom: their names, and sizes.
 
-    Without `colours` of the groups the highest bar of each is orange.
+    A bar is a stack of sizes, a label each.
     """
     figure, ax = style.start(title, about)
     figure.set_figheight(6)
     rows = [("bars", "")]
-    ticks = []
-    for name, colour in zip_longest(groups, colours):
-        ax.text(0, len(ticks), f" {name}", va="center", fontsize=9, fontweight="bold")
-        ticks.append("")
+    for name, group in groups.items():
+        ax.text(0, len(rows), f" {name}", va="center", fontsize=9, fontweight="bold")
         rows.append((name, ""))
-        for what, size in groups[name].items():
-            usual = "#D55E00" if size == max(groups[name].values()) else "#56B4E9"
-            drawn = ax.barh(len(ticks), size, color=colour or usual)
-            ax.bar_label(drawn, fmt=form, padding=3, fontsize=8)
-            ticks.append(what)
-            rows.append((what, form.format(size)))
-    ax.set_yticks(range(len(ticks)), ticks, fontsize=8)
+        for what, sizes in group.items():
+            left = 0
+            for size, label, colour in zip(sizes, labels, COLOURS, strict=False):
+                drawn = ax.barh(
+                    len(rows),
+                    size,
+                    left=left,
+                    color=colour,
+                    label=label,
+                )
+                left += size
+            said = form.format(left)
+            ax.bar_label(drawn, [said], padding=3, fontsize=8)
+            rows.append((what, said))
+    # A group's name stands within the axes.
+    names = [what if said else "" for what, said in rows]
+    ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.tick_params(length=0)
-    ax.set(xticks=[], ylim=(len(ticks) - 0.4, -0.6))
+    ax.set(xticks=[], ylim=(len(rows) - 0.4, 0.4))
     ax.margins(x=0.12)
     ax.grid(visible=False)
     return style.finish(figure, rows, f"{title}.", say_rows=True)
