@@ -10,6 +10,7 @@ from textwrap import indent
 import nbformat
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import (
     AutoModelForCausalLM,
@@ -123,7 +124,7 @@ def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pyte
 
 
 @pytest.mark.slow
-def test_the_printed_pipeline_trains_all_layers_of_a_stack_that_does_not_divide(
+def test_the_printed_pipeline_trains_adapters_of_a_stack_that_does_not_divide(
     pytestconfig, tmp_path
 ):
     torch.manual_seed(0)
@@ -137,18 +138,20 @@ def test_the_printed_pipeline_trains_all_layers_of_a_stack_that_does_not_divide(
     arguments[at + 1 : at + 3] = ["3", "2"]
     found = losses(changed(arguments, model=str(folder), lr="1e-3"))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(0)
-    ids = torch.randint(1000, (4, 256))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     alone = []
-    for _ in range(5):
-        loss = model(input_ids=ids, labels=ids).loss
+    for ids in 5 * [torch.randint(1000, (4, 256))]:
+        losses_of_parts = [model(input_ids=part, labels=part).loss for part in ids.split(1)]
+        loss = torch.stack(losses_of_parts).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        alone.append(f"{loss.item():.4f}")
+        alone.append(loss.item())
     assert len(set(alone)) == 5
-    assert found == alone
+    assert [float(each) for each in found] == pytest.approx(alone, abs=2e-4)
 
 
 class Recorded(PipelineStage):

@@ -121,11 +121,13 @@ def test_the_timeline_follows_the_order_that_it_is_given():
 def test_the_picture_of_the_ways_draws_what_its_table_says():
     ways = Ways(token=1.72 / 2048, link=3.4e9)
     figure = ways_to_cut(ways, "Ways", "made up")
-    labels = [line.get_label() for line in figure.axes[0].lines]
-    assert labels == [*(row[0] for row in figure.rows[1:]), "LoRA: published", "QLoRA: published"]
+    upper, lower = (ax.lines for ax in figure.axes)
+    names = [line.get_label() for line in (*upper[:2], *lower)]
+    assert names == [row[0] for row in figure.rows[1:]]
+    assert [line.get_label() for line in upper[2:]] == ["LoRA: published", "QLoRA: published"]
     drawn = [
         [f"{y:.2f}" for x, y in line.get_xydata() if round(x) in (2048, 8192, 32_768)]
-        for line in figure.axes[0].lines[:5]
+        for line in (*upper[:2], *lower)
     ]
     assert [[f"{more} ×" for more in line] for line in drawn] == [
         list(row[1:]) for row in figure.rows[1:]

@@ -1,14 +1,24 @@
-"""Train a model as a pipeline, one stage a rank (chapter 09).
+"""Train a model's LoRA adapters as a pipeline, one stage a rank (chapter 09).
 
     torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.pipe --layers 2 2
 
 For two machines with one card each, type on both, in place of --standalone: --nnodes 2
---nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint FIRST:29500. Trains in fp32, five steps. A
-head that shares the embedding's weights becomes a copy with weights of its own.
+--nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint FIRST:29500. Five steps, with checkpointing.
+The model's own weights are frozen, in bf16; adapters are fp32.
 
 To train on your data, copy this file and put your token numbers into `batches`: at least one
 sample for each micro-batch, all batches of one shape and the same on all ranks. To keep the result,
-let each rank end with torch.save(model.state_dict(), f"stage{rank}.pt").
+let each rank end with
+
+    for layer in model.base.layers:
+        trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        torch.save(trained, f"layer{layer.self_attn.layer_idx}.pt")
+
+One process then makes `whole` and `adapted` as `main` does, and collects all files:
+
+    for number, layer in enumerate(whole.model.layers):
+        layer.load_state_dict(torch.load(f"layer{number}.pt"), strict=False)
+    adapted.save_pretrained("adapter")
 """
 
 import argparse
@@ -47,11 +57,12 @@ class Stage(torch.nn.Module):
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of the next tokens, in the last stage."""
-    return torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:])
+    return torch.nn.functional.cross_entropy(logits[:, :-1].mT.float(), ids[:, 1:])
 
 
 def main() -> None:
     """Train this rank's stage; the last rank prints the losses."""
+    from peft import LoraConfig, get_peft_model
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +70,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(base_model_folder()))
     parser.add_argument("--layers", type=int, nargs="+", required=True, help="of each stage")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=1e-4)
     given = parser.parse_args()
     cards = torch.cuda.is_available()
     dist.init_process_group("nccl" if cards else "gloo")
@@ -68,15 +79,17 @@ def main() -> None:
     if cards:
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
-    whole = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    torch.manual_seed(0)  # all ranks draw the same adapters and tokens
+    whole = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    adapted = get_peft_model(whole, LoraConfig(r=16, target_modules="all-linear"))
+    adapted.gradient_checkpointing_enable()
     world = dist.get_world_size()
     if (len(given.layers), sum(given.layers)) != (world, len(whole.model.layers)):
         parser.error(f"--layers: {world} numbers with a sum of {len(whole.model.layers)}")
-    model = Stage(whole, given.layers, rank).to(device)
+    model = Stage(whole, given.layers, rank).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
     stage = PipelineStage(model, rank, world, device)
     schedule = Schedule1F1B(stage, given.micro_batches, loss_fn=loss_of)
-    torch.manual_seed(0)  # all ranks draw the same tokens
     batches = 5 * [torch.randint(1000, (given.micro_batches, 256), device=device)]
     for ids in batches:
         first = [ids] if rank == 0 else []  # the others take what the stage before gives

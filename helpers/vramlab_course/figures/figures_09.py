@@ -321,36 +321,38 @@ def pipeline(
 def ways_to_cut(ways: Ways, title: str, about: str):
     """Return a figure of how many times its computing a step takes, over the tokens of a rank.
 
-    Dots are Answer.AI's runs on two RTX 3090.
+    Above is FSDP, where dots are Answer.AI's runs on two RTX 3090; below are the cuts, with LoRA.
     """
-    figure, ax = style.start(title, about)
+    figure, (upper, lower) = style.start(title, about, rows=2, sharex=True)
     tokens = [1024 * 2 ** (eighth / 8) for eighth in range(49)]
-    lines = {
-        "FSDP, LoRA, nothing hidden": (ways.unhidden, "-"),
-        "FSDP, LoRA, best case": (ways.hidden, "--"),
-        "FSDP, QLoRA, nothing hidden": (partial(ways.unhidden, method="qlora"), "-"),
-        "tensor": (ways.tensor, "-."),
-        "pipeline": (ways.pipeline, ":"),
+    published = {
+        "FSDP, LoRA, nothing hidden": (ways.unhidden, "#0072B2", "-"),
+        "FSDP, QLoRA, nothing hidden": (partial(ways.unhidden, method="qlora"), "#009E73", "-."),
     }
-    colours = [*(colour for colour, *_ in style.LINES), "#777777"]
+    possible = {
+        "FSDP, LoRA, best case": (ways.hidden, "#D55E00", "--"),
+        "tensor": (ways.tensor, "#CC79A7", "-."),
+        "pipeline": (ways.pipeline, "#777777", ":"),
+    }
     rows = [("a step takes", *(f"{each:,} tokens a rank" for each in SHOWN))]
-    for (name, (line, look)), colour in zip(lines.items(), colours, strict=True):
-        ax.plot(tokens, [line(each) for each in tokens], look, color=colour, label=name)
-        rows.append((name, *(f"{line(each):.2f} ×" for each in SHOWN)))
+    for ax, panel in zip((upper, lower), (published, possible), strict=True):
+        for name, (line, colour, look) in panel.items():
+            ax.plot(tokens, [line(each) for each in tokens], look, color=colour, label=name)
+            rows.append((name, *(f"{line(each):.2f} ×" for each in SHOWN)))
     said = []
     for method, marker, batches in (("LoRA", "o", (1, 4, 6)), ("QLoRA", "s", (1, 4, 10))):
         steps = [fsdp_step("RTX 3090", method.lower(), batch) for batch in batches]
         dots = [(each.tokens, each.seconds / each.computing) for each in steps]
         name = f"{method}: published"
-        ax.plot(*zip(*dots, strict=True), marker, color=style.INK, label=name)
+        upper.plot(*zip(*dots, strict=True), marker, color=style.INK, label=name)
         said += [f"{name} {more:.2f} × with {at:,}" for at, more in dots]
     # Forward is a third of the computing, and hides its gathering last.
     enough = 3 * gathered("lora") / ways.link / ways.token
-    ax.text(enough, 0.9, f"↑ {enough:,.0f} tokens", fontsize=8.5)
-    ax.set(xscale="log", ylim=(0.85, 4), ylabel="step time (1 × = its computing alone)")
-    ax.set_xlabel("tokens of a rank in one pass")
+    lower.text(enough, 0.65, f"↑ {enough:,.0f} tokens", fontsize=8.5)
+    upper.set(xscale="log", ylim=(0.85, 4), ylabel="as published")
+    lower.set(ylim=(0.5, 4), ylabel="other ways", xlabel="tokens of a rank in one pass")
     marks = [2**power for power in range(10, 17)]
-    ax.set_xticks(marks, [f"{mark:,}" for mark in marks])
-    ax.minorticks_off()
+    lower.set_xticks(marks, [f"{mark:,}" for mark in marks])
+    lower.minorticks_off()
     alt = f"Lines and dots. {title}. {about}. {', '.join(said)}."
     return style.finish(figure, rows, alt, say_rows=True)
