@@ -154,7 +154,12 @@ def steps(
             # Runs whose losses alone differ have nearly as many: the fewest are the layers'.
             layers = min(other for _, _, other in passes if other > 0.95 * backward)
             events = [m.index for m in step]
-            edges = [events[0], events[0] + share * layers, events[-1] - layers, events[-1]]
+            edges = [
+                events[0],
+                events[0] + share * layers,
+                events[-1] - layers,
+                events[-1],
+            ]
             x = np.interp(events, edges, [0, 0.35, 0.37, 1])
             sizes = [m.bytes.total / unit for m in step]
             (line,) = ax.plot(x, sizes, style, label=" ".join((*row, name_of)))
@@ -200,8 +205,19 @@ def pairings_off(off: list[float], title: str, about: str) -> Any:
     alt = f"A histogram. {title}. {said}."
     with plot.canvas(title, alt, about, [("gradients off by, %", "pairings"), *rows]) as ax:
         ax.hist(off, edges, rwidth=0.92)
-        ax.text(2.5, 1.3, "as many labels in each pair", rotation=90, ha="center")
-        ax.axvline(off[0], color="black", ls="--", label="in order of length")
+        ax.text(
+            2.5,
+            1.3,
+            "as many labels in each pair",
+            rotation=90,
+            ha="center",
+        )
+        ax.axvline(
+            off[0],
+            color="black",
+            ls="--",
+            label="in order of length",
+        )
         ax.set(
             xlabel="gradients off by, %",
             ylabel="ways to deal the samples",
