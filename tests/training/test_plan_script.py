@@ -622,6 +622,20 @@ def test_samples_longer_than_a_row_are_joined_whole(base, tmp_path):
     assert all(max(row["labels"]) >= 0 for row in of_chats), "the loss of others is 0/0"
 
 
+def test_a_twentieth_is_evaluated_and_of_much_a_hundred(base, tmp_path):
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    written(base, tmp_path, method="full", precisions="fp32")
+    program = runpy.run_path(str(tmp_path / "train.py"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    asked = SimpleNamespace(data="train.jsonl", keep=None, seed=0)
+    for there, evaluated in {10: 1, 60: 3, 2_100: 100}.items():
+        data = Dataset.from_dict({"text": ["for each"] * there})
+        found = [len(part) for part in program["parts"](asked, tokenizer, data)]
+        assert found == [there - evaluated, evaluated]
+
+
 def test_of_texts_all_counts_and_chats_need_a_template(base, tmp_path):
     written(base, tmp_path, method="full", precisions="fp32")
     program = runpy.run_path(str(tmp_path / "train.py"))
