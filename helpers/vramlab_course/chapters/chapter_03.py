@@ -164,13 +164,27 @@ def steps(
             sizes = [m.bytes.total / unit for m in step]
             (line,) = ax.plot(x, sizes, style, label=" ".join((*row, name_of)))
         weights = step[0].bytes.parameters / unit
-        ax.fill_between(x, weights, sizes, color=line.get_color(), alpha=0.2)
-        ax.axhline(weights, color="#767676", label=f"weights {weights:.1f}")
+        ax.fill_between(
+            x,
+            weights,
+            sizes,
+            color=line.get_color(),
+            alpha=0.2,
+        )
+        ax.axhline(
+            weights,
+            color="#767676",
+            label=f"weights {weights:.1f}",
+        )
         height, at = max(zip(sizes[-90:], x[-90:], strict=True))
         ax.text(at, height, "a layer\nruns again\n", ha="center")
         if card:
             room = card.total / unit
-            ax.axhline(room, color="#B00020", label=f"{card.name} {room:.1f}")
+            ax.axhline(
+                room,
+                color="#B00020",
+                label=f"{card.name} {room:.1f}",
+            )
         ax.set(
             ylabel=f"{name_of} alive",
             xlim=(0, 1),
