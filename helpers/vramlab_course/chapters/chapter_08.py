@@ -101,11 +101,12 @@ def recorded(plan: vramlab.Recipe) -> Rows:
 def by_trl() -> Rows:
     """Two QLoRA runs' reserved peaks, as `predict` says and TRL's authors published, as a table."""
     stored = json.loads(data_path("elsewhere/trl_sft.json").read_text(encoding="utf-8"))
-    rows: Rows = [("card", "model", "reserved, predicted", "published, GiB")]
+    rows: Rows = [("card", "model", "GiB: at least", "likely", "at most", "published")]
     for run in stored["runs"]:
         recipe = vramlab.Recipe(**run["recipe"])
         said = vramlab.predict(recipe, gpu=run["gpu"]).reserved
-        rows.append((run["gpu"], recipe.name, str(said), run["published"]["reserved_peak_gib"]))
+        sizes = [size / GiB for size in (said.low, said.value, said.high)]
+        rows.append((run["gpu"], recipe.name, *sizes, run["published"]["reserved_peak_gib"]))
     return rows
 
 
@@ -254,24 +255,13 @@ def is_right(head: str, asked: str) -> bool:
     return bool(parameter and result) and plain == asked
 
 
-def load(name: str) -> Any:
-    """A model on this machine's device, to be asked: by its name on the hub, or by its folder.
-
-    The folder may be that of an adapter.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")  # in evaluation mode
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def count_right(model: str, heads: list[str]) -> int:
     """How many heads a chat model gives their types and leaves else as they are.
 
-    `model` is as for `load`.
+    `model` is a name on the hub or a folder, which may be that of an adapter.
     """
     asked = [untyped(head) for head in heads]
-    return sum(map(is_right, choose(model).answers(load(model), asked), asked))
+    return sum(map(is_right, choose(model).answers(model, asked), asked))
 
 
 @dataclass(frozen=True)
@@ -322,8 +312,16 @@ class Learner:
             enable_thinking=False,  # or Qwen3 would think aloud first
         )
 
-    def answers(self, model: Any, heads: list[str], told: str = "") -> list[str]:
-        """The head that the model makes of each head without types, after what it is `told`."""
+    def answers(self, name: str, heads: list[str], told: str = "") -> list[str]:
+        """The head that a model makes of each head without types, after what it is `told`.
+
+        `name` is this learner's, or the folder of what was made of it, as for `count_right`. The
+        model is loaded to the GPU if there is one, and forgotten.
+        """
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")  # in evaluation mode
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         prompts = [self.prompt(head, told) for head in heads]
         given = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         given = given.to(model.device)
@@ -332,6 +330,8 @@ class Learner:
         made = model.generate(**given, max_new_tokens=40, do_sample=False, **stop)
         new = made[:, given["input_ids"].shape[1] :]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        del model
+        torch.cuda.empty_cache()  # a training needs the card's memory
         return list(map(self.head_in, texts, heads))
 
     def head_in(self, made: str, head: str) -> str:

@@ -33,8 +33,9 @@ NO_MOUNTS = "this machine allows no mounts"
 APART = 0x10000000 | 0x00020000  # sched.h: CLONE_NEWUSER, CLONE_NEWNS
 TOKENS = 2048  # of a micro-batch, and of a published sample
 ADAPTERS = 6_815_744  # LoRA of rank 16 on two matrices in each layer of Llama 3.1 8B
-TEST = "-m torch.distributed.run --standalone --nproc_per_node 2 -m "
-TEST += "vramlab_course.chapters.two_ranks"
+TEST = (
+    "-m torch.distributed.run --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks"
+)
 
 
 def two_cards(
@@ -52,14 +53,14 @@ def two_cards(
         (
             "two micro-batches",
             "one card, ms",
-            "two, hiding nothing, ms",
-            "speed-up",
-            "DDP's at best",
+            "two, exchange after, ms",
+            "times as fast",
+            "DDP's best",
         )
     ]
     for name, weights, trained, times in (
-        ("0.6B in fp32", small, small, 1),
-        ("fp32, an exchange for 8", small, small, 8),
+        ("0.6B, an exchange each", small, small, 1),
+        ("0.6B, an exchange for 8", small, small, 8),
         ("8B by LoRA", big + ADAPTERS, ADAPTERS, 1),
     ):
         forward = TOKENS * 2 * weights / speed
@@ -107,8 +108,7 @@ def published_step(
         batch_size=samples,
         offload=offload,
     )
-    of_a_sample = whole["step"] / whole["batch_size"]
-    return cut["step"], samples * of_a_sample
+    return cut["step"], samples * whole["step"] / whole["batch_size"]
 
 
 def two_gpus() -> dict[str, Any] | None:
@@ -214,6 +214,6 @@ def recorded_sensors(gpu: str) -> list[Reading]:
                 tokens = recipe["batch_size"] * recipe["seq_len"]
                 speed = round(tokens / median(fact.found["seconds"]))
                 watts, clock = (round(median(fact.found[name])) for name in ("power", "clock"))
-                reasons = ", ".join(fact.found["throttle"]) or "nothing"
-                rows.append(Reading(recipe["model"], speed, watts, clock, reasons))
+                held_by = ", ".join(fact.found["throttle"]) or "nothing"
+                rows.append(Reading(recipe["model"], speed, watts, clock, held_by))
     return sorted(rows, key=lambda row: row.watts)

@@ -56,14 +56,13 @@ def cloud(
         for name, row in marked.items():
             place = row[1][1] / GiB, row[0]
             ax.plot(*place, "o", color=style.INK)
-            up = 10 if row[0] in best else -20  # a label on the line would hide it
+            up = 10 if row[0] in best else -22  # a label on the line would hide it
             ax.annotate(
                 name,
                 place,
                 (0, up),
                 textcoords="offset points",
                 ha="center",
-                bbox=style.PATCH,
             )
         ax.axvline(
             usable / GiB,
@@ -94,7 +93,7 @@ def timed() -> dict[str, list[tuple[Timed, float]]]:
 
 def errors(by_card: Mapping[str, Sequence[tuple[Timed, float]]], title: str):
     """Draw `timed` runs by how many times as long as estimated they took, the two plans filled."""
-    about = "a dot: a step's recorded seconds over its estimated ones"
+    about = "a mark: a step's recorded seconds over its estimated ones"
     cards = " and ".join(by_card)
     alt = f"{title}. In lines by card and method, {about}."
     with canvas(title, alt, f"{cards} · {about}") as ax:

@@ -32,9 +32,20 @@ ROUNDS = {
 
 def ring(title: str):
     """Return a figure of an all-reduce of four cards: the piece that each sends, round by round."""
-    about = "what each card sends to the next, and card 3 to card 0 · piece, and how many cards' "
-    about += "gradients are added up in it"
-    return handed_on(title, about, ["card 0", "card 1", "card 2", "card 3"], "ABCD", ROUNDS)
+    figure = handed_on(
+        title,
+        "what each card sends: a piece, and how many cards' gradients it adds up",
+        ["card 0", "card 1", "card 2", "card 3"],
+        "ABCD",
+        ROUNDS,
+    )
+    [ax] = figure.axes
+    # Card 3's arrows leave on the right and come in on the left.
+    for x in (0.1, 4.1):
+        for y in range(-4, 1):
+            ax.annotate("", (x, y - 0.25), (x - 0.35, y), arrowprops={"arrowstyle": "->"})
+    ax.set_xlim(-0.3, 4.15)
+    return figure
 
 
 @style.styled()
@@ -44,18 +55,17 @@ def ways(rates: Mapping[str, str], title: str):
     rows = [("way", "GB/s"), *rates.items()]
     drawn = zip(rates.items(), WAYS, NAMES, style.LINES, strict=False)
     for (name, rate), path, place, (colour, _, line) in drawn:
-        at_end = {
-            "marker": ">",
-            "markersize": 10,
-            "markevery": [-1],
-        }
-        ax.plot(*zip(*path, strict=True), line, color=colour, linewidth=2.5, **at_end)
+        ax.plot(
+            *zip(*path, strict=True),
+            line,
+            color=colour,
+            linewidth=2.5,
+            marker=">",
+            markersize=10,
+            markevery=[-1],
+        )
         ax.text(*place, f"{name}: {rate}", color=colour, ha="center", bbox=style.PATCH)
-    frame = {
-        "facecolor": style.FAINT,
-        "edgecolor": style.INK,
-        "boxstyle": "round,pad=0.6",
-    }
+    frame = {"facecolor": style.FAINT, "boxstyle": "round,pad=0.6"}
     for name, place in PLACES.items():
         ax.text(*place, name, ha="center", va="center", bbox=frame)
     ax.margins(0.12)
