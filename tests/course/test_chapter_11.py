@@ -1,7 +1,8 @@
-"""What chapter 11's cells share: published runs, what a loader fills, recorded sensors."""
+"""What chapter 11's cells share: published runs, what a loader fills, the sheet."""
 
 import inspect
 import shutil
+from statistics import median
 
 import nbformat
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed.fsdp import _limiter_utils
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from vramlab import Recipe, find_gpu
 from vramlab.hardware.links import pcie_bandwidth
+from vramlab.measurement.records import measurements_folder, read_records
 from vramlab_course.chapters import chapter_11
 from vramlab_course.chapters.chapter_04 import RankFailed
 
@@ -68,7 +70,7 @@ def test_the_published_link_is_found_twice(chapter):
         sent = layers * {"lora": 2, "qlora": 0.5}[run["method"]] / 1e9
         others.append(round(sent / (run["step"] - computing), 1))
         if (run["method"], run["tokens"]) == ("lora", 512):
-            assert f"{run['step']:.1f} and {sent / run['step']:.1f}" == "5.1 and 2.6"
+            assert round(run["step"], 1) == 5.1 and 2.5 < sent / run["step"] < 2.6
     assert sorted(others) == [1.9, 2.4, 2.6, 2.8, 3.0, 3.4, 3.4, 3.4]
     assert _limiter_utils._FreeEventQueue()._max_num_inflight_all_gathers == 2
 
@@ -81,14 +83,15 @@ def test_what_gpt2_sent_by_copies(chapter):
     assert f"itself takes {by_nvlink:.3f} a step" in chapter
 
 
-def test_the_formula_of_offloading_reaches_the_published_step():
+def test_the_formula_of_offloading_reaches_the_published_step(chapter):
     step, computing = chapter_11.published_step("RTX 4090", "lora", 10, "parameters")
     tokens = 10 * 2048
     speed = 6 * Recipe("llama-2-7b").shape.num_parameters * tokens / computing
     equal = 2 * speed / (3 * 0.83 * pcie_bandwidth("4.0 x16"))
     assert round(speed / 1e12) == 97 and round(equal, -1) == 2470
-    assert round(speed / find_gpu("RTX 4090").flops("bf16"), 2) == 0.59
-    assert step / computing == pytest.approx(1 + equal / tokens, rel=0.02)
+    assert f"1 + 2,470 / 20,480 = {1 + equal / tokens:.2f} times" in chapter
+    said = f"took {step:.1f} seconds, of which {computing:.1f} are computing"
+    assert f"{said}: {step / computing:.2f} times" in chapter
 
 
 def test_what_a_published_run_costs(chapter):
@@ -112,7 +115,7 @@ def test_what_a_published_run_costs(chapter):
     electricity = 2 * 375 * own["seconds"] / 3.6e6 * 0.30
     assert f"{rent:.1f} and {electricity:.2f}" == "2.9 and 0.27"
     runs = 4000 / (rent - electricity)
-    assert round(runs, -2) == 1500 and round(runs * own["seconds"] / 86400) == 78
+    assert round(runs, -1) == 1530 and round(runs * own["seconds"] / 86400) == 78
 
 
 @pytest.mark.parametrize(
@@ -139,11 +142,36 @@ def test_only_that_process_has_the_small_one():
     assert size() == before
 
 
-def test_recorded_sensors_are_of_one_card_by_watts():
-    rows = chapter_11.recorded_sensors("H200")
-    assert [row.model for row in rows] == ["gpt2", "llama-3.2-1b", "llama-3.1-8b"]
-    assert all(0 < row.watts <= 700 for row in rows)
-    assert chapter_11.recorded_sensors("T4") == []
+def test_the_recorded_sensors_of_section_4(chapter):
+    for path in measurements_folder().glob("*.json"):
+        for fact in read_records(path).facts.values():
+            is_plain = not fact.asked.get("expandable")
+            if fact.found.get("power") and is_plain and "H200" in fact.environment["gpu"]:
+                found = fact.found
+                watts, clock = median(found["power"]), median(found["clock"])
+                held_by = ", ".join(found["throttle"]) or "nothing"
+                model = fact.asked["recipe"]["model"]
+                row = f"{model:<16}{watts:.0f}   {clock:,.0f}   {held_by}"
+                assert f"\n{row}\n" in chapter
+    assert round(1 - 1845 / 1980, 2) == 0.07
+
+
+def test_the_sheet_worries_where_section_1_does():
+    """A desktop card copies; an exchange of a tenth leaves two cards 2 × 0.9 times as fast."""
+
+    def equal(speed, bus):
+        return 2 * speed / (3 * bus)
+
+    rows = chapter_11.sheet("RTX 4090", None, None, 64, equal)
+    assert rows[1][1:3] == (pytest.approx(12.9, abs=0.05), "predicted, RTX 4090")
+    assert rows[1][4].startswith("under 24:")
+    speed = 0.4 * find_gpu("RTX 4090").flops("bf16")
+    found = chapter_11.two_cards(speed, 24.2e9, lambda size, gpus: size)
+    assert found[2][3] == pytest.approx(1.8, abs=0.001)
+    assert chapter_11.sheet("H200", None, None, 64, equal)[1][1] == 360
+    rows = chapter_11.sheet("RTX 4090", {"link_gb_per_second": 5.0}, (5e9, 2e13), 64, equal)
+    assert [row[1] for row in rows[1:]] == [5, 5, pytest.approx(10667, abs=1), 64]
+    assert [row[2] for row in rows[1:]] == ["measured"] * 4
 
 
 def test_fsdp_of_one_process_copies_in_the_computing_stream():

@@ -1,6 +1,6 @@
-"""What chapter 11's cells share: bytes between two cards, the bus, sensors, and a data loader.
+"""What chapter 11's cells share: bytes between two cards, the bus, a data loader, and a sheet.
 
-Some are of this machine, some recorded, and some published (`data/elsewhere/answer_ai.json`). The
+Some are of this machine, and some published (`data/elsewhere/answer_ai.json`). The
 loader also runs with a /dev/shm of its own, as small as in a container.
 """
 
@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterable
 from math import ceil
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from vramlab import Recipe
+from vramlab import Recipe, find_gpu
 from vramlab.base.data import data_path
-from vramlab.measurement.records import measurements_folder, read_records
+from vramlab.hardware.links import pcie_bandwidth
+from vramlab.planning.step_traffic import link_of
 from vramlab.report.report import MiB
 
 from .chapter_01 import best_seconds
@@ -193,27 +193,48 @@ def ending(batches: Callable[[], Iterable], mib: int) -> str:
         return str(error).splitlines()[-1]
 
 
-class Reading(NamedTuple):
-    """What a recorded run's sensors said: medians of W and MHz, and what held the clock back."""
+def sheet(
+    name: str,
+    link: dict[str, Any] | None,
+    mine: tuple[float, float] | None,
+    mib: float,
+    equal_tokens: Callable[[float, float], float],
+) -> list[tuple]:
+    """Return the rows of a machine's sheet, predicted for the card `name` unless they are given.
 
-    model: str
-    speed: int  # tokens a second
-    watts: int
-    clock: int
-    held_by: str
-
-
-def recorded_sensors(gpu: str) -> list[Reading]:
-    """Return the sensors of each run that was recorded on a card with `gpu` in its name, by W."""
-    rows = []
-    for path in sorted(measurements_folder().glob("*.json")):
-        for fact in read_records(path).facts.values():
-            is_plain = not fact.asked.get("expandable")
-            if fact.found.get("power") and is_plain and gpu in fact.environment["gpu"]:
-                recipe = fact.asked["recipe"]
-                tokens = recipe["batch_size"] * recipe["seq_len"]
-                speed = round(tokens / median(fact.found["seconds"]))
-                watts, clock = (round(median(fact.found[name])) for name in ("power", "clock"))
-                held_by = ", ".join(fact.found["throttle"]) or "nothing"
-                rows.append(Reading(recipe["model"], speed, watts, clock, held_by))
-    return sorted(rows, key=lambda row: row.watts)
+    `link`: by `two_gpus`; `mine`: by `bus_and_speed`; `mib`: the size of /dev/shm. With a link
+    slower than "worry if", section 1's exchange for 8 micro-batches takes a tenth of the step.
+    """
+    card = find_gpu(name)
+    line = pcie_bandwidth(card.pcie)
+    bus, speed = mine or (0.83 * line, 0.4 * card.flops("fp16"))
+    rate, shares = link_of(card)
+    way = link["link_gb_per_second"] if link else rate * shares[0] / 1e9
+    predicted = f"predicted, {name}"
+    by_bus = "measured" if mine else predicted
+    slow = 9 * 4 * speed / (8 * TOKENS * 6) / 1e9  # of a weight: 4 bytes, 6 operations a token
+    return [
+        ("your sheet", "found", "by", "elsewhere", "worry if"),
+        (
+            "two GPUs: link, GB/s",
+            way,
+            "measured" if link else predicted,
+            "3.2: two TITAN RTX",
+            f"under {slow:.0f}: 8 × 2,048 tokens",
+        ),
+        (
+            "weights from RAM, GB/s",
+            bus / 1e9,
+            by_bus,
+            "52: an H200",
+            f"under {line / 2e9:.0f}: half the lanes",
+        ),
+        (
+            "offloading adds 1/4: tokens",
+            4 * equal_tokens(speed, bus),
+            by_bus,
+            "20,000: an H200",
+            "you have fewer",
+        ),
+        ("/dev/shm, MiB", mib, "measured", "64: Docker", "loaders fill more"),
+    ]
