@@ -15,6 +15,7 @@ from vramlab_course.base_model import load_base_model
 from vramlab_course.chapters.chapter_10 import (
     cache_row,
     cached_by,
+    grpo_memory,
     grpo_reports,
     holders,
     largest_made,
@@ -167,6 +168,13 @@ def test_the_loss_goes_backward_first():
         timeline.append(SimpleNamespace(phase=phase, bytes=SimpleNamespace(total=total)))
     found = two_moments(SimpleNamespace(timeline=timeline))
     assert found == {"a layer, backward": 8, "the loss, backward": 7}
+
+
+def test_the_cache_of_grpo_is_looked_for_before_training():
+    end, peak = SimpleNamespace(activations=1), SimpleNamespace(activations=2)
+    phases = {"load": SimpleNamespace(end=end), "backward": SimpleNamespace(peak=peak)}
+    watched = SimpleNamespace(report=lambda: SimpleNamespace(phases=phases))
+    assert grpo_memory(watched) == (1, 2)
 
 
 @pytest.mark.slow

@@ -102,6 +102,13 @@ def holders(split: Bytes, own: int) -> dict[str, int]:
     return named | {"work memory": split.total - sum(named.values())}
 
 
+def grpo_memory(watched: Any) -> tuple[int, int]:
+    """Return the activations in GRPO as training begins, and the most while it goes backward."""
+    phases = watched.report().phases
+    # "load" is what comes before the forward pass that autograd follows: sampling, too.
+    return phases["load"].end.activations, phases["backward"].peak.activations
+
+
 def grpo_reports(recipe: Recipe, card: Gpu, share: float) -> list[Report]:
     """Return the reports of `recipe` alone, and with vLLM awake and asleep in training.
 

@@ -9,17 +9,7 @@ from vramlab.interfaces.plot.splits import draw_limit
 from vramlab.report.report import GiB
 
 # What is on the card at a moment, and the category whose look each has.
-HELD = {
-    "weights and inputs": "parameters",
-    "a layer, backward": "gradients",
-    "the loss, backward": "activations",
-    "kept": "parameters",
-    "model and optimizer": "parameters",
-    "vLLM's weights": "workspace",
-    "KV cache": "kv_cache",
-    "work memory": "buffers",
-    "for a moment": "activations",
-}
+HELD = {"kept": "parameters", "for a moment": "activations"}
 LENGTHS = tuple(2**power for power in range(11, 18))  # tokens of a text
 
 
@@ -70,7 +60,13 @@ def growth(ladder: Mapping[str, Recipe], limit: str, title: str):
         rows.append((name, *(f"{peak:,.1f}" for peak in peaks)))
         ax.text(LENGTHS[-1], peaks[-1], f"  {peaks[-1]:,.0f}")
     draw_limit(ax.axhline, limit, "GiB")
-    ax.set(xlabel="tokens of a text", ylabel="peak, GiB", xscale="log", yscale="log")
+    # Both axes are logarithmic.
+    ax.set(
+        xlabel="tokens of a text, each mark twice the last",
+        ylabel="peak, GiB, each mark twice the last",
+        xscale="log",
+        yscale="log",
+    )
     ax.minorticks_off()
     ax.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
     sizes = [2**power for power in range(4, 11)]
