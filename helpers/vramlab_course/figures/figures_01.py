@@ -25,8 +25,9 @@ def levels(ways: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
                 ends = (nearest, row), (number, row + 0.25)
                 ax.annotate("", *ends, arrowprops={"arrowstyle": "->", "color": BLUE})
         ax.set_yticks(range(len(ways)), list(ways))
-        ax.set_ylim(len(ways) - 0.4, -0.6)
+        ax.set_ylim(len(ways) - 0.6, -0.45)
         ax.grid(visible=False)
+        ax.figure.set_figheight(2.6)
     return ax.figure
 
 
