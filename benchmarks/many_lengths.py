@@ -2,7 +2,7 @@
 
     python benchmarks/many_lengths.py     # writes data/many_lengths.json
 
-Simulated: ten minutes on one core. The reader's own allocator follows two of the layers.
+Simulated: two minutes on one core. The reader's own allocator follows two of the layers.
 """
 
 import json
@@ -65,7 +65,7 @@ def least_room(requests: Requests, kind: type[Allocator], allocated: int) -> int
 def whole_runs() -> dict[str, dict[str, Any]]:
     """Peaks in bytes, without CUDA's context, of each cure; and its calls to cudaFree on CARD.
 
-    Of the run without a cure also each step.
+    Of the run without a cure also each step, and what CARD's limit leaves reserved after it.
     """
     room = room_on(CARD)
     requests = {}
@@ -82,6 +82,8 @@ def whole_runs() -> dict[str, dict[str, Any]]:
         if free.peak_reserved > room:
             limited = follow(requests[trainer], lengths, kind(limit=room))
             runs[name]["frees"] = sum(limited.given_back)
+            if name == "none":
+                runs[name]["steps"]["reserved on the card"] = limited.between[1:]
         if cure == "none":
             runs[name]["least_room"] = least_room(requests[trainer], kind, free.peak_allocated)
     return runs

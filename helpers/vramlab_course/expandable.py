@@ -70,6 +70,11 @@ class ExpandablePool(Pool):
         least = 0
         # Sizes in rising order, from the first that is large enough.
         for have in self.sizes[bisect_left(self.sizes, size) :]:
+            if not self.buckets[have]:
+                # As in `Pool.take`: or thousands of empty buckets are met again and again.
+                del self.buckets[have]
+                self.sizes.remove(have)
+                continue
             for start in self.buckets[have]:
                 end = start + have
                 # The block and the hole behind it, into which it could grow.

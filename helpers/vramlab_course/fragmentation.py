@@ -47,7 +47,6 @@ class Followed:
         ends: number of events done at the end of the load and of each step.
         between: reserved at these ends.
         mallocs, given_back: calls to cudaMalloc and cudaFree in each step.
-        calls: those of the whole run, the load too.
     """
 
     allocated: list[int]
@@ -56,7 +55,6 @@ class Followed:
     between: list[int]
     mallocs: list[int]
     given_back: list[int]
-    calls: int
 
     @property
     def peak_allocated(self) -> int:
@@ -168,6 +166,5 @@ def follow(
         between.append(allocator.reserved)
         mallocs.append(allocator.mallocs - before[0])
         given_back.append(allocator.given_back - before[1])
-    calls = allocator.mallocs + allocator.given_back
-    # The first entry is of the load and counts in `calls` alone.
-    return Followed(allocated, reserved, ends, between, mallocs[1:], given_back[1:], calls)
+    # The first entry is of the load.
+    return Followed(allocated, reserved, ends, between, mallocs[1:], given_back[1:])

@@ -72,11 +72,16 @@ def test_fp32_weights_add_copies_to_the_page():
     assert kept.layers == layers * 4 * width
 
 
+def test_accumulation_holds_gradients_at_the_loss_too():
+    once, twice = (given(recipe_1b(gradient_accumulation_steps=n), lambda s, e: 7) for n in (1, 2))
+    assert (once.held, twice.held) == (0, twice.gradients)
+
+
 def test_the_parts_of_a_moment_are_what_it_adds():
     recipe = recipe_1b(dtype="bfloat16")
     page = given(recipe, lambda s, e: 7)
     added = [page.tokens * (page.layers + 5), 0, page.gradients + 6, 2 * page.gradients]
-    found = parts(recipe, lambda s, e: 7, added)
+    found = parts(recipe, lambda s, e: 7, 3 * GiB, added)
     assert [*found] == ["1 loss", "3 end of backward", "4 update"]
-    assert found["1 loss"] == (4096 * page.layers / GiB, 4096 * 5 / GiB)
-    assert found["4 update"] == (page.gradients / GiB, page.gradients / GiB)
+    assert found["1 loss"] == (3, 4096 * page.layers / GiB, 4096 * 5 / GiB)
+    assert found["4 update"] == (3, page.gradients / GiB, page.gradients / GiB)

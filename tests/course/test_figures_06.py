@@ -1,6 +1,7 @@
 """Chapter 06's drawings show the numbers that they are given."""
 
 import pytest
+from vramlab import GiB
 from vramlab_course.figures import figures_06
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
@@ -15,3 +16,8 @@ def test_each_weight_of_a_block_goes_to_the_nearest_level():
         (0.1, 0.5),
         (1.4, 2.0),
     ]
+
+
+def test_a_line_over_length_has_each_size_in_gib():
+    figure = figures_06.over_length({"a run": {1024: 2 * GiB, 2048: 3 * GiB}}, "", "", "T4")
+    assert [[*line.get_ydata()] for line in figure.axes[0].lines] == [[2, 3], [14.5625] * 2]

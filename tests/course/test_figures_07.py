@@ -144,11 +144,20 @@ def test_the_message_of_the_run_that_dies_is_the_stored_one():
     said = f"Tried to allocate {asked}. … {free} is free. … {allocated} is allocated by PyTorch, "
     assert f"{said}and {idle} is reserved by PyTorch but unallocated." in text
     assert f"{unused} were not in use" in text
-    assert f"{idle} were free in segments that had to stay, and {free[:-4]} on the card" in text
+    assert f"They had {idle} free, and the card had {free[:-4]}" in text
     assert small["expandable segments"]["reserved"] < small["room"]
 
 
 def test_a_climb_names_the_tokens_of_its_step():
     run = {"allocated": [2 * GiB, GiB, GiB], "reserved": [3 * GiB, 3 * GiB + MiB, 4 * GiB]}
+    run["reserved on the card"] = [3 * GiB, 3 * GiB, 2 * GiB]
     figure = figures_07.climb(run, [512, 128, 1024], 3 * GiB, "title", "about")
     assert [text.get_text() for text in figure.axes[0].texts] == ["1,024"]
+    on_the_card = figure.axes[0].lines[-1]
+    assert list(on_the_card.get_ydata()) == [3, 3, 2]
+
+
+def test_a_roofline_has_its_dot_at_the_turn():
+    figure = figures_07.roofline({"card: 100 tokens": {1: 5, 100: 6, 4096: 240}}, "title", "about")
+    (line,) = figure.axes[0].lines
+    assert list(line.get_xdata()) == [1, 100, 4096] and line.get_markevery() == [1]

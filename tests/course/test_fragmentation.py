@@ -72,7 +72,7 @@ def test_the_stored_runs_are_of_chapter_07_s_recipe_and_lengths():
     assert found["lengths"] == chapter_07.LENGTHS
 
 
-@pytest.mark.slow  # all layers: ten minutes
+@pytest.mark.slow  # all layers: two minutes for both
 @pytest.mark.parametrize(
     ("part", "made"), [("runs", "whole_runs"), ("small_card", "on_small_card")]
 )

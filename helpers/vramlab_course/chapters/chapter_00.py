@@ -1,13 +1,11 @@
 """Chapter 00: what recipes take of a card, and what an out-of-memory message says."""
 
 import json
-import re
-import textwrap
 from collections.abc import Mapping
 
-from vramlab import LoRA, Quantization, explain, predict, step_time
+from vramlab import LoRA, Quantization, measure, predict, step_time
 from vramlab.base.data import data_path
-from vramlab.hardware.gpu import Gpu
+from vramlab.hardware.gpu import Device, Gpu
 from vramlab.interfaces.messages import read_message
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, text_table
@@ -63,13 +61,15 @@ def sizes(message: str) -> dict[str, float]:
     return {name: said[name] / GiB for name in names}
 
 
-def diagnosis(message: str, recipe: Recipe, gpu: str) -> str:
-    """Return what `vramlab explain` says, shortened: no list of tensors, no seconds."""
-    lines = explain(message, recipe, gpu).lines
-    left_out = r"predicted|why there|does not fit|  \d+ × "
-    details = r" \(.*\)|, (the same|another) training"
-    short = [re.sub(details, "", line) for line in lines if not re.match(left_out, line)]
-    return "\n".join(textwrap.fill(line, 88) for line in short)
+def outcome(recipe: Recipe, device: Device) -> str:
+    """Run a recipe on this GPU: return its title, and why it died or its peak and speed."""
+    run = measure(recipe, recorded=False)
+    said = run.message.partition(" GPU 0")[0]
+    if run.speed:
+        predicted = predict(recipe, gpu=device.gpu).peak.total / GiB
+        said = f"peak {run.peak.total / GiB:.2f} GiB, predicted {predicted:.2f}\n"
+        said += f"{run.speed.tokens_per_second:,.0f} tokens a second"
+    return f"{run.title}\n{said}"
 
 
 def write_samples(path: str, characters: int = 0) -> None:

@@ -28,6 +28,8 @@ def given(recipe: Recipe, layer_bytes) -> SimpleNamespace:
         weights=weights,
         copies=(stored - e) * s.num_parameters,
         gradients=gradients,
+        # With accumulation those of the batches before are there from the second one on.
+        held=gradients if recipe.gradient_accumulation_steps > 1 else 0,
         # An embedding that is also the head adds its two gradients into a third.
         tied=2 * e * s.vocab_size * s.hidden_size if s.tied and gradients else 0,
         roots=0 if "fused" in recipe.optim else gradients,
@@ -36,13 +38,13 @@ def given(recipe: Recipe, layer_bytes) -> SimpleNamespace:
     )
 
 
-def parts(recipe: Recipe, layer_bytes, added) -> dict:
-    """Return for each moment at which something is `added` what that is, in GiB."""
+def parts(recipe: Recipe, layer_bytes, always, added) -> dict:
+    """Return what is `always` there and what is `added`, in GiB, for each moment that adds."""
     page = given(recipe, layer_bytes)
     layers = page.tokens * page.layers
     base = [layers, layers, page.gradients, page.gradients]
     return {
-        moment: (below / GiB, (more - below) / GiB)
+        moment: (always / GiB, below / GiB, (more - below) / GiB)
         for moment, below, more in zip(MOMENTS, base, added, strict=True)
         if more
     }

@@ -13,6 +13,7 @@ from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces import plot
 from vramlab.measurement.records import find_record
 from vramlab.recipe.recipe import Recipe
+from vramlab.report.byte_counts import Moment
 from vramlab.report.report import GiB, Report, text_table
 
 from vramlab_course import published
@@ -31,19 +32,18 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
     """
     import torch
 
-    known = {tensor.untyped_storage().data_ptr() for tensor in own}
-    kept: dict[int, int] = {}
+    kept = {tensor.untyped_storage().data_ptr(): 0 for tensor in own}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        # several tensors that are saved may be views of one storage
+        # Several tensors that are saved may be views of one storage. A weight is saved too, and is
+        # there anyway.
         kept.setdefault(storage.data_ptr(), storage.nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
-    # a weight is saved too, and is there anyway
-    return sum(size for pointer, size in kept.items() if pointer not in known), result
+    return sum(kept.values()), result
 
 
 @cache
@@ -70,23 +70,20 @@ def replayed(
 
 def large_parts(report: Report) -> list[tuple]:
     """Rows of a table: what is alive at a Llama's peak, by what makes it, in GiB."""
-    large = [one for one in report.largest if one.category != "parameters"]
-    # Only logits are as wide as the vocabulary; what a layer keeps says which layer.
-    parts = {
-        "the loss, in fp32": [
-            one for one in large if ".layers." not in one.where and one.count == 1
-        ][:3],
-        "layers: inputs of norms, in fp32": [
-            one for one in large if one.where.endswith("_layernorm")
-        ][:1],
-        "layers: results of the activation function": [
-            one for one in large if one.where.endswith("mlp.act_fn")
-        ],
+    # Only the loss has its large tensors outside of the layers.
+    places = {
+        "base_model.model": "the loss, in fp32",
+        "_layernorm": "layers: inputs of norms, in fp32",
+        "mlp.act_fn": "layers: results of the activation function",
     }
-    rows: list[tuple] = [("alive at the peak", "tensors", "GiB in all")]
-    rows.append(("1 weights", "", report.peak.parameters / GiB))
-    left = report.peak.total - report.peak.parameters
-    for what, found in parts.items():
+    weights = report.peak.parameters
+    left = report.peak.total - weights
+    rows: list[tuple] = [
+        ("alive at the peak", "tensors", "GiB in all"),
+        ("1 weights", "", weights / GiB),
+    ]
+    for place, what in places.items():
+        found = [one for one in report.largest if one.where.endswith(place)]
         size = sum(one.count * one.size for one in found)
         left -= size
         rows.append((f"{len(rows)} {what}", sum(one.count for one in found), size / GiB))
@@ -96,8 +93,7 @@ def large_parts(report: Report) -> list[tuple]:
 
 def fits(reports: Mapping[str, Report], card: Gpu) -> str:
     """Table of a peak each, and whether it fits on `card` with expandable segments."""
-    heads = ("the 8B", "simulated, GiB", f"fits an {card.name}?")
-    rows: list = [heads]
+    rows: list = [("the 8B", "simulated, GiB", f"fits an {card.name}?")]
     for name, report in reports.items():
         grade = report.process_with(True).verdict(card.total)
         rows.append((name, report.peak.total / GiB, grade))
@@ -106,12 +102,10 @@ def fits(reports: Mapping[str, Report], card: Gpu) -> str:
 
 def recorded(runs: Mapping[str, Recipe]) -> str:
     """Table of the peaks and speeds that an H200 had."""
-    heads = ("the 8B, measured on an H200", "peak, GiB", "tokens/s")
-    rows: list = [heads]
+    rows: list = [("the 8B, measured on an H200", "peak, GiB", "tokens/s")]
     for name, recipe in runs.items():
         seen = find_record(recipe)
-        speed = round(seen.speed.tokens_per_second)
-        rows.append((name, seen.peak.total / GiB, speed))
+        rows.append((name, seen.peak.total / GiB, round(seen.speed.tokens_per_second)))
     return text_table(rows, form=".1f")
 
 
@@ -127,6 +121,16 @@ def passes_of_one() -> float:
     return 8 * seconds[1] / seconds[8]
 
 
+def _passes(report: Report) -> tuple[list[Moment], int, int]:
+    """Return the moments of forward and backward, and how many events each of the two has."""
+    # while the model is built there are fewer parameters: that is no part of the step
+    total = report.peak.parameters
+    step = [m for m in report.timeline if m.bytes.parameters == total and m.phase != "step"]
+    half = [m.phase for m in step].index("backward")
+    middle = step[half].index
+    return step, middle - step[0].index, step[-1].index - middle
+
+
 def steps(
     runs: Mapping[str, Report],
     unit: int,
@@ -136,48 +140,57 @@ def steps(
 ) -> Any:
     """Return a figure of what is alive over one step of each run, in GiB or MiB as `unit` says.
 
-    Forward and backward are equally wide in all of them. The last run is filled.
+    A layer stands at the same place in all of them. The last run is filled.
     """
     name_of = "GiB" if unit == GiB else "MiB"
     rows = [(name, f"{report.peak.total / unit:.1f}") for name, report in runs.items()]
     peaks = ", ".join(map(" ".join, rows))
     alt = f"What is alive over one step. {title}. {name_of} at the peak: {peaks}."
+    passes = list(map(_passes, runs.values()))
+    # What a forward pass has beyond this share of its backward pass are events of the loss.
+    share = min(forward / backward for _, forward, backward in passes)
     with plot.canvas(title, alt, about, [("run", f"peak, {name_of}"), *rows]) as ax:
-        for row, report, style in zip(rows, runs.values(), STYLES, strict=False):
-            # while the model is built there are fewer parameters: that is no part of the step
-            total = report.peak.parameters
-            step = [m for m in report.timeline if m.bytes.parameters == total]
-            half = [m.phase for m in step].index("backward")
-            forward = np.linspace(0, 0.35, half)
-            backward = np.linspace(0.35, 1, len(step) - half)
-            x = [*forward, *backward]
+        for row, (step, _, backward), style in zip(rows, passes, STYLES, strict=False):
+            # Runs whose losses alone differ have nearly as many: the fewest are the layers'.
+            layers = min(other for _, _, other in passes if other > 0.95 * backward)
+            events = [m.index for m in step]
+            edges = [
+                events[0],
+                events[0] + share * layers,
+                events[-1] - layers,
+                events[-1],
+            ]
+            x = np.interp(events, edges, [0, 0.35, 0.37, 1])
             sizes = [m.bytes.total / unit for m in step]
-            label = " ".join((*row, name_of))
-            (line,) = ax.plot(x, sizes, style, label=label)
-        ax.fill_between(x, sizes, color=line.get_color(), alpha=0.2)
+            (line,) = ax.plot(x, sizes, style, label=" ".join((*row, name_of)))
+        weights = step[0].bytes.parameters / unit
+        ax.fill_between(
+            x,
+            weights,
+            sizes,
+            color=line.get_color(),
+            alpha=0.2,
+        )
+        ax.axhline(
+            weights,
+            color="#767676",
+            label=f"weights {weights:.1f}",
+        )
+        height, at = max(zip(sizes[-90:], x[-90:], strict=True))
+        ax.text(at, height, "a layer\nruns again\n", ha="center")
         if card:
             room = card.total / unit
-            label = f"{card.name}: {room:.1f}"
-            ax.axhline(room, color="#B00020", label=label)
-        names = {
-            0.15: "forward",
-            0.35: "loss",
-            0.65: "backward, layer by layer",
-        }
-        for across, name in names.items():
-            ax.annotate(
-                name,
-                (across, 0),
-                (0, 4),
-                textcoords="offset points",
-                ha="center",
+            ax.axhline(
+                room,
+                color="#B00020",
+                label=f"{card.name} {room:.1f}",
             )
         ax.set(
             ylabel=f"{name_of} alive",
-            xlabel="one step",
             xlim=(0, 1),
             ylim=0,
-            xticks=[],
+            xticks=(0.17, 0.36, 0.69),
+            xticklabels=("forward", "loss", "backward, layer by layer"),
         )
     return ax.figure
 
@@ -197,7 +210,7 @@ def pairings(samples: list[int]) -> Iterator[list[list[int]]]:
 def pairings_off(off: list[float], title: str, about: str) -> Any:
     """Return a histogram of how many % each of `pairings` is off.
 
-    The first is named, and the one that is 0.
+    The first is marked, and the one that is 0.
     """
     edges = range(0, 65, 5)
     counts = np.histogram(off, edges)[0]
@@ -205,24 +218,23 @@ def pairings_off(off: list[float], title: str, about: str) -> Any:
     said = ", ".join(map(" %: ".join, rows))
     alt = f"A histogram. {title}. {said}."
     with plot.canvas(title, alt, about, [("gradients off by, %", "pairings"), *rows]) as ax:
-        middles = [edge + 2.5 for edge in edges[:-1]]
-        ax.bar(middles, counts, width=4.6)
-        notes = {
-            "as many labels\nin each pair": (0, (9, 13)),
-            "in order\nof length": (int(off[0] // 5), (65, 15)),
-        }
-        for name, (bar, where) in notes.items():
-            ax.annotate(
-                name,
-                (middles[bar], counts[bar]),
-                where,
-                arrowprops={"arrowstyle": "->"},
-                ha="center",
-            )
+        ax.hist(off, edges, rwidth=0.92)
+        ax.text(
+            2.5,
+            1.3,
+            "as many labels in each pair",
+            rotation=90,
+            ha="center",
+        )
+        ax.axvline(
+            off[0],
+            color="black",
+            ls="--",
+            label="in order of length",
+        )
         ax.set(
             xlabel="gradients off by, %",
             ylabel="ways to deal the samples",
-            xlim=(0, 71),
             yticks=range(0, 21, 5),
         )
     return ax.figure

@@ -118,10 +118,11 @@ def stacked(peaks: Mapping[str, Bytes], room: int, title: str, about: str):
         end = 0.0
         for kind, look in looks.items():
             size = getattr(peak, kind) / GiB
-            ax.barh(name, size, left=end, label=kind.replace("_", " "), **look)
+            label = kind.replace("_", " ") if size else ""
+            ax.barh(name, size, left=end, label=label, **look)
             end += size
         total = peak.total / GiB
-        rest = ax.barh(name, total - end, left=end, label="comes and goes", **COMES_AND_GOES)
+        rest = ax.barh(name, total - end, left=end, label="rest of the hill", **COMES_AND_GOES)
         rows.append((name, f"{total:.1f}"))
         ax.bar_label(rest, [rows[-1][1]], padding=4)
     ax.axvline(room / GiB, color=style.ALARM, linestyle="--", label="room for tensors")

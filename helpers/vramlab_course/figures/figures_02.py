@@ -24,7 +24,7 @@ KEPT = {
     "norm 2": NORM,
     "feed-forward": ("gate", "SiLU of the gate", "up", "SiLU × up"),
 }
-COLOURS = ("#56B4E9", "#D55E00")  # of a bar's parts
+COLOURS = ("#C8C8C8", "#D55E00", "#56B4E9")  # of a bar's parts; of fewer the last ones
 
 
 def close_up(figure, report: Report):
@@ -79,7 +79,7 @@ def bars(groups: Mapping[str, Mapping], title: str, about: str, labels=("",), fo
         rows.append((name, ""))
         for what, sizes in group.items():
             left = 0
-            for size, label, colour in zip(sizes, labels, COLOURS, strict=False):
+            for size, label, colour in zip(sizes, labels, COLOURS[-len(labels) :], strict=True):
                 drawn = ax.barh(
                     len(rows),
                     size,
@@ -89,7 +89,7 @@ def bars(groups: Mapping[str, Mapping], title: str, about: str, labels=("",), fo
                 )
                 left += size
             said = form.format(left)
-            ax.bar_label(drawn, [said], padding=3, fontsize=8)
+            ax.bar_label(drawn, [said], padding=3, fontsize=8, bbox=style.PATCH)
             rows.append((what, said))
     # A group's name stands within the axes.
     names = [what if said else "" for what, said in rows]

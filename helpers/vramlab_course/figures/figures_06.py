@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from vramlab import GiB, MiB, Report
+from vramlab.hardware.gpu import Gpu
 from vramlab.interfaces.plot import canvas, style
+from vramlab.interfaces.plot.splits import draw_limit
 
 
 def one_block(weights: Sequence[float], levels: Sequence[float]):
@@ -43,18 +45,19 @@ def steps(reports: Mapping[str, Report], weights: float, title: str, about: str)
     return ax.figure
 
 
-def over_length(predicted: Mapping[str, Mapping[int, int]], title: str, about: str):
-    """Draw peaks in bytes over the length in tokens, a line for each run."""
-    lengths = [*next(iter(predicted.values()))]
-    rows = [("peak, GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
+def over_length(
+    sizes: Mapping[str, Mapping[int, int]], title: str, about: str, card: Gpu | str | None = None
+):
+    """Draw bytes over the length in tokens: a line for each run, and where the card is full."""
+    lengths = [*next(iter(sizes.values()))]
+    rows = [("GiB", *(f"{tokens:,} tokens" for tokens in lengths))]
     said = f"Lines that rise with the length. {title}."
     with canvas(title, said, about, rows) as ax:
-        for (name, peaks), (colour, mark, dash) in zip(
-            predicted.items(), style.LINES, strict=False
-        ):
-            sizes = [size / GiB for size in peaks.values()]
-            rows.append((name, *(f"{size:.1f}" for size in sizes)))
-            ax.plot(lengths, sizes, dash, color=colour, marker=mark, label=name)
+        for (name, run), (colour, mark, dash) in zip(sizes.items(), style.LINES, strict=False):
+            taken = [size / GiB for size in run.values()]
+            rows.append((name, *(f"{size:.1f}" for size in taken)))
+            ax.plot(lengths, taken, dash, color=colour, marker=mark, label=name)
+        draw_limit(ax.axhline, card, "GiB")
         ax.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-        ax.set(xlabel="tokens", ylabel="peak, GiB", ylim=(0, None))
+        ax.set(xlabel="tokens", ylabel="GiB", ylim=(0, None))
     return ax.figure

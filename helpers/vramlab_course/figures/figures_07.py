@@ -140,6 +140,19 @@ def histories(
     return ax.figure
 
 
+def roofline(lines: Mapping[str, Mapping[int, float]], title: str, subtitle: str):
+    """Return a figure of each line's microseconds by tokens, with a dot where it turns.
+
+    A line has three points, and the second is the turn.
+    """
+    alt = f"{title}. A line for each card is level up to its dot, then rises."
+    with canvas(title, alt, subtitle) as ax:
+        for name, line in lines.items():
+            ax.loglog(line.keys(), line.values(), "o-", markevery=[1], label=name)
+        ax.set(xlabel="tokens", ylabel="microseconds at least")
+    return ax.figure
+
+
 def climb(
     run: Mapping[str, Sequence[int]],
     lengths: Sequence[int],
@@ -149,13 +162,14 @@ def climb(
 ):
     """Return a figure of steps of `lengths`: bytes "allocated" at most, and "reserved" afterwards.
 
-    A line shows the card's `room` in bytes.
+    A line shows the card's `room` in bytes, and another what is "reserved on the card" with it.
     """
     steps = range(1, len(lengths) + 1)
-    held = [size / GiB for size in run["reserved"]]
+    in_gib = {name: [size / GiB for size in sizes] for name, sizes in run.items()}
+    held = in_gib["reserved"]
     alt = (
-        "Allocated goes up and down. Reserved only rises, at the samples longer than all "
-        "before, in the end past the line."
+        "Allocated goes up and down. Reserved only rises, at the samples longer than all before, "
+        "in the end past the line. On the card itself it falls there."
     )
     with canvas(title, alt, subtitle) as ax:
         ax.bar(
@@ -163,16 +177,17 @@ def climb(
             held,
             width=1,
             color=style.PROCESS,
-            label="reserved after the step",
+            label="reserved after the step, without a limit",
         )
-        peaks = [size / GiB for size in run["allocated"]]
-        ax.bar(steps, peaks, color=BLUE, label="allocated at most")
+        ax.bar(steps, in_gib["allocated"], color=BLUE, label="allocated at most")
         ax.axhline(
             room / GiB,
             color=style.ALARM,
             linestyle="--",
             label="what the card has for them",
         )
+        real = in_gib["reserved on the card"]
+        ax.step(steps, real, style.INK, where="mid", label="reserved on the card itself")
         for step, (before, after) in enumerate(pairwise(held), 2):
             if after > before + 0.1:  # a small segment of 2 MiB is not to be seen
                 ax.text(step - 0.4, after + 0.2, f"{lengths[step - 1]:,}")
