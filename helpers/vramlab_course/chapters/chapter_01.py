@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 from vramlab import GiB, Quantization, Recipe, measure
 
-from ..base_model import base_model_path, bits_per_byte, load_base_tokenizer
+from ..base_model import bits_per_byte, load_base_tokenizer
 from ..published import timed_on
 
 
@@ -50,16 +49,6 @@ def bits_by_piece(model: nn.Module, texts: Sequence[str], length: int = 600) -> 
             piece = [text[at : at + length]]
             needs.append(bits_per_byte(model, piece, stride=256, tokenizer=tokenizer))
     return torch.tensor(needs)
-
-
-def recorded_costs() -> dict[str, Tensor]:
-    """By how many per cent a format makes the bits per byte of each held-out piece grow.
-
-    Recorded by data/base_model/formats.py.
-    """
-    needs = json.loads(base_model_path("formats.json").read_text())["bits per byte"]
-    base = torch.tensor(needs["as trained"])
-    return {name: 100 * (torch.tensor(bits) - base) / base.mean() for name, bits in needs.items()}
 
 
 def windows_of(text: str, name: str) -> Tensor:
