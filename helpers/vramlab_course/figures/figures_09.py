@@ -43,8 +43,7 @@ def _box(ax: Any, at: tuple[float, float], size: tuple[float, float], **look: An
 
 def _bare(ax: Any) -> None:
     """Take away what is no part of a drawing: grid, ticks and frame."""
-    ax.set_xticks([])
-    ax.set_yticks([])
+    ax.set(xticks=[], yticks=[])
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
 
@@ -354,8 +353,10 @@ def ways_to_cut(ways: Ways, title: str, about: str):
             rows.append((name, *(f"{line(each):.2f} ×" for each in SHOWN)))
     said = []
     for method, marker, batches in (("LoRA", "ok", (1, 4, 6)), ("QLoRA", "sk", (1, 4, 10))):
-        steps = (fsdp_step("RTX 3090", method.lower(), batch) for batch in batches)
-        dots = [(each.tokens, each.seconds / each.computing) for each in steps]
+        dots = [
+            (each.tokens, each.seconds / each.computing)
+            for each in (fsdp_step("RTX 3090", method.lower(), batch) for batch in batches)
+        ]
         upper.plot(*zip(*dots, strict=True), marker)
         said += [f"{method}: published {more:.2f} × with {at:,}" for at, more in dots]
     # Forward is a third of the computing, and hides its gathering last.
@@ -370,5 +371,6 @@ def ways_to_cut(ways: Ways, title: str, about: str):
     marks = tokens[::8]
     lower.set_xticks(marks, [f"{mark:,.0f}" for mark in marks])
     lower.minorticks_off()
-    alt = f"Lines and dots. {title}. {about}. {', '.join(said)}."
-    return style.finish(figure, rows, alt, say_rows=True)
+    return style.finish(
+        figure, rows, f"Lines and dots. {title}. {about}. {', '.join(said)}.", say_rows=True
+    )
