@@ -50,7 +50,9 @@ def of_published(witness: str) -> Iterator[Row]:
 
     Simulations are those that `benchmarks/published_runs.py --write` stored.
     """
-    for run, stored in zip(published.runs(), published.results()["runs"], strict=True):
+    for run, stored in zip(
+        published.runs(), published.json_of("published_results")["runs"], strict=True
+    ):
         if run.reserved is None or (witness == "predict" and run.as_run):
             continue
         said = (

@@ -146,6 +146,14 @@ def recorded_quality() -> dict[str, Any]:
     return _record("quality_4bit")
 
 
+def recorded_formats() -> dict[str, Any]:
+    """The base model in other formats: by how many per cent each piece's bits per byte grow.
+
+    Raises RecordError if it has not been run.
+    """
+    return _record("formats")
+
+
 def _record(name: str) -> dict[str, Any]:
     path = base_model_path(f"{name}.json")
     if not path.exists():

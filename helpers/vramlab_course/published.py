@@ -1,6 +1,7 @@
 """Training runs on real GPUs that other projects measured and published.
 
-They are in `data/published_runs.json`.
+They are in `data/published_runs.json`. What `benchmarks/published_runs.py --write` stored is in
+`data/published_results.json`: for each run, in their order, bytes of each witness.
 
 `as_run.simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)` simulates one.
 Nothing in the package is fitted to them: where a prediction was off, the missing mechanism was
@@ -13,6 +14,11 @@ from dataclasses import dataclass
 from vramlab.base.data import data_path
 from vramlab.recipe.options import Loop
 from vramlab.recipe.recipe import Recipe
+
+
+def json_of(name: str):
+    """What a file of `data/` holds, named without its ending."""
+    return json.loads(data_path(f"{name}.json").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Run:
 
 def runs() -> list[Run]:
     """All published runs, in the order of the file."""
-    stored = json.loads(data_path("published_runs.json").read_text(encoding="utf-8"))
+    stored = json_of("published_runs")
     # A source's loop is that of its script, so all of its runs share it.
     loops = {name: Loop(**source["loop"]) for name, source in stored["sources"].items()}
     published = []
@@ -77,11 +83,3 @@ def runs() -> list[Run]:
 def timed_on(gpu: str) -> list[Run]:
     """The published runs on a card whose steps were timed, in the order of the file."""
     return [run for run in runs() if run.gpu == gpu and run.seconds]
-
-
-def results() -> dict:
-    """What `benchmarks/published_runs.py --write` stored.
-
-    That is for each run, in their order, bytes of each witness.
-    """
-    return json.loads(data_path("published_results.json").read_text(encoding="utf-8"))

@@ -3,14 +3,22 @@ number.
 """
 
 import gc
+import importlib.util
+import json
 import math
 import time
 import weakref
 
 import pytest
 import torch
-from vramlab_course.base_model import load_base_model
-from vramlab_course.chapters.chapter_01 import best_seconds, continued, size_and_bits
+from vramlab_course.base_model import base_model_path, held_out, load_base_model
+from vramlab_course.chapters.chapter_01 import (
+    best_seconds,
+    bits_by_piece,
+    continued,
+    size_and_bits,
+)
+from vramlab_course.finetuning import recorded_formats
 from vramlab_course.number_formats import E2M1, E4M3FN
 from vramlab_course.quantizers import fp8, mxfp4, nvfp4
 
@@ -95,3 +103,25 @@ def test_a_model_is_measured_window_by_window_and_freed():
     assert bits[1].item() == pytest.approx(loss / math.log(2))
     gc.collect()
     assert made[0]() is None
+
+
+RECORD = recorded_formats()
+
+
+def test_the_record_of_formats_is_of_every_held_out_piece():
+    first = bits_by_piece(load_base_model(), held_out(1_200))
+    assert RECORD["as trained"][: len(first)] == pytest.approx(first.tolist(), rel=1e-3)
+    assert {len(RECORD["as trained"]), *map(len, RECORD["more"].values())} == {248}
+
+
+@pytest.mark.slow  # three minutes, and nothing but a new record or another quantizer changes it
+def test_the_record_of_formats_can_be_made_again(tmp_path):
+    path = base_model_path("formats.py")
+    spec = importlib.util.spec_from_file_location("formats", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.main(["--out", str(tmp_path / "formats.json")])
+    found = json.loads((tmp_path / "formats.json").read_text())
+    assert found["more"].keys() == RECORD["more"].keys()
+    for name, more in found["more"].items():
+        assert more == pytest.approx(RECORD["more"][name], abs=0.01)

@@ -159,13 +159,16 @@ def test_the_published_price_of_sharding():
     chapter = (ROOT / "notebooks/04_zero_and_fsdp.ipynb").read_text(encoding="utf-8")
     assert published["source"]["url"] in chapter
     same = {"gpu": "RTX 3090", "method": "lora", "batch_size": 4, "tokens": 2048, "ranks": 2}
-    said = {
-        run["sharding"]: f"{run['seconds']:,} s and {run['peak_reserved_gib']:.1f} GiB"
-        for run in published["runs"]
-        if run | same == run
-    }
-    assert said == {"ddp": "881 s and 22.0 GiB", "fsdp": "1,366 s and 16.1 GiB"}
-    assert all(price in chapter for price in said.values())
+    rows = {}
+    for run in published["runs"]:
+        if run | same == run:
+            row = f"{run['seconds']:,} s, {run['peak_reserved_gib']:.1f} GiB"
+            ours = run["simulated"]
+            ends = f"{ours['reserved_from_gib']:.1f} to {ours['reserved_to_gib']:.1f} GiB"
+            rows[run["sharding"]] = f"{row} | {ours['reserved_gib']:.1f}, {ends}"
+    assert rows.keys() == {"ddp", "fsdp"}
+    assert f"| whole on each card | {rows['ddp']} |" in chapter
+    assert f"| at stage 3 | {rows['fsdp']} |" in chapter
 
 
 def test_the_small_print_of_section_4():
@@ -181,15 +184,13 @@ def test_the_small_print_of_section_4():
 
 @pytest.mark.slow
 def test_what_liger_saves_on_eight_cards():
-    """Nothing of one sample's peak, which is in the backward pass, and yet eight samples fit."""
+    """Nothing of one sample's peak, which is in the backward pass."""
     eight = Recipe("llama-3.1-8b", 1, 2048, "bf16-mixed", "adamw_torch_fused")
     eight = eight.replace(gradient_checkpointing=True, sharding=Sharding(3, 8))
     fused = eight.replace(use_liger_kernel=True)
     one = simulate(fused, "cuda")
     assert one.peak_phase == "backward"
     assert one.peak.total == pytest.approx(predict(eight).peak.total, rel=1e-4)
-    many = simulate(fused.replace(batch_size=8), gpu="RTX 4090", expandable_segments=True)
-    assert many.verdict == "safe"
 
 
 def test_what_does_not_shrink_on_1024_cards():

@@ -122,9 +122,10 @@ def test_the_picture_of_the_ways_draws_what_its_table_says():
     ways = Ways(token=1.72 / 2048, link=3.4e9)
     figure = ways_to_cut(ways, "Ways", "made up")
     upper, lower = (ax.lines for ax in figure.axes)
-    names = [line.get_label() for line in (*upper[:2], *lower)]
-    assert names == [row[0] for row in figure.rows[1:]]
-    assert [line.get_label() for line in upper[2:]] == ["LoRA: published", "QLoRA: published"]
+    names = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert names[:5] == [row[0] for row in figure.rows[1:]]
+    assert names[5:] == ["↑ 6,804: all is hidden", "pipeline = FSDP: 3,732 ↑"]
+    assert ways.pipeline(3732) == pytest.approx(ways.hidden(3732), rel=1e-3)
     drawn = [
         [f"{y:.2f}" for x, y in line.get_xydata() if round(x) in (2048, 8192, 32_768)]
         for line in (*upper[:2], *lower)

@@ -24,10 +24,10 @@ from vramlab.planning.search_space import notes_on
 from vramlab.planning.step_time import step_time
 from vramlab.report.report import GiB
 from vramlab.simulation.as_run import AS_RUN, as_it_ran, of_release, simulate_as_run
-from vramlab_course.published import Run, results, runs
+from vramlab_course.published import Run, json_of, runs
 
 RUNS = runs()
-STORED = results()["runs"]
+STORED = json_of("published_results")["runs"]
 SOME = RUNS[::5]
 QUICK = [
     SOME[i] for i in (0, 12, 15)

@@ -15,7 +15,7 @@ from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
 from vramlab.interfaces.measure_and_record import card_of
 from vramlab.interfaces.plot.splits import shared_title
 from vramlab_course.chapters import cheat_sheet
-from vramlab_course.published import results, runs
+from vramlab_course.published import json_of, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "figures"
 RECIPE = Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-true")
@@ -35,7 +35,7 @@ def witnesses(recipe: Recipe) -> list:
 def published() -> dict[str, list[tuple[int, int]]]:
     """GPU to (simulated, measured) peaks in bytes of the runs that others published."""
     pairs: dict[str, list[tuple[int, int]]] = {}
-    for run, found in zip(runs(), results()["runs"], strict=True):
+    for run, found in zip(runs(), json_of("published_results")["runs"], strict=True):
         pairs.setdefault(run.gpu, []).append((found["simulated"], run.allocated))
     return pairs
 

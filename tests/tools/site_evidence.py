@@ -19,7 +19,7 @@ from vramlab.measurement.records import load
 from vramlab.recipe.knobs import rebuild
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import Report
-from vramlab_course.published import Run, results, runs
+from vramlab_course.published import Run, json_of, runs
 
 BAND = 0.01  # what the picture marks as good enough
 
@@ -27,7 +27,7 @@ BAND = 0.01  # what the picture marks as good enough
 def pairs() -> list[tuple[Run, dict]]:
     """Every published run with what each witness says of it."""
     # Both files are in one order, and strict finds a run without a result.
-    return list(zip(runs(), results()["runs"], strict=True))
+    return list(zip(runs(), json_of("published_results")["runs"], strict=True))
 
 
 def figures(errors: Iterable[float]) -> str:
@@ -78,7 +78,9 @@ def summary() -> str:
             + f"; {under} lie under the interval's upper end",
         ),
     ]
-    versions = ", ".join(f"{name} {number}" for name, number in results()["made_with"].items())
+    versions = ", ".join(
+        f"{name} {number}" for name, number in json_of("published_results")["made_with"].items()
+    )
     table = "\n".join(f"| {what} | {said} |" for what, said in rows)
     return (
         f"| witness, and what it is held against | error |\n|---|---|\n{table}\n\nMade with "

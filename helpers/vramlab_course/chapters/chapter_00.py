@@ -4,17 +4,17 @@ import json
 from collections.abc import Mapping
 
 from vramlab import LoRA, Quantization, measure, predict, step_time
-from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Device, Gpu
 from vramlab.interfaces.messages import read_message
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import GiB, text_table
 
 from ..base_model import finetuning_texts
+from ..published import json_of
 
 # A run that died on a card which other programs used too: its "message", and "then" the lines of
 # the same samples in pieces, which fitted.
-H200: dict = json.loads(data_path("program_runs.json").read_text())["died"]
+H200: dict = json_of("program_runs")["died"]
 
 
 def three_ways(model: str, gpu: Gpu, seq_len: int) -> dict[str, Recipe]:

@@ -57,8 +57,7 @@ def windows_of(text: str, name: str) -> Tensor:
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     length = min(1024, ids.numel() // 8)
     # The last window would be shorter, so it is left out.
-    windows = ids.unfold(1, length, length)
-    return windows.transpose(0, 1)
+    return ids.unfold(1, length, length).transpose(0, 1)
 
 
 def size_and_bits(

@@ -1,15 +1,14 @@
 """Chapter 05: published runs, two runs' parts as a table, and the reader's adapters in PEFT."""
 
-import json
 from collections.abc import Mapping
 from types import SimpleNamespace
 
 from torch import nn
 from vramlab import GiB, Recipe, predict
-from vramlab.base.data import data_path
 from vramlab.base.text import text_table
 
 from vramlab_course.finetuning import fresh
+from vramlab_course.published import json_of
 
 
 def published() -> list[SimpleNamespace]:
@@ -17,7 +16,7 @@ def published() -> list[SimpleNamespace]:
 
     A run has no `recipe` where its optimizer is none of ours. `solved` is per cent of the test.
     """
-    stored = json.loads(data_path("elsewhere", "peft_metamath.json").read_text(encoding="utf-8"))
+    stored = json_of("elsewhere/peft_metamath")
     runs = []
     for run in stored["runs"]:
         if run["optimizer"] == "AdamW":

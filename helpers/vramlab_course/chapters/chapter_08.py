@@ -41,7 +41,7 @@ RECORDED_ON_T4 = (
 
 def deciding_lines(program: Path) -> str:
     """The lines of a written program that decide its memory: base, adapters, batch, precision."""
-    text = program.read_text(encoding="utf-8")
+    text = program.read_text("utf-8")
     parts = []
     for begin, end in DECIDING.items():
         parts.append(text[text.index(begin) : text.index(end)].rstrip())
@@ -63,7 +63,7 @@ def is_same(measured: Bytes, simulated: Bytes) -> bool:
 def evaluations(folder: Path) -> list[float]:
     """The losses of a run on the rows that were held back, in their order."""
     newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    state = json.loads((newest / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json.loads((newest / "trainer_state.json").read_text("utf-8"))
     return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
@@ -100,7 +100,7 @@ def recorded(plan: vramlab.Recipe) -> Rows:
 
 def by_trl() -> Rows:
     """Two QLoRA runs' reserved peaks, as `predict` says and TRL's authors published, as a table."""
-    stored = json.loads(data_path("elsewhere/trl_sft.json").read_text(encoding="utf-8"))
+    stored = published.json_of("elsewhere/trl_sft")
     rows: Rows = [("card", "model", "GiB: at least", "likely", "at most", "published")]
     for run in stored["runs"]:
         recipe = vramlab.Recipe(**run["recipe"])
@@ -215,7 +215,7 @@ def typed_heads() -> list[str]:
     Such as "def usable(card: Gpu) -> int:". They are those that vramlab had on 27 November 2026,
     stored so that a count after training stays what it is.
     """
-    lines = data_path("house_rule.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = data_path("house_rule.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines]
 
 

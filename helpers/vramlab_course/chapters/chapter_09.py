@@ -5,7 +5,6 @@ sends their tensors between ranks, and each of them in one process, to compare w
 what Answer.AI published of two cards (`data/elsewhere/answer_ai.json`).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,11 +19,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 # Imported here, once, and not by each of the forked ranks: it takes a second.
 from transformers import LlamaForCausalLM
 from vramlab import LoRA, Recipe, Sharding, predict
-from vramlab.base.data import data_path
 from vramlab.report.report import GiB
 
 from ..base_model import load_base_model
 from ..collectives import Collectives
+from ..published import json_of
 from . import pipe
 
 HIDDEN = 32  # numbers of a token in the mixture
@@ -241,10 +240,9 @@ def published() -> dict[tuple, dict[str, Any]]:
 
     By card, method, sharding and samples a pass.
     """
-    runs = json.loads(data_path("elsewhere", "answer_ai.json").read_text("utf-8"))["runs"]
     return {
         (run["gpu"], run["method"], run["sharding"], run["batch_size"]): run
-        for run in runs
+        for run in json_of("elsewhere/answer_ai")["runs"]
         if run["model"] == "llama-2-7b" and run["tokens"] == 2048 and not run["offload"]
     }
 

@@ -4,19 +4,18 @@ That is what a call reads or makes, bytes of tensors and of a cache, a cache bes
 own, the bytes of two moments, who holds memory in GRPO, and what others published of it on a T4.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vramlab import Recipe, simulate
-from vramlab.base.data import data_path
 from vramlab.hardware.gpu import Gpu
 from vramlab.report.report import Bytes, Report
 from vramlab.simulation.colocated import colocated, with_vllm
 
 from ..made_tensors import MadeTensors
+from ..published import json_of
 
 
 def written(model: Any, **how: Any) -> tuple[Any, int]:
@@ -29,8 +28,7 @@ def written(model: Any, **how: Any) -> tuple[Any, int]:
 
 def trained_on_a_t4() -> Any:
     """Return GRPO's run in `data/elsewhere/trl_t4.json`: what was published, and a recipe."""
-    stored = data_path("elsewhere", "trl_t4.json").read_text(encoding="utf-8")
-    return json.loads(stored)["runs"]["grpo"]
+    return json_of("elsewhere/trl_t4")["runs"]["grpo"]
 
 
 def cached_by(answer: Any) -> list[torch.Tensor]:

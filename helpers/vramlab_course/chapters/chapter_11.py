@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from vramlab import Recipe, find_gpu
-from vramlab.base.data import data_path
 from vramlab.hardware.links import pcie_bandwidth
 from vramlab.planning.step_traffic import link_of
 from vramlab.report.report import MiB
 
+from ..published import json_of
 from .chapter_01 import best_seconds
 from .chapter_04 import RankFailed, apart
 
@@ -75,9 +75,8 @@ def two_cards(
 
 def published(**wanted: Any) -> list[dict[str, Any]]:
     """Return Answer.AI's runs with these fields; `step` is the seconds of one step."""
-    stored = json.loads(data_path("elsewhere", "answer_ai.json").read_text("utf-8"))
     found = []
-    for run in stored["runs"]:
+    for run in json_of("elsewhere/answer_ai")["runs"]:
         samples = run["batch_size"]
         steps = ceil((1024 - 1024 % samples) / run["ranks"] / samples)
         if run | wanted == run:

@@ -22,10 +22,14 @@ def levels(ways: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
             ax.plot(numbers, [row + 0.25] * len(numbers), "o", color=BLUE)
             for number in numbers:
                 nearest = min(marks, key=lambda mark: abs(mark - number))
-                ends = (nearest, row), (number, row + 0.25)
-                ax.annotate("", *ends, arrowprops={"arrowstyle": "->", "color": BLUE})
+                ax.annotate(
+                    "",
+                    (nearest, row),
+                    (number, row + 0.25),
+                    arrowprops={"arrowstyle": "->", "color": BLUE},
+                )
         ax.set_yticks(range(len(ways)), list(ways))
-        ax.set_ylim(len(ways) - 0.4, -0.6)
+        ax.set_ylim(len(ways) - 0.6, -0.45)
         ax.grid(visible=False)
     return ax.figure
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vramlab.interfaces.plot import style
 
-from ..chapters.chapter_09 import Ways, fsdp_step, gathered
+from ..chapters.chapter_09 import Ways, fsdp_step
 
 SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in forward passes
 Order = Callable[[int, int, int], list[tuple[str, int]]]  # of stage, stages and micro-batches
@@ -43,8 +43,7 @@ def _box(ax: Any, at: tuple[float, float], size: tuple[float, float], **look: An
 
 def _bare(ax: Any) -> None:
     """Take away what is no part of a drawing: grid, ticks and frame."""
-    ax.set_xticks([])
-    ax.set_yticks([])
+    ax.set(xticks=[], yticks=[])
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
 
@@ -323,36 +322,55 @@ def ways_to_cut(ways: Ways, title: str, about: str):
 
     Above is FSDP, where dots are Answer.AI's runs on two RTX 3090; below are the cuts, with LoRA.
     """
-    figure, (upper, lower) = style.start(title, about, rows=2, sharex=True)
-    tokens = [1024 * 2 ** (eighth / 8) for eighth in range(49)]
-    published = {
-        "FSDP, LoRA, nothing hidden": (ways.unhidden, "#0072B2", "-"),
-        "FSDP, QLoRA, nothing hidden": (partial(ways.unhidden, method="qlora"), "#009E73", "-."),
-    }
-    possible = {
-        "FSDP, LoRA, best case": (ways.hidden, "#D55E00", "--"),
-        "tensor": (ways.tensor, "#CC79A7", "-."),
-        "pipeline": (ways.pipeline, "#777777", ":"),
-    }
+    figure, (upper, lower) = style.start(title, about, rows=2, sharex=True, sharey=True)
+    tokens = [2 ** (eighth / 8) for eighth in range(80, 129)]
     rows = [("a step takes", *(f"{each:,} tokens a rank" for each in SHOWN))]
-    for ax, panel in zip((upper, lower), (published, possible), strict=True):
-        for name, (line, colour, look) in panel.items():
-            ax.plot(tokens, [line(each) for each in tokens], look, color=colour, label=name)
+    for ax, panel in (
+        (
+            upper,
+            {
+                "FSDP, LoRA, nothing hidden": (ways.unhidden, "#0072B2", "-", (2800, 2.75)),
+                "FSDP, QLoRA, nothing hidden": (
+                    partial(ways.unhidden, method="qlora"),
+                    "#009E73",
+                    "-.",
+                    (1024, 0.6),
+                ),
+            },
+        ),
+        (
+            lower,
+            {
+                "FSDP, LoRA, best case": (ways.hidden, "#D55E00", "--", (1650, 2.9)),
+                "tensor": (ways.tensor, "#CC79A7", "-.", (16_384, 2.05)),
+                "pipeline": (ways.pipeline, "#777777", ":", (1024, 1.3)),
+            },
+        ),
+    ):
+        for name, (line, colour, look, place) in panel.items():
+            ax.plot(tokens, [line(each) for each in tokens], look, color=colour)
+            ax.text(*place, name, color=colour)
             rows.append((name, *(f"{line(each):.2f} ×" for each in SHOWN)))
     said = []
-    for method, marker, batches in (("LoRA", "o", (1, 4, 6)), ("QLoRA", "s", (1, 4, 10))):
-        steps = [fsdp_step("RTX 3090", method.lower(), batch) for batch in batches]
-        dots = [(each.tokens, each.seconds / each.computing) for each in steps]
-        name = f"{method}: published"
-        upper.plot(*zip(*dots, strict=True), marker, color=style.INK, label=name)
-        said += [f"{name} {more:.2f} × with {at:,}" for at, more in dots]
+    for method, marker, batches in (("LoRA", "ok", (1, 4, 6)), ("QLoRA", "sk", (1, 4, 10))):
+        dots = [
+            (each.tokens, each.seconds / each.computing)
+            for each in (fsdp_step("RTX 3090", method.lower(), batch) for batch in batches)
+        ]
+        upper.plot(*zip(*dots, strict=True), marker)
+        said += [f"{method}: published {more:.2f} × with {at:,}" for at, more in dots]
     # Forward is a third of the computing, and hides its gathering last.
-    enough = 3 * gathered("lora") / ways.link / ways.token
-    lower.text(enough, 0.65, f"↑ {enough:,.0f} tokens", fontsize=8.5)
-    upper.set(xscale="log", ylim=(0.85, 4), ylabel="as published")
-    lower.set(ylim=(0.5, 4), ylabel="other ways", xlabel="tokens of a rank in one pass")
-    marks = [2**power for power in range(10, 17)]
-    lower.set_xticks(marks, [f"{mark:,}" for mark in marks])
+    enough = 1.5 * ways.unhidden(1) - 1.5
+    lower.text(enough, 0.5, f"↑ {enough:,.0f}: all is hidden")
+    # There a pipeline's wait, 1024 / tokens, is what FSDP does not hide of its forward pass.
+    even = enough - 3072
+    lower.text(even, 0.5, f"pipeline = FSDP: {even:,.0f} ↑", ha="right")
+    figure.supylabel("step / computing")
+    upper.set(xscale="log", ylim=(0.3, 4))
+    lower.set_xlabel("tokens of a rank in one pass")
+    marks = tokens[::8]
+    lower.set_xticks(marks, [f"{mark:,.0f}" for mark in marks])
     lower.minorticks_off()
-    alt = f"Lines and dots. {title}. {about}. {', '.join(said)}."
-    return style.finish(figure, rows, alt, say_rows=True)
+    return style.finish(
+        figure, rows, f"Lines and dots. {title}. {about}. {', '.join(said)}.", say_rows=True
+    )
