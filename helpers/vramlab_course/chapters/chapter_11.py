@@ -159,14 +159,18 @@ def with_shared(mib: int, work: Callable[[], Any]) -> Any:
     Raises RankFailed where `work` fails, and where this machine does not allow such a process:
     its text ends with NO_MOUNTS.
     """
-    ids = {"uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+    ids = {
+        "setgroups": "deny",
+        "uid_map": f"0 {os.getuid()} 1",
+        "gid_map": f"0 {os.getgid()} 1",
+    }
 
     def inside() -> Any:
         kernel = ctypes.CDLL(None)
         # As its own user this process may mount, and no other sees what.
         if kernel.unshare(APART):
             raise OSError(NO_MOUNTS)
-        for name, text in {"setgroups": "deny", **ids}.items():
+        for name, text in ids.items():
             Path("/proc/self", name).write_text(text)
         if kernel.mount(b"tmpfs", bytes(SHARED), b"tmpfs", 0, f"size={mib}m".encode()):
             raise OSError(NO_MOUNTS)
@@ -209,15 +213,15 @@ def sheet(
     bus, speed = mine or (0.83 * line, 0.4 * card.flops("fp16"))
     rate, shares = link_of(card)
     way = link["link_gb_per_second"] if link else rate * shares[0] / 1e9
-    predicted = f"predicted, {name}"
-    by_bus = "measured" if mine else predicted
-    slow = 9 * 4 * speed / (8 * TOKENS * 6) / 1e9  # of a weight: 4 bytes, 6 operations a token
+    by_bus = "measured" if mine else "predicted"
+    # For each weight 4 bytes, and 6 operations a token; the exchange takes 1/9 of the computing.
+    slow = 9 * 4 * speed / (8 * TOKENS * 6) / 1e9
     return [
-        ("your sheet", "found", "by", "elsewhere", "worry if"),
+        (name, "found", "by", "elsewhere", "worry if"),
         (
             "two GPUs: link, GB/s",
             way,
-            "measured" if link else predicted,
+            "measured" if link else "predicted",
             "3.2: two TITAN RTX",
             f"under {slow:.0f}: 8 × 2,048 tokens",
         ),
