@@ -151,6 +151,7 @@ def test_a_course_without_chapters_fails(tmp_path):
     assert course.run_course([], tmp_path / "out", lambda: "") == 1
 
 
+@pytest.mark.slow
 def test_the_bar_counts_cells(tmp_path):
     paths = [scratch.write(tmp_path / f"0{n}_x.ipynb", *["pass"] * n) for n in (1, 3)]
     console = Console(

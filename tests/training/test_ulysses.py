@@ -30,7 +30,7 @@ TABLE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "offloaded": (2, 3, {"offload": "parameters"}, {}),
     "two groups of two": (4, 2, {}, {}),
 }
-QUICK = ("stage 2, accumulating, checkpointing",)
+QUICK = ()  # ranks of DeepSpeed and of context parallelism stand in `make test` already
 LEARNED = ("stage 1", "stage 2, accumulating, checkpointing", "stage 3", "two groups of two")
 
 
