@@ -1,26 +1,23 @@
 """What chapter 09 says of Answer.AI's runs on two cards follows from the stored numbers."""
 
-import json
 import re
 
-import nbformat
 import pytest
+from told import text_of
 from transformers import LlamaConfig
 from vramlab import LoRA, Quantization, Recipe, Sharding, simulate
-from vramlab.base.data import data_path
 from vramlab.recipe.options import Loop
 from vramlab.report.report import GiB
 from vramlab_course.chapters.chapter_09 import Ways, fsdp_step, gathered, published
+from vramlab_course.published import json_of
 
-STORED = json.loads(data_path("elsewhere", "answer_ai.json").read_text("utf-8"))
+STORED = json_of("elsewhere/answer_ai")
 SIMULATED = [run for run in STORED["runs"] if "simulated" in run]
 
 
 @pytest.fixture
-def chapter(pytestconfig):
-    path = pytestconfig.rootpath / "notebooks" / "09_more_than_data_parallel.ipynb"
-    cells = nbformat.read(path, as_version=4).cells
-    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+def chapter():
+    return text_of("09_")
 
 
 def test_the_chapters_tables_are_the_stored_runs(chapter):

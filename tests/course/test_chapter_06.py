@@ -1,27 +1,24 @@
 """What chapter 06 says of published and recorded runs follows from the stored numbers."""
 
 import dataclasses
-import json
 from statistics import mean, stdev
 
-import nbformat
 import pytest
+from told import text_of
 from vramlab import GiB, MiB, Recipe, plan, predict
-from vramlab.base.data import data_path
 from vramlab.report.report import Bytes, TensorGroup
 from vramlab_course.chapters.chapter_06 import peak_in_parts
 from vramlab_course.finetuning import recorded_quality
+from vramlab_course.published import json_of
 
 
 @pytest.fixture
-def chapter(pytestconfig):
-    path = pytestconfig.rootpath / "notebooks" / "06_qlora.ipynb"
-    cells = nbformat.read(path, as_version=4).cells
-    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+def chapter():
+    return text_of("06_")
 
 
 def stored(name):
-    return json.loads(data_path("elsewhere", name).read_text("utf-8"))["runs"]
+    return json_of(f"elsewhere/{name}")["runs"]
 
 
 def said(low, likely, high):
@@ -29,7 +26,7 @@ def said(low, likely, high):
 
 
 def test_the_published_14b_lies_in_the_predicted_range(chapter):
-    run = stored("trl_sft.json")[0]
+    run = stored("trl_sft")[0]
     recipe = Recipe(**run["recipe"])
     reserved = predict(recipe, gpu="T4").reserved
     sizes = [size / GiB for size in (reserved.low, reserved.value, reserved.high)]
@@ -44,10 +41,9 @@ def test_the_published_14b_lies_in_the_predicted_range(chapter):
 
 
 def test_the_published_70b_lies_in_the_simulated_range(chapter):
-    file = data_path("elsewhere", "answer_ai.json")
     (run,) = (
         run
-        for run in stored(file.name)
+        for run in stored("answer_ai")
         if run["model"] == "llama-2-70b" and run["gpu"] == "RTX 3090"
     )
     ours = run["simulated"]
@@ -56,7 +52,7 @@ def test_the_published_70b_lies_in_the_simulated_range(chapter):
     assert f"simulated: {said(*sizes)} | [{peak:.2f}](" in chapter
     assert sizes[0] < peak < sizes[2] and f"{1 - sizes[1] / peak:.0%}" == "6%"
     assert f"1,024 samples took {run['seconds'] / 3600:.1f} hours" in chapter
-    shape = json.loads(file.read_text("utf-8"))["models"]["llama-2-70b"]
+    shape = json_of("elsewhere/answer_ai")["models"]["llama-2-70b"]
     width, inner = shape["hidden_size"], shape["intermediate_size"]
     heads = shape["num_attention_heads"] // shape["num_key_value_heads"]
     layer = 2 * width * width + 2 * width * (width // heads) + 3 * width * inner

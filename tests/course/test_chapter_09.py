@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from textwrap import indent
 
-import nbformat
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from told import text_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +24,6 @@ from vramlab_course.chapters.chapter_04 import on_ranks
 from vramlab_course.chapters.chapter_09 import Stage
 from vramlab_course.figures.figures_09 import stage_order
 
-CHAPTER = "09_more_than_data_parallel.ipynb"
 # In the program's place: counts the collectives of a step, too.
 COUNTED = """    from vramlab_course.collectives import Collectives
 
@@ -36,10 +35,9 @@ COUNTED = """    from vramlab_course.collectives import Collectives
 """
 
 
-def command(root, words: str) -> list[str]:
+def command(words: str) -> list[str]:
     """The arguments of the torchrun that the chapter prints with these words."""
-    cells = nbformat.read(root / "notebooks" / CHAPTER, as_version=4).cells
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    text = text_of("09_")
     (found,) = re.findall(rf"torchrun (.* -m vramlab_course.chapters.{words}.*)", text, re.M)
     return found.split()
 
@@ -75,8 +73,8 @@ def losses(arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_model_cut_by_transformers_trains_as_one_process_does(pytestconfig, tmp_path):
-    arguments = command(pytestconfig.rootpath, "cut$")
+def test_a_model_cut_by_transformers_trains_as_one_process_does(tmp_path):
+    arguments = command("cut$")
     script = Path(cut.__file__).read_text()
     step = "        loss = model(input_ids=ids, labels=ids).loss\n        loss.backward()\n"
     assert step in script
@@ -93,14 +91,14 @@ def test_a_model_cut_by_transformers_trains_as_one_process_does(pytestconfig, tm
 
 
 @pytest.mark.slow
-def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pytestconfig, tmp_path):
+def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(tmp_path):
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=32)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     experts = dict(num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=1000)
     folder = tmp_path / "mixture"
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder)
-    arguments = command(pytestconfig.rootpath, "cut --experts")
+    arguments = command("cut --experts")
     # A random model learns slowly.
     options = dict(nproc_per_node="2", model=str(folder), lr="1e-3")
     both = losses(changed(arguments, **options))
@@ -124,16 +122,14 @@ def test_experts_cut_by_transformers_train_as_one_process_with_both_batches(pyte
 
 
 @pytest.mark.slow
-def test_the_printed_pipeline_trains_adapters_of_a_stack_that_does_not_divide(
-    pytestconfig, tmp_path
-):
+def test_the_printed_pipeline_trains_adapters_of_a_stack_that_does_not_divide(tmp_path):
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=5, vocab_size=1000)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     folder = tmp_path / "five_layers"
     model.save_pretrained(folder)
     # One rank holds three layers and the other two.
-    arguments = command(pytestconfig.rootpath, "pipe")
+    arguments = command("pipe")
     at = arguments.index("--layers")
     arguments[at + 1 : at + 3] = ["3", "2"]
     found = losses(changed(arguments, model=str(folder), lr="1e-3"))

@@ -1,24 +1,20 @@
 """What the ten questions tell of other people's runs is what is stored of them."""
 
-import json
-
-import nbformat
 import pytest
+from told import text_of
 from vramlab import LoRA, Quantization, Recipe, Sharding, predict
-from vramlab.base.data import data_path
 from vramlab.report.report import GiB
 from vramlab_course import published
 from vramlab_course.chapters.ten_questions import asked
 
 
 def stored(name):
-    return json.loads(data_path("elsewhere", f"{name}.json").read_text("utf-8"))["runs"]
+    return published.json_of(f"elsewhere/{name}")["runs"]
 
 
 @pytest.fixture
-def told(pytestconfig):
-    cells = nbformat.read(pytestconfig.rootpath / "notebooks" / "ten_questions.ipynb", 4).cells
-    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+def told():
+    return text_of("ten_questions")
 
 
 def test_a_question_prints_its_recipe(capsys):
